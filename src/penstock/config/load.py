@@ -1,0 +1,131 @@
+"""YAML file + dotted overrides -> `Config`, or one `ConfigError` that names key, place and nearest valid key."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from penstock.config.errors import ConfigError
+from penstock.config.schema import Config
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `3e-4` as text; everyone who types a learning rate means a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    __import__("re").compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """`["a.b=1"]` -> `{"a": {"b": 1}}`; values are YAML."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        node = tree
+        *sections, leaf = key.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise ConfigError(
+                    f"override {override!r} goes below {section!r}, which another override sets to a value"
+                )
+        try:
+            node[leaf] = yaml.load(value, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {override!r}: {_first_line(error)}") from None
+    return tree
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply `overrides`, validate. Raises `ConfigError`."""
+    path = Path(path)
+    try:
+        document = yaml.load(path.read_text(), Loader=_Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_first_line(error)}") from None
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} must hold sections (model:, env:, ...), not a {type(document).__name__}")
+    changed = parse_overrides(overrides)
+    tree = _merge(document, changed)
+    if key := os.environ.get("PENSTOCK_API_KEY"):
+        tree = _merge({"rollout": {"api_key": key}}, tree)
+    return _validate(tree, changed, path)
+
+
+def _validate(tree: dict[str, Any], overrides: dict[str, Any], path: Path) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as failure:
+        lines = [_explain(error, overrides, path) for error in failure.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _explain(error: Any, overrides: dict[str, Any], path: Path) -> str:
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    place = "on the command line" if _contains(overrides, location) else f"in {path}"
+    if error["type"] == "extra_forbidden":
+        known = _keys_at(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        section = ".".join(location[:-1])
+        hint = ".".join([*location[:-1], near[0]]) if near else None
+        remedy = (
+            f"did you mean {hint}?"
+            if hint
+            else f"valid keys {'of ' + section if section else 'here'}: {', '.join(known)}"
+        )
+        return f"unknown key {key} {place}: {remedy}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"contradictory settings {place}: {message}"
+    return f"bad value for {key} {place}: {message} (got {error['input']!r})"
+
+
+def _keys_at(location: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in location:
+        field = model.model_fields.get(part)
+        candidates = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not nested:
+            return []
+        model = nested[0]
+    return list(model.model_fields)
+
+
+def _contains(tree: Any, location: Sequence[str]) -> bool:
+    for part in location:
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return bool(location)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())

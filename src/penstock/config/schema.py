@@ -1,0 +1,221 @@
+"""Every setting of a run. The defaults are the recommended recipe; a field's docstring is its help text."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Frozen, strict about names, documented by the docstrings under its fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class TinyModelConfig(Section):
+    """The built-in policy: a Qwen3-architecture model with a character-level tokenizer, made on the spot."""
+
+    num_layers: int = Field(4, ge=1)
+    hidden_size: int = Field(128, ge=8)
+    num_heads: int = Field(4, ge=1)
+    num_kv_heads: int = Field(2, ge=1)
+    intermediate_size: int = Field(384, ge=8)
+
+
+class WarmStartConfig(Section):
+    """Imitation of the environment's own demonstrations before the first rollout."""
+
+    steps: int = Field(0, ge=0)
+    """0 switches the warm start off."""
+    batch_size: int = Field(128, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = "tiny"
+    """`tiny`, or a directory with a Hugging Face causal language model and its tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    """`auto` takes an accelerator where there is one, else the CPU."""
+    max_context: int = Field(512, ge=8)
+    """Longest prompt plus response, in tokens."""
+    tiny: TinyModelConfig = TinyModelConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+
+class DataConfig(Section):
+    """Where tasks come from."""
+
+    source: Literal["reasoning_gym", "seeds"] = "reasoning_gym"
+    """`reasoning_gym` draws from a procedural dataset; `seeds` only numbers the tasks (for games)."""
+    dataset: str = "spell_backward"
+    """Name of the reasoning-gym dataset."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the dataset, as its own documentation names them."""
+    eval_tasks: int = Field(256, ge=0)
+    """Held-out tasks played before and after training; never trained on."""
+
+
+class EnvConfig(Section):
+    """What an episode is."""
+
+    name: str = "single_turn"
+    """`single_turn`, `guess_number`, or `package.module:Class`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    group_size: int = Field(8, ge=1)
+    """Episodes per task whose rewards are compared (G)."""
+    workers: int = Field(1, ge=1)
+    """Environment worker processes."""
+    max_turns: int = Field(1, ge=1)
+    max_new_tokens: int = Field(64, ge=1)
+    """Per turn."""
+    temperature: float = Field(1.0, gt=0)
+    eval_temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    episode_timeout_s: float = Field(120.0, gt=0)
+    max_attempts: int = Field(3, ge=1)
+    """An episode whose environment fails is tried this often before its group is given up."""
+
+
+class TriggerConfig(Section):
+    """When the learner gets work."""
+
+    use: Literal["compute", "step"] = "compute"
+    """`compute`: accumulate gradients as groups become ready, step at a stable batch size. `step`: every trigger is a
+    step."""
+    min_samples: int = Field(64, ge=1)
+    """N_min, rounded up to whole groups."""
+    max_wait_s: float = Field(0.5, gt=0)
+    """T_max: go on with what is ready (at least one group) after this long."""
+
+
+class SchedulerConfig(Section):
+    """Admission, order, trigger."""
+
+    dispatch: Literal["fifo"] = "fifo"
+    max_staleness: int = Field(2, ge=0)
+    """Versions. Bounds what is admitted; tokens older than this are masked out of the loss. 0 is on-policy."""
+    max_running: int | None = Field(None, ge=1)
+    """Episodes that may be generating at once; None is twice the servers' slots, so that slots never wait for a
+    group's slowest member."""
+    segment_length: int | None = Field(None, ge=1)
+    """Tokens per grant; None lets a turn finish in one grant."""
+    filter_equal_rewards: bool = True
+    """Drop groups whose rewards are all equal: their advantages are zero."""
+    trigger: TriggerConfig = TriggerConfig()
+
+
+class RolloutConfig(Section):
+    """Generation servers."""
+
+    servers: int = Field(1, ge=1)
+    slots: int = Field(128, ge=1)
+    """KV slots per server: the largest decode batch."""
+    torch_threads: int = Field(1, ge=1)
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """0 lets the system choose. With several servers, the n-th takes port + n."""
+    request_timeout_s: float = Field(120.0, gt=0)
+    api_key: str | None = Field(None, repr=False)
+    """Needed when `host` is not loopback; taken from the environment variable PENSTOCK_API_KEY if unset."""
+
+
+class TrainerConfig(Section):
+    """The learner."""
+
+    steps: int = Field(100, ge=1)
+    """Optimizer steps of the whole run."""
+    groups_per_step: int = Field(32, ge=1)
+    """Groups per optimizer step (B); B * group_size samples."""
+    learning_rate: float = Field(3e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    """PPO clipping of the ratio to [1 - clip_low, 1 + clip_high] (DAPO's clip-higher)."""
+    normalize_advantages: bool = True
+    """Divide group advantages by the group's standard deviation (GRPO)."""
+    tokens_per_microbatch: int = Field(8192, ge=1)
+    """Padded tokens per forward pass."""
+    torch_threads: int = Field(1, ge=1)
+    checkpoint_every: int = Field(100, ge=1)
+    """Steps."""
+    keep_checkpoints: int = Field(2, ge=1)
+    max_nonfinite_steps: int = Field(5, ge=1)
+    """Steps in a row with a non-finite gradient before the run is failed."""
+
+
+class SupervisorConfig(Section):
+    """Starting, watching and stopping the processes of a run."""
+
+    ready_timeout_s: float = Field(120.0, gt=0)
+    grace_s: float = Field(8.0, gt=0)
+    """Between a request to stop and SIGKILL."""
+    heartbeat_s: float = Field(0.5, gt=0)
+
+
+class ObserveConfig(Section):
+    """What people see."""
+
+    progress: bool = True
+    """Live progress in the terminal."""
+    plots: bool = True
+    samples: int = Field(5, ge=0)
+    """Held-out tasks whose answers before and after are shown."""
+
+
+class Config(Section):
+    """A run."""
+
+    seed: int = 0
+    run_id: str | None = None
+    """Chosen from the date if unset."""
+    runs_dir: str = "runs"
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def max_running(self) -> int:
+        """Episodes that may generate at once, over all servers."""
+        return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.servers
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.env.max_new_tokens >= self.model.max_context:
+            raise ValueError(
+                f"env.max_new_tokens ({self.env.max_new_tokens}) must be smaller than "
+                f"model.max_context ({self.model.max_context}): the prompt needs room too"
+            )
+        if self.env.group_size == 1 and self.scheduler.filter_equal_rewards:
+            raise ValueError(
+                "env.group_size 1 leaves every group with equal rewards and nothing to train on: use at least 2"
+            )
+        if self.max_running < self.env.group_size:
+            raise ValueError(
+                f"scheduler.max_running ({self.max_running}) is smaller than env.group_size "
+                f"({self.env.group_size}): no group could ever start"
+            )
+        batch = self.trainer.groups_per_step * self.env.group_size
+        if self.scheduler.trigger.min_samples > batch:
+            raise ValueError(
+                f"scheduler.trigger.min_samples ({self.scheduler.trigger.min_samples}) exceeds the samples of a step "
+                f"(trainer.groups_per_step * env.group_size = {batch})"
+            )
+        loopback = self.rollout.host in ("127.0.0.1", "localhost", "::1")
+        if not loopback and not self.rollout.api_key:
+            raise ValueError(
+                f"rollout.host {self.rollout.host} is reachable from outside: set rollout.api_key "
+                "through the environment variable PENSTOCK_API_KEY, or use 127.0.0.1"
+            )
+        return self

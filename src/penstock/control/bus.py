@@ -1,0 +1,214 @@
+"""The control bus: a ROUTER in the controller, a DEALER in every other process, PUB/SUB for broadcasts.
+
+A request is re-sent until it is answered or its deadline passes; the receiver acts on each message id once and repeats
+its answer, so lost and repeated messages change nothing. What is queued within one turn of the event loop leaves as one
+frame. No tensor ever travels here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from penstock.control.messages import Ack, AnyMessage, Hello, Refused, Welcome
+from penstock.deadline import deadline
+
+Handler = Callable[[str, AnyMessage], Awaitable[AnyMessage | None]]
+"""handler(peer, message) -> reply; None stands for `Ack`. An exception answers `Refused` and is raised in `run`."""
+
+Fault = Callable[[bytes], list[bytes]]
+"""Given a frame about to leave, the frames that really leave; lets tests lose and repeat messages."""
+
+CONTROLLER = "controller"
+
+
+class RequestRefused(RuntimeError):
+    """The other side understood the request and said no."""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """One message in flight. Ids are unique per sender, also across its restarts; a reply carries the id of its request."""
+
+    kind: Literal["notify", "request", "reply"]
+    id: int
+    body: AnyMessage
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Envelope])
+
+
+class _Endpoint:
+    """What both sides share: requests with re-send, replies remembered per sender, batched frames."""
+
+    resend_s = 2.0
+    remembered_replies = 4096
+
+    def __init__(self, name: str, handler: Handler, *, fault: Fault | None) -> None:
+        self.name = name
+        self._handler = handler
+        self._fault = fault or (lambda frame: [frame])
+        self._ids = itertools.count(time.time_ns())
+        self._pending: dict[tuple[str, int], asyncio.Future[AnyMessage]] = {}
+        self._answered: OrderedDict[tuple[str, int], AnyMessage | None] = OrderedDict()
+        self._outbox: dict[str, list[Envelope]] = {}
+        self._flush_scheduled = False
+        self._tasks: asyncio.TaskGroup | None = None
+        self._context = zmq.asyncio.Context()
+
+    async def request(self, peer: str, message: AnyMessage, *, timeout_s: float) -> AnyMessage:
+        """Send until answered. Raises `RequestRefused`, or `Stalled` naming the peer after `timeout_s`."""
+        id_ = next(self._ids)
+        envelope = Envelope("request", id_, message)
+        future: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
+        self._pending[peer, id_] = future
+        try:
+            async with deadline(
+                timeout_s, waiter=self.name, resource=f"the answer to {type(message).__name__}", holder=peer
+            ):
+                while not future.done():
+                    self._post(peer, envelope)
+                    await asyncio.wait([future], timeout=self.resend_s)
+            reply = future.result()
+        finally:
+            del self._pending[peer, id_]
+        if isinstance(reply, Refused):
+            raise RequestRefused(f"{peer} refused {type(message).__name__}: {reply.reason}")
+        return reply
+
+    def notify(self, peer: str, message: AnyMessage) -> None:
+        """Send once, without an answer."""
+        self._post(peer, Envelope("notify", next(self._ids), message))
+
+    def _post(self, peer: str, envelope: Envelope) -> None:
+        self._outbox.setdefault(peer, []).append(envelope)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        outbox, self._outbox = self._outbox, {}
+        for peer, envelopes in outbox.items():
+            for frame in self._fault(_encoder.encode(envelopes)):
+                self._transmit(peer, frame)
+
+    def _transmit(self, peer: str, frame: bytes) -> None:
+        raise NotImplementedError
+
+    def _receive(self, peer: str, frame: bytes) -> None:
+        for envelope in _decoder.decode(frame):
+            if envelope.kind == "reply":
+                future = self._pending.get((peer, envelope.id))
+                if future is not None and not future.done():
+                    future.set_result(envelope.body)
+            elif self._is_new(peer, envelope):
+                assert self._tasks is not None
+                self._tasks.create_task(self._answer(peer, envelope))
+
+    def _is_new(self, peer: str, envelope: Envelope) -> bool:
+        """Remember the id; repeat the answer if it was given already."""
+        key = (peer, envelope.id)
+        if key in self._answered:
+            reply = self._answered[key]
+            if reply is not None:
+                self._post(peer, Envelope("reply", envelope.id, reply))
+            return False
+        self._answered[key] = None
+        if len(self._answered) > self.remembered_replies:
+            self._answered.popitem(last=False)
+        return True
+
+    async def _answer(self, peer: str, envelope: Envelope) -> None:
+        try:
+            reply = await self._handler(peer, envelope.body) or Ack()
+        except Exception as error:
+            if envelope.kind == "request":
+                self._reply(peer, envelope, Refused(reason=f"{type(error).__name__}: {error}"))
+                self._flush()
+            raise
+        if envelope.kind == "request":
+            self._reply(peer, envelope, reply)
+
+    def _reply(self, peer: str, envelope: Envelope, reply: AnyMessage) -> None:
+        self._answered[peer, envelope.id] = reply
+        self._post(peer, Envelope("reply", envelope.id, reply))
+
+
+class Bus(_Endpoint):
+    """The controller's side. Peers are addressed by the name they connected with."""
+
+    def __init__(self, directory: str, handler: Handler, *, fault: Fault | None = None) -> None:
+        super().__init__(CONTROLLER, handler, fault=fault)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 200)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.bind(f"ipc://{directory}/control.sock")
+        self._publisher = self._context.socket(zmq.PUB)
+        self._publisher.setsockopt(zmq.LINGER, 200)
+        self._publisher.bind(f"ipc://{directory}/broadcast.sock")
+
+    def broadcast(self, message: AnyMessage) -> None:
+        """To every connected peer, unacknowledged."""
+        envelope = [Envelope("notify", next(self._ids), message)]
+        self._publisher.send(_encoder.encode(envelope), flags=zmq.NOBLOCK)
+
+    async def run(self) -> None:
+        """Receive until cancelled; an exception in a handler ends it."""
+        async with asyncio.TaskGroup() as self._tasks:
+            while True:
+                identity, frame = await self._router.recv_multipart()
+                self._receive(identity.decode(), frame)
+
+    def close(self) -> None:
+        self._flush()
+        self._context.destroy(linger=200)
+
+    def _transmit(self, peer: str, frame: bytes) -> None:
+        self._router.send_multipart([peer.encode(), frame], flags=zmq.NOBLOCK)
+
+
+class Peer(_Endpoint):
+    """Every other process's side; its only peer is the controller."""
+
+    def __init__(self, directory: str, name: str, handler: Handler, *, fault: Fault | None = None) -> None:
+        super().__init__(name, handler, fault=fault)
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.LINGER, 200)
+        self._dealer.setsockopt(zmq.IDENTITY, name.encode())
+        self._dealer.connect(f"ipc://{directory}/control.sock")
+        self._subscriber = self._context.socket(zmq.SUB)
+        self._subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        self._subscriber.connect(f"ipc://{directory}/broadcast.sock")
+
+    async def join(self, hello: Hello, *, timeout_s: float) -> Welcome:
+        """Introduce this process to the controller."""
+        reply = await self.request(CONTROLLER, hello, timeout_s=timeout_s)
+        if not isinstance(reply, Welcome):
+            raise TypeError(f"the controller answered Hello with {type(reply).__name__}")
+        return reply
+
+    async def run(self) -> None:
+        """Receive until cancelled; an exception in a handler ends it."""
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._listen(self._subscriber))
+            await self._listen(self._dealer)
+
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            self._receive(CONTROLLER, await socket.recv())
+
+    def close(self) -> None:
+        self._flush()
+        self._context.destroy(linger=200)
+
+    def _transmit(self, peer: str, frame: bytes) -> None:
+        self._dealer.send(frame, flags=zmq.NOBLOCK)

@@ -1,0 +1,175 @@
+"""Everything that travels on the control bus: small tagged structs, never a tensor.
+
+The wire word of the design note (`NEW_TASK`, `DATA_GENERATED`, ...) is the struct's tag.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.ports import Work
+from penstock.types import (
+    BusySpan,
+    EpisodeId,
+    EpisodeSummary,
+    GroupRef,
+    LearnerState,
+    PayloadRef,
+    SegmentGrant,
+    WeightsHandle,
+)
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all messages."""
+
+
+class Ack(Message, frozen=True, kw_only=True, tag="ACK"):
+    """Received and acted upon."""
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="REFUSED"):
+    """The request was understood and cannot be met; `reason` is for people."""
+
+    reason: str
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="HELLO"):
+    """A process joins the run. Answered with `Welcome`."""
+
+    role: str
+    name: str
+    nonce: str
+    pid: int
+    url: str = ""
+    capacity: int = 0
+    """Episodes an environment worker may hold at once."""
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="WELCOME"):
+    """The run as it is when a process joins."""
+
+    server_urls: list[str]
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag="HEARTBEAT"):
+    """Sent periodically without an answer. `progress` grows while the process does useful work."""
+
+    name: str
+    progress: int
+    cpu_s: float
+    """CPU seconds of the whole process so far."""
+    busy_s: float = 0.0
+    """Seconds of useful model compute so far."""
+    counters: dict[str, float] = {}
+    spans: list[BusySpan] = []
+
+
+class NewTask(Message, frozen=True, kw_only=True, tag="NEW_TASK"):
+    """A group to play."""
+
+    work: Work
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag="CANCEL"):
+    """Nobody waits for these groups any more."""
+
+    groups: list[int]
+
+
+class GrantRequest(Message, frozen=True, kw_only=True, tag="GRANT_REQUEST"):
+    """A leased episode wants to generate again: its next turn, or the next segment of a cut answer."""
+
+    worker: str
+    episode: EpisodeId
+    unfinished: bool
+    """True if the last segment was cut at its length limit."""
+
+
+class Grant(Message, frozen=True, kw_only=True, tag="GRANT"):
+    """The answer to a `GrantRequest`, sent when the scheduler decides so."""
+
+    grant: SegmentGrant
+
+
+class DataGenerated(Message, frozen=True, kw_only=True, tag="DATA_GENERATED"):
+    """A group is played. Its tokens lie in the pool at `ref` (None if every member failed)."""
+
+    worker: str
+    group: int
+    ref: PayloadRef | None
+    episodes: list[EpisodeSummary]
+
+
+class WarmStart(Message, frozen=True, kw_only=True, tag="WARM_START"):
+    """Imitate demonstrations before the first rollout."""
+
+
+class WarmStarted(Message, frozen=True, kw_only=True, tag="WARM_STARTED"):
+    """What came of it; empty if the configuration asks for none."""
+
+    metrics: dict[str, float]
+
+
+class Accumulate(Message, frozen=True, kw_only=True, tag="ACCUMULATE"):
+    """Add the gradient of these groups."""
+
+    groups: list[GroupRef]
+
+
+class Accumulated(Message, frozen=True, kw_only=True, tag="ACCUMULATED"):
+    """Gradients added; counts and sums."""
+
+    metrics: dict[str, float]
+
+
+class Step(Message, frozen=True, kw_only=True, tag="STEP"):
+    """One optimizer step over everything accumulated."""
+
+
+class LearnerStateUpdate(Message, frozen=True, kw_only=True, tag="LEARNER_STATE_UPDATE"):
+    """The reply to `Step`, and the broadcast that tells everyone how the learner does."""
+
+    state: LearnerState
+
+
+class Publish(Message, frozen=True, kw_only=True, tag="PUBLISH"):
+    """Write the current weights where servers can map them."""
+
+
+class Published(Message, frozen=True, kw_only=True, tag="PUBLISHED"):
+    """Where they are."""
+
+    handle: WeightsHandle
+
+
+class SaveCheckpoint(Message, frozen=True, kw_only=True, tag="SAVE_CHECKPOINT"):
+    """Save weights, optimizer, RNG and `state` atomically under `directory`."""
+
+    directory: str
+    state: dict[str, Any]
+
+
+AnyMessage = (
+    Ack
+    | Refused
+    | Hello
+    | Welcome
+    | Heartbeat
+    | NewTask
+    | Cancel
+    | GrantRequest
+    | Grant
+    | DataGenerated
+    | WarmStart
+    | WarmStarted
+    | Accumulate
+    | Accumulated
+    | Step
+    | LearnerStateUpdate
+    | Publish
+    | Published
+    | SaveCheckpoint
+)

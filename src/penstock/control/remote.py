@@ -1,0 +1,74 @@
+"""The controller's view of the other processes: ports.Trainer and ports.Workers over the bus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.control.bus import Bus
+from penstock.control.messages import (
+    Accumulate,
+    Accumulated,
+    AnyMessage,
+    Cancel,
+    Grant,
+    LearnerStateUpdate,
+    NewTask,
+    Publish,
+    Published,
+    SaveCheckpoint,
+    Step,
+    WarmStart,
+    WarmStarted,
+)
+from penstock.ports import Work
+from penstock.types import GroupRef, LearnerState, SegmentGrant, WeightsHandle
+
+Reply = TypeVar("Reply", bound=AnyMessage)
+
+
+class RemoteTrainer:
+    """ports.Trainer in another process."""
+
+    def __init__(self, bus: Bus, name: str, *, timeout_s: float, warm_start_timeout_s: float = 3600.0) -> None:
+        self._bus, self._name, self._timeout_s = bus, name, timeout_s
+        self._warm_start_timeout_s = warm_start_timeout_s
+
+    async def warm_start(self) -> Mapping[str, float]:
+        return (await self._ask(WarmStart(), WarmStarted, self._warm_start_timeout_s)).metrics
+
+    async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
+        return (await self._ask(Accumulate(groups=list(groups)), Accumulated)).metrics
+
+    async def step(self) -> LearnerState:
+        return (await self._ask(Step(), LearnerStateUpdate)).state
+
+    async def publish(self) -> WeightsHandle:
+        return (await self._ask(Publish(), Published)).handle
+
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+        message = SaveCheckpoint(directory=str(directory), state=dict(state))
+        await self._bus.request(self._name, message, timeout_s=self._timeout_s)
+
+    async def _ask(self, message: AnyMessage, reply_type: type[Reply], timeout_s: float | None = None) -> Reply:
+        reply = await self._bus.request(self._name, message, timeout_s=timeout_s or self._timeout_s)
+        if not isinstance(reply, reply_type):
+            raise TypeError(f"{self._name} answered {type(message).__name__} with {type(reply).__name__}")
+        return reply
+
+
+class RemoteWorkers:
+    """ports.Workers: environment workers in other processes."""
+
+    def __init__(self, bus: Bus, *, timeout_s: float) -> None:
+        self._bus, self._timeout_s = bus, timeout_s
+
+    async def start(self, worker: str, work: Work) -> None:
+        await self._bus.request(worker, NewTask(work=work), timeout_s=self._timeout_s)
+
+    async def grant(self, worker: str, grant: SegmentGrant) -> None:
+        await self._bus.request(worker, Grant(grant=grant), timeout_s=self._timeout_s)
+
+    def cancel(self, groups: Sequence[int]) -> None:
+        self._bus.broadcast(Cancel(groups=list(groups)))

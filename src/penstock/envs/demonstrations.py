@@ -1,0 +1,53 @@
+"""Worked examples for the warm start: an environment's own expert plays it, in the tokens the policy will see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from penstock.config import ConfigError
+from penstock.model.chat import ChatTokenizer
+from penstock.ports import Environment
+from penstock.types import Task, stable_seed
+
+
+@runtime_checkable
+class Expert(Protocol):
+    """An environment that knows what to do."""
+
+    def demonstrate(self) -> str:
+        """A good action for the present state."""
+        ...
+
+
+class Tasks(Protocol):
+    def next(self) -> Task | None: ...
+
+
+def demonstrations(
+    tasks: Tasks, *, make: Callable[[Task], Environment], chat: ChatTokenizer, seed: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields (token_ids, loss_mask) per episode, as long as there are tasks; the mask is 1 on the expert's tokens."""
+    while (task := tasks.next()) is not None:
+        env: Any = make(task)
+        if not isinstance(env, Expert):
+            raise ConfigError(
+                f"model.warm_start needs an environment with demonstrate(); {type(env).__name__} has none: "
+                "set model.warm_start.steps to 0 or use a trained model"
+            )
+        yield _episode(env, chat, seed=stable_seed(seed, "demonstration", task.index))
+
+
+def _episode(env: Any, chat: ChatTokenizer, *, seed: int) -> tuple[list[int], list[int]]:
+    observation, _ = env.reset(seed)
+    token_ids = chat.prompt([{"role": "user", "content": observation}])
+    mask = [0] * len(token_ids)
+    while True:
+        action = env.demonstrate()
+        action_ids = [*chat.encode(action), chat.eos_ids[0]]
+        token_ids, mask = token_ids + action_ids, mask + [1] * len(action_ids)
+        observation, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            return token_ids, mask
+        observed = chat.continuation(observation, ended=True)
+        token_ids, mask = token_ids + observed, mask + [0] * len(observed)

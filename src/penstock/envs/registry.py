@@ -1,0 +1,53 @@
+"""Environments by name, or by `package.module:Class`. Listing them imports nothing."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from penstock.config import ConfigError, EnvConfig
+from penstock.ports import Environment
+from penstock.types import Task
+
+_BUILT_IN = {
+    "single_turn": ("penstock.envs.single_turn:SingleTurn", "one question, one answer, scored by the task's own rule"),
+    "guess_number": ("penstock.envs.guess_number:GuessNumber", "find a number from higher/lower hints, several turns"),
+}
+
+
+def available() -> dict[str, str]:
+    """Name -> one line of description."""
+    return {name: description for name, (_, description) in _BUILT_IN.items()}
+
+
+def resolve(name: str) -> type[Environment]:
+    """The class behind a name or an import path. Raises `ConfigError`."""
+    path = _BUILT_IN[name][0] if name in _BUILT_IN else name
+    module_name, separator, class_name = path.partition(":")
+    if not separator:
+        near = difflib.get_close_matches(name, _BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_BUILT_IN)}, or package.module:Class"
+        raise ConfigError(f"unknown environment {name!r} in env.name: {hint}")
+    try:
+        found: Any = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"env.name {name!r} cannot be imported: {error}") from None
+    if not (isinstance(found, type) and hasattr(found, "reset") and hasattr(found, "step")):
+        raise ConfigError(f"env.name {name!r} is not a class with reset(seed) and step(action)")
+    return found
+
+
+def environment_maker(config: EnvConfig) -> Callable[[Task], Environment]:
+    """Makes one environment per episode: `Class(task, **env.options)`."""
+    found: Any = resolve(config.name)
+
+    def make(task: Task) -> Environment:
+        try:
+            environment: Environment = found(task, **config.options)
+        except TypeError as error:
+            raise ConfigError(f"env.options {dict(config.options)} do not fit {config.name}: {error}") from None
+        return environment
+
+    return make

@@ -1,0 +1,181 @@
+"""The system on a page. Runs in the controller, or in the simulator on a virtual clock.
+
+     tasks ─admit─► scheduler ─dispatch─► environment workers ─HTTP─► rollout servers
+                       ▲  │                       │                        ▲
+                       │  └─train─► trainer       │ collect                │ swap
+                       └──────────────────────────┘      trainer ─publish──┘
+
+  loop      waits for                                       is woken by
+  admit     room in the staleness budget                    a group leaving flight (weights served, filtered, failed)
+  dispatch  something to run and slots to run it            an admitted group, a grant request, a finished group
+  collect   a played group (not a loop: one call each)      DATA_GENERATED on the bus
+  train     the trigger: N_min groups, or T_max             a group becoming ready, or the clock
+  swap      a published policy version                      the trainer having stepped
+
+The trainer is the finite clock: when its last step is served, the other loops end. Slots are freed only after the swap,
+so no group is born stale by construction of the budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from penstock.config import Config
+from penstock.data.sources import TaskStream
+from penstock.observe.recorder import Recorder
+from penstock.ports import RolloutServers, Trainer, Work, Workers
+from penstock.scheduler.scheduler import Scheduler
+from penstock.types import EpisodeSummary, PayloadRef, Task, WeightsHandle
+
+
+class Pool(Protocol):
+    """The experience pool's index, as the loop uses it."""
+
+    def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None: ...
+
+    def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None: ...
+
+    def sync(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class System:
+    """Everything the loops touch, behind ports."""
+
+    config: Config
+    run_dir: Path
+    scheduler: Scheduler
+    tasks: TaskStream
+    held_out: Sequence[Task]
+    workers: Workers
+    trainer: Trainer
+    servers: RolloutServers
+    pool: Pool
+    recorder: Recorder
+    num_steps: int = 0
+    """Optimizer steps taken so far."""
+
+
+async def run(system: System) -> None:
+    """Warm start, evaluate, train to the last step, evaluate again."""
+    if warm := await system.trainer.warm_start():
+        system.recorder.event("warm_start", **warm)
+    await swap_weights(system, await system.trainer.publish(), num_groups=0)
+    async with asyncio.TaskGroup() as loops:
+        dispatching = loops.create_task(never_returns("dispatch", dispatch(system)))
+        await evaluate(system, "before")
+        await train_all(system)
+        cancel_rest(system)
+        await evaluate(system, "after")
+        dispatching.cancel()
+    system.recorder.event("completed", step=system.num_steps)
+
+
+async def train_all(system: System) -> None:
+    """Admit, train and swap beside dispatch, until the trainer has taken its last step and its weights are served."""
+    swaps: asyncio.Queue[tuple[WeightsHandle, int]] = asyncio.Queue(maxsize=1)
+    async with asyncio.TaskGroup() as loops:
+        endless = [
+            loops.create_task(never_returns("admit", admit(system))),
+            loops.create_task(never_returns("swap", swap(system, swaps))),
+        ]
+        await train(system, swaps)
+        await swaps.join()
+        for loop in endless:
+            loop.cancel()
+
+
+async def admit(system: System) -> NoReturn:
+    while (task := system.tasks.next()) is not None:
+        await system.scheduler.admit(task)
+    raise RuntimeError(
+        f"the task source is used up after {system.tasks.position - 1} tasks, at step {system.num_steps} of "
+        f"{system.config.trainer.steps}: give it more tasks or lower trainer.steps"
+    )
+
+
+async def dispatch(system: System) -> NoReturn:
+    while True:
+        assignment = await system.scheduler.next_assignment()
+        if isinstance(assignment.item, Work):
+            await system.workers.start(assignment.worker, assignment.item)
+        else:
+            await system.workers.grant(assignment.worker, assignment.item)
+
+
+def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
+    """A group was played. Its index entry exists before the scheduler hears of it."""
+    task = system.scheduler.task_of(group)
+    if task is None:
+        return
+    if ref is not None:
+        system.pool.add(group, task, ref, episodes)
+    if system.scheduler.finish(group, ref, episodes):
+        system.recorder.played(task.tag, episodes)
+
+
+async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> None:
+    while system.num_steps < system.config.trainer.steps:
+        batch = await system.scheduler.next_batch()
+        system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
+        if not batch.step:
+            continue
+        learner = await system.trainer.step()
+        groups = system.scheduler.stepped(learner.policy_version)
+        system.pool.mark(groups, "trained", trained_in=learner.policy_version)
+        system.num_steps += 1
+        await swaps.put((await system.trainer.publish(), len(groups)))
+        system.recorder.stepped(system.num_steps, learner, system.scheduler.ledger.counts())
+        if system.num_steps % system.config.trainer.checkpoint_every == 0:
+            await checkpoint(system)
+
+
+async def swap(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> NoReturn:
+    while True:
+        handle, num_groups = await swaps.get()
+        await swap_weights(system, handle, num_groups=num_groups)
+        swaps.task_done()
+
+
+async def swap_weights(system: System, handle: WeightsHandle, *, num_groups: int) -> None:
+    """Bring every server to `handle`; the groups trained into it leave flight."""
+    await system.servers.update_weights(handle)
+    system.scheduler.published(handle.policy_version, num_groups)
+
+
+async def evaluate(system: System, when: str) -> None:
+    """Play the held-out tasks once with the weights now served."""
+    if system.held_out:
+        summaries = await system.scheduler.evaluate(system.held_out)
+        system.recorder.evaluated(when, system.held_out, summaries, num_samples=system.config.observe.samples)
+
+
+async def checkpoint(system: System) -> None:
+    """Weights, optimizer and the scheduler's side, so that nothing trained is trained again."""
+    directory = system.run_dir / "checkpoints" / f"step_{system.num_steps}"
+    system.pool.sync()
+    await system.trainer.checkpoint(
+        directory,
+        {
+            "step": system.num_steps,
+            "policy_version": system.scheduler.trained_version,
+            "task_position": system.tasks.position,
+            "ledger": system.scheduler.ledger.counts(),
+        },
+    )
+    system.recorder.event("checkpoint", step=system.num_steps, path=str(directory.relative_to(system.run_dir)))
+
+
+def cancel_rest(system: System) -> None:
+    """Give up what is still in flight."""
+    system.workers.cancel(system.scheduler.cancel_all())
+
+
+async def never_returns(name: str, loop: Awaitable[None]) -> NoReturn:
+    """An endless loop that ends is an error."""
+    await loop
+    raise RuntimeError(f"the {name} loop ended by itself")

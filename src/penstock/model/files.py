@@ -1,0 +1,59 @@
+"""What a model directory holds, and one clear error when something is missing. Importable without torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""Files that make weights a usable model directory."""
+
+
+class ModelError(RuntimeError):
+    """A model directory that cannot be used; the message names the directory and what is wrong with it."""
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """The JSON object in `directory/name`."""
+    path = directory / name
+    if not directory.is_dir():
+        raise ModelError(f"model directory {directory} does not exist")
+    if not path.is_file():
+        raise ModelError(f"model directory {directory} has no {name}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def read_json_if_present(directory: Path, name: str) -> dict[str, Any]:
+    """As `read_json`, empty where the file is absent."""
+    return read_json(directory, name) if (directory / name).is_file() else {}
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether `directory` holds weights, not only an architecture."""
+    return any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy tokenizer, templates and configuration; files `target` already has are kept."""
+    for name in COMPANIONS:
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)

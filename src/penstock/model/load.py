@@ -1,0 +1,51 @@
+"""Load a policy: any Hugging Face causal language model directory, with its weights or only its architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from penstock.model.files import ModelError, has_weights, read_json
+
+
+def load_policy(model_dir: Path, *, dtype: str, device: str, weights: bool, seed: int | None = None) -> PreTrainedModel:
+    """The model in eval mode on `device`. Without `weights`: random ones, the same for the same `seed`.
+
+    Eval mode also while training: dropout would make the trainer disagree with the engine that sampled.
+    """
+    read_json(model_dir, "config.json")
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise ModelError(f"unknown dtype {dtype!r}")
+    if weights and not has_weights(model_dir):
+        raise ModelError(f"model directory {model_dir} has no weights (*.safetensors)")
+    try:
+        model = _from_disk(model_dir, torch_dtype) if weights else _random(model_dir, torch_dtype, seed)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model directory {model_dir} cannot be loaded: {error}") from error
+    return model.to(resolve_device(device)).eval()
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes an accelerator where there is one, else the CPU."""
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator or torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"unknown device {name!r}: {error}") from None
+
+
+def _from_disk(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+
+
+def _random(model_dir: Path, dtype: torch.dtype, seed: int | None) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is its own
+        if seed is not None:
+            torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)

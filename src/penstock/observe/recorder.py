@@ -1,0 +1,136 @@
+"""What the controller writes down: metrics (a line per step), events, and the timeline of spans and decisions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.observe.jsonl import JsonLinesWriter
+from penstock.types import TRAIN_TAG, BusySpan, EpisodeSummary, LearnerState, Task
+
+
+@dataclass(slots=True)
+class _Process:
+    """The latest totals of one process."""
+
+    role: str
+    cpu_s: float = 0.0
+    busy_s: float = 0.0
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+class Recorder:
+    """Collects between steps, writes at steps. All times are seconds since the epoch."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._metrics = JsonLinesWriter(run_dir / "metrics.jsonl")
+        self._events = JsonLinesWriter(run_dir / "events.jsonl")
+        self._timeline = JsonLinesWriter(run_dir / "timeline.jsonl")
+        self._processes: dict[str, _Process] = {}
+        self._rewards: list[float] = []
+        self._lengths: list[int] = []
+        self._episodes_total = 0
+        self._tokens_trained = 0.0
+        self._tokens_masked = 0.0
+
+    def event(self, event: str, **details: Any) -> None:
+        self._events.write({"time": time.time(), "event": event, **details})
+
+    def decision(self, decider: str, reason: str, inputs: Mapping[str, Any]) -> None:
+        self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
+
+    def joined(self, name: str, role: str) -> None:
+        self._processes[name] = _Process(role)
+        self.event("joined", name=name, role=role)
+
+    def heartbeat(
+        self, name: str, *, cpu_s: float, busy_s: float, counters: Mapping[str, float], spans: Sequence[BusySpan]
+    ) -> None:
+        process = self._processes.setdefault(name, _Process(name))
+        process.cpu_s, process.busy_s, process.counters = cpu_s, busy_s, counters
+        for span in spans:
+            self._timeline.write(
+                {
+                    "process": span.process,
+                    "kind": span.kind,
+                    "start": span.start,
+                    "end": span.end,
+                    "policy_version": span.policy_version,
+                }
+            )
+
+    def played(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
+        """Finished episodes, before any filter: the reward curve must not depend on what is trained."""
+        finished = [episode for episode in episodes if episode.status != "failed"]
+        if tag == TRAIN_TAG:
+            self._rewards += [episode.reward for episode in finished]
+            self._lengths += [episode.response_tokens for episode in finished]
+            self._episodes_total += len(finished)
+
+    def accumulated(self, counts: Mapping[str, float]) -> None:
+        self._tokens_trained += counts.get("tokens", 0)
+        self._tokens_masked += counts.get("tokens_masked_stale", 0)
+
+    def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int]) -> None:
+        """Write the line of a step."""
+        measured = {name: value for name, value in learner.metrics.items() if name not in ("tokens", "busy_s")}
+        self._metrics.write(
+            {
+                "step": step,
+                "time": time.time(),
+                "policy_version": learner.policy_version,
+                "reward": _mean(self._rewards),
+                "episodes": len(self._rewards),
+                "episodes_total": self._episodes_total,
+                "response_length_mean": _mean(self._lengths),
+                "tokens_generated_total": self._total("rollout", "tokens"),
+                "tokens_trained_total": self._tokens_trained,
+                "tokens_masked_total": self._tokens_masked,
+                "entropy": learner.entropy,
+                **measured,
+                "trainer_busy_s": self._busy("trainer"),
+                "generator_busy_s": self._busy("rollout"),
+                "cpu_s": time.process_time() + sum(process.cpu_s for process in self._processes.values()),
+                "num_servers": self._number("rollout"),
+                "num_trainers": self._number("trainer"),
+                "ledger": ledger,
+            }
+        )
+        self._rewards.clear()
+        self._lengths.clear()
+
+    def evaluated(
+        self, when: str, tasks: Sequence[Task], episodes: Sequence[EpisodeSummary], *, num_samples: int
+    ) -> None:
+        """The held-out tasks were played."""
+        samples = [
+            {
+                "prompt": str(task.payload.get("question", task.task_id)),
+                "expected": str(task.payload.get("answer", "")),
+                "answer": episode.text,
+                "reward": episode.reward,
+            }
+            for task, episode in list(zip(tasks, episodes, strict=True))[:num_samples]
+        ]
+        reward = _mean([episode.reward for episode in episodes])
+        self.event("evaluation", when=when, reward=reward, tasks=len(tasks), samples=samples)
+
+    def close(self) -> None:
+        for writer in (self._metrics, self._events, self._timeline):
+            writer.close()
+
+    def _total(self, role: str, counter: str) -> float:
+        return sum(p.counters.get(counter, 0.0) for p in self._processes.values() if p.role == role)
+
+    def _busy(self, role: str) -> float:
+        return sum(process.busy_s for process in self._processes.values() if process.role == role)
+
+    def _number(self, role: str) -> int:
+        return sum(process.role == role for process in self._processes.values())
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,172 @@
+"""The boundaries: small Protocols that the loop, the scheduler and the supervisor talk to.
+
+Each has a real implementation and a fake shipped with the package, and both pass one contract suite.
+Every method that waits may raise `penstock.deadline.Stalled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.types import (
+    EpisodeLease,
+    GroupRef,
+    LearnerState,
+    Sampling,
+    Segment,
+    SegmentGrant,
+    Task,
+    WeightsHandle,
+)
+
+
+class TaskSource(Protocol):
+    """An endless or finite, deterministic supply of tasks."""
+
+    def task(self, index: int) -> Task | None:
+        """The task at `index`, always the same one; None past the end."""
+        ...
+
+
+class Environment(Protocol):
+    """One world for one episode, in the shape Gymnasium and GEM share. Methods may also be `async`."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """Start over. Returns (observation, info)."""
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Act. Returns (observation, reward, terminated, truncated, info)."""
+        ...
+
+
+class PolicyClient(Protocol):
+    """Asks a rollout server for actions."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Segment]:
+        """One segment per grant for the same prompt (one request with n = len(grants))."""
+        ...
+
+
+class RolloutServers(Protocol):
+    """The weights side of all rollout servers of a run."""
+
+    async def update_weights(self, handle: WeightsHandle) -> None:
+        """Bring every server to `handle.policy_version` as a transaction; raises if one of them cannot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A group handed to an environment worker: one lease and one first grant per member."""
+
+    task: Task
+    leases: tuple[EpisodeLease, ...]
+    grants: tuple[SegmentGrant, ...]
+    sampling: Sampling
+    keep_text: bool = False
+    """Return the decoded last action with the summary (evaluation samples)."""
+
+
+class Workers(Protocol):
+    """The environment workers, seen from the scheduler. Results come back through the scheduler's own methods."""
+
+    async def start(self, worker: str, work: Work) -> None:
+        """Hand `work` to `worker`; returns once the worker has acknowledged it."""
+        ...
+
+    async def grant(self, worker: str, grant: SegmentGrant) -> None:
+        """Let a waiting episode generate again."""
+        ...
+
+    def cancel(self, groups: Sequence[int]) -> None:
+        """Nobody waits for these groups any more."""
+        ...
+
+
+class Trainer(Protocol):
+    """Three verbs (accumulate, step, publish), a start and a checkpoint. Calls never overlap."""
+
+    async def warm_start(self) -> Mapping[str, float]:
+        """Imitate demonstrations, if the configuration asks for it; returns steps, seconds, loss, or nothing."""
+        ...
+
+    async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
+        """Add the gradient of `groups`; no step. Returns counts and sums (tokens, masked tokens, busy seconds)."""
+        ...
+
+    async def step(self) -> LearnerState:
+        """One optimizer step over everything accumulated, normalised by its token count; version += 1."""
+        ...
+
+    async def publish(self) -> WeightsHandle:
+        """Write the current weights where servers can map them."""
+        ...
+
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+        """Save weights, optimizer, RNG and the caller's `state` atomically under `directory`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """How to start one process of a run."""
+
+    name: str
+    """Unique within the run, e.g. `rollout-0`; also the log's name."""
+    role: str
+    module: str
+    """Python module run with `-m`; it receives the run directory and its own name."""
+    ready_s: float
+    """Deadline for readiness."""
+    grace_s: float
+    """Time between SIGTERM and SIGKILL."""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class ProcessHandle(Protocol):
+    """A started process. `returncode` follows subprocess: None while alive, negative for a signal."""
+
+    @property
+    def spec(self) -> ProcessSpec: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+
+class Launcher(Protocol):
+    """Starts, probes, signals and awaits the processes of a run; local processes or Ray actors."""
+
+    async def spawn(self, spec: ProcessSpec) -> ProcessHandle: ...
+
+    async def probe(self, process: ProcessHandle) -> str | None:
+        """None once this very process (identity checked) is ready to serve, else what is still missing."""
+        ...
+
+    async def signal(self, process: ProcessHandle, signum: int) -> None:
+        """Signal the process and everything it started."""
+        ...
+
+    async def wait(self, process: ProcessHandle) -> int:
+        """Until it ends; returns its code."""
+        ...
+
+    async def sweep(self) -> list[str]:
+        """End whatever the run's processes left behind; returns what could not be removed."""
+        ...
+
+
+class Demonstrations(Protocol):
+    """Worked examples for the warm start: token ids and the positions to imitate."""
+
+    def __iter__(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Yields (token_ids, loss_mask), endlessly."""
+        ...

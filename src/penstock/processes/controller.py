@@ -1,0 +1,152 @@
+"""The controller: control bus, scheduler, ledger and pool index around `penstock.loop`. Never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock import loop
+from penstock.config import Config, load_config
+from penstock.control.bus import Bus
+from penstock.control.messages import (
+    AnyMessage,
+    DataGenerated,
+    GrantRequest,
+    Heartbeat,
+    Hello,
+    Refused,
+    Welcome,
+)
+from penstock.control.remote import RemoteTrainer, RemoteWorkers
+from penstock.data.sources import TaskStream, open_source
+from penstock.deadline import deadline
+from penstock.observe.recorder import Recorder
+from penstock.rollout.client import Servers
+from penstock.scheduler.scheduler import Scheduler
+from penstock.store.pool import ExperiencePool
+from penstock.supervisor.child import Child
+from penstock.types import EVAL_TAG, TRAIN_TAG
+
+
+class Controller:
+    """Answers the bus; knows who has joined."""
+
+    def __init__(self, config: Config, nonce: str, recorder: Recorder) -> None:
+        self._nonce, self._recorder = nonce, recorder
+        self.system: loop.System | None = None
+        self._expected = {f"rollout-{i}" for i in range(config.rollout.servers)} | {"trainer-0"}
+        self._urls: dict[str, str] = {}
+        self._early: list[Hello] = []
+        self.servers_and_trainer = asyncio.Event()
+
+    async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
+        match message:
+            case Hello():
+                return self._welcome(message)
+            case Heartbeat(name=name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans):
+                self._recorder.heartbeat(name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans)
+            case GrantRequest(episode=episode, unfinished=unfinished) if self.system:
+                self.system.scheduler.request_grant(episode, unfinished=unfinished)
+            case DataGenerated(group=group, ref=ref, episodes=episodes) if self.system:
+                loop.collect(self.system, group, ref, episodes)
+            case _:
+                raise ValueError(f"{peer} sent an unexpected {type(message).__name__}")
+        return None
+
+    def _welcome(self, hello: Hello) -> AnyMessage:
+        if hello.nonce != self._nonce:
+            return Refused(reason=f"{hello.name} belongs to another run")
+        self._recorder.joined(hello.name, hello.role)
+        if hello.url:
+            self._urls[hello.name] = hello.url
+        if hello.role == "env":
+            self._early.append(hello)
+            self._admit_workers()
+        self._expected.discard(hello.name)
+        if not self._expected:
+            self.servers_and_trainer.set()
+        return Welcome(server_urls=self.server_urls)
+
+    @property
+    def server_urls(self) -> list[str]:
+        return [self._urls[name] for name in sorted(self._urls)]
+
+    @property
+    def missing(self) -> str:
+        return ", ".join(sorted(self._expected)) or "nobody"
+
+    def attach(self, system: loop.System) -> None:
+        """The system is complete: from now on workers get work."""
+        self.system = system
+        self._admit_workers()
+
+    def _admit_workers(self) -> None:
+        if self.system:
+            for hello in self._early:
+                self.system.scheduler.worker_joined(hello.name, hello.capacity)
+            self._early.clear()
+
+
+async def serve(child: Child) -> None:
+    config = load_config(child.run_dir / "config.yaml")
+    stop = child.stop_event()
+    recorder = Recorder(child.run_dir)
+    controller = Controller(config, child.nonce, recorder)
+    bus = Bus(str(child.runtime_dir), controller.handle)
+    child.report_ready()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            receiving = tasks.create_task(bus.run())
+            working = tasks.create_task(work(child, config, controller, bus, recorder))
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait([working])
+                if controller.system:
+                    await conclude(controller.system)
+            receiving.cancel()
+    finally:
+        bus.close()
+        recorder.close()
+
+
+async def work(child: Child, config: Config, controller: Controller, bus: Bus, recorder: Recorder) -> None:
+    """Build the system while the other processes load their models, then run it."""
+    train = await asyncio.to_thread(open_source, config.data, seed=config.seed, tag=TRAIN_TAG)
+    held_out_source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
+    tasks = (held_out_source.task(index) for index in range(config.data.eval_tasks))
+    held_out = [task for task in tasks if task is not None]
+    async with deadline(
+        config.supervisor.ready_timeout_s,
+        waiter="controller",
+        resource="rollout servers and trainer to join",
+        holder="rollout servers and trainer",
+    ):
+        await controller.servers_and_trainer.wait()
+    timeout_s = config.rollout.request_timeout_s
+    servers = Servers(controller.server_urls, api_key=config.rollout.api_key, timeout_s=timeout_s)
+    system = loop.System(
+        config=config,
+        run_dir=child.run_dir,
+        scheduler=Scheduler(config, now=asyncio.get_running_loop().time, record=recorder.decision),
+        tasks=TaskStream(train, held_out=held_out),
+        held_out=held_out,
+        workers=RemoteWorkers(bus, timeout_s=timeout_s),
+        trainer=RemoteTrainer(bus, "trainer-0", timeout_s=max(timeout_s, 600.0)),
+        servers=servers,
+        pool=ExperiencePool(child.run_dir / "pool"),
+        recorder=recorder,
+    )
+    controller.attach(system)
+    try:
+        await loop.run(system)
+    finally:
+        await servers.close()
+
+
+async def conclude(system: loop.System) -> None:
+    """A stop was asked for: give up what is in flight, keep what was learned."""
+    loop.cancel_rest(system)
+    if system.num_steps:
+        await loop.checkpoint(system)

@@ -1,0 +1,95 @@
+"""An environment worker: plays leased groups, appends their tokens to its own pool files, sends references."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from penstock.config import Config, load_config
+from penstock.control.bus import CONTROLLER, Peer
+from penstock.control.messages import AnyMessage, Cancel, DataGenerated, Grant, GrantRequest, NewTask
+from penstock.envs.manager import EnvManager
+from penstock.envs.registry import environment_maker
+from penstock.model.chat import ChatTokenizer
+from penstock.ports import Work
+from penstock.processes.layout import model_dir
+from penstock.processes.member import Telemetry, membership
+from penstock.rollout.client import Servers
+from penstock.store.payload import PayloadWriter
+from penstock.supervisor.child import Child
+from penstock.types import EpisodeId, SegmentGrant
+
+
+class Worker:
+    """Turns bus messages into played groups. A lost controller ends the process; a bad environment never does."""
+
+    def __init__(self, config: Config, name: str, pool: Path) -> None:
+        self._config, self._name = config, name
+        self._writer = PayloadWriter(pool, name)
+        self._grants: dict[EpisodeId, asyncio.Future[SegmentGrant]] = {}
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self.manager: EnvManager | None = None
+        self.peer: Peer | None = None
+        self.num_played = 0
+
+    async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
+        match message:
+            case NewTask(work=work):
+                group = work.leases[0].episode.group
+                self._playing[group] = asyncio.create_task(self._play(group, work), name=f"group-{group}")
+            case Grant(grant=grant):
+                if waiting := self._grants.pop(grant.episode, None):
+                    waiting.set_result(grant)
+            case Cancel(groups=groups):
+                for group in groups:
+                    if task := self._playing.get(group):
+                        task.cancel()
+        return None
+
+    async def request(self, episode: EpisodeId, *, unfinished: bool) -> SegmentGrant:
+        """`Grants` of the EnvManager."""
+
+        grant = self._grants.setdefault(episode, asyncio.get_running_loop().create_future())
+        message = GrantRequest(worker=self._name, episode=episode, unfinished=unfinished)
+        await self._ask(message)
+        return await grant
+
+    async def _play(self, group: int, work: Work) -> None:
+        assert self.manager is not None
+        try:
+            played = await self.manager.play(work)
+            samples = [trajectory.flatten() for trajectory, _ in played]
+            whole = all(trajectory.status != "failed" for trajectory, _ in played)
+            ref = self._writer.append(samples) if whole and not work.keep_text else None
+            summaries = [trajectory.summary(text=text if work.keep_text else None) for trajectory, text in played]
+            self.num_played += len(played)
+            await self._ask(DataGenerated(worker=self._name, group=group, ref=ref, episodes=summaries))
+        finally:
+            del self._playing[group]
+
+    async def _ask(self, message: AnyMessage) -> None:
+        assert self.peer is not None
+        await self.peer.request(CONTROLLER, message, timeout_s=self._config.rollout.request_timeout_s)
+
+
+async def serve(child: Child) -> None:
+    config = load_config(child.run_dir / "config.yaml")
+    stop = child.stop_event()
+    worker = Worker(config, child.name, child.run_dir / "pool")
+    make = environment_maker(config.env)
+    chat = ChatTokenizer.load(model_dir(config, child.run_dir))
+
+    def telemetry() -> Telemetry:
+        return Telemetry(progress=worker.num_played, counters={"episodes": worker.num_played})
+
+    async with membership(
+        child, config, role="env", handler=worker.handle, telemetry=telemetry, capacity=config.max_running
+    ) as (peer, welcome):
+        worker.peer = peer
+        servers = Servers(
+            welcome.server_urls, api_key=config.rollout.api_key, timeout_s=config.rollout.request_timeout_s
+        )
+        worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat)
+        child.report_ready()
+        await stop.wait()
+        await servers.close()

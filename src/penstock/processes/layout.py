@@ -1,0 +1,44 @@
+"""Which processes a run has, and what lies in its directory before they start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.config import Config, ConfigError
+from penstock.model.tiny import write_tiny_model
+from penstock.ports import ProcessSpec
+
+
+def stages(config: Config) -> list[list[ProcessSpec]]:
+    """Processes in start order; those of one stage start together."""
+
+    def spec(role: str, number: int | None = None) -> ProcessSpec:
+        return ProcessSpec(
+            name=role if number is None else f"{role}-{number}",
+            role=role,
+            module="penstock.processes.start",
+            ready_s=config.supervisor.ready_timeout_s,
+            grace_s=config.supervisor.grace_s,
+        )
+
+    rollouts = [spec("rollout", number) for number in range(config.rollout.servers)]
+    environments = [spec("env", number) for number in range(config.env.workers)]
+    return [[spec("controller")], [*rollouts, spec("trainer", 0)], environments]
+
+
+def model_dir(config: Config, run_dir: Path) -> Path:
+    """Where the policy's configuration and tokenizer lie."""
+    return run_dir / "model" if config.model.path == "tiny" else Path(config.model.path)
+
+
+def prepare(config: Config, run_dir: Path) -> None:
+    """Make what the processes expect to find: the pool's folder, and the tiny model if that is the policy."""
+    (run_dir / "pool").mkdir(parents=True, exist_ok=True)
+    directory = model_dir(config, run_dir)
+    if config.model.path == "tiny":
+        write_tiny_model(directory, config.model.tiny, config.model.max_context)
+    elif not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"model.path {config.model.path} is no Hugging Face model directory (no config.json in it): "
+            "give a directory made by save_pretrained, or `tiny`"
+        )

@@ -1,0 +1,70 @@
+"""What the controller's peers share: join the control bus, send heartbeats, serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from penstock.config import Config
+from penstock.control.bus import CONTROLLER, Handler, Peer
+from penstock.control.messages import Heartbeat, Hello, Welcome
+from penstock.supervisor.child import Child
+from penstock.types import BusySpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """What a heartbeat carries; totals since the process started, spans since the last heartbeat."""
+
+    progress: int = 0
+    busy_s: float = 0.0
+    counters: Mapping[str, float] = field(default_factory=dict)
+    spans: Sequence[BusySpan] = ()
+
+
+@asynccontextmanager
+async def membership(
+    child: Child,
+    config: Config,
+    *,
+    role: str,
+    handler: Handler,
+    telemetry: Callable[[], Telemetry],
+    url: str = "",
+    capacity: int = 0,
+) -> AsyncIterator[tuple[Peer, Welcome]]:
+    """On the bus for the length of the body; a failing handler or a lost controller ends it."""
+    peer = Peer(str(child.runtime_dir), child.name, handler)
+    hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url, capacity=capacity)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            receiving = tasks.create_task(peer.run())
+            welcome = await peer.join(hello, timeout_s=config.supervisor.ready_timeout_s)
+            beating = tasks.create_task(_beat(peer, child.name, telemetry, config.supervisor.heartbeat_s))
+            yield peer, welcome
+            peer.notify(CONTROLLER, _heartbeat(child.name, telemetry()))
+            beating.cancel()
+            receiving.cancel()
+    finally:
+        peer.close()
+
+
+async def _beat(peer: Peer, name: str, telemetry: Callable[[], Telemetry], period_s: float) -> None:
+    while True:
+        peer.notify(CONTROLLER, _heartbeat(name, telemetry()))
+        await asyncio.sleep(period_s)
+
+
+def _heartbeat(name: str, telemetry: Telemetry) -> Heartbeat:
+    return Heartbeat(
+        name=name,
+        progress=telemetry.progress,
+        cpu_s=time.process_time(),
+        busy_s=telemetry.busy_s,
+        counters=dict(telemetry.counters),
+        spans=list(telemetry.spans),
+    )

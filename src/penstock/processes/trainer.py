@@ -1,0 +1,195 @@
+"""The trainer: a learner group behind the bus, one message at a time, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from penstock.config import Config, load_config
+from penstock.control.messages import (
+    Accumulate,
+    Accumulated,
+    Ack,
+    AnyMessage,
+    LearnerStateUpdate,
+    Publish,
+    Published,
+    SaveCheckpoint,
+    Step,
+    WarmStart,
+    WarmStarted,
+)
+from penstock.data.sources import TaskStream, open_source
+from penstock.envs.demonstrations import demonstrations
+from penstock.envs.registry import environment_maker
+from penstock.groups.local import LocalGroup
+from penstock.model.chat import ChatTokenizer
+from penstock.model.files import has_weights
+from penstock.model.load import load_policy
+from penstock.processes.layout import model_dir
+from penstock.processes.member import Telemetry, membership
+from penstock.store.payload import PayloadReader
+from penstock.supervisor.child import Child
+from penstock.trainer import checkpoint
+from penstock.trainer.learner import Learner
+from penstock.trainer.prepare import prepare
+from penstock.trainer.warm_start import warm_start
+from penstock.types import EVAL_TAG, TRAIN_TAG, BusySpan, GroupRef
+from penstock.weights.shared_memory import WeightsPublisher
+
+Kind = Literal["train", "step", "publish", "checkpoint", "warm_start"]
+
+
+class TrainerProcess:
+    """Executes trainer messages in order; the event loop stays free for heartbeats."""
+
+    def __init__(self, config: Config, child: Child) -> None:
+        self._config, self._name, self._run_dir = config, child.name, child.run_dir
+        self._model_dir = model_dir(config, child.run_dir)
+        self._thread = ThreadPoolExecutor(max_workers=1, initializer=self._set_threads)
+        self._model = load_policy(
+            self._model_dir,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            weights=has_weights(self._model_dir),
+            seed=config.seed,
+        )
+        self._group = self._new_group()
+        self._reader = PayloadReader(child.run_dir / "pool")
+        self._publisher = WeightsPublisher(child.runtime_dir / "weights")
+        self._spans: list[BusySpan] = []
+        self._busy_s = 0.0
+        self._progress = 0
+
+    def _set_threads(self) -> None:
+        torch.set_num_threads(self._config.trainer.torch_threads)
+
+    def _new_group(self) -> Any:
+        return LocalGroup(
+            Learner,
+            model=self._model,
+            config=self._config.trainer,
+            max_staleness=self._config.scheduler.max_staleness,
+            temperature=self._config.env.temperature,
+        )
+
+    @property
+    def _learner(self) -> Learner:
+        learner: Learner = self._group.workers[0]
+        return learner
+
+    async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, message)
+
+    def _execute(self, message: AnyMessage) -> AnyMessage | None:
+        self._progress += 1
+        match message:
+            case WarmStart():
+                return WarmStarted(metrics=self._warm_start())
+            case Accumulate(groups=groups):
+                return Accumulated(metrics=self._accumulate(groups))
+            case Step():
+                return self._step()
+            case Publish():
+                with self._span("publish"):
+                    learner = self._learner
+                    return Published(handle=self._publisher.publish(learner.named_weights(), learner.policy_version))
+            case SaveCheckpoint(directory=directory, state=state):
+                with self._span("checkpoint"):
+                    target = Path(directory)
+                    checkpoint.save(
+                        target.parent,
+                        int(state["step"]),
+                        self._learner,
+                        state,
+                        model_dir=self._model_dir,
+                        keep=self._config.trainer.keep_checkpoints,
+                    )
+                return Ack()
+        return None
+
+    def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
+        with self._span("train"):
+            samples = [
+                sample
+                for group in groups
+                for sample in self._reader.read(group.ref)
+                if sample.episode in group.episodes
+            ]
+            batch, skipped = prepare(samples, normalize=self._config.trainer.normalize_advantages)
+            sums: dict[str, float] = dict(self._group.accumulate(batch))
+        self._busy_s += sums.get("busy_s", 0.0)
+        return sums | {f"skipped_{reason}": float(count) for reason, count in skipped.items()}
+
+    def _step(self) -> LearnerStateUpdate:
+        before = self._busy_s
+        with self._span("step"):
+            state = self._group.step()
+        self._busy_s = max(before, self._busy_s)
+        return LearnerStateUpdate(state=state)
+
+    def _warm_start(self) -> dict[str, float]:
+        settings = self._config.model.warm_start
+        if not settings.steps:
+            return {}
+        torch.set_num_threads(max(torch.get_num_threads(), torch.multiprocessing.cpu_count()))
+        with self._span("warm_start"):
+            result = warm_start(
+                self._model,
+                self._demonstrations(),
+                steps=settings.steps,
+                batch_size=settings.batch_size,
+                learning_rate=settings.learning_rate,
+            )
+        self._set_threads()
+        self._group = self._new_group()
+        return {"steps": settings.steps, "seconds": result.seconds, "loss": result.loss}
+
+    def _demonstrations(self) -> Iterator[tuple[list[int], list[int]]]:
+        config = self._config
+        held_out_source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
+        held_out = [t for i in range(config.data.eval_tasks) if (t := held_out_source.task(i)) is not None]
+        source = open_source(config.data, seed=config.seed + 1, tag=TRAIN_TAG)
+        return demonstrations(
+            TaskStream(source, held_out=held_out),
+            make=environment_maker(config.env),
+            chat=ChatTokenizer.load(self._model_dir),
+            seed=config.seed,
+        )
+
+    @contextmanager
+    def _span(self, kind: Kind) -> Iterator[None]:
+        start = time.time()
+        yield
+        version = self._learner.policy_version
+        self._spans.append(
+            BusySpan(process=self._name, kind=kind, start=start, end=time.time(), policy_version=version)
+        )
+
+    def telemetry(self) -> Telemetry:
+        spans, self._spans = self._spans, []
+        return Telemetry(progress=self._progress, busy_s=self._busy_s, spans=spans)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        self._publisher.close()
+
+
+async def serve(child: Child) -> None:
+    config = load_config(child.run_dir / "config.yaml")
+    stop = child.stop_event()
+    torch.set_num_threads(config.trainer.torch_threads)
+    process = TrainerProcess(config, child)
+    try:
+        async with membership(child, config, role="trainer", handler=process.handle, telemetry=process.telemetry):
+            child.report_ready()
+            await stop.wait()
+    finally:
+        process.close()

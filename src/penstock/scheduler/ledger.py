@@ -1,0 +1,102 @@
+"""The conserved ledger: every admitted episode is in exactly one state, and the states always add up.
+
+    admitted = pending + leased + unfinished + rewarding + ready + training
+             + trained + filtered + discarded(stale | surplus) + failed + cancelled
+
+Live episodes are held one by one; finished ones only as counts, so memory does not grow with the run.
+A group's state is derived from its episodes'. Pure: no clock, no tasks, no logging.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from penstock.types import EpisodeState as S
+
+FINAL = frozenset({S.TRAINED, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS, S.FAILED, S.CANCELLED})
+
+_LEAVES = frozenset({S.FAILED, S.CANCELLED})
+NEXT: Mapping[S, frozenset[S]] = {
+    S.PENDING: frozenset({S.LEASED}) | _LEAVES,
+    S.LEASED: frozenset({S.PENDING, S.UNFINISHED, S.REWARDING, S.READY, S.DISCARDED_SURPLUS}) | _LEAVES,
+    S.UNFINISHED: frozenset({S.LEASED, S.PENDING}) | _LEAVES,
+    S.REWARDING: frozenset({S.READY}) | _LEAVES,
+    S.READY: frozenset({S.TRAINING, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS}) | _LEAVES,
+    S.TRAINING: frozenset({S.TRAINED, S.READY}) | _LEAVES,
+}
+"""Legal transitions. LEASED -> PENDING reissues a lost or failed attempt; TRAINING -> READY rewinds a lost trainer."""
+
+
+class LedgerError(RuntimeError):
+    """A transition that would break conservation; always a bug, never user input."""
+
+
+class Ledger:
+    """Counts of all episodes by state, and the states of the live ones by group."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, list[S]] = {}
+        self._counts: Counter[S] = Counter()
+        self.num_admitted = 0
+
+    def admit(self, group: int, size: int) -> None:
+        """`size` new episodes of `group`, all pending."""
+        if group in self._live:
+            raise LedgerError(f"group {group} is already in the ledger")
+        self._live[group] = [S.PENDING] * size
+        self._counts[S.PENDING] += size
+        self.num_admitted += size
+
+    def move(self, group: int, episodes: Iterable[int], to: S) -> None:
+        """Move members of `group`; all of them or, on an illegal transition, none."""
+        states = self._group(group)
+        episodes = tuple(episodes)
+        for episode in episodes:
+            if to not in NEXT.get(states[episode], ()):
+                raise LedgerError(f"episode {group}/{episode} cannot go from {states[episode]} to {to}")
+        for episode in episodes:
+            self._counts[states[episode]] -= 1
+            self._counts[to] += 1
+            states[episode] = to
+        if all(state in FINAL for state in states):
+            del self._live[group]
+
+    def state(self, group: int, episode: int) -> S:
+        """State of a live group's member."""
+        return self._group(group)[episode]
+
+    def members(self, group: int, *states: S) -> tuple[int, ...]:
+        """Members of a live group that are in one of `states` (all members if none is named)."""
+        return tuple(i for i, state in enumerate(self._group(group)) if not states or state in states)
+
+    def __contains__(self, group: int) -> bool:
+        """Is the group still live?"""
+        return group in self._live
+
+    def live_groups(self) -> tuple[int, ...]:
+        return tuple(self._live)
+
+    def count(self, *states: S) -> int:
+        return sum(self._counts[state] for state in states)
+
+    def counts(self) -> dict[str, int]:
+        """Every state's count, and `admitted`."""
+        return {"admitted": self.num_admitted} | {state.value: self._counts[state] for state in S}
+
+    def check(self) -> None:
+        """Raise `LedgerError` unless the law holds."""
+        if any(count < 0 for count in self._counts.values()):
+            raise LedgerError(f"negative count in {self.counts()}")
+        if sum(self._counts.values()) != self.num_admitted:
+            raise LedgerError(f"episodes lost or invented: {self.counts()}")
+        live = sum(count for state, count in self._counts.items() if state not in FINAL)
+        held = sum(state not in FINAL for states in self._live.values() for state in states)
+        if live != held:
+            raise LedgerError(f"{live} live episodes counted, {held} held")
+
+    def _group(self, group: int) -> list[S]:
+        try:
+            return self._live[group]
+        except KeyError:
+            raise LedgerError(f"group {group} is not in the ledger or already finished") from None

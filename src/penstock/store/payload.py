@@ -1,0 +1,147 @@
+"""Payload records: a group's token arrays in one checksummed, append-only record.
+
+    record = magic "PENS" | u32 header length | header (msgpack) | int32 token_ids | uint8 loss_mask | float32 logprobs
+             | int32 versions, each array holding all samples of the group back to back and starting on 8 bytes
+
+A worker writes only its own segment files; readers map them, so the page cache is the shared memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.types import PayloadRef, Sample
+
+_MAGIC = b"PENS"
+_PREFIX = struct.Struct("<4sI")
+_COLUMNS: tuple[tuple[str, type[np.generic]], ...] = (
+    ("token_ids", np.int32),
+    ("loss_mask", np.uint8),
+    ("logprobs", np.float32),
+    ("versions", np.int32),
+)
+_ALIGNMENT = 8
+
+
+class PayloadError(RuntimeError):
+    """A record is not what its reference says; the message names file and offset."""
+
+
+class _SampleHeader(msgspec.Struct, frozen=True, array_like=True):
+    group: int
+    episode: int
+    reward: float
+    truncated: bool
+    num_tokens: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[_SampleHeader])
+
+
+def encode(samples: Sequence[Sample]) -> bytes:
+    """One record."""
+    header = _encoder.encode(
+        [_SampleHeader(s.group, s.episode, s.reward, s.truncated, len(s.token_ids)) for s in samples]
+    )
+    parts = [_PREFIX.pack(_MAGIC, len(header)), header]
+    parts.append(_padding(_PREFIX.size + len(header)))
+    for name, dtype in _COLUMNS:
+        column = np.concatenate([np.asarray(getattr(s, name), dtype=dtype) for s in samples]).tobytes()
+        parts += [column, _padding(len(column))]
+    return b"".join(parts)
+
+
+def decode(record: memoryview) -> list[Sample]:
+    """Samples whose arrays are views into `record`."""
+    magic, header_length = _PREFIX.unpack_from(record)
+    if magic != _MAGIC:
+        raise PayloadError("not a payload record")
+    headers = _decoder.decode(record[_PREFIX.size : _PREFIX.size + header_length])
+    ends = np.cumsum([h.num_tokens for h in headers])
+    offset = _aligned(_PREFIX.size + header_length)
+    columns: dict[str, list[npt.NDArray[Any]]] = {}
+    for name, dtype in _COLUMNS:
+        column = np.frombuffer(record, dtype=dtype, count=int(ends[-1]), offset=offset)
+        columns[name] = np.split(column, ends[:-1])
+        offset = _aligned(offset + column.nbytes)
+    return [
+        Sample(
+            group=h.group,
+            episode=h.episode,
+            reward=h.reward,
+            truncated=h.truncated,
+            **{name: columns[name][i] for name, _ in _COLUMNS},
+        )
+        for i, h in enumerate(headers)
+    ]
+
+
+class PayloadWriter:
+    """Appends records to this worker's segment files; a new file after `max_file_bytes`."""
+
+    def __init__(self, directory: Path, worker: str, *, max_file_bytes: int = 64 << 20) -> None:
+        self._directory, self._worker, self._max_file_bytes = directory, worker, max_file_bytes
+        self._number = len(list(directory.glob(f"{worker}-*.seg")))
+        self._open()
+
+    def append(self, samples: Sequence[Sample]) -> PayloadRef:
+        """Write one group; the reference is valid as soon as this returns."""
+        if self._file.tell() >= self._max_file_bytes:
+            self._file.close()
+            self._number += 1
+            self._open()
+        record = encode(samples)
+        offset = self._file.tell()
+        self._file.write(record)
+        return PayloadRef(file=self._name, offset=offset, length=len(record), crc32=zlib.crc32(record))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> None:
+        self._name = f"{self._worker}-{self._number:05d}.seg"
+        self._file = (self._directory / self._name).open("ab", buffering=0)
+
+
+class PayloadReader:
+    """Maps segment files and returns checked, zero-copy samples."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def read(self, ref: PayloadRef) -> list[Sample]:
+        """The samples behind `ref`. Raises `PayloadError` if file or checksum do not match."""
+        try:
+            mapped = self._map(ref.file, ref.offset + ref.length)
+        except (OSError, ValueError) as error:
+            raise PayloadError(f"pool file {ref.file} cannot be read: {error}") from None
+        record = memoryview(mapped)[ref.offset : ref.offset + ref.length]
+        if len(record) != ref.length or zlib.crc32(record) != ref.crc32:
+            raise PayloadError(f"pool file {ref.file} is damaged at offset {ref.offset} ({ref.length} bytes)")
+        return decode(record)
+
+    def _map(self, name: str, end: int) -> mmap.mmap:
+        mapped = self._maps.get(name)
+        if mapped is None or len(mapped) < end:
+            with (self._directory / name).open("rb") as file:
+                mapped = self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return mapped
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padding(offset: int) -> bytes:
+    return b"\0" * (_aligned(offset) - offset)

@@ -1,0 +1,147 @@
+"""The child's side of supervision: the first thing every process of a run imports (standard library only).
+
+`Child.from_environment()` arms the death pipe before anything slow (asyncio included) is imported: its write end lives in the supervisor
+alone, so end-of-file means that the supervisor is gone, and then this process ends its whole group. Whatever else
+goes wrong here is left behind as an error file with a timestamp, from which the supervisor tells cause from effect.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import asyncio
+
+FAILED = 1
+CONFIG_ERROR = 2
+
+
+class Child:
+    """Who this process is within its run, and how it talks to the supervisor. Made once, by `from_environment`."""
+
+    def __init__(self, *, name: str, run_dir: Path, runtime_dir: Path, run_id: str, nonce: str) -> None:
+        self.name = name
+        self.run_dir = run_dir
+        self.runtime_dir = runtime_dir
+        self.run_id = run_id
+        self.nonce = nonce
+        self._reported = False
+
+    @classmethod
+    def from_environment(cls, argv: Sequence[str] | None = None) -> Child:
+        """Read `--run-dir`, `--name` and the environment; from here on the child outlives its supervisor no more."""
+        words = list(sys.argv[1:] if argv is None else argv)
+        options = dict(zip(words[::2], words[1::2], strict=False))
+        if "--run-dir" not in options or "--name" not in options or "PENSTOCK_NONCE" not in os.environ:
+            sys.exit("this process belongs to a run: start it with `penstock train`")
+        if fd := os.environ.pop("PENSTOCK_DEATH_FD", None):
+            _arm(int(fd))
+        child = cls(
+            name=options["--name"],
+            run_dir=Path(options["--run-dir"]),
+            runtime_dir=Path(os.environ["PENSTOCK_RUNTIME_DIR"]),
+            run_id=os.environ["PENSTOCK_RUN_ID"],
+            nonce=os.environ["PENSTOCK_NONCE"],
+        )
+        sys.excepthook = child._uncaught
+        return child
+
+    def report_ready(self, url: str | None = None) -> None:
+        """Tell the supervisor that this process serves, and where."""
+        record = {"nonce": self.nonce, "pid": os.getpid()}
+        self._publish("ready", record if url is None else record | {"url": url})
+
+    def stop_event(self) -> asyncio.Event:
+        """An event that SIGTERM or SIGINT sets; call it inside the running loop."""
+        import asyncio
+
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stop.set)
+        return stop
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the main thread on SIGTERM or SIGINT, for processes without an event loop."""
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            callback()
+
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGINT, handle)
+
+    def fail(self, message: str, code: int = FAILED) -> NoReturn:
+        """End with an error people can act upon: no traceback, one message."""
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        self._report(message)
+        sys.exit(code)
+
+    def run(self, main: Callable[[], object]) -> NoReturn:
+        """Run `main` (plain or async) to the end of the process; every error is recorded before the exit."""
+        try:
+            result = main()
+            if isinstance(result, Coroutine):
+                import asyncio
+
+                asyncio.run(result)
+        except Exception as error:
+            if _is_config_error(error):
+                self.fail(str(error), CONFIG_ERROR)
+            self._uncaught(type(error), error, error.__traceback__)
+            sys.exit(FAILED)
+        sys.exit(0)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        import traceback
+
+        traceback.print_exception(kind, error, trace)
+        if not issubclass(kind, KeyboardInterrupt):
+            self._report(describe(error))
+
+    def _report(self, message: str) -> None:
+        if not self._reported:
+            self._reported = True
+            self._publish("errors", {"time": time.time(), "pid": os.getpid(), "message": message})
+
+    def _publish(self, folder: str, record: dict[str, object]) -> None:
+        directory = self.runtime_dir / folder
+        directory.mkdir(exist_ok=True)
+        temporary = directory / f".{self.name}.tmp"
+        temporary.write_text(json.dumps(record))
+        temporary.replace(directory / f"{self.name}.json")
+
+
+def describe(error: BaseException) -> str:
+    """One line for an exception; of a group, its first leaf."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_config_error(error: BaseException) -> bool:
+    """Whoever raised one has imported it; nobody else should have to."""
+    module = sys.modules.get("penstock.config.errors")
+    return module is not None and isinstance(error, module.ConfigError)
+
+
+def _arm(fd: int) -> None:
+    os.set_inheritable(fd, False)
+    threading.Thread(target=_end_with_supervisor, args=(fd,), name="death-pipe", daemon=True).start()
+
+
+def _end_with_supervisor(fd: int) -> None:
+    while os.read(fd, 1):
+        pass
+    os.close(fd)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,305 @@
+"""The vocabulary: every noun that crosses a boundary, once.
+
+Frozen, slotted, keyword-only, importable without torch. One word per idea:
+
+* a *task* is one problem; a *group* is the G *episodes* of one task whose rewards are compared;
+* an *episode* is one attempt in an environment, a *turn* is observation -> action;
+* an *EpisodeLease* allows one episode to be played and ends in exactly one *trajectory*;
+* a *SegmentGrant* allows one generate call of that episode; its tokens are a *segment*;
+* *policy_version* is a monotone integer that is never reused;
+* *staleness* of a token is (version being trained) - (version that generated it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+TRAIN_TAG, EVAL_TAG = "train", "eval"
+"""Tags of tasks that are trained on, and of held-out tasks that never are."""
+
+FinishReason = Literal["stop", "length", "abort"]
+TrajectoryStatus = Literal["completed", "truncated", "aborted", "failed"]
+
+
+NO_VERSION = -1
+"""Stands for "no policy": unsampled positions (prompts, observations), servers before their first weights."""
+
+
+class EpisodeState(StrEnum):
+    """Where an episode is. Each is in exactly one state; the ledger holds the law (see `scheduler/ledger.py`)."""
+
+    PENDING = "pending"
+    """Admitted, not yet handed to a worker."""
+    LEASED = "leased"
+    """A worker holds its lease."""
+    UNFINISHED = "unfinished"
+    """Cut at the end of a segment, waiting for its next grant."""
+    REWARDING = "rewarding"
+    """Generated, its reward still being computed."""
+    READY = "ready"
+    """Rewarded; trained as soon as its group is whole and the trigger fires."""
+    TRAINING = "training"
+    """Handed to the trainer."""
+    TRAINED = "trained"
+    """Part of an optimizer step."""
+    FILTERED = "filtered"
+    """Dropped by the group filter: nothing to learn from it."""
+    DISCARDED_STALE = "discarded_stale"
+    """Every token is older than `max_staleness`."""
+    DISCARDED_SURPLUS = "discarded_surplus"
+    """Finished after its group was already full."""
+    FAILED = "failed"
+    """Its environment failed beyond the retry budget, or a sibling's did."""
+    CANCELLED = "cancelled"
+    """Given up because the run stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem drawn from a task source."""
+
+    task_id: str
+    tag: str
+    """Which environment plays it (`env` section of the configuration)."""
+    index: int
+    """Position in its source; the same index always yields the same task."""
+    payload: dict[str, Any] = field(default_factory=dict)
+    """What the environment needs (question, answer, metadata); plain JSON values."""
+
+
+class EpisodeId(NamedTuple):
+    """`tag/group/episode/attempt`: unique over the whole life of a run."""
+
+    tag: str
+    group: int
+    episode: int
+    """Index of the member within its group, 0..G-1."""
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.tag}/{self.group}/{self.episode}/{self.attempt}"
+
+
+def stable_seed(*parts: object) -> int:
+    """A 63-bit seed from any printable parts; equal on every machine and Python version."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the actions of an episode are sampled. `temperature` 0 is greedy."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 64
+    """Per turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLease:
+    """Permission to play one episode. Ends in exactly one trajectory, whatever happens."""
+
+    episode: EpisodeId
+    env_seed: int
+    """Shared by all members of the group and by retries: they meet the same world."""
+    sampling_seed: int
+    """Differs between members and attempts."""
+    policy_version: int
+    """Version served when the lease was given."""
+    deadline_s: float
+    """Seconds after which the lease is void and the episode counts as failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentGrant:
+    """Permission to generate up to `max_tokens` in one generate call of a leased episode."""
+
+    episode: EpisodeId
+    max_tokens: int
+
+
+class VersionSpan(NamedTuple):
+    """Tokens [start, end) of a segment were sampled by `policy_version`; stamped by the server."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The tokens of one grant. `token_ids` and `logprobs` have the same length."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-probability of each sampled token under the policy that sampled it, at the sampling temperature, in nats."""
+    spans: list[VersionSpan]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Observation -> action. `observation_ids` are only the tokens this turn added to the context."""
+
+    observation_ids: list[int]
+    segments: list[Segment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """What an episode left behind. A failed episode is a trajectory too: its `error` says why."""
+
+    episode: EpisodeId
+    task_id: str
+    turns: list[Turn]
+    reward: float
+    status: TrajectoryStatus
+    error: str | None = None
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    """Seconds since the epoch."""
+
+    def summary(self, *, text: str | None = None) -> EpisodeSummary:
+        """The part of it the controller needs."""
+        segments = [segment for turn in self.turns for segment in turn.segments]
+        versions = [span.policy_version for segment in segments for span in segment.spans]
+        return EpisodeSummary(
+            episode=self.episode,
+            status=self.status,
+            reward=self.reward,
+            num_turns=len(self.turns),
+            prompt_tokens=sum(len(turn.observation_ids) for turn in self.turns),
+            response_tokens=sum(len(segment.token_ids) for segment in segments),
+            version_min=min(versions, default=NO_VERSION),
+            version_max=max(versions, default=NO_VERSION),
+            seconds=self.finished_at - self.started_at,
+            error=self.error,
+            text=text,
+        )
+
+    def flatten(self) -> Sample:
+        """Token-level view for training: observations masked out, actions kept."""
+        tokens: list[int] = []
+        mask: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        for turn in self.turns:
+            observed = len(turn.observation_ids)
+            tokens += turn.observation_ids
+            mask += [0] * observed
+            logprobs += [0.0] * observed
+            versions += [NO_VERSION] * observed
+            for segment in turn.segments:
+                tokens += segment.token_ids
+                mask += [1] * len(segment.token_ids)
+                logprobs += segment.logprobs
+                for span in segment.spans:
+                    versions += [span.policy_version] * (span.end - span.start)
+        return Sample(
+            group=self.episode.group,
+            episode=self.episode.episode,
+            reward=self.reward,
+            truncated=self.status == "truncated",
+            token_ids=np.asarray(tokens, dtype=np.int32),
+            loss_mask=np.asarray(mask, dtype=np.uint8),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            versions=np.asarray(versions, dtype=np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trajectory as the trainer sees it. All four arrays have length T = prompt + response tokens."""
+
+    group: int
+    episode: int
+    reward: float
+    truncated: bool
+    token_ids: npt.NDArray[np.int32]  # [T]
+    loss_mask: npt.NDArray[np.uint8]  # [T], 1 on sampled tokens
+    logprobs: npt.NDArray[np.float32]  # [T], behaviour log-probabilities, 0 where the mask is 0
+    versions: npt.NDArray[np.int32]  # [T], policy_version per sampled token, NO_VERSION where the mask is 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadRef:
+    """Where a group's tokens lie: one checksummed record in a worker-owned segment file of the pool."""
+
+    file: str
+    """Name inside the run's `pool/` folder."""
+    offset: int
+    length: int
+    """Bytes."""
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSummary:
+    """What the controller needs to know of a finished episode; the tokens stay in the pool."""
+
+    episode: EpisodeId
+    status: TrajectoryStatus
+    reward: float
+    num_turns: int
+    prompt_tokens: int
+    """Observation tokens of all turns."""
+    response_tokens: int
+    version_min: int
+    """Oldest and newest policy_version among the sampled tokens; NO_VERSION if there are none."""
+    version_max: int
+    seconds: float
+    error: str | None = None
+    text: str | None = None
+    """Decoded last action; only asked for where people read it (evaluation)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRef:
+    """A whole, rewarded group on its way to the trainer."""
+
+    group: int
+    task_id: str
+    ref: PayloadRef
+    episodes: tuple[int, ...]
+    """Members to train; the others were discarded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsHandle:
+    """Names a published set of weights. Only this travels over HTTP, never the tensors."""
+
+    policy_version: int
+    path: str
+    """A safetensors file in shared memory or on disk, complete before the handle exists."""
+    num_bytes: int
+    fingerprint: str
+    """Checksum over names, shapes, dtypes and bytes; the server echoes what it loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerState:
+    """What the learner tells the rest of the system after each optimizer step."""
+
+    policy_version: int
+    """The version this step produced."""
+    entropy: float
+    """Mean policy entropy over the trained tokens, in nats per token, before the step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Loss, gradient norm, clip fraction, ...; names are documented in `trainer/learner.py`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusySpan:
+    """One bar of the timeline: `process` was doing `kind` from `start` to `end` (seconds since the epoch)."""
+
+    process: str
+    kind: Literal["generate", "train", "step", "update_weights", "publish", "checkpoint", "evaluate", "warm_start"]
+    start: float
+    end: float
+    policy_version: int = NO_VERSION
