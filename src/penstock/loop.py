@@ -69,6 +69,7 @@ async def run(system: System) -> None:
         dispatching = loops.create_task(never_returns("dispatch", dispatch(system)))
         await evaluate(system, "before")
         await train_all(system)
+        await checkpoint(system)
         cancel_rest(system)
         await evaluate(system, "after")
         dispatching.cancel()
@@ -119,7 +120,8 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
 
 
 async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> None:
-    while system.num_steps < system.config.trainer.steps:
+    settings = system.config.trainer
+    while system.num_steps < settings.steps:
         batch = await system.scheduler.next_batch()
         system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
         if not batch.step:
@@ -130,7 +132,7 @@ async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]])
         system.num_steps += 1
         await swaps.put((await system.trainer.publish(), len(groups)))
         system.recorder.stepped(system.num_steps, learner, system.scheduler.ledger.counts())
-        if system.num_steps % system.config.trainer.checkpoint_every == 0:
+        if system.num_steps % settings.checkpoint_every == 0 and system.num_steps < settings.steps:
             await checkpoint(system)
 
 

@@ -35,7 +35,7 @@ class RequestRefused(RuntimeError):
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """One message in flight. Ids are unique per sender, also across its restarts; a reply carries the id of its request."""
+    """One message in flight. Ids are unique per sender, also across restarts; a reply carries its request's id."""
 
     kind: Literal["notify", "request", "reply"]
     id: int

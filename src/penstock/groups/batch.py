@@ -7,6 +7,7 @@ ragged. Every operation returns a new batch; nothing is padded or changed in pla
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class Batch:
     def chunk(self, num_chunks: int) -> list[Batch]:
         """Cut into `num_chunks` runs of neighbours whose lengths differ by at most one; some may be empty."""
         cuts = [len(self) * i // num_chunks for i in range(num_chunks + 1)]
-        return [self._slice(start, end) for start, end in zip(cuts, cuts[1:], strict=False)]
+        return [self._slice(start, end) for start, end in pairwise(cuts)]
 
     def _slice(self, start: int, end: int) -> Batch:
         columns = {name: column[start:end] for name, column in self.columns.items()}

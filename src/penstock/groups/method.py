@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce as fold
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from penstock.groups.batch import Batch
 
@@ -19,7 +19,8 @@ Collect = Callable[[list[Any]], Any]
 Execute = Literal["all", "rank_zero"]
 
 
-class Rank(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Rank:
     """Which worker of how many."""
 
     index: int

@@ -156,10 +156,10 @@ def _eos_ids(model_dir: Path, tokenizer: Tokenizer, special_tokens: Mapping[str,
     declared = read_json_if_present(model_dir, "generation_config.json").get("eos_token_id")
     if declared is None:
         declared = read_json_if_present(model_dir, "config.json").get("eos_token_id")
-    ids = set(declared) if isinstance(declared, list) else {declared}
+    candidates = list(declared) if isinstance(declared, list) else [declared]
     if "eos_token" in special_tokens:
-        ids.add(tokenizer.token_to_id(special_tokens["eos_token"]))
-    ids.discard(None)
+        candidates.append(tokenizer.token_to_id(special_tokens["eos_token"]))
+    ids = {int(candidate) for candidate in candidates if candidate is not None}
     if not ids:
         raise ModelError(f"model directory {model_dir} names no end-of-turn token")
     return tuple(sorted(ids))

@@ -29,6 +29,10 @@ class JsonLinesWriter:
         """Append one record."""
         os.write(self._fd, dumps(record).encode() + b"\n")
 
+    def sync(self) -> None:
+        """Return once everything written is on disk."""
+        os.fsync(self._fd)
+
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         if self._fd >= 0:
@@ -44,10 +48,12 @@ class JsonLinesWriter:
         self.close()
 
 
-def append(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append one record to a file that is not worth keeping open."""
+def append(path: str | Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Append one record to a file that is not worth keeping open; `durable` returns once it is on disk."""
     with JsonLinesWriter(path) as writer:
         writer.write(record)
+        if durable:
+            writer.sync()
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The thin asynchronous shell around the pure deciders: it owns the ledger, holds the groups in flight and wakes waiters.
+"""The thin asynchronous shell around the pure deciders: owns the ledger, holds the groups in flight, wakes waiters.
 
 Methods that wait re-evaluate their decider after every change and raise `Stalled` if nothing at all changes for
 `stall_s`. Everything else is synchronous, so that one event is one consistent change of state.

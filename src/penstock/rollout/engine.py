@@ -1,0 +1,225 @@
+"""The slot engine: continuous batching of one Hugging Face causal language model over a fixed number of KV slots.
+
+Synchronous and single-threaded: `submit` queues, each `step` advances every sequence by one token. A step is one
+forward over the newest token of every active row, packed together with the prompts of newly admitted requests
+(computed once per request, whatever its number of samples). `load_weights` and `abort` happen between steps.
+
+Invariants: rows 0..n-1 are active and live in slots 0..n-1; every token's version span and log-probability belong
+to the weights that sampled it; nothing invalid gets past `check`, so `step` fails only on a defect or the device.
+After an update the KV of running sequences is kept: their later tokens attend to keys of the older weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from penstock.rollout.attention import ATTENTION_NAME
+from penstock.rollout.packing import Admission, pack
+from penstock.rollout.request import GenerateRequest
+from penstock.rollout.rows import Rows, Running, Sequence
+from penstock.rollout.sampling import sample, uniforms
+from penstock.rollout.served import check_model, check_tensors, eos_ids, make_cache
+from penstock.rollout.slots import regroup
+from penstock.types import NO_VERSION, Segment
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens that one step may add to its forward; bounds memory and the delay of running sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A request whose samples have all ended. With an `error`, `segments` is empty."""
+
+    rid: str
+    segments: list[Segment]
+    error: str | None = None
+
+
+class SlotEngine:
+    """See the module's docstring. `policy_version` is NO_VERSION until weights have been loaded."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, num_slots: int, max_context: int, policy_version: int = NO_VERSION
+    ) -> None:
+        check_model(model, max_context)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.model = model.eval()
+        self.num_slots = num_slots
+        self.max_context = max_context
+        self.policy_version = policy_version
+        self.num_generated_tokens = 0
+        self._cache = make_cache(model, num_slots, max_context)
+        self._eos_ids = eos_ids(model)
+        self._rows = Rows(num_slots)
+        self._waiting: deque[Running] = deque()
+        self._requests: dict[str, Running] = {}
+
+    @property
+    def num_active(self) -> int:
+        """Samples being generated."""
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples without a slot yet."""
+        return sum(running.num_waiting for running in self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise ValueError if the request cannot be served. Reads constants only: safe from any thread."""
+        request.check(vocab_size=self.model.config.vocab_size, max_context=self.max_context)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request; its segments come out of a later `step` or `abort`."""
+        self.check(request)
+        if request.rid in self._requests:
+            raise ValueError(f"request {request.rid} is already being served")
+        running = Running(request)
+        self._requests[request.rid] = running
+        self._waiting.append(running)
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Admit what fits, generate one token for every active sequence, return the requests this completed."""
+        num_decode = len(self._rows)
+        admissions = self._admit()
+        if not self._rows:
+            return []
+        tokens, logprobs = self._forward(num_decode, admissions)
+        ended = self._record(tokens, logprobs)
+        touched = [self._rows.sequences[row].running for row in ended]
+        if ended or admissions:
+            self._close_holes(ended)
+        return [self._take(running) for running in dict.fromkeys(touched) if running.done]
+
+    def abort(self, rid: str) -> Finished | None:
+        """End a request now; its unfinished samples keep what they have. None if there is no such request."""
+        running = self._requests.get(rid)
+        if running is None:
+            return None
+        mine = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running is running}
+        ended = [self._rows.sequences[row] for row in mine]
+        unstarted = range(running.num_started, len(running.request.seeds))
+        for sequence in [*ended, *(Sequence(running, index, self._eos_ids) for index in unstarted)]:
+            sequence.finish("abort", self.policy_version)
+        if running in self._waiting:
+            self._waiting.remove(running)
+        self._close_holes(mine)
+        return self._take(running)
+
+    def abort_all(self) -> list[Finished]:
+        """End every request now."""
+        return [finished for rid in list(self._requests) if (finished := self.abort(rid))]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The model's weights by name, tied ones once: what an update must provide."""
+        return dict(self.model.named_parameters())
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> None:
+        """Copy new weights in; nothing is touched unless all of them fit. Running sequences continue."""
+        if policy_version <= self.policy_version:
+            raise ValueError(f"policy_version {policy_version} is not newer than {self.policy_version}")
+        parameters = self.parameters()
+        check_tensors(parameters, tensors)
+        for sequence in self._rows.sequences:
+            sequence.close_span(self.policy_version)
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+        self.policy_version = policy_version
+
+    def _admit(self) -> list[Admission]:
+        """Give free slots to waiting requests, first come first served.
+
+        A request waits until all its samples fit, so that its prompt is computed once; one with more samples
+        than there are slots is admitted in parts.
+        """
+        admissions: list[Admission] = []
+        budget = PREFILL_TOKENS
+        free = self.num_slots - len(self._rows)
+        while self._waiting:
+            running = self._waiting[0]
+            prompt_ids, num_samples = running.request.prompt_ids, min(running.num_waiting, self.num_slots)
+            if num_samples > free or (admissions and len(prompt_ids) > budget):
+                break
+            free -= num_samples
+            budget -= len(prompt_ids)
+            first = running.num_started
+            running.num_started += num_samples
+            sequences = [Sequence(running, index, self._eos_ids) for index in range(first, running.num_started)]
+            admissions.append(Admission(prompt_ids=prompt_ids, sequences=sequences))
+            if not running.num_waiting:
+                self._waiting.popleft()
+        admissions.sort(key=lambda admission: len(admission.prompt_ids))
+        for admission in admissions:
+            for sequence in admission.sequences:
+                self._rows.append(sequence)
+        return admissions
+
+    def _forward(self, num_decode: int, admissions: list[Admission]) -> tuple[list[int], list[float]]:
+        rows = self._rows
+        packed = pack(self._cache, rows, num_decode, admissions, self.model.device)
+        logits = self.model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            logits_to_keep=packed.logits_to_keep,
+            slot_batch=packed.batch,
+        ).logits[0]
+        if packed.rows_of_logits is not None:
+            logits = logits.index_select(0, packed.rows_of_logits)
+        rows.positions[: len(rows)] += 1
+        tokens, logprobs = sample(logits, rows.params, uniforms(rows.seeds, rows.positions[: len(rows)]))
+        # One transfer for both: float64 holds every token id exactly.
+        host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
+        rows.tokens[: len(rows)] = host[0]
+        self.num_generated_tokens += len(rows)
+        return rows.tokens[: len(rows)].tolist(), host[1].tolist()
+
+    def _record(self, tokens: list[int], logprobs: list[float]) -> set[int]:
+        """Append the new tokens; returns the rows that ended."""
+        ended: set[int] = set()
+        failed = False
+        for row, (sequence, token, logprob) in enumerate(zip(self._rows.sequences, tokens, logprobs, strict=True)):
+            if not isfinite(logprob):
+                failed = True
+                sequence.running.error = f"the policy's logits are not finite (policy_version {self.policy_version})"
+            elif reason := sequence.append(token, logprob):
+                sequence.finish(reason, self.policy_version)
+                ended.add(row)
+        return ended | self._end_failed() if failed else ended
+
+    def _end_failed(self) -> set[int]:
+        """The rows of all requests that went non-finite. Their slots must not poison the next users."""
+        failed = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running.error}
+        for row in failed:
+            self._cache.erase(row)
+        return failed
+
+    def _close_holes(self, ended: set[int]) -> None:
+        rows = self._rows
+        live = np.ones(len(rows), dtype=np.bool_)
+        live[list(ended)] = False
+        moves = regroup(rows.positions[: len(rows)], live)
+        if len(moves.source):
+            source, target = (torch.from_numpy(x).to(self.model.device) for x in (moves.source, moves.target))
+            self._cache.move(source, target, int(rows.positions[moves.source].max()))
+        rows.move(moves.source, moves.target, int(live.sum()))
+
+    def _take(self, running: Running) -> Finished:
+        """Let go of a request that is done."""
+        del self._requests[running.request.rid]
+        if running.num_waiting and running in self._waiting:
+            self._waiting.remove(running)
+        segments = [] if running.error else [segment for _, segment in sorted(running.segments.items())]
+        return Finished(rid=running.request.rid, segments=segments, error=running.error)

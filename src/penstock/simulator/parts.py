@@ -1,0 +1,136 @@
+"""Stand-ins at the loop's ports: workers that play by a rule, a trainer and servers that only take time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.ports import Work
+from penstock.types import (
+    NO_VERSION,
+    EpisodeId,
+    EpisodeSummary,
+    GroupRef,
+    LearnerState,
+    PayloadRef,
+    SegmentGrant,
+    Task,
+    WeightsHandle,
+)
+
+Play = Callable[[Work], tuple[float, list[float]]]
+"""(seconds the group takes, reward per member)"""
+
+Collect = Callable[[int, PayloadRef | None, Sequence[EpisodeSummary]], None]
+
+
+class NumberedTasks:
+    """`TaskSource` without content."""
+
+    def __init__(self, tag: str, *, size: int | None = None) -> None:
+        self._tag, self._size = tag, size
+
+    def task(self, index: int) -> Task | None:
+        if self._size is not None and index >= self._size:
+            return None
+        return Task(task_id=f"{self._tag}/{index}", tag=self._tag, index=index)
+
+
+class ModelledWorkers:
+    """`Workers` that finish a group after the time `play` says, with the version served when it started."""
+
+    def __init__(self, play: Play, collect: Collect, served_version: Callable[[], int]) -> None:
+        self._play, self._collect, self._served_version = play, collect, served_version
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self.num_started = 0
+
+    async def start(self, worker: str, work: Work) -> None:
+        group = work.leases[0].episode.group
+        self.num_started += 1
+        self._playing[group] = asyncio.create_task(self._run(group, work))
+
+    async def grant(self, worker: str, grant: SegmentGrant) -> None:
+        raise AssertionError("modelled workers finish in one grant")
+
+    def cancel(self, groups: Sequence[int]) -> None:
+        for group in groups:
+            if task := self._playing.pop(group, None):
+                task.cancel()
+
+    async def _run(self, group: int, work: Work) -> None:
+        version = self._served_version()
+        seconds, rewards = self._play(work)
+        await asyncio.sleep(seconds)
+        self._playing.pop(group, None)
+        summaries = [
+            played(lease.episode, reward=reward, policy_version=version, seconds=seconds)
+            for lease, reward in zip(work.leases, rewards, strict=True)
+        ]
+        self._collect(group, PayloadRef(file="none", offset=0, length=0, crc32=0), summaries)
+
+
+def played(
+    episode: EpisodeId,
+    *,
+    reward: float,
+    policy_version: int = NO_VERSION,
+    seconds: float = 0.0,
+    error: str | None = None,
+) -> EpisodeSummary:
+    """The summary of an episode that ended well, or with `error`."""
+    return EpisodeSummary(
+        episode=episode,
+        status="failed" if error else "completed",
+        reward=reward,
+        num_turns=1,
+        prompt_tokens=8,
+        response_tokens=8,
+        version_min=policy_version,
+        version_max=policy_version,
+        seconds=seconds,
+        error=error,
+    )
+
+
+class ModelledTrainer:
+    """`Trainer` that takes `seconds_per_group`; remembers what it was given."""
+
+    def __init__(self, *, seconds_per_group: float) -> None:
+        self._seconds_per_group = seconds_per_group
+        self.version = 0
+        self.trained: list[int] = []
+        self.batches: list[tuple[int, ...]] = []
+        self.checkpoints: list[Path] = []
+
+    async def warm_start(self) -> Mapping[str, float]:
+        return {}
+
+    async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
+        await asyncio.sleep(self._seconds_per_group * len(groups))
+        self.batches.append(tuple(group.group for group in groups))
+        self.trained += [group.group for group in groups]
+        return {"tokens": float(len(groups))}
+
+    async def step(self) -> LearnerState:
+        self.version += 1
+        return LearnerState(policy_version=self.version, entropy=1.0)
+
+    async def publish(self) -> WeightsHandle:
+        return WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint="none")
+
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+        self.checkpoints.append(directory)
+
+
+class ModelledServers:
+    """`RolloutServers` that take `seconds` to swap."""
+
+    def __init__(self, *, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self.version = NO_VERSION
+
+    async def update_weights(self, handle: WeightsHandle) -> None:
+        await asyncio.sleep(self._seconds)
+        self.version = handle.policy_version

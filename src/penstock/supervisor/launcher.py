@@ -1,0 +1,219 @@
+"""Starts the processes of a run on this machine, and sees to it that none outlives it.
+
+Every child gets a session of its own, the read end of the death pipe (see `child`), and the run's nonce in its
+environment; the janitor holds the other insurance. Orphans of children are re-parented to the supervisor (a
+"subreaper"), where the sweep finds them even if they left their session and forgot their environment. An exit is an
+event on a pidfd. Where the system lacks one of these (they are Linux's), the others still hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from penstock.ports import ProcessHandle, ProcessSpec
+from penstock.supervisor import procfs
+from penstock.supervisor.janitor import NONCE, Janitor
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PR_SET_CHILD_SUBREAPER = 36
+HEALTH_S = 2.0
+SWEEP_ROUNDS = 10
+
+_reserved: set[int] = set()
+"""Children that have an owner in this process who will collect their exit code. All other dead children are orphans."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class LocalProcess:
+    """One child. Its pid stays its own until the exit code is collected, which only the launcher does."""
+
+    spec: ProcessSpec
+    popen: subprocess.Popen[bytes]
+    identity: procfs.Identity | None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.popen.returncode
+
+
+class LocalLauncher:
+    """`ports.Launcher` for processes of this machine. An async context manager: leaving it leaves nothing."""
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        runtime_dir: Path,
+        run_id: str,
+        nonce: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._runtime_dir = runtime_dir
+        self._nonce = nonce or secrets.token_hex(16)
+        self._environment = {
+            **os.environ,
+            **(environment or {}),
+            "PENSTOCK_RUN_ID": run_id,
+            NONCE: self._nonce,
+            "PENSTOCK_RUNTIME_DIR": str(runtime_dir),
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._processes: dict[int, LocalProcess] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._runtime_dir.mkdir(mode=0o700)
+        (self._run_dir / "logs").mkdir(exist_ok=True)
+        self._death_read, self._death_write = os.pipe()
+        _become_subreaper()
+        self._janitor = Janitor(run_dir=self._run_dir, runtime_dir=self._runtime_dir, nonce=self._nonce)
+        _reserved.add(self._janitor.pid)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.sweep()
+        if self._session:
+            await self._session.close()
+        os.close(self._death_write)
+        os.close(self._death_read)
+        await asyncio.to_thread(self._janitor.release)
+        _reserved.discard(self._janitor.pid)
+
+    async def spawn(self, spec: ProcessSpec) -> LocalProcess:
+        with (self._run_dir / "logs" / f"{spec.name}.log").open("ab") as log:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", spec.module, "--run-dir", str(self._run_dir), "--name", spec.name],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self._environment, **spec.env, "PENSTOCK_DEATH_FD": str(self._death_read)},
+                pass_fds=(self._death_read,),
+                start_new_session=True,
+            )
+        process = LocalProcess(spec=spec, popen=popen, identity=procfs.identify(popen.pid))
+        _reserved.add(process.pid)
+        self._processes[process.pid] = process
+        self._janitor.watch(process.pid)
+        self._await_exit(process)
+        return process
+
+    async def probe(self, process: ProcessHandle) -> str | None:
+        try:
+            report = json.loads((self._runtime_dir / "ready" / f"{process.spec.name}.json").read_text())
+        except FileNotFoundError:
+            return "it has not reported ready"
+        if report.get("nonce") != self._nonce or report.get("pid") != process.pid:
+            return "the readiness report was written by another process"
+        return await self._check_health(report["url"]) if "url" in report else None
+
+    async def signal(self, process: ProcessHandle, signum: int) -> None:
+        local = self._processes[process.pid]
+        if local.returncode is None and procfs.identify(local.pid) == local.identity:
+            _signal_group(local.pid, signum)
+
+    async def wait(self, process: ProcessHandle) -> int:
+        local = self._processes[process.pid]
+        await local.ended.wait()
+        assert local.returncode is not None
+        return local.returncode
+
+    async def sweep(self) -> list[str]:
+        """End children, their descendants and orphans; remove the runtime directory; say what resisted."""
+        remaining = await asyncio.to_thread(self._kill_remaining)
+        _reap_orphans()
+        await asyncio.to_thread(shutil.rmtree, self._runtime_dir, ignore_errors=True)
+        leftovers = [f"process {stat.pid} (state {stat.state})" for stat in remaining]
+        return leftovers + ([str(self._runtime_dir)] if self._runtime_dir.exists() else [])
+
+    def _kill_remaining(self) -> list[procfs.Stat]:
+        own_pid, own_session = os.getpid(), os.getsid(0)
+        mark = f"{NONCE}={self._nonce}".encode()
+
+        def belongs(stat: procfs.Stat) -> bool:
+            entries = procfs.environment(stat.pid)
+            if mark in entries:
+                return True
+            is_orphan = stat.parent == own_pid and stat.session != own_session and stat.pid not in _reserved
+            return is_orphan and not any(entry.startswith(f"{NONCE}=".encode()) for entry in entries)
+
+        return procfs.kill_family(belongs, spare={own_pid}, rounds=SWEEP_ROUNDS)
+
+    async def _check_health(self, url: str) -> str | None:
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HEALTH_S))
+        try:
+            async with self._session.get(f"{url}/health") as reply:
+                return None if reply.status == 200 else f"GET {url}/health answered {reply.status}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return f"GET {url}/health failed: {error or type(error).__name__}"
+
+    def _await_exit(self, process: LocalProcess) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            fd = os.pidfd_open(process.pid)
+        except (OSError, AttributeError):
+            waiter = loop.run_in_executor(None, os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            waiter.add_done_callback(lambda _: self._collect(process))
+            return
+
+        def readable() -> None:
+            loop.remove_reader(fd)
+            os.close(fd)
+            self._collect(process)
+
+        loop.add_reader(fd, readable)
+
+    def _collect(self, process: LocalProcess) -> None:
+        """Kill the rest of its group first: as long as the leader is a zombie, the number is surely theirs."""
+        _signal_group(process.pid, signal.SIGKILL)
+        process.popen.wait()
+        _reserved.discard(process.pid)
+        self._janitor.forget(process.pid)
+        _reap_orphans()
+        process.ended.set()
+
+
+def _signal_group(group: int, signum: int) -> None:
+    try:
+        os.killpg(group, signum)
+    except (ProcessLookupError, PermissionError):
+        """Nobody of the group is left but zombies."""
+
+
+def _become_subreaper() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _reap_orphans() -> None:
+    """Collect dead processes that were handed to us, so that they do not stay in the process table."""
+    own_pid, own_session = os.getpid(), os.getsid(0)
+    for stat in procfs.table():
+        is_orphan = stat.parent == own_pid and stat.session != own_session and stat.pid not in _reserved
+        if is_orphan and stat.state == "Z":
+            os.waitpid(stat.pid, os.WNOHANG)

@@ -1,0 +1,153 @@
+"""Processes as the kernel knows them (standard library only; shared with the janitor).
+
+A pid alone is never an identity, since pids are reused: pid + start time + boot id is one, and no signal leaves from
+here without it. Where there is no /proc, nothing is found and nothing is signalled by identity.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """One process of one boot of one machine."""
+
+    pid: int
+    start_ticks: int
+    """Clock ticks between boot and start (field 22 of /proc/<pid>/stat)."""
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stat:
+    """A row of the process table."""
+
+    pid: int
+    state: str
+    """R, S, D, T, Z, ..."""
+    parent: int
+    group: int
+    session: int
+    start_ticks: int
+
+
+def read_stat(pid: int) -> Stat | None:
+    """The row of `pid`; None if there is no such process."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the command before it may hold anything, brackets included
+    state, parent, group, session = fields[:4]
+    return Stat(
+        pid=pid,
+        state=state,
+        parent=int(parent),
+        group=int(group),
+        session=int(session),
+        start_ticks=int(fields[19]),
+    )
+
+
+def boot_id() -> str:
+    """Changes with every boot; empty where the system has none."""
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def identify(pid: int) -> Identity | None:
+    """Who `pid` is right now; None if nobody."""
+    stat = read_stat(pid)
+    return None if stat is None else Identity(pid=pid, start_ticks=stat.start_ticks, boot_id=boot_id())
+
+
+def is_alive(identity: Identity) -> bool:
+    """Whether that very process still runs (a zombie does not)."""
+    stat = read_stat(identity.pid)
+    return (
+        stat is not None
+        and stat.state not in "ZX"
+        and stat.start_ticks == identity.start_ticks
+        and boot_id() == identity.boot_id
+    )
+
+
+def send(identity: Identity, signum: int) -> bool:
+    """Signal that very process, never another that got its pid. False if it is gone."""
+    try:
+        fd = os.pidfd_open(identity.pid)
+    except (OSError, AttributeError):
+        return False
+    try:
+        if not is_alive(identity):
+            return False
+        signal.pidfd_send_signal(fd, signum)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def environment(pid: int) -> list[bytes]:
+    """The entries (`NAME=value`) that `pid` was started with; none if it is gone or not ours to read."""
+    try:
+        return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def table() -> Iterator[Stat]:
+    """All processes."""
+    pids = (int(entry) for entry in os.listdir(PROC) if entry.isdigit()) if PROC.is_dir() else iter(())
+    return (stat for pid in pids if (stat := read_stat(pid)) is not None)
+
+
+def family(belongs: Callable[[Stat], bool], *, spare: Collection[int]) -> list[Stat]:
+    """The living processes that belong, and all their descendants; never those in `spare`."""
+    rows = {stat.pid: stat for stat in table() if stat.state not in "ZX" and stat.pid not in spare}
+    found = {pid for pid, stat in rows.items() if belongs(stat)}
+    grown = True
+    while grown:
+        children = {pid for pid, stat in rows.items() if stat.parent in found} - found
+        found |= children
+        grown = bool(children)
+    return [rows[pid] for pid in sorted(found)]
+
+
+def kill_family(belongs: Callable[[Stat], bool], *, spare: Collection[int], rounds: int) -> list[Stat]:
+    """SIGKILL the family until a look finds nobody, at most `rounds` times. Returns who was still there at the end.
+
+    One look is not enough: a process may fork between being seen and being killed.
+    """
+    for _ in range(rounds):
+        members = family(belongs, spare=spare)
+        if not members:
+            return []
+        for stat in members:
+            send(Identity(pid=stat.pid, start_ticks=stat.start_ticks, boot_id=boot_id()), signal.SIGKILL)
+        _await_end(members)
+    return family(belongs, spare=spare)
+
+
+def _await_end(members: list[Stat], seconds: float = 0.5) -> None:
+    """Wait on pidfds, so that the next look does not find what is already dying."""
+    for stat in members:
+        try:
+            fd = os.pidfd_open(stat.pid)
+        except OSError:
+            continue
+        with os.fdopen(fd) as file:
+            poll = select.poll()
+            poll.register(file, select.POLLIN)
+            poll.poll(seconds * 1000)

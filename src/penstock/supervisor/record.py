@@ -1,0 +1,109 @@
+"""What is known of a run, kept so that a dead supervisor can still be asked (standard library only; the janitor too).
+
+`state.json` is the snapshot, always whole; `events.jsonl` is the history, appended and synced to disk on every change
+of the run's state. Both change together, through one object, and only along legal transitions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.observe import jsonl
+from penstock.supervisor.procfs import Identity, identify
+from penstock.supervisor.states import ProcessState, RunState, move_process, move_run
+
+
+class Record:
+    """The one writer of a run's state."""
+
+    def __init__(self, run_dir: Path, document: dict[str, Any]) -> None:
+        self._run_dir = run_dir
+        self._document = document
+
+    @classmethod
+    def create(cls, run_dir: Path, *, run_id: str, runtime_dir: Path) -> Record:
+        """Begin the record of a new run, owned by this process."""
+        owner = identify(os.getpid())
+        document = {
+            "run_id": run_id,
+            "status": RunState.PENDING.value,
+            "error": None,
+            "supervisor": asdict(owner) if owner else {"pid": os.getpid()},
+            "runtime_dir": str(runtime_dir),
+            "started": time.time(),
+            "ended": None,
+            "processes": {},
+            "leftovers": [],
+        }
+        record = cls(run_dir, document)
+        record._save()
+        return record
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Record:
+        """Take up the record of an existing run."""
+        return cls(run_dir, json.loads((run_dir / "state.json").read_text()))
+
+    @property
+    def status(self) -> RunState:
+        return RunState(self._document["status"])
+
+    def move(self, to: RunState, *, actor: str, reason: str = "") -> None:
+        """Bring the run to another state; an illegal transition raises."""
+        before = self.status
+        self._document["status"] = move_run(before, to).value
+        if to.is_final:
+            self._document["ended"] = time.time()
+            self._document["error"] = reason if to is RunState.FAILED else None
+        self._save()
+        self.note("state", durable=True, **{"from": before.value}, to=to.value, actor=actor, reason=reason)
+
+    def move_process(self, name: str, to: ProcessState, **facts: Any) -> None:
+        """Bring one process to another state and remember what is known of it (pid, returncode, reason, ...)."""
+        known = self._document["processes"].setdefault(name, {"state": ProcessState.PENDING.value})
+        known.update(facts, state=move_process(ProcessState(known["state"]), to).value)
+        self._save()
+        self.note("process", name=name, state=to.value, **facts)
+
+    def close_processes(self, *, reason: str) -> None:
+        """Mark every process that is not known to have ended as ended."""
+        for name, known in self._document["processes"].items():
+            state = ProcessState(known["state"])
+            if state not in (ProcessState.PENDING, ProcessState.EXITED):
+                self.move_process(name, ProcessState.EXITED, reason=reason)
+
+    def add_leftovers(self, leftovers: list[str]) -> None:
+        """Remember what could not be removed."""
+        self._document["leftovers"] = leftovers
+        self._save()
+        self.note("leftovers", leftovers=leftovers)
+
+    def note(self, event: str, *, durable: bool = False, **facts: Any) -> None:
+        """Append to the history; `durable` returns only once it is on disk."""
+        jsonl.append(self._run_dir / "events.jsonl", {"time": time.time(), "event": event, **facts}, durable=durable)
+
+    def _save(self) -> None:
+        jsonl.write_json(self._run_dir / "state.json", self._document)
+
+
+def read_state(run_dir: Path) -> dict[str, Any] | None:
+    """The snapshot of a run; None if there is none to read."""
+    try:
+        document = json.loads((run_dir / "state.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def owner_of(state: Mapping[str, Any]) -> Identity | None:
+    """The supervisor that wrote a snapshot, where the system lets us tell one from another."""
+    owner = state.get("supervisor", {})
+    if "start_ticks" not in owner:
+        return None
+    return Identity(pid=owner["pid"], start_ticks=owner["start_ticks"], boot_id=owner["boot_id"])

@@ -1,0 +1,41 @@
+"""Group-relative advantages (GRPO, Shao et al., arXiv 2402.03300, section 4.1)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+EPSILON = 1e-6
+"""Keeps the division finite where a group's rewards barely differ."""
+
+
+def group_advantages(
+    rewards: npt.ArrayLike, groups: npt.ArrayLike, *, normalize: bool
+) -> npt.NDArray[np.float32]:  # [n]
+    """A_i = r_i - mean(group), divided by the group's population standard deviation if `normalize`.
+
+    `rewards` and `groups` have shape [n]; samples with equal entries in `groups` are compared with each other. Equal
+    rewards give exactly zero, also where their floating-point mean would not.
+    """
+    reward = np.asarray(rewards, dtype=np.float64)
+    if reward.size == 0:
+        return np.zeros(0, dtype=np.float32)
+    _, member_of, sizes = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
+    mean = np.bincount(member_of, weights=reward) / sizes
+    centered = reward - mean[member_of]
+    spread = _spread(reward, member_of, len(sizes))
+    centered[spread[member_of] == 0] = 0.0
+    if normalize:
+        deviation = np.sqrt(np.bincount(member_of, weights=centered**2) / sizes)
+        centered /= deviation[member_of] + EPSILON
+    return centered.astype(np.float32)
+
+
+def _spread(
+    reward: npt.NDArray[np.float64], member_of: npt.NDArray[np.intp], num_groups: int
+) -> npt.NDArray[np.float64]:
+    """Largest minus smallest reward of each group, [num_groups]."""
+    low, high = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(low, member_of, reward)
+    np.maximum.at(high, member_of, reward)
+    return high - low

@@ -1,0 +1,188 @@
+"""The learner: GRPO with a token-level clipped loss, gradients accumulated until the caller asks for a step.
+
+Invariants. A token's gradient enters as a plain sum and is divided by the step's token count when the step is taken,
+so any partition of the same samples into `accumulate` calls gives the same update. Tokens older than `max_staleness`
+versions are counted and left out. The behaviour log-probabilities are the engine's own. Every call of `step` ends the
+current policy_version, also when a non-finite gradient leaves the weights as they were.
+
+`LearnerState.metrics` (means over the step's trained tokens): loss, grad_norm (before clipping), clip_fraction,
+ratio_mean, entropy (of the full softmax, in nats), kl_engine_trainer (mean |logprob trainer - engine| over the
+`kl_tokens` that the trained version itself sampled), staleness_mean, staleness_max; and tokens, tokens_masked_stale,
+samples, learning_rate, skipped (1 if the gradient was not finite), busy_s (model compute since the last step).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.config.schema import TrainerConfig
+from penstock.groups.batch import Batch
+from penstock.groups.method import Rank, Shard, add, first, reduce, remote_method
+from penstock.trainer.busy import BusyClock
+from penstock.trainer.forward import token_logprobs
+from penstock.trainer.losses.policy_gradient import clipped_policy_loss
+from penstock.trainer.packing import MicroBatch, TokenTable, flatten, micro_batches
+from penstock.trainer.statistics import StepStatistics
+from penstock.types import LearnerState
+
+
+class NonFiniteGradient(RuntimeError):
+    """Too many steps in a row had an infinite or undefined gradient."""
+
+
+class Learner:
+    """One rank of the trainer. It owns the model's gradients and the optimizer."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        *,
+        max_staleness: int,
+        temperature: float = 1.0,
+        policy_version: int = 0,
+        rank: Rank = Rank(0, 1),  # noqa: B008 - an immutable value
+    ) -> None:
+        """`temperature` is the sampling temperature: log-probabilities are those of the policy that was sampled."""
+        if rank.size != 1:
+            raise ValueError(f"the learner sums gradients within one rank, not {rank.size}")
+        self.model = model
+        self.policy_version = policy_version
+        self._config = config
+        self._max_staleness = max_staleness
+        self._temperature = temperature
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
+        )
+        self._device = self._parameters[0].device
+        self._busy = BusyClock(self._device)
+        self._pending = StepStatistics()
+        self._num_steps = 0
+        self._num_nonfinite = 0
+
+    @remote_method(dispatch={"batch": Shard(uneven=True)}, collect=reduce(add))
+    def accumulate(self, batch: Batch) -> dict[str, float]:
+        """Add the gradient of a batch from `prepare`. Returns what it counted."""
+        versions = flatten(batch["versions"], np.int64)
+        sampled = flatten(batch["loss_mask"], np.bool_)
+        staleness = self.policy_version - versions
+        fresh = sampled & (staleness <= self._max_staleness)
+        table = TokenTable.build(batch["token_ids"], fresh)
+        behaviour = flatten(batch["logprobs"], np.float32)
+        advantages = np.asarray(batch["advantages"], dtype=np.float32)
+        with self._busy:
+            for micro in micro_batches(table, self._config.tokens_per_microbatch, self._device):
+                self._backward(micro, behaviour, advantages, staleness)
+        return self._count(len(batch), table.trained, int(sampled.sum()), staleness)
+
+    def _backward(
+        self,
+        micro: MicroBatch,
+        behaviour: np.ndarray[Any, Any],  # [S]
+        advantages: np.ndarray[Any, Any],  # [n]
+        staleness: np.ndarray[Any, Any],  # [S]
+    ) -> None:
+        """Forward and backward of one micro-batch; gradients and sums are added, nothing is normalised."""
+        engine = torch.from_numpy(behaviour[micro.tokens]).to(self._device)
+        advantage = torch.from_numpy(advantages[micro.samples]).to(self._device)
+        current = torch.from_numpy(staleness[micro.tokens] == 0).to(self._device)
+        logprobs, entropy = token_logprobs(self.model, micro, temperature=self._temperature)
+        loss = clipped_policy_loss(
+            logprobs, engine, advantage, clip_low=self._config.clip_low, clip_high=self._config.clip_high
+        )
+        loss.loss.sum().backward()  # type: ignore[no-untyped-call]
+        self._pending.add_tokens(loss, entropy, logprobs, engine, current)
+
+    def _count(
+        self, num_samples: int, trained: np.ndarray[Any, Any], num_sampled: int, staleness: np.ndarray[Any, Any]
+    ) -> dict[str, float]:
+        pending, ages = self._pending, staleness[trained]
+        tokens, masked = len(ages), num_sampled - len(ages)
+        pending.samples += num_samples
+        pending.tokens += tokens
+        pending.tokens_masked_stale += masked
+        pending.staleness += int(ages.sum())
+        pending.staleness_max = max(pending.staleness_max, int(ages.max(initial=0)))
+        pending.kl_tokens += int((ages == 0).sum())
+        pending.busy_s += self._busy.seconds
+        return {
+            "samples": float(num_samples),
+            "tokens": float(tokens),
+            "tokens_masked_stale": float(masked),
+            "busy_s": self._busy.seconds,
+        }
+
+    @remote_method(collect=first)
+    def step(self) -> LearnerState:
+        """One optimizer step over everything accumulated; ends the current policy_version."""
+        pending, self._pending = self._pending, StepStatistics()
+        with self._busy:
+            learning_rate = self._learning_rate()
+            grad_norm = self._update(max(pending.tokens, 1), learning_rate) if pending.tokens else 0.0
+        pending.busy_s += self._busy.seconds
+        finite = math.isfinite(grad_norm)
+        self._num_nonfinite = 0 if finite else self._num_nonfinite + 1
+        if self._num_nonfinite >= self._config.max_nonfinite_steps:
+            raise NonFiniteGradient(f"{self._num_nonfinite} steps in a row had a non-finite gradient")
+        self._num_steps += 1
+        self.policy_version += 1
+        metrics = pending.means() | {
+            "grad_norm": grad_norm if finite else 0.0,
+            "learning_rate": learning_rate,
+            "skipped": float(not finite),
+            "busy_s": pending.busy_s,
+        }
+        return LearnerState(policy_version=self.policy_version, entropy=metrics["entropy"], metrics=metrics)
+
+    def _update(self, num_tokens: int, learning_rate: float) -> float:
+        """Normalise, clip, apply. Returns the gradient's norm; a non-finite one leaves everything untouched."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        torch._foreach_div_(gradients, float(num_tokens))
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm, foreach=True)
+        grad_norm = float(norm)
+        if math.isfinite(grad_norm):
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+    def _learning_rate(self) -> float:
+        """Linear warm-up, then constant."""
+        return self._config.learning_rate * min(1.0, (self._num_steps + 1) / max(self._config.warmup_steps, 1))
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """The parameters by name, tied ones once."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides the future, at the last step boundary; gradients accumulated since are not in it."""
+        return {
+            "model": self.named_weights(),
+            "optimizer": self._optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "policy_version": self.policy_version,
+            "num_steps": self._num_steps,
+            "num_nonfinite": self._num_nonfinite,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved state; gradients accumulated so far are dropped."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state["model"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.set_rng_state(state["rng"])
+        self.policy_version = state["policy_version"]
+        self._num_steps = state["num_steps"]
+        self._num_nonfinite = state["num_nonfinite"]
+        self._pending = StepStatistics()

@@ -1,0 +1,56 @@
+"""From trajectories to a trainable batch: refuse what cannot be trained, compare each group, lay out columns.
+
+Runs once over whole groups, before the batch is split over ranks: an advantage needs all members of its group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.groups.batch import Batch
+from penstock.trainer.advantages import group_advantages
+from penstock.types import Sample
+
+
+def prepare(samples: Sequence[Sample], *, normalize: bool) -> tuple[Batch, dict[str, int]]:
+    """The batch for `Learner.accumulate`, and how many samples were left out by reason.
+
+    A sample that is left out takes no part in its group's mean either.
+    """
+    reasons = [_unusable(sample) for sample in samples]
+    kept = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]
+    groups = [sample.group for sample in kept]
+    advantages = group_advantages([sample.reward for sample in kept], groups, normalize=normalize)
+    batch = Batch(
+        columns={"advantages": advantages},
+        values={
+            "token_ids": [sample.token_ids for sample in kept],
+            "loss_mask": [sample.loss_mask for sample in kept],
+            "logprobs": [sample.logprobs for sample in kept],
+            "versions": [sample.versions for sample in kept],
+        },
+    )
+    return batch, dict(Counter(reason for reason in reasons if reason is not None))
+
+
+def _unusable(sample: Sample) -> str | None:
+    """Why `sample` cannot be trained; None if it can."""
+    if not math.isfinite(sample.reward):
+        return "nonfinite_reward"
+    length = len(sample.token_ids)
+    if any(len(array) != length for array in (sample.loss_mask, sample.logprobs, sample.versions)):
+        return "mismatched_lengths"
+    if not sample.loss_mask.any():
+        return "empty"
+    if sample.loss_mask[0]:
+        return "no_prompt"  # nothing precedes the first sampled token: no logits to train
+    trained = sample.loss_mask != 0
+    if not np.isfinite(sample.logprobs[trained]).all():
+        return "nonfinite_logprob"
+    if (sample.versions[trained] < 0).any():
+        return "unknown_version"
+    return None

@@ -1,0 +1,143 @@
+"""Real ZeroMQ sockets; messages lost and repeated on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.control.bus import CONTROLLER, Bus, Fault, Peer, RequestRefused
+from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat
+from penstock.deadline import Stalled
+from penstock.types import EpisodeId
+
+
+class Counting:
+    """Counts what it is given, by episode."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.cancelled = asyncio.Event()
+
+    async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
+        match message:
+            case GrantRequest(episode=episode):
+                if episode.group < 0:
+                    raise ValueError("a negative group")
+                self.seen.append(episode.group)
+            case Heartbeat(progress=progress):
+                self.seen.append(progress)
+            case Cancel():
+                self.cancelled.set()
+        return None
+
+
+def request(number: int) -> GrantRequest:
+    return GrantRequest(worker="env-0", episode=EpisodeId("train", number, 0, 0), unfinished=False)
+
+
+@asynccontextmanager
+async def connected(
+    directory: Path, *, controller: Counting, peer: Counting, fault: Fault | None = None
+) -> AsyncIterator[tuple[Bus, Peer]]:
+    bus = Bus(str(directory), controller.handle, fault=fault)
+    other = Peer(str(directory), "env-0", peer.handle, fault=fault)
+    bus.resend_s = other.resend_s = 0.02
+    tasks = [asyncio.create_task(bus.run()), asyncio.create_task(other.run())]
+    try:
+        yield bus, other
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        other.close()
+        bus.close()
+
+
+async def test_requests_are_answered_both_ways(tmp_path: Path) -> None:
+    controller, worker = Counting(), Counting()
+    async with connected(tmp_path, controller=controller, peer=worker) as (bus, peer):
+        assert await peer.request(CONTROLLER, request(1), timeout_s=5) == Ack()
+        assert await bus.request("env-0", request(2), timeout_s=5) == Ack()
+    assert (controller.seen, worker.seen) == ([1], [2])
+
+
+async def test_lost_and_repeated_frames_change_nothing(tmp_path: Path) -> None:
+    rng = random.Random(0)
+
+    def unreliable(frame: bytes) -> list[bytes]:
+        return [frame] * rng.choice([0, 0, 1, 2, 3])
+
+    controller, worker = Counting(), Counting()
+    async with connected(tmp_path, controller=controller, peer=worker, fault=unreliable) as (_, peer):
+        for number in range(40):
+            await peer.request(CONTROLLER, request(number), timeout_s=10)
+    assert controller.seen == list(range(40))
+
+
+async def test_what_is_queued_in_one_turn_leaves_as_one_frame(tmp_path: Path) -> None:
+    frames: list[bytes] = []
+
+    def watch(frame: bytes) -> list[bytes]:
+        frames.append(frame)
+        return [frame]
+
+    controller, worker = Counting(), Counting()
+    async with connected(tmp_path, controller=controller, peer=worker, fault=watch) as (_, peer):
+        await asyncio.gather(*(peer.request(CONTROLLER, request(n), timeout_s=5) for n in range(50)))
+    assert sorted(controller.seen) == list(range(50))
+    assert len(frames) < 10
+
+
+async def test_a_refusal_reaches_the_sender(tmp_path: Path) -> None:
+    controller, worker = Counting(), Counting()
+    bus = Bus(str(tmp_path), controller.handle)
+    peer = Peer(str(tmp_path), "env-0", worker.handle)
+    receiving = [asyncio.create_task(bus.run()), asyncio.create_task(peer.run())]
+    with pytest.raises(RequestRefused, match="a negative group"):
+        await peer.request(CONTROLLER, request(-1), timeout_s=5)
+    receiving[1].cancel()
+    results = await asyncio.gather(*receiving, return_exceptions=True)
+    assert isinstance(results[0], ExceptionGroup), "a failing handler ends the controller's loop"
+    peer.close()
+    bus.close()
+
+
+async def test_silence_is_reported_with_names(tmp_path: Path) -> None:
+    peer = Peer(str(tmp_path), "env-0", Counting().handle)
+    receiving = asyncio.create_task(peer.run())
+    with pytest.raises(Stalled, match=r"env-0 waited 0.05 s for the answer to GrantRequest, held by controller"):
+        await peer.request(CONTROLLER, request(1), timeout_s=0.05)
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
+    peer.close()
+
+
+async def test_broadcasts_reach_everyone(tmp_path: Path) -> None:
+    controller, worker = Counting(), Counting()
+    async with connected(tmp_path, controller=controller, peer=worker) as (bus, peer):
+        await peer.request(CONTROLLER, request(1), timeout_s=5)
+        while not worker.cancelled.is_set():
+            bus.broadcast(Cancel(groups=[1]))
+            await asyncio.sleep(0.01)
+
+
+async def test_a_restarted_peer_is_not_taken_for_its_past(tmp_path: Path) -> None:
+    controller = Counting()
+    bus = Bus(str(tmp_path), controller.handle)
+    receiving = asyncio.create_task(bus.run())
+    for _ in range(2):
+        peer = Peer(str(tmp_path), "env-0", Counting().handle)
+        listening = asyncio.create_task(peer.run())
+        await peer.request(CONTROLLER, request(5), timeout_s=5)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        peer.close()
+    assert controller.seen == [5, 5]
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
+    bus.close()

@@ -1,0 +1,195 @@
+"""One trajectory per lease, whatever the environment does; tokens in, tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import Config, TinyModelConfig
+from penstock.envs.guess_number import GuessNumber
+from penstock.envs.manager import EnvManager
+from penstock.model.chat import ChatTokenizer
+from penstock.model.tiny import write_tiny_model
+from penstock.ports import Environment, Work
+from penstock.rollout.scripted import ScriptedPolicy
+from penstock.types import EpisodeId, EpisodeLease, Sampling, SegmentGrant, Task, Trajectory
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, TinyModelConfig(), 512)
+    return ChatTokenizer.load(directory)
+
+
+class Always:
+    """Grants at once; remembers who asked."""
+
+    def __init__(self, max_tokens: int = 100) -> None:
+        self.max_tokens = max_tokens
+        self.asked: list[tuple[EpisodeId, bool]] = []
+
+    async def request(self, episode: EpisodeId, *, unfinished: bool) -> SegmentGrant:
+        self.asked.append((episode, unfinished))
+        return SegmentGrant(episode=episode, max_tokens=self.max_tokens)
+
+
+def work(size: int = 2, *, max_new_tokens: int = 8, grant: int = 8, deadline_s: float = 5.0, seed: int = 7) -> Work:
+    episodes = [EpisodeId("train", 1, member, 0) for member in range(size)]
+    return Work(
+        task=Task(task_id="t", tag="train", index=0),
+        leases=tuple(
+            EpisodeLease(episode=e, env_seed=seed, sampling_seed=e.episode, policy_version=3, deadline_s=deadline_s)
+            for e in episodes
+        ),
+        grants=tuple(SegmentGrant(episode=e, max_tokens=grant) for e in episodes),
+        sampling=Sampling(max_new_tokens=max_new_tokens),
+    )
+
+
+class Echo:
+    """Reward 1 for saying `ok`; `fault` may break it."""
+
+    def __init__(self, task: Task, *, fault: Callable[[], Any] | None = None, observation: Any = "say ok") -> None:
+        self._fault, self._observation = fault, observation
+
+    def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        return self._observation, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        reward = self._fault() if self._fault else float(action == "ok")
+        return "", reward, True, False, {}
+
+
+def play(
+    chat: ChatTokenizer,
+    answers: list[str] | Callable[[list[int], int], list[int]],
+    *,
+    make: Callable[[Task], Environment] = Echo,
+    grants: Always | None = None,
+    config: Config | None = None,
+    job: Work | None = None,
+    ends: bool = True,
+) -> list[Trajectory]:
+    if callable(answers):
+        policy = ScriptedPolicy(answers, policy_version=3, eos_token_id=chat.eos_ids[0])
+    else:
+        end = [chat.eos_ids[0]] if ends else []
+        policy = ScriptedPolicy(
+            [chat.encode(answer) + end for answer in answers], policy_version=3, eos_token_id=chat.eos_ids[0]
+        )
+    manager = EnvManager(config or Config(), make=make, policy=policy, grants=grants or Always(), chat=chat)
+    return [trajectory for trajectory, _ in asyncio.run(manager.play(job or work()))]
+
+
+def test_members_are_rewarded_one_by_one(chat: ChatTokenizer) -> None:
+    right, wrong = play(chat, ["ok", "no"])
+    assert (right.reward, right.status, wrong.reward) == (1.0, "completed", 0.0)
+    assert [t.episode.episode for t in (right, wrong)] == [0, 1]
+    sample = right.flatten()
+    assert sample.loss_mask.sum() == 3 and set(sample.versions[sample.loss_mask == 1]) == {3}
+    assert chat.decode(sample.token_ids[sample.loss_mask == 1].tolist()) == "ok"
+
+
+def boom() -> float:
+    raise KeyError("answer")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda task: Echo(task, fault=boom), "KeyError: 'answer'"),
+        (lambda task: Echo(task, fault=lambda: float("nan")), "reward is nan, not a finite number"),
+        (lambda task: Echo(task, fault=lambda: "1"), "reward is '1', not a finite number"),
+        (lambda task: Echo(task, observation=None), "observation is a NoneType, not a string"),
+        (lambda task: Echo(task, observation="x" * 600), "prompt_too_long"),
+    ],
+)
+def test_a_bad_environment_is_data_not_a_crash(
+    chat: ChatTokenizer, make: Callable[[Task], Environment], message: str
+) -> None:
+    trajectories = play(chat, ["ok", "ok"], make=make)
+    assert len(trajectories) == 2
+    for trajectory in trajectories:
+        assert trajectory.status == "failed" and trajectory.error is not None and message in trajectory.error
+
+
+def test_an_environment_that_hangs_is_cut_at_its_deadline(chat: ChatTokenizer) -> None:
+    class Hangs(Echo):
+        async def step(self, action: str) -> Any:  # type: ignore[override]
+            await asyncio.Event().wait()
+
+    trajectories = play(chat, ["ok", "ok"], make=Hangs, job=work(deadline_s=0.05))  # type: ignore[arg-type]
+    assert [t.status for t in trajectories] == ["failed", "failed"]
+    assert "episode train/1/0/0 waited" in str(trajectories[0].error)
+
+
+def test_a_long_answer_asks_for_segments_within_one_budget(chat: ChatTokenizer) -> None:
+    grants = Always(max_tokens=3)
+    seen: list[int] = []
+
+    def next_letters(prompt: list[int], sample: int) -> list[int]:
+        seen.append(len(prompt))
+        return chat.encode("abcdefgh")
+
+    (trajectory,) = play(chat, next_letters, grants=grants, job=work(1, max_new_tokens=8, grant=3))
+    lengths = [len(segment.token_ids) for segment in trajectory.turns[0].segments]
+    assert lengths == [3, 3, 2], "the cumulative budget is pinned"
+    assert [unfinished for _, unfinished in grants.asked] == [True, True]
+    assert [later - seen[0] for later in seen] == [0, 3, 6], "each segment continues from the recorded tokens"
+    assert trajectory.status == "truncated"
+
+
+def test_turns_keep_the_tokens_of_the_past(chat: ChatTokenizer) -> None:
+    prompts: list[list[int]] = []
+
+    def halve(prompt: list[int], sample: int) -> list[int]:
+        prompts.append(prompt)
+        guess = "8" if len(prompts) == 1 else "4"
+        return [*chat.encode(guess), chat.eos_ids[0]]
+
+    config = Config.model_validate({"env": {"max_turns": 4}})
+    (trajectory,) = play(
+        chat, halve, make=lambda task: GuessNumber(task, limit=15, max_guesses=3), config=config, job=work(1, seed=1)
+    )
+    assert len(trajectory.turns) == len(prompts)
+    for earlier, later in zip(prompts, prompts[1:], strict=False):
+        assert later[: len(earlier)] == earlier
+    flat = trajectory.flatten()
+    assert flat.token_ids[: len(prompts[-1])].tolist() == prompts[-1]
+    assert flat.loss_mask.sum() == 2 * len(prompts)
+
+
+def test_out_of_turns_is_truncated(chat: ChatTokenizer) -> None:
+    config = Config.model_validate({"env": {"max_turns": 2}})
+    job = work(1, seed=3)
+    (trajectory,) = play(
+        chat,
+        lambda prompt, sample: [*chat.encode("99"), chat.eos_ids[0]],
+        make=lambda task: GuessNumber(task, max_guesses=9),
+        config=config,
+        job=job,
+    )
+    assert trajectory.status == "truncated" and len(trajectory.turns) == 2
+
+
+def test_members_of_a_group_meet_the_same_world() -> None:
+    task = Task(task_id="t", tag="train", index=0)
+    games = [GuessNumber(task, limit=1000) for _ in range(4)]
+    for game in games:
+        game.reset(42)
+    assert len({game._secret for game in games}) == 1
+
+
+def test_the_games_expert_always_finds_the_number() -> None:
+    game = GuessNumber(Task(task_id="t", tag="train", index=0), limit=15, max_guesses=4)
+    for seed in range(50):
+        game.reset(seed)
+        reward, done = 0.0, False
+        while not done:
+            _, reward, done, _, _ = game.step(game.demonstrate())
+        assert reward == 1.0

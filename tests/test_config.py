@@ -1,0 +1,84 @@
+"""One clear error per mistake: the key, its place, the remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config import Config, ConfigError, load_config
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*/run.yaml"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: {steps: 7, learning_rate: 1e-4}\n")
+    return path
+
+
+def test_overrides_win_and_exponents_are_numbers(file: Path) -> None:
+    config = load_config(file, ["trainer.steps=9", "env.name=guess_number"])
+    assert config.trainer.steps == 9
+    assert config.trainer.learning_rate == 1e-4
+    assert config.env.name == "guess_number"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "trainer.lerning_rate=1",
+            "unknown key trainer.lerning_rate on the command line: did you mean trainer.learning_rate?",
+        ),
+        ("trainr.steps=1", "unknown key trainr on the command line: did you mean trainer?"),
+        ("scheduler.trigger.min_sample=1", "did you mean scheduler.trigger.min_samples?"),
+        ("trainer.xyzzy=1", "valid keys of trainer: steps"),
+        ("trainer.steps=many", "bad value for trainer.steps on the command line"),
+        ("trainer.steps=0", "bad value for trainer.steps"),
+        ("trainer=3", "bad value for trainer"),
+        ("steps", "not of the form section.key=value"),
+        ("trainer.steps=[1", "override 'trainer.steps=[1'"),
+        ("env.group_size=1", "use at least 2"),
+        ("scheduler.trigger.min_samples=100000", "exceeds the samples of a step"),
+        ("scheduler.max_running=2", "no group could ever start"),
+        ("env.max_new_tokens=600", "the prompt needs room too"),
+        ("rollout.host=0.0.0.0", "PENSTOCK_API_KEY"),
+    ],
+)
+def test_mistakes_on_the_command_line(file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [override])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: {stps: 1}", "unknown key trainer.stps in"),
+        ("trainer: [", "is not valid YAML"),
+        ("- 1", "must hold sections"),
+    ],
+)
+def test_mistakes_in_the_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml") as error:
+        load_config(path)
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_the_key_comes_from_the_environment_and_is_not_shown(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "sesame")
+    config = load_config(file, ["rollout.host=0.0.0.0"])
+    assert config.rollout.api_key == "sesame"
+    assert "sesame" not in repr(config)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+def test_examples_are_valid(path: Path) -> None:
+    assert isinstance(load_config(path), Config)

@@ -1,0 +1,192 @@
+"""The real loop and scheduler on a virtual clock, with modelled parts: whole runs in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import loop
+from penstock.config import Config
+from penstock.data.sources import TaskStream
+from penstock.observe.recorder import Recorder
+from penstock.ports import Work
+from penstock.scheduler.scheduler import Scheduler, TooManyFailures
+from penstock.simulator.clock import run_virtual
+from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
+from penstock.store.pool import ExperiencePool
+from penstock.types import EVAL_TAG, TRAIN_TAG
+
+
+def config(**changes: Any) -> Config:
+    tree: dict[str, Any] = {
+        "env": {"group_size": 4},
+        "data": {"eval_tasks": 6},
+        "rollout": {"slots": 32},
+        "scheduler": {"max_staleness": 1, "trigger": {"min_samples": 8}},
+        "trainer": {"steps": 5, "groups_per_step": 8, "checkpoint_every": 2},
+    }
+    for section, values in changes.items():
+        tree[section] = tree.get(section, {}) | values
+    return Config.model_validate(tree)
+
+
+class Run:
+    """A run of the loop and what it left behind."""
+
+    def __init__(self, directory: Path, settings: Config, play: Play, *, seconds_per_group: float = 0.05) -> None:
+        self.directory, self.settings, self.play = directory, settings, play
+        self.trainer = ModelledTrainer(seconds_per_group=seconds_per_group)
+        self.servers = ModelledServers(seconds=0.02)
+        self.decisions: list[tuple[str, str]] = []
+        self.max_in_flight = 0
+
+    async def go(self) -> None:
+        recorder = Recorder(self.directory)
+        pool = ExperiencePool(self.directory / "pool")
+        self.scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, record=self._record)
+        source = NumberedTasks(EVAL_TAG)
+        held_out = [task for i in range(self.settings.data.eval_tasks) if (task := source.task(i))]
+        self.workers = ModelledWorkers(
+            self.play, lambda *played: loop.collect(self.system, *played), lambda: self.servers.version
+        )
+        self.system = loop.System(
+            config=self.settings,
+            run_dir=self.directory,
+            scheduler=self.scheduler,
+            tasks=TaskStream(NumberedTasks(TRAIN_TAG)),
+            held_out=held_out,
+            workers=self.workers,
+            trainer=self.trainer,
+            servers=self.servers,
+            pool=pool,
+            recorder=recorder,
+        )
+        self.scheduler.worker_joined("env-0", 1000)
+        try:
+            await loop.run(self.system)
+        finally:
+            recorder.close()
+            pool.close()
+
+    def _record(self, decider: str, reason: str, inputs: Any) -> None:
+        self.decisions.append((decider, reason))
+        self.max_in_flight = max(self.max_in_flight, self.scheduler.num_in_flight)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "events.jsonl").read_text().splitlines()]
+
+
+def mixed(seed: int) -> Play:
+    """Random durations, random rewards."""
+    rng = random.Random(seed)
+    return lambda work: (rng.expovariate(5.0), [float(rng.random() < 0.5) for _ in work.leases])
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(), mixed(0))
+    run_virtual(run.go())
+    counts = run.scheduler.ledger.counts()
+    assert counts["trained"] == 5 * 8 * 4
+    assert len(set(run.trainer.trained)) == len(run.trainer.trained) == 5 * 8
+    assert run.servers.version == 5
+    events = [event["event"] for event in run.events()]
+    assert events.count("evaluation") == 2 and events[-1] == "completed"
+    assert [event["step"] for event in run.events() if event["event"] == "checkpoint"] == [2, 4, 5]
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
+    assert {decider for decider, _ in run.decisions} >= {"admission", "dispatch", "trigger", "filter"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), max_staleness=st.integers(0, 3), use=st.sampled_from(["compute", "step"]))
+def test_nothing_lost_or_trained_twice_or_too_stale(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, max_staleness: int, use: str
+) -> None:
+    scheduler = {"max_staleness": max_staleness, "trigger": {"min_samples": 8, "use": use}}
+    run = Run(tmp_path_factory.mktemp("run"), config(scheduler=scheduler), mixed(seed))
+    run_virtual(run.go())
+    run.scheduler.ledger.check()
+    counts = run.scheduler.ledger.counts()
+    live = ("pending", "leased", "unfinished", "rewarding", "ready", "training")
+    assert sum(counts[state] for state in live) == 0
+    assert len(set(run.trainer.trained)) == len(run.trainer.trained)
+    assert run.max_in_flight <= (max_staleness + 1) * 8
+    assert run.scheduler.evaluations.counts()["trained"] == 12
+
+
+def test_zero_staleness_is_on_policy(tmp_path: Path) -> None:
+    scheduler = {"max_staleness": 0, "filter_equal_rewards": False, "trigger": {"min_samples": 8}}
+    run = Run(tmp_path, config(scheduler=scheduler), mixed(1))
+    run_virtual(run.go())
+    assert run.scheduler.ledger.counts()["discarded_stale"] == 0
+    assert run.trainer.version == 5
+
+
+def test_a_slow_trainer_paces_generation(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(), mixed(2), seconds_per_group=10.0)
+    run_virtual(run.go())
+    assert run.max_in_flight == 2 * 8
+    assert run.scheduler.ledger.counts()["discarded_stale"] == 0
+
+
+def test_a_group_slower_than_the_bound_is_discarded_not_trained(tmp_path: Path) -> None:
+    def one_straggler(work: Work) -> tuple[float, list[float]]:
+        straggling = work.task.tag == TRAIN_TAG and work.task.index == 0
+        return (30.0 if straggling else 0.1), [0.0, 1.0, 0.0, 1.0][: len(work.leases)]
+
+    run = Run(tmp_path, config(trainer={"steps": 100, "groups_per_step": 8}), one_straggler)
+    run_virtual(run.go())
+    assert run.scheduler.ledger.counts()["discarded_stale"] == 4
+    assert 0 not in run.trainer.trained
+
+
+def test_a_finite_source_that_runs_dry_says_so(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(), mixed(3))
+
+    async def starve() -> None:
+        task = asyncio.create_task(run.go())
+        await asyncio.sleep(0)
+        run.system.tasks = TaskStream(NumberedTasks(TRAIN_TAG, size=10))
+        await task
+
+    with pytest.raises(ExceptionGroup) as failure:
+        run_virtual(starve())
+    assert "used up after 10 tasks" in str(_root(failure.value))
+
+
+def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
+    from penstock.simulator.parts import played
+
+    run = Run(tmp_path, config(data={"eval_tasks": 0}), mixed(4))
+
+    async def break_workers() -> None:
+        task = asyncio.create_task(run.go())
+        await asyncio.sleep(0)
+        run.workers.start = fail  # type: ignore[method-assign]
+        await task
+
+    async def fail(worker: str, work: Work) -> None:
+        episodes = [played(lease.episode, reward=0.0, error="ValueError: no such key") for lease in work.leases]
+        loop.collect(run.system, work.leases[0].episode.group, None, episodes)
+
+    with pytest.raises(ExceptionGroup) as failure:
+        run_virtual(break_workers())
+    root = _root(failure.value)
+    assert isinstance(root, TooManyFailures) and "no such key" in str(root)
+    run.scheduler.ledger.check()
+    assert run.scheduler.ledger.counts()["failed"] == Scheduler.max_failed_groups * 4
+
+
+def _root(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
