@@ -41,6 +41,8 @@ class Pool(Protocol):
 
     def sync(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(slots=True, kw_only=True)
 class System:

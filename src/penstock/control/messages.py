@@ -44,8 +44,6 @@ class Hello(Message, frozen=True, kw_only=True, tag="HELLO"):
     nonce: str
     pid: int
     url: str = ""
-    capacity: int = 0
-    """Episodes an environment worker may hold at once."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="WELCOME"):
@@ -65,6 +63,13 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="HEARTBEAT"):
     """Seconds of useful model compute so far."""
     counters: dict[str, float] = {}
     spans: list[BusySpan] = []
+
+
+class TaskRequest(Message, frozen=True, kw_only=True, tag="TASK_REQUEST"):
+    """An environment worker is ready for work: it can hold `capacity` episodes at once."""
+
+    worker: str
+    capacity: int
 
 
 class NewTask(Message, frozen=True, kw_only=True, tag="NEW_TASK"):
@@ -158,6 +163,7 @@ AnyMessage = (
     | Hello
     | Welcome
     | Heartbeat
+    | TaskRequest
     | NewTask
     | Cancel
     | GrantRequest

@@ -12,17 +12,22 @@ from penstock.types import Task
 class SingleTurn:
     """Shows the task's question and scores the answer with the rule of the dataset it came from."""
 
-    def __init__(self, task: Task, *, prompt: str = "{question}") -> None:
-        """`prompt` is a format string over the task's payload, e.g. `"{metadata[word]}"`."""
+    def __init__(self, task: Task, *, prompt: str = "{question}", full_marks_only: bool = False) -> None:
+        """`prompt` is a format string over the task's payload, e.g. `"{metadata[word]}"`. With `full_marks_only` an
+        answer that the rule gives less than 1 earns nothing: partial credit often pays for the wrong thing (a right
+        beginning with rubbish behind it, say)."""
         self._entry = task.payload
         self._prompt = prompt
+        self._full_marks_only = full_marks_only
         self._score = _scorer(self._entry["metadata"]["source_dataset"])
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         return self._prompt.format_map(self._entry), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", float(self._score(action, self._entry)), True, False, {"expected": self._entry["answer"]}
+        score = float(self._score(action, self._entry))
+        reward = float(score == 1.0) if self._full_marks_only else score
+        return "", reward, True, False, {"expected": self._entry["answer"]}
 
     def demonstrate(self) -> str:
         """The right answer."""

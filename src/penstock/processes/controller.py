@@ -14,6 +14,7 @@ from penstock.control.messages import (
     Heartbeat,
     Hello,
     Refused,
+    TaskRequest,
     Welcome,
 )
 from penstock.control.remote import RemoteTrainer, RemoteWorkers
@@ -35,7 +36,8 @@ class Controller:
         self.system: loop.System | None = None
         self._expected = {f"rollout-{i}" for i in range(config.rollout.servers)} | {"trainer-0"}
         self._urls: dict[str, str] = {}
-        self._early: list[Hello] = []
+        self._capacities: dict[str, int] = {}
+        """Environment workers that asked for work before there was any."""
         self.servers_and_trainer = asyncio.Event()
 
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
@@ -44,6 +46,9 @@ class Controller:
                 return self._welcome(message)
             case Heartbeat(name=name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans):
                 self._recorder.heartbeat(name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans)
+            case TaskRequest(worker=worker, capacity=capacity):
+                self._capacities[worker] = capacity
+                self._admit_workers()
             case GrantRequest(episode=episode, unfinished=unfinished) if self.system:
                 self.system.scheduler.request_grant(episode, unfinished=unfinished)
             case DataGenerated(group=group, ref=ref, episodes=episodes) if self.system:
@@ -58,9 +63,6 @@ class Controller:
         self._recorder.joined(hello.name, hello.role)
         if hello.url:
             self._urls[hello.name] = hello.url
-        if hello.role == "env":
-            self._early.append(hello)
-            self._admit_workers()
         self._expected.discard(hello.name)
         if not self._expected:
             self.servers_and_trainer.set()
@@ -81,9 +83,9 @@ class Controller:
 
     def _admit_workers(self) -> None:
         if self.system:
-            for hello in self._early:
-                self.system.scheduler.worker_joined(hello.name, hello.capacity)
-            self._early.clear()
+            for worker, capacity in self._capacities.items():
+                self.system.scheduler.worker_joined(worker, capacity)
+            self._capacities.clear()
 
 
 async def serve(child: Child) -> None:
@@ -109,6 +111,8 @@ async def serve(child: Child) -> None:
     finally:
         bus.close()
         recorder.close()
+        if controller.system:
+            controller.system.pool.close()
 
 
 async def work(child: Child, config: Config, controller: Controller, bus: Bus, recorder: Recorder) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.config import Config, load_config
 from penstock.control.bus import CONTROLLER, Peer
-from penstock.control.messages import AnyMessage, Cancel, DataGenerated, Grant, GrantRequest, NewTask
+from penstock.control.messages import AnyMessage, Cancel, DataGenerated, Grant, GrantRequest, NewTask, TaskRequest
 from penstock.envs.manager import EnvManager
 from penstock.envs.registry import environment_maker
 from penstock.model.chat import ChatTokenizer
@@ -51,7 +51,7 @@ class Worker:
 
         grant = self._grants.setdefault(episode, asyncio.get_running_loop().create_future())
         message = GrantRequest(worker=self._name, episode=episode, unfinished=unfinished)
-        await self._ask(message)
+        await self.ask(message)
         return await grant
 
     async def _play(self, group: int, work: Work) -> None:
@@ -63,11 +63,12 @@ class Worker:
             ref = self._writer.append(samples) if whole and not work.keep_text else None
             summaries = [trajectory.summary(text=text if work.keep_text else None) for trajectory, text in played]
             self.num_played += len(played)
-            await self._ask(DataGenerated(worker=self._name, group=group, ref=ref, episodes=summaries))
+            await self.ask(DataGenerated(worker=self._name, group=group, ref=ref, episodes=summaries))
         finally:
             del self._playing[group]
 
-    async def _ask(self, message: AnyMessage) -> None:
+    async def ask(self, message: AnyMessage) -> None:
+        """Tell the controller, and wait until it has acted."""
         assert self.peer is not None
         await self.peer.request(CONTROLLER, message, timeout_s=self._config.rollout.request_timeout_s)
 
@@ -82,14 +83,13 @@ async def serve(child: Child) -> None:
     def telemetry() -> Telemetry:
         return Telemetry(progress=worker.num_played, counters={"episodes": worker.num_played})
 
-    async with membership(
-        child, config, role="env", handler=worker.handle, telemetry=telemetry, capacity=config.max_running
-    ) as (peer, welcome):
+    async with membership(child, config, role="env", handler=worker.handle, telemetry=telemetry) as (peer, welcome):
         worker.peer = peer
         servers = Servers(
             welcome.server_urls, api_key=config.rollout.api_key, timeout_s=config.rollout.request_timeout_s
         )
         worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat)
+        await worker.ask(TaskRequest(worker=child.name, capacity=config.max_running))
         child.report_ready()
         await stop.wait()
         await servers.close()

@@ -35,11 +35,10 @@ async def membership(
     handler: Handler,
     telemetry: Callable[[], Telemetry],
     url: str = "",
-    capacity: int = 0,
 ) -> AsyncIterator[tuple[Peer, Welcome]]:
     """On the bus for the length of the body; a failing handler or a lost controller ends it."""
     peer = Peer(str(child.runtime_dir), child.name, handler)
-    hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url, capacity=capacity)
+    hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url)
     try:
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(peer.run())

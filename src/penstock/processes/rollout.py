@@ -20,7 +20,7 @@ from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
 from penstock.supervisor.child import Child
 from penstock.types import WeightsHandle
-from penstock.weights.shared_memory import receive, shapes
+from penstock.weights.shared_memory import layout, receive
 
 
 async def serve(child: Child) -> None:
@@ -31,7 +31,7 @@ async def serve(child: Child) -> None:
     directory = model_dir(config, child.run_dir)
     model = load_policy(directory, dtype=config.model.dtype, device=config.model.device, weights=False)
     engine = SlotEngine(model, num_slots=config.rollout.slots, max_context=config.model.max_context)
-    expected = shapes(engine.parameters())
+    expected = layout(engine.parameters())
 
     def load(handle: WeightsHandle) -> Mapping[str, torch.Tensor]:
         return receive(handle, expected)
@@ -67,7 +67,7 @@ def telemetry(runner: EngineRunner) -> Telemetry:
     return Telemetry(
         progress=runner.num_generated_tokens,
         busy_s=runner.busy_s,
-        counters={"tokens": runner.num_generated_tokens, "active": runner.num_active, "waiting": runner.num_waiting},
+        counters={"tokens": runner.num_generated_tokens, "active": runner.engine.num_active},
         spans=runner.drain_spans(),
     )
 

@@ -41,7 +41,7 @@ from penstock.trainer import checkpoint
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
-from penstock.types import EVAL_TAG, TRAIN_TAG, BusySpan, GroupRef
+from penstock.types import EVAL_TAG, TRAIN_TAG, BusySpan, GroupRef, LearnerState
 from penstock.weights.shared_memory import WeightsPublisher
 
 Kind = Literal["train", "step", "publish", "checkpoint", "warm_start"]
@@ -65,7 +65,7 @@ class TrainerProcess:
         self._reader = PayloadReader(child.run_dir / "pool")
         self._publisher = WeightsPublisher(child.runtime_dir / "weights")
         self._spans: list[BusySpan] = []
-        self._busy_s = 0.0
+        self._busy_s = self._busy_since_step_s = 0.0
         self._progress = 0
 
     def _set_threads(self) -> None:
@@ -125,14 +125,15 @@ class TrainerProcess:
             ]
             batch, skipped = prepare(samples, normalize=self._config.trainer.normalize_advantages)
             sums: dict[str, float] = dict(self._group.accumulate(batch))
-        self._busy_s += sums.get("busy_s", 0.0)
+        self._busy_s += sums["busy_s"]
+        self._busy_since_step_s += sums["busy_s"]
         return sums | {f"skipped_{reason}": float(count) for reason, count in skipped.items()}
 
     def _step(self) -> LearnerStateUpdate:
-        before = self._busy_s
         with self._span("step"):
-            state = self._group.step()
-        self._busy_s = max(before, self._busy_s)
+            state: LearnerState = self._group.step()
+        self._busy_s += state.metrics["busy_s"] - self._busy_since_step_s
+        self._busy_since_step_s = 0.0
         return LearnerStateUpdate(state=state)
 
     def _warm_start(self) -> dict[str, float]:

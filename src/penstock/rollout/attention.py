@@ -56,13 +56,14 @@ class SlotBatch:
 
     cache: SlotCache
     num_decode: int
-    positions: torch.Tensor  # [num_decode], where each row's new key and value go
+    rows: torch.Tensor  # [num_decode] and
+    positions: torch.Tensor  # [num_decode]: where the new keys and values go
     groups: list[DecodeGroup]
     prompts: list[PromptGroup]
 
 
 def slot_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,  # [1, H, T, D]
     key: torch.Tensor,  # [1, K, T, D]
     value: torch.Tensor,  # [1, K, T, D]
@@ -78,7 +79,7 @@ def slot_attention(
     """Transformers' attention interface. Returns ([1, T, H, D], None)."""
     if sliding_window is not None or softcap is not None or s_aux is not None:
         raise NotImplementedError("the slot engine serves plain full attention: no sliding window, softcap or sinks")
-    scaling = module.head_dim**-0.5 if scaling is None else scaling
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     keys, values = slot_batch.cache.layer(module.layer_idx)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     out = query.new_empty(query.shape)
@@ -99,9 +100,8 @@ def _decode(
     out: torch.Tensor,
 ) -> None:
     num_rows, (num_kv, size) = batch.num_decode, key.shape[1:]
-    where = batch.positions.view(-1, 1, 1, 1).expand(-1, num_kv, size, 1)
-    keys[:num_rows].scatter_(3, where, key[:num_rows].unsqueeze(3))
-    values[:num_rows].scatter_(2, where.transpose(2, 3), value[:num_rows].unsqueeze(2))
+    keys[batch.rows, :, :, batch.positions] = key[:num_rows]
+    values[batch.rows, :, batch.positions] = value[:num_rows]
     query = query[:num_rows].reshape(num_rows * num_kv, -1, size)  # the query heads of one KV head side by side
     folded = out[:num_rows].view(query.shape)
     flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # [S * K, D, C], [S * K, C, D]
@@ -125,15 +125,19 @@ def _prefill(
     out: torch.Tensor,
 ) -> None:
     tokens = slice(prompts.start, prompts.start + prompts.count * prompts.length)
-    shape = (prompts.count, prompts.length)
-    q, k, v = (x[tokens].unflatten(0, shape).transpose(1, 2) for x in (query, key, value))  # [count, heads, length, D]
+    q, k, v = (_per_prompt(x[tokens], prompts.count) for x in (query, key, value))  # [count, heads, length, D]
     attended = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
-    out[tokens].unflatten(0, shape).copy_(attended.transpose(1, 2))
+    _per_prompt(out[tokens], prompts.count).copy_(attended)
     slots = slice(prompts.first_row, prompts.first_row + len(prompts.rows))
     keys[slots, :, :, : prompts.length] = k.index_select(0, prompts.rows).transpose(2, 3)
     values[slots, :, : prompts.length] = v.index_select(0, prompts.rows)
+
+
+def _per_prompt(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """[count * length, heads, D] seen as [count, heads, length, D]."""
+    return packed.view(count, -1, *packed.shape[1:]).transpose(1, 2)
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -35,9 +35,7 @@ class BusyMeter:
             if kind == "generate":
                 self.busy_s += self._clock() - before
             end = time.time()
-            self._add(
-                BusySpan(process=self._process, kind=kind, start=start, end=end, policy_version=policy_version)
-            )
+            self._add(BusySpan(process=self._process, kind=kind, start=start, end=end, policy_version=policy_version))
 
     def _add(self, span: BusySpan) -> None:
         with self._lock:

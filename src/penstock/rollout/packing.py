@@ -13,6 +13,9 @@ from penstock.rollout.attention import MASKED, DecodeGroup, PromptGroup, SlotBat
 from penstock.rollout.rows import Rows, Sequence
 from penstock.rollout.slots import GROUP_ROWS, SlotCache
 
+MERGE_PADDING = 1024
+"""Padded positions (rows x length) that cost as much as one more attention call."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
@@ -35,9 +38,7 @@ class Packed:
     batch: SlotBatch
 
 
-def pack(
-    cache: SlotCache, rows: Rows, num_decode: int, admissions: list[Admission], device: torch.device
-) -> Packed:
+def pack(cache: SlotCache, rows: Rows, num_decode: int, admissions: list[Admission], device: torch.device) -> Packed:
     """Lay out rows [0, num_decode), which decode, and `admissions` (ordered by prompt length), which fill the rest."""
     lengths = [len(admission.prompt_ids) for admission in admissions]
     prompts = chain.from_iterable(admission.prompt_ids for admission in admissions)
@@ -47,6 +48,7 @@ def pack(
     batch = SlotBatch(
         cache=cache,
         num_decode=num_decode,
+        rows=torch.arange(num_decode, device=device),
         positions=torch.from_numpy(decode_positions.copy()).to(device),
         groups=_decode_groups(decode_positions, device),
         prompts=_prompt_groups(admissions, num_decode, device),
@@ -63,16 +65,31 @@ def pack(
 
 
 def _decode_groups(positions: npt.NDArray[np.int64], device: torch.device) -> list[DecodeGroup]:
-    groups = []
-    for start in range(0, len(positions), GROUP_ROWS):
-        part = positions[start : start + GROUP_ROWS]
-        shortest, length = int(part.min()) + 1, int(part.max()) + 1
-        mask = None
-        if shortest < length:
-            unwritten = np.arange(length) > part[:, None]
-            mask = torch.from_numpy(np.where(unwritten, np.float32(MASKED), np.float32(0))).to(device)[:, None, None]
-        groups.append(DecodeGroup(start=start, end=start + len(part), length=length, mask=mask))
+    """Neighbouring blocks of rows share a group as long as padding them costs less than one more call."""
+    starts = np.arange(0, len(positions), GROUP_ROWS)
+    lengths = (np.maximum.reduceat(positions, starts) + 1).tolist() if len(starts) else []
+    groups: list[DecodeGroup] = []
+    first, longest = 0, 0
+    for start, length in zip(starts.tolist(), lengths, strict=True):
+        padding = (start - first) * max(length - longest, 0) + GROUP_ROWS * max(longest - length, 0)
+        if padding > MERGE_PADDING:
+            groups.append(_decode_group(positions, first, start, longest, device))
+            first, longest = start, 0
+        longest = max(longest, length)
+    if longest:
+        groups.append(_decode_group(positions, first, len(positions), longest, device))
     return groups
+
+
+def _decode_group(
+    positions: npt.NDArray[np.int64], start: int, end: int, length: int, device: torch.device
+) -> DecodeGroup:
+    ends = positions[start:end, None]
+    mask = None
+    if ends.min() < length - 1:
+        hidden = np.where(np.arange(length) > ends, np.float32(MASKED), np.float32(0))
+        mask = torch.from_numpy(hidden).to(device)[:, None, None]
+    return DecodeGroup(start=start, end=end, length=length, mask=mask)
 
 
 def _prompt_groups(admissions: list[Admission], first_row: int, device: torch.device) -> list[PromptGroup]:

@@ -28,7 +28,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per row, with 53 random bits."""
     mixed = _mix(_mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
-    return (mixed >> np.uint64(11)) * 2.0**-53
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

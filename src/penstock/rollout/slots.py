@@ -16,6 +16,9 @@ import torch
 GROUP_ROWS = 32
 """Rows that share one attention call: small enough to keep padding low, large enough to keep calls few."""
 
+KEY_PADDING = 16
+"""Keeps the stride of transposed keys off powers of two, where their rows would evict each other from the CPU cache."""
+
 
 class SlotCache:
     """Keys `[layers, S, K, D, C]` (transposed, see `attention`) and values `[layers, S, K, C, D]`."""
@@ -33,7 +36,7 @@ class SlotCache:
     ) -> None:
         # Zeros, not empty: masked positions are multiplied by 0, which uninitialised NaNs would survive.
         shape = (num_layers, num_slots, num_kv_heads)
-        self._keys = torch.zeros((*shape, head_dim, max_context), dtype=dtype, device=device)
+        self._keys = torch.zeros((*shape, head_dim, max_context + KEY_PADDING), dtype=dtype, device=device)
         self._values = torch.zeros((*shape, max_context, head_dim), dtype=dtype, device=device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,9 @@
 """The child's side of supervision: the first thing every process of a run imports (standard library only).
 
-`Child.from_environment()` arms the death pipe before anything slow (asyncio included) is imported: its write end lives in the supervisor
-alone, so end-of-file means that the supervisor is gone, and then this process ends its whole group. Whatever else
-goes wrong here is left behind as an error file with a timestamp, from which the supervisor tells cause from effect.
+`Child.from_environment()` arms the death pipe before anything slow is imported, asyncio included. The pipe's write end
+lives in the supervisor alone, so end-of-file means that the supervisor is gone, and then this process ends its whole
+group. Whatever else goes wrong here is left behind as an error file with a timestamp, from which the supervisor tells
+cause from effect.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 FAILED = 1
 CONFIG_ERROR = 2
+JANITOR_FIRST_S = 1.0
+"""The janitor kills a family as a whole as long as it is one: a parent that went first would leave orphans nobody can
+tell from strangers. So the death pipe is only the second insurance."""
 
 
 class Child:
@@ -142,6 +146,7 @@ def _end_with_supervisor(fd: int) -> None:
     while os.read(fd, 1):
         pass
     os.close(fd)
+    time.sleep(JANITOR_FIRST_S)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

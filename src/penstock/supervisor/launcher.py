@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,8 @@ class LocalLauncher:
         (self._run_dir / "logs").mkdir(exist_ok=True)
         self._death_read, self._death_write = os.pipe()
         _become_subreaper()
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, _reap_orphans)
         self._janitor = Janitor(run_dir=self._run_dir, runtime_dir=self._runtime_dir, nonce=self._nonce)
         _reserved.add(self._janitor.pid)
         return self
@@ -97,22 +100,14 @@ class LocalLauncher:
         await self.sweep()
         if self._session:
             await self._session.close()
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         os.close(self._death_write)
         os.close(self._death_read)
         await asyncio.to_thread(self._janitor.release)
         _reserved.discard(self._janitor.pid)
 
     async def spawn(self, spec: ProcessSpec) -> LocalProcess:
-        with (self._run_dir / "logs" / f"{spec.name}.log").open("ab") as log:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", spec.module, "--run-dir", str(self._run_dir), "--name", spec.name],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**self._environment, **spec.env, "PENSTOCK_DEATH_FD": str(self._death_read)},
-                pass_fds=(self._death_read,),
-                start_new_session=True,
-            )
+        popen = self._fork(spec)
         process = LocalProcess(spec=spec, popen=popen, identity=procfs.identify(popen.pid))
         _reserved.add(process.pid)
         self._processes[process.pid] = process
@@ -149,17 +144,26 @@ class LocalLauncher:
         return leftovers + ([str(self._runtime_dir)] if self._runtime_dir.exists() else [])
 
     def _kill_remaining(self) -> list[procfs.Stat]:
-        own_pid, own_session = os.getpid(), os.getsid(0)
         mark = f"{NONCE}={self._nonce}".encode()
 
         def belongs(stat: procfs.Stat) -> bool:
             entries = procfs.environment(stat.pid)
-            if mark in entries:
-                return True
-            is_orphan = stat.parent == own_pid and stat.session != own_session and stat.pid not in _reserved
-            return is_orphan and not any(entry.startswith(f"{NONCE}=".encode()) for entry in entries)
+            is_marked = any(entry.startswith(f"{NONCE}=".encode()) for entry in entries)
+            return mark in entries if is_marked else _is_orphan(stat)
 
-        return procfs.kill_family(belongs, spare={own_pid}, rounds=SWEEP_ROUNDS)
+        return procfs.kill_family(belongs, spare={os.getpid()}, rounds=SWEEP_ROUNDS)
+
+    def _fork(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
+        with (self._run_dir / "logs" / f"{spec.name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", spec.module, "--run-dir", str(self._run_dir), "--name", spec.name],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self._environment, **spec.env, "PENSTOCK_DEATH_FD": str(self._death_read)},
+                pass_fds=(self._death_read,),
+                start_new_session=True,
+            )
 
     async def _check_health(self, url: str) -> str | None:
         import aiohttp
@@ -210,10 +214,13 @@ def _become_subreaper() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def _is_orphan(stat: procfs.Stat) -> bool:
+    """Whether an ancestor within the run left it to us; what this process itself starts shares its session."""
+    return stat.parent == os.getpid() and stat.session != os.getsid(0) and stat.pid not in _reserved
+
+
 def _reap_orphans() -> None:
-    """Collect dead processes that were handed to us, so that they do not stay in the process table."""
-    own_pid, own_session = os.getpid(), os.getsid(0)
-    for stat in procfs.table():
-        is_orphan = stat.parent == own_pid and stat.session != own_session and stat.pid not in _reserved
-        if is_orphan and stat.state == "Z":
+    """Collect orphans that have ended, so that they do not stay in the process table."""
+    for stat in procfs.children():
+        if stat.state == "Z" and _is_orphan(stat):
             os.waitpid(stat.pid, os.WNOHANG)

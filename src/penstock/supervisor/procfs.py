@@ -109,8 +109,18 @@ def environment(pid: int) -> list[bytes]:
 
 def table() -> Iterator[Stat]:
     """All processes."""
-    pids = (int(entry) for entry in os.listdir(PROC) if entry.isdigit()) if PROC.is_dir() else iter(())
+    pids = (int(entry.name) for entry in PROC.glob("[1-9]*"))
     return (stat for pid in pids if (stat := read_stat(pid)) is not None)
+
+
+def children() -> Iterator[Stat]:
+    """The processes this one is the parent of, by birth or by adoption."""
+    own_pid = os.getpid()
+    try:
+        lists = [(task / "children").read_text() for task in (PROC / "self/task").iterdir()]
+    except OSError:
+        return (stat for stat in table() if stat.parent == own_pid)
+    return (stat for pid in " ".join(lists).split() if (stat := read_stat(int(pid))) is not None)
 
 
 def family(belongs: Callable[[Stat], bool], *, spare: Collection[int]) -> list[Stat]:

@@ -30,7 +30,7 @@ class Record:
     def create(cls, run_dir: Path, *, run_id: str, runtime_dir: Path) -> Record:
         """Begin the record of a new run, owned by this process."""
         owner = identify(os.getpid())
-        document = {
+        document: dict[str, Any] = {
             "run_id": run_id,
             "status": RunState.PENDING.value,
             "error": None,

@@ -38,4 +38,5 @@ def _spread(
     low, high = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
     np.minimum.at(low, member_of, reward)
     np.maximum.at(high, member_of, reward)
-    return high - low
+    spread: npt.NDArray[np.float64] = high - low
+    return spread

@@ -14,7 +14,8 @@ samples, learning_rate, skipped (1 if the gradient was not finite), busy_s (mode
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,15 @@ from penstock.config.schema import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.method import Rank, Shard, add, first, reduce, remote_method
 from penstock.trainer.busy import BusyClock
-from penstock.trainer.forward import token_logprobs
+from penstock.trainer.forward import shares_prefixes, token_logprobs
 from penstock.trainer.losses.policy_gradient import clipped_policy_loss
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, micro_batches
 from penstock.trainer.statistics import StepStatistics
 from penstock.types import LearnerState
+
+PROGRESS = "learner.pt"
+"""Optimizer, random state and counters within a checkpoint; tensors and plain values only, so that it loads with
+`weights_only`."""
 
 
 class NonFiniteGradient(RuntimeError):
@@ -79,9 +84,13 @@ class Learner:
         behaviour = flatten(batch["logprobs"], np.float32)
         advantages = np.asarray(batch["advantages"], dtype=np.float32)
         with self._busy:
-            for micro in micro_batches(table, self._config.tokens_per_microbatch, self._device):
+            for micro in self._micro_batches(table):
                 self._backward(micro, behaviour, advantages, staleness)
         return self._count(len(batch), table.trained, int(sampled.sum()), staleness)
+
+    def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
+        max_tokens = self._config.tokens_per_microbatch
+        return micro_batches(table, max_tokens, self._device, share_prefixes=shares_prefixes(self.model))
 
     def _backward(
         self,
@@ -165,14 +174,7 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the future, at the last step boundary; gradients accumulated since are not in it."""
-        return {
-            "model": self.named_weights(),
-            "optimizer": self._optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "policy_version": self.policy_version,
-            "num_steps": self._num_steps,
-            "num_nonfinite": self._num_nonfinite,
-        }
+        return {"model": self.named_weights(), **self._progress()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a saved state; gradients accumulated so far are dropped."""
@@ -186,3 +188,23 @@ class Learner:
         self._num_steps = state["num_steps"]
         self._num_nonfinite = state["num_nonfinite"]
         self._pending = StepStatistics()
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "policy_version": self.policy_version,
+            "num_steps": self._num_steps,
+            "num_nonfinite": self._num_nonfinite,
+        }
+
+    def write(self, directory: Path) -> None:
+        """Write the state as files: the weights as a Hugging Face model, the rest beside them."""
+        self.model.save_pretrained(directory)
+        torch.save(self._progress(), directory / PROGRESS)
+
+    def read(self, directory: Path) -> None:
+        """Restore what `write` wrote."""
+        saved = type(self.model).from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
+        progress = torch.load(directory / PROGRESS, map_location="cpu", weights_only=True)
+        self.load_state_dict({"model": dict(saved.named_parameters()), **progress})

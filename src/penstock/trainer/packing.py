@@ -1,4 +1,4 @@
-"""Micro-batches of similar length, so that padding costs little.
+"""Micro-batches that waste little: rows of similar length, and a prompt that siblings share computed once.
 
 Right padding needs no attention mask: under a causal mask no real token sees what lies to its right. Columns from the
 last trained token on are not even fed: nothing is predicted there. No Python loop runs per token.
@@ -15,10 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ints = npt.NDArray[np.int64]
-
-PASS_COST_TOKENS = 256
-"""What one more forward and backward pass costs beyond its tokens, in tokens; padding beyond that earns a cut."""
+from penstock.trainer.buckets import Bucket, Ints, cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,25 +25,43 @@ class TokenTable:
     token_ids: Ints  # [S]
     trained: npt.NDArray[np.bool_]  # [S], tokens that carry a loss
     starts: Ints  # [n], where each sample begins
-    widths: Ints  # [n], columns to feed: those before the sample's last trained token
+    widths: Ints  # [n], columns to feed: those before the sample's last trained token; 0 if it has none
+    prefix_widths: Ints  # [n], columns before the one that predicts the first trained token
+    prefix_ids: Ints  # [n], equal for samples whose prefixes are equal
 
     @classmethod
     def build(cls, token_ids: Sequence[npt.ArrayLike], trained: npt.NDArray[np.bool_]) -> TokenTable:
         """From one array of ids per sample and the loss mask over all of them; a first token carries no loss."""
+        flat = flatten(token_ids, np.int64)
         lengths = np.asarray([np.size(ids) for ids in token_ids], dtype=np.int64)
         starts = np.cumsum(lengths) - lengths
         trained = trained.copy()
         trained[starts[lengths > 0]] = False
-        column = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-        widths = np.zeros(len(lengths), dtype=np.int64)
-        np.maximum.at(widths, np.repeat(np.arange(len(lengths)), lengths), np.where(trained, column, 0))
-        return cls(token_ids=flatten(token_ids, np.int64), trained=trained, starts=starts, widths=widths)
+        sample = np.repeat(np.arange(len(lengths)), lengths)[trained]
+        column = np.flatnonzero(trained) - starts[sample]
+        widths, first = np.zeros_like(lengths), lengths + 1
+        np.maximum.at(widths, sample, column)
+        np.minimum.at(first, sample, column)
+        prefix_widths = np.where(widths > 0, first - 1, 0)
+        prefixes = [flat[s : s + w].tobytes() for s, w in zip(starts.tolist(), prefix_widths.tolist(), strict=True)]
+        number = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
+        prefix_ids = np.asarray([number[prefix] for prefix in prefixes], dtype=np.int64)
+        return cls(
+            token_ids=flat,
+            trained=trained,
+            starts=starts,
+            widths=widths,
+            prefix_widths=prefix_widths,
+            prefix_ids=prefix_ids,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """R padded rows of L columns, and the N trained tokens they predict."""
+    """R padded rows of L columns and the N trained tokens they predict; the P prefixes of K columns before them."""
 
+    prefixes: Tensor  # [P, K] token ids; K is 0 where nothing is shared
+    prefix_rows: Tensor  # [R], which prefix each row continues
     inputs: Tensor  # [R, L] token ids
     rows: Tensor  # [N]
     columns: Tensor  # [N], where the logits of the token are: one before its own column
@@ -60,43 +75,41 @@ def flatten(arrays: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> npt.NDArra
     return np.concatenate(arrays).astype(dtype, copy=False) if len(arrays) else np.zeros(0, dtype=dtype)
 
 
-def micro_batches(table: TokenTable, max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Every sample with a trained token exactly once, at most `max_tokens` padded tokens at a time."""
-    trainable = np.flatnonzero(table.widths)
-    for bucket in buckets(table.widths[trainable], max_tokens):
-        yield _collate(table, trainable[bucket], device)
+def micro_batches(
+    table: TokenTable, max_tokens: int, device: torch.device, *, share_prefixes: bool
+) -> Iterator[MicroBatch]:
+    """Every sample with a trained token exactly once, at most `max_tokens` padded tokens at a time.
 
-
-def buckets(widths: Ints, max_tokens: int) -> list[Ints]:
-    """Indices grouped by width: rows * widest <= `max_tokens` in each group, unless a single row exceeds it.
-
-    A group also ends where its padding would cost more than another pass.
+    With `share_prefixes`, the cheaper of two plans: each prompt once for all its siblings, or rows cut by length alone.
     """
-    order = np.argsort(widths, kind="stable")
-    cuts, start, real = [], 0, 0
-    for position, width in enumerate(widths[order].tolist()):
-        padded = (position - start + 1) * width
-        if position > start and (padded > max_tokens or padded - real - width > PASS_COST_TOKENS):
-            cuts.append(position)
-            start, real = position, 0
-        real += width
-    return [bucket for bucket in np.split(order, cuts) if len(bucket)]
+    trained = table.widths > 0
+    plan = cut(table.widths, np.zeros_like(table.widths), table.prefix_ids, trained, max_tokens)
+    if share_prefixes:
+        sharing = cut(table.widths, table.prefix_widths, table.prefix_ids, trained, max_tokens)
+        plan = min(plan, sharing, key=lambda buckets: sum(bucket.cost for bucket in buckets))
+    for bucket in plan:
+        yield _collate(table, bucket, device)
 
 
-def _collate(table: TokenTable, samples: Ints, device: torch.device) -> MicroBatch:
+def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBatch:
+    samples, shared = np.asarray(bucket.samples), bucket.shared_width
     width = int(table.widths[samples].max())
-    offsets = np.arange(width + 1)
+    offsets = np.arange(shared, width + 1)
     grid = table.starts[samples][:, None] + offsets  # one column more than is fed: the last predicted token
     real = offsets <= table.widths[samples][:, None]
     grid[~real] = 0
     rows, targets = np.nonzero(table.trained[grid] & real)
     padded = np.where(real, table.token_ids[grid], 0)
+    _, firsts, prefix_rows = np.unique(table.prefix_ids[samples], return_index=True, return_inverse=True)
+    prefixes = table.token_ids[table.starts[samples[firsts]][:, None] + np.arange(shared)]
 
     def tensor(array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return MicroBatch(
-        inputs=tensor(np.ascontiguousarray(padded[:, :width])),
+        prefixes=tensor(prefixes),
+        prefix_rows=tensor(prefix_rows),
+        inputs=tensor(padded[:, :-1]),
         rows=tensor(rows),
         columns=tensor(targets - 1),
         chosen=tensor(padded[rows, targets]),

@@ -1,0 +1,85 @@
+"""The commands. Each only reads its words and calls what does the work; imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Asynchronous reinforcement learning for LLM agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, the unique beginning of one, or a directory.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")] = False,
+) -> None:
+    """Train a policy. Ctrl-C stops it cleanly with a checkpoint, twice kills it."""
+    from penstock.cli import train as command
+
+    raise typer.Exit(command.train(config, overrides or [], detach=detach, dry_run=dry_run))
+
+
+@app.command()
+def envs() -> None:
+    """List the environments."""
+    from penstock.envs.registry import available
+
+    found = available()
+    width = max(map(len, found))
+    for name, description in found.items():
+        typer.echo(f"{name:<{width}}  {description}")
+
+
+@app.command()
+def runs(runs_dir: RunsDir = Path("runs")) -> None:
+    """List the runs."""
+    from penstock.cli import runs as command
+
+    for line in command.listing(runs_dir):
+        typer.echo(line)
+
+
+@app.command()
+def status(run: RunName, runs_dir: RunsDir = Path("runs")) -> None:
+    """Show how a run and its processes are doing."""
+    from penstock.cli import runs as command
+
+    for line in command.describe(command.find(runs_dir, run)):
+        typer.echo(line)
+
+
+@app.command()
+def stop(
+    run: RunName,
+    now: Annotated[bool, typer.Option("--now", help="Kill it, without a checkpoint.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Stop a run, wherever it was started."""
+    from penstock.cli import runs as command
+
+    typer.echo(command.stop(command.find(runs_dir, run), now=now))
+
+
+def main() -> None:
+    """The `penstock` command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

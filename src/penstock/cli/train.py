@@ -1,0 +1,147 @@
+"""`penstock train`: check, create the run, supervise it to its end, sum it up.
+
+Exit codes: 0 completed, 1 failed or refused, 2 wrong configuration, 130 stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from penstock.cli.preflight import Refused, check
+from penstock.config import Config, ConfigError, load_config
+from penstock.observe import plots, progress, report, summary
+from penstock.observe.view import Plan
+from penstock.processes.layout import prepare, stages
+from penstock.supervisor.failure import quote_log
+from penstock.supervisor.launcher import LocalLauncher
+from penstock.supervisor.record import read_state
+from penstock.supervisor.run_directory import OpenRun, RunExists, new_run_id, open_run, publishable
+from penstock.supervisor.states import RunState
+from penstock.supervisor.supervisor import Outcome, Supervisor, failed
+
+EXIT_CODES = {RunState.COMPLETED: 0, RunState.FAILED: 1, RunState.STOPPED: 130}
+CONFIG_ERROR = 2
+DETACH_S = 20.0
+
+
+def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) -> int:
+    """Returns the exit code."""
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        return refuse(error, CONFIG_ERROR)
+    if dry_run:
+        sys.stdout.write(yaml.safe_dump(publishable(config), sort_keys=False))
+        return 0
+    try:
+        check(config)
+        if detach:
+            return start_detached(path, overrides, config)
+        with open_run(config) as run:
+            return conclude(run, carry_out(run))
+    except (ConfigError, Refused, RunExists) as error:
+        return refuse(error, 1)
+
+
+def refuse(error: Exception, code: int) -> int:
+    """Say why, where errors belong."""
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def carry_out(run: OpenRun) -> Outcome:
+    """From a fresh run directory to the end of all processes."""
+    try:
+        prepare(run.config, run.run_dir)
+        return asyncio.run(supervise(run))
+    except (ConfigError, OSError) as error:
+        outcome = failed(str(error))
+    except KeyboardInterrupt:
+        outcome = Outcome(status=RunState.STOPPED, message="interrupted")
+    if not run.record.status.is_final:
+        run.record.move(outcome.status, actor="command line", reason=outcome.message)
+    return outcome
+
+
+async def supervise(run: OpenRun) -> Outcome:
+    """Supervise, and show the progress meanwhile."""
+    key = run.config.rollout.api_key
+    launcher = LocalLauncher(
+        run_dir=run.run_dir,
+        runtime_dir=run.runtime_dir,
+        run_id=run.run_id,
+        environment={"PENSTOCK_API_KEY": key} if key else {},
+    )
+    async with launcher, asyncio.TaskGroup() as tasks:
+        supervisor = Supervisor(
+            run_dir=run.run_dir,
+            runtime_dir=run.runtime_dir,
+            stages=stages(run.config),
+            launcher=launcher,
+            record=run.record,
+        )
+        display = tasks.create_task(show_progress(run))
+        outcome = await supervisor.run()
+        display.cancel()
+    return outcome
+
+
+async def show_progress(run: OpenRun) -> None:
+    """Whatever goes wrong with the display is noted; it never ends a run."""
+    if not run.config.observe.progress:
+        return
+    try:
+        await progress.follow(run.run_dir, plan_of(run.config))
+    except Exception as error:
+        run.record.note("display", error=repr(error))
+
+
+def plan_of(config: Config) -> Plan:
+    """What the display needs to know beforehand."""
+    return Plan(
+        num_steps=config.trainer.steps,
+        num_warm_start_steps=config.model.warm_start.steps,
+        num_eval_tasks=config.data.eval_tasks,
+        max_staleness=config.scheduler.max_staleness,
+    )
+
+
+def conclude(run: OpenRun, outcome: Outcome) -> int:
+    """Write and show what the run came to."""
+    summary.write(run.run_dir)
+    if run.config.observe.plots:
+        plots.draw(run.run_dir)
+    report.show(run.run_dir, Console(highlight=False))
+    if outcome.message:
+        label = "error" if outcome.status is RunState.FAILED else outcome.status.value
+        print(f"{label}: {outcome.message}", file=sys.stderr)
+    return EXIT_CODES[outcome.status]
+
+
+def start_detached(path: Path, overrides: Sequence[str], config: Config) -> int:
+    """Start the same command in a session of its own; return once it owns the run."""
+    run_id = config.run_id or new_run_id()
+    run_dir = Path(config.runs_dir).absolute() / run_id
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    log = run_dir / "logs" / "supervisor.log"
+    words = [sys.executable, "-m", "penstock.cli.main", "train", str(path), *overrides, f"run_id={run_id}"]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=os.environ
+        )
+    limit = time.monotonic() + DETACH_S
+    while (read_state(run_dir) or {}).get("supervisor", {}).get("pid") != process.pid:
+        if process.poll() is not None or time.monotonic() > limit:
+            raise Refused(f"run {run_id} did not start{quote_log(log)}")
+        time.sleep(0.02)
+    print(f"run {run_id} started in {run_dir}\nfollow it with: penstock status {run_id}")
+    return 0

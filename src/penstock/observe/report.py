@@ -1,0 +1,71 @@
+"""What is shown when a run has ended: answers before and after, and the key figures of its summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.observe import jsonl
+from penstock.observe.progress import clock, count, number, percent
+
+CELL_WIDTH = 34
+
+
+def show(run_dir: Path, console: Console) -> None:
+    """Print the report of a run whose summary has been written."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    events = jsonl.read(run_dir / "events.jsonl")
+    evaluations = {e["when"]: e for e in events if e.get("event") == "evaluation" and e.get("samples")}
+    checkpoints = [e["path"] for e in events if e.get("event") == "checkpoint"]
+    if {"before", "after"} <= evaluations.keys():
+        console.print(sample_table(evaluations["before"]["samples"], evaluations["after"]["samples"]))
+    console.print(key_figures(summary, run_dir, checkpoints))
+
+
+def sample_table(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Table:
+    """The same held-out tasks, answered before and after training."""
+    table = Table(title="held-out tasks", title_justify="left", title_style="bold", border_style="dim")
+    for column in ("task", "expected", "before", "after"):
+        table.add_column(column, max_width=CELL_WIDTH, no_wrap=True)
+    for first, last in zip(before, after, strict=False):
+        table.add_row(_one_line(first["prompt"]), _one_line(first["expected"]), _answer(first), _answer(last))
+    return table
+
+
+def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[str]) -> Table:
+    """The lines of the summary that people look for first."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    wall_s = summary["wall_seconds"]
+    table.add_row("status", f"{summary['status']}" + (f" after {clock(wall_s)}" if wall_s else ""))
+    if summary["eval_before"] is not None:
+        table.add_row("held out", f"{number(summary['eval_before'])} → {number(summary['eval_after'])}")
+    if summary["steps"]:
+        table.add_row("reward", f"{number(summary['reward_first'])} → {number(summary['reward_last'])}")
+        table.add_row("steps", f"{summary['steps']}, {count(summary['trajectories'])} trajectories")
+        tokens = f"{count(summary['tokens_generated'])} generated, {count(summary['tokens_trained'])} trained"
+        table.add_row("tokens", tokens)
+        trainer, generator = summary["trainer_busy_fraction"], summary["generator_busy_fraction"]
+        table.add_row("busy", f"trainer {percent(trainer)}, generator {percent(generator)}")
+    table.add_row("files", Text(str(run_dir)))
+    plots = [str(path.relative_to(run_dir)) for path in sorted((run_dir / "plots").glob("*.png"))]
+    for name in [*checkpoints[-1:], *plots]:
+        table.add_row("", Text(name))
+    return table
+
+
+def _answer(sample: dict[str, Any]) -> Text:
+    reward = float(sample.get("reward") or 0.0)
+    style = "green" if reward >= 0.99 else "yellow" if reward > 0 else "red"
+    return Text.assemble(_one_line(sample.get("answer")), (f"  {reward:.2f}", style))
+
+
+def _one_line(value: object) -> Text:
+    return Text(" ".join(str("" if value is None else value).split()) or "∅", overflow="ellipsis")

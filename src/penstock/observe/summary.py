@@ -1,0 +1,97 @@
+"""`summary.json`: what a run came to, read from its own files, whatever its end (standard library only).
+
+Busy fractions count the seconds of useful model compute between the first and the last recorded step, over the wall
+time between them and the number of processes of that role.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from penstock.observe import jsonl
+
+Record = dict[str, Any]
+
+
+def write(run_dir: Path) -> Record:
+    """Write `summary.json` of a run and return it."""
+    summary = summarize(run_dir)
+    jsonl.write_json(run_dir / "summary.json", summary)
+    return summary
+
+
+def summarize(run_dir: Path) -> Record:
+    """The summary of a run from its state, metrics and events, as far as they got."""
+    state = _read_state(run_dir)
+    return {
+        "run_id": state.get("run_id", run_dir.name),
+        "status": state.get("status", "pending"),
+        "error": state.get("error"),
+        **of_metrics(jsonl.read(run_dir / "metrics.jsonl")),
+        **of_events(jsonl.read(run_dir / "events.jsonl")),
+        "wall_seconds": _wall_seconds(state),
+    }
+
+
+def of_metrics(lines: Sequence[Record]) -> Record:
+    """The part that the optimizer steps tell."""
+    last: Record = lines[-1] if lines else {}
+    rewards = numbers(lines, "reward")
+    tenth = max(1, len(rewards) // 10)
+    return {
+        "steps": last.get("step", 0),
+        "policy_version": last.get("policy_version", 0),
+        "reward_first": _over(fmean, rewards[:tenth]),
+        "reward_last": _over(fmean, rewards[-tenth:]),
+        "trajectories": last.get("episodes_total", 0),
+        "tokens_generated": last.get("tokens_generated_total", 0),
+        "tokens_trained": last.get("tokens_trained_total", 0),
+        "trainer_busy_fraction": busy_fraction(lines, "trainer_busy_s", "num_trainers"),
+        "generator_busy_fraction": busy_fraction(lines, "generator_busy_s", "num_servers"),
+        "staleness_mean": _over(fmean, numbers(lines, "staleness_mean")),
+        "staleness_max": _over(max, numbers(lines, "staleness_max")),
+        "kl_engine_trainer": _over(fmean, numbers(lines, "kl_engine_trainer")),
+        "ledger": last.get("ledger", {}),
+    }
+
+
+def of_events(events: Iterable[Record]) -> Record:
+    """The part that the evaluations tell."""
+    rewards = {event.get("when"): event.get("reward") for event in events if event.get("event") == "evaluation"}
+    return {"eval_before": rewards.get("before"), "eval_after": rewards.get("after")}
+
+
+def busy_fraction(lines: Sequence[Record], busy_key: str, count_key: str) -> float | None:
+    """Mean share of the time that the processes of one role were busy between the first and the last line."""
+    if len(lines) < 2:
+        return None
+    first, last = lines[0], lines[-1]
+    wall_s = last.get("time", 0.0) - first.get("time", 0.0)
+    busy_s = (last.get(busy_key) or 0.0) - (first.get(busy_key) or 0.0)
+    return float(busy_s / wall_s / max(1, last.get(count_key) or 1)) if wall_s > 0 else None
+
+
+def numbers(lines: Iterable[Record], key: str) -> list[float]:
+    """The values of `key` where there is one."""
+    return [value for line in lines if isinstance(value := line.get(key), int | float)]
+
+
+def _over(function: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
+    return function(values) if values else None
+
+
+def _wall_seconds(state: Record) -> float | None:
+    started, ended = state.get("started"), state.get("ended")
+    return round(ended - started, 3) if started and ended else None
+
+
+def _read_state(run_dir: Path) -> Record:
+    try:
+        state = json.loads((run_dir / "state.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}

@@ -1,0 +1,127 @@
+"""What a run looks like from outside, folded together from its events and metrics. Pure: records in, facts out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.observe.summary import busy_fraction
+
+Record = dict[str, Any]
+WINDOW_S = 15.0
+"""Rates are means over the latest steps of about this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run set out to do."""
+
+    num_steps: int
+    num_warm_start_steps: int = 0
+    num_eval_tasks: int = 0
+    max_staleness: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunView:
+    """Everything the display shows. Feed it records in the order they were written."""
+
+    plan: Plan
+    status: str = "pending"
+    phase_since: float | None = None
+    """Start of the present phase (seconds since the epoch)."""
+    processes: dict[str, str] = field(default_factory=dict)
+    """Name -> state, in start order."""
+    rewards: list[float] = field(default_factory=list)
+    evaluations: dict[str, float] = field(default_factory=dict)
+    """`before` / `after` -> mean reward on the held-out tasks."""
+    checkpoint: str | None = None
+    is_warm: bool = False
+    recent: deque[Record] = field(default_factory=deque)
+    """The latest steps, at least two if there are two."""
+
+    def see_event(self, event: Record) -> None:
+        """Take in a line of events.jsonl."""
+        before = self.phase
+        match event:
+            case {"event": "state", "to": status}:
+                self.status = status
+            case {"event": "process", "name": name, "state": state}:
+                self.processes[name] = state
+            case {"event": "warm_start"}:
+                self.is_warm = True
+            case {"event": "evaluation", "when": when, "reward": reward} if reward is not None:
+                self.evaluations[when] = reward
+            case {"event": "checkpoint", "path": path}:
+                self.checkpoint = path
+        if self.phase != before:
+            self.phase_since = event.get("time")
+
+    def see_step(self, line: Record) -> None:
+        """Take in a line of metrics.jsonl."""
+        before = self.phase
+        self.recent.append(line)
+        while len(self.recent) > 2 and line["time"] - self.recent[1]["time"] > WINDOW_S:
+            self.recent.popleft()
+        if line.get("reward") is not None:
+            self.rewards.append(line["reward"])
+        if self.phase != before:
+            self.phase_since = line["time"]
+
+    @property
+    def step(self) -> int:
+        return int(self.recent[-1]["step"]) if self.recent else 0
+
+    @property
+    def latest(self) -> Record:
+        """The last step's line; empty before the first step."""
+        return self.recent[-1] if self.recent else {}
+
+    @property
+    def phase(self) -> str:
+        """What the run is busy with, in words."""
+        if self.status == "starting":
+            waiting = [name for name, state in self.processes.items() if state in ("pending", "starting")]
+            return "starting " + ", ".join(waiting) if waiting else "starting"
+        if self.status != "running":
+            return self.status
+        if self.recent:
+            return "training" if self.step < self.plan.num_steps else "evaluating the trained policy"
+        if self.plan.num_warm_start_steps and not self.is_warm:
+            return "warm start"
+        if self.plan.num_eval_tasks and "before" not in self.evaluations:
+            return "evaluating the untrained policy"
+        return "waiting for the first step"
+
+    @property
+    def reward(self) -> float | None:
+        """Mean over the latest steps."""
+        return mean([line["reward"] for line in self.recent if line.get("reward") is not None])
+
+    @property
+    def trainer_busy(self) -> float | None:
+        return busy_fraction(self.recent, "trainer_busy_s", "num_trainers")
+
+    @property
+    def generator_busy(self) -> float | None:
+        return busy_fraction(self.recent, "generator_busy_s", "num_servers")
+
+    @property
+    def eta_s(self) -> float | None:
+        """Until the last step, at the present pace."""
+        steps_per_s = self.rate("step")
+        return (self.plan.num_steps - self.step) / steps_per_s if steps_per_s else None
+
+    def rate(self, key: str) -> float | None:
+        """Growth of a running total per second, over the latest steps."""
+        if len(self.recent) < 2:
+            return None
+        first, last = self.recent[0], self.recent[-1]
+        wall_s = last["time"] - first["time"]
+        return ((last.get(key) or 0) - (first.get(key) or 0)) / wall_s if wall_s > 0 else None
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

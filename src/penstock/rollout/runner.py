@@ -1,0 +1,191 @@
+"""Runs the slot engine in a thread of its own and lets asyncio code await its results.
+
+Everything that touches the engine is a command executed between two steps by the engine's thread; an idle thread
+blocks on the command queue. Results of a step reach the event loop in one call. If a step raises, the engine is
+dead: every pending request fails with that error, and so does every later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from penstock.rollout.busy import BusyMeter
+from penstock.rollout.engine import Finished, SlotEngine
+from penstock.rollout.request import GenerateRequest
+from penstock.types import BusySpan, Segment
+
+T = TypeVar("T")
+Command = Callable[[], None]
+
+
+class EngineDead(RuntimeError):
+    """The engine's thread has ended; `__cause__` says why."""
+
+
+class GenerationFailed(RuntimeError):
+    """The engine could not finish this request, though it serves on."""
+
+
+class EngineRunner:
+    """Owns the engine's thread. All methods but `drain_spans` belong to the event loop that called `start`."""
+
+    def __init__(self, engine: SlotEngine, *, process: str) -> None:
+        self.engine = engine
+        self.error: BaseException | None = None
+        single_threaded = engine.model.device.type == "cpu" and torch.get_num_threads() == 1
+        self._meter = BusyMeter(process, time.thread_time if single_threaded else time.perf_counter)
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._requests: dict[str, asyncio.Future[list[Segment]]] = {}
+        self._updates: set[asyncio.Future[None]] = set()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+
+    @property
+    def policy_version(self) -> int:
+        """NO_VERSION until weights have been loaded."""
+        return self.engine.policy_version
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of useful model compute so far."""
+        return self._meter.busy_s
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Since the engine was built."""
+        return self.engine.num_generated_tokens
+
+    def drain_spans(self) -> list[BusySpan]:
+        """Busy intervals since the last call."""
+        return self._meter.drain()
+
+    def start(self) -> None:
+        """Start the engine's thread; results go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread after its current step; pending calls fail with EngineDead."""
+        self._commands.put(self._request_stop)
+        await asyncio.to_thread(self._thread.join)
+        self._end(RuntimeError("the engine has been stopped"))
+
+    async def generate(self, request: GenerateRequest) -> list[Segment]:
+        """One segment per seed. ValueError for a bad request; cancelling this call aborts the request."""
+        self._check_alive()
+        self.engine.check(request)
+        if request.rid in self._requests:
+            raise ValueError(f"request {request.rid} is already being served")
+        future: asyncio.Future[list[Segment]] = self._loop.create_future()
+        self._requests[request.rid] = future
+        self._commands.put(lambda: self.engine.submit(request))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.abort(request.rid)
+            raise
+        finally:
+            self._requests.pop(request.rid, None)
+
+    def abort(self, rid: str) -> bool:
+        """End a request early: its `generate` returns what there is. False if there is no such request."""
+        if rid not in self._requests:
+            return False
+        self._commands.put(lambda: self._post([finished] if (finished := self.engine.abort(rid)) else []))
+        return True
+
+    def abort_all(self) -> int:
+        """End all requests early; returns how many there were."""
+        return sum(self.abort(rid) for rid in list(self._requests))
+
+    async def load_weights(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> None:
+        """Replace the weights between two steps. ValueError, with nothing changed, if they do not fit."""
+        self._check_alive()
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._updates.add(done)
+        self._commands.put(lambda: self._load_weights(tensors, policy_version, done))
+        try:
+            await done
+        finally:
+            self._updates.discard(done)
+
+    def _load_weights(
+        self, tensors: Mapping[str, torch.Tensor], policy_version: int, done: asyncio.Future[None]
+    ) -> None:
+        refusal = None
+        try:
+            with self._meter.measure("update_weights", policy_version):
+                self.engine.load_weights(tensors, policy_version)
+        except ValueError as error:
+            refusal = error
+        self._loop.call_soon_threadsafe(_resolve, done, None, refusal)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._execute_commands()
+                if self.engine.has_work:
+                    with self._meter.measure("generate", self.engine.policy_version):
+                        finished = self.engine.step()
+                    self._post(finished)
+        except BaseException as error:  # the boundary of the thread: recorded, and handed to everyone who waits
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    def _execute_commands(self) -> None:
+        """All that are there; waits for one if the engine has nothing to do."""
+        if not self.engine.has_work:
+            self._commands.get()()
+        while not self._stopping:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                return
+            command()
+
+    def _request_stop(self) -> None:
+        self._stopping = True
+
+    def _post(self, finished: list[Finished]) -> None:
+        if finished:
+            self._loop.call_soon_threadsafe(self._deliver, finished)
+
+    def _deliver(self, finished: list[Finished]) -> None:
+        for result in finished:
+            future = self._requests.get(result.rid)
+            if future is not None:
+                _resolve(future, result.segments, GenerationFailed(result.error) if result.error else None)
+
+    def _end(self, error: BaseException) -> None:
+        """Fail whoever waits and whoever comes."""
+        self.error = self.error or error
+        for request in self._requests.values():
+            _resolve(request, [], self._dead())
+        for update in self._updates:
+            _resolve(update, None, self._dead())
+
+    def _check_alive(self) -> None:
+        if self.error is not None:
+            raise self._dead()
+
+    def _dead(self) -> EngineDead:
+        dead = EngineDead(f"the engine is dead: {self.error}")
+        dead.__cause__ = self.error
+        return dead
+
+
+def _resolve(future: asyncio.Future[T], result: T, error: Exception | None) -> None:
+    """Settle a future unless its owner has given up."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

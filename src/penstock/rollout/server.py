@@ -1,0 +1,210 @@
+"""The rollout server's HTTP surface: SGLang's `/generate`, readiness with identity, weights as transactions.
+
+Bad input is answered with 4xx before it reaches the engine. Bodies are decoded and encoded by msgspec in plain
+Starlette routes: at hundreds of requests per second the validation of FastAPI's own routes would be the larger part
+of the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope, Send
+from starlette.types import Receive as ReceiveMessage
+
+from penstock.deadline import Stalled
+from penstock.rollout import wire
+from penstock.rollout.convert import Tokenizer, read_request, write_replies
+from penstock.rollout.runner import EngineDead, EngineRunner, GenerationFailed
+from penstock.rollout.update import Conflict, Receive, WeightsUpdate
+from penstock.types import NO_VERSION, WeightsHandle
+
+MAX_BODY_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Which process answers: the run it belongs to and the nonce it was started with."""
+
+    run_id: str
+    nonce: str
+
+
+class Refused(Exception):
+    """A request turned down with `status`."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+def create_app(
+    runner: EngineRunner,
+    *,
+    identity: Identity,
+    receive: Receive,
+    tokenizer: Tokenizer | None = None,
+    api_key: str | None = None,
+) -> FastAPI:
+    """The application around a started `runner`. `receive` maps and verifies published weights, in a thread."""
+    app = FastAPI(openapi_url=None)
+    server = RolloutServer(runner, identity, WeightsUpdate(runner, receive), tokenizer)
+    for path, methods, endpoint in server.routes():
+        app.router.add_route(path, endpoint, methods)
+    for kind in (msgspec.DecodeError, ValueError, Refused, Conflict, EngineDead, GenerationFailed, Stalled):
+        app.add_exception_handler(kind, _answer_error)
+    if api_key is not None:
+        app.add_middleware(BearerAuth, api_key=api_key)
+    return app
+
+
+class RolloutServer:
+    """The endpoints."""
+
+    def __init__(
+        self, runner: EngineRunner, identity: Identity, update: WeightsUpdate, tokenizer: Tokenizer | None
+    ) -> None:
+        self._runner = runner
+        self._identity = identity
+        self._update = update
+        self._tokenizer = tokenizer
+
+    def routes(self) -> list[tuple[str, list[str], Callable[[Request], Awaitable[Response]]]]:
+        return [
+            ("/generate", ["POST", "PUT"], self.generate),
+            ("/abort_request", ["POST"], self.abort_request),
+            ("/health", ["GET"], self.health),
+            ("/ready", ["GET"], self.ready),
+            ("/weights/begin", ["POST"], self.begin_weights),
+            ("/weights/commit", ["POST"], self.commit_weights),
+            ("/weights/abort", ["POST"], self.abort_weights),
+        ]
+
+    async def generate(self, request: Request) -> Response:
+        started = time.perf_counter()
+        body = await _read(request, wire.GenerateBody)
+        generation = read_request(body, self._tokenizer)
+        if self._runner.policy_version == NO_VERSION:
+            raise Refused(503, "no weights have been loaded yet")
+        async with self._aborted_on_disconnect(request, generation.rid):
+            segments = await self._runner.generate(generation)
+        replies = write_replies(
+            generation,
+            segments,
+            with_logprobs=body.return_logprob,
+            tokenizer=self._tokenizer,
+            latency_s=time.perf_counter() - started,
+        )
+        return _answer(replies if len(replies) > 1 else replies[0])
+
+    async def abort_request(self, request: Request) -> Response:
+        body = await _read(request, wire.AbortBody)
+        if body.abort_all:
+            return _answer(wire.AbortReply(aborted=self._runner.abort_all(), unknown=[]))
+        found = self._runner.abort(body.rid)
+        return _answer(wire.AbortReply(aborted=int(found), unknown=[] if found or not body.rid else [body.rid]))
+
+    async def health(self, request: Request) -> Response:
+        """Alive: the engine's thread has not failed. Constant time, whatever the load."""
+        error = self._runner.error
+        return _answer({"status": "ok"}) if error is None else _answer(_error_object(str(error)), 500)
+
+    async def ready(self, request: Request) -> Response:
+        """Ready: weights are loaded. Says which process this is."""
+        version = self._runner.policy_version
+        state = "serving" if version != NO_VERSION else "waiting_for_weights"
+        if self._runner.error is not None:
+            state = "dead"
+        identity = self._identity
+        reply = wire.Ready(run_id=identity.run_id, nonce=identity.nonce, policy_version=version, state=state)
+        return _answer(reply, 200 if state == "serving" else 503)
+
+    async def begin_weights(self, request: Request) -> Response:
+        return _answer_weights("staged", await self._update.begin(await _read(request, WeightsHandle)))
+
+    async def commit_weights(self, request: Request) -> Response:
+        body = await _read(request, wire.CommitBody)
+        return _answer_weights("committed", await self._update.commit(body.policy_version))
+
+    async def abort_weights(self, request: Request) -> Response:
+        await self._update.abort()
+        return _answer({"state": "aborted"})
+
+    @asynccontextmanager
+    async def _aborted_on_disconnect(self, request: Request, rid: str) -> AsyncIterator[None]:
+        """The body is read, so all that can still arrive is the client's departure."""
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self._runner.abort(rid)
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+
+class BearerAuth:
+    """ASGI middleware: every path but `/health` needs `Authorization: Bearer <api_key>`."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: ReceiveMessage, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                await _answer(_error_object("missing or wrong API key"), 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _read(request: Request, kind: type[wire.T]) -> wire.T:
+    """The decoded body, refused as soon as it turns out too long."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
+    return wire.decode(bytes(body), kind)
+
+
+def _answer(value: object, status: int = 200) -> Response:
+    return Response(wire.encode(value), status, media_type="application/json")
+
+
+def _answer_weights(state: str, handle: WeightsHandle) -> Response:
+    return _answer(wire.WeightsReply(state=state, policy_version=handle.policy_version, fingerprint=handle.fingerprint))
+
+
+def _error_object(message: str) -> dict[str, dict[str, str]]:
+    return {"error": {"message": message}}
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    match error:
+        case msgspec.DecodeError():
+            return _answer({"error": str(error)}, 400)  # SGLang's shape for a malformed body
+        case Refused():
+            status = error.status
+        case Conflict():
+            status = 409
+        case ValueError():
+            status = 400
+        case Stalled():
+            status = 504
+        case _:
+            status = 500
+    return _answer(_error_object(str(error)), status)

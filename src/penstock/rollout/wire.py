@@ -1,0 +1,173 @@
+"""The JSON of the rollout server, typed: SGLang's `/generate` plus what is ours. Shared by server and client.
+
+Foreign names stay foreign here (`weight_version`); nothing outside this module and its two users knows them.
+Unknown fields are ignored, because routers add their own; a known field we do not implement is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+MAX_SAMPLES = 1024
+"""Samples one request may ask for."""
+
+LogprobTriple = tuple[float, int, str | None]
+"""(log-probability, token id, text or null)."""
+
+T = TypeVar("T")
+_json = msgspec.json.Encoder()
+
+
+class SamplingBody(Struct, kw_only=True, omit_defaults=True):
+    """`sampling_params`. Lists in `max_new_tokens` and `sampling_seed` (one value per sample) are our extension."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
+    max_new_tokens: int | list[int] = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    sampling_seed: int | list[int] | None = None
+    # Known but not served: ignoring them would change what is sampled.
+    stop: Any = None
+    stop_regex: Any = None
+    min_new_tokens: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+
+
+NEUTRAL: dict[str, Any] = {
+    "stop": [],
+    "stop_regex": [],
+    "min_new_tokens": 0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+}
+"""Values of the unserved sampling parameters that ask for nothing (None always does)."""
+
+
+class GenerateBody(Struct, kw_only=True, omit_defaults=True):
+    """The request of `/generate`: exactly one of `input_ids` and `text`."""
+
+    input_ids: list[int] | None = None
+    text: str | None = None
+    sampling_params: SamplingBody = msgspec.field(default_factory=SamplingBody)
+    rid: str | None = None
+    return_logprob: bool = False
+    stream: bool = False
+
+
+class Stop(Struct, tag_field="type", tag="stop"):
+    """Ended by a stop token."""
+
+    matched: int
+
+
+class Length(Struct, tag_field="type", tag="length"):
+    """Ended by `max_new_tokens`."""
+
+    length: int
+
+
+class Abort(Struct, tag_field="type", tag="abort"):
+    """Ended from outside."""
+
+    message: str = "Aborted by request"
+    status_code: int | None = None
+    err_type: str | None = None
+
+
+class WeightSpan(Struct):
+    """Output tokens [start, end) were sampled by `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class MetaInfo(Struct, kw_only=True):
+    """`meta_info` of one sample."""
+
+    id: str
+    finish_reason: Stop | Length | Abort
+    prompt_tokens: int
+    completion_tokens: int
+    weight_version: str
+    weight_versions: list[WeightSpan]
+    e2e_latency: float
+    output_token_logprobs: list[LogprobTriple] | None = None
+    cached_tokens: int = 0
+
+
+class GenerateReply(Struct, kw_only=True):
+    """One sample."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+class AbortBody(Struct, kw_only=True):
+    """The request of `/abort_request`."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class AbortReply(Struct, kw_only=True):
+    """How many requests were ended, and a `rid` that is not being served."""
+
+    aborted: int
+    unknown: list[str]
+
+
+class CommitBody(Struct, kw_only=True):
+    """The request of `/weights/commit`."""
+
+    policy_version: int
+
+
+class WeightsReply(Struct, kw_only=True):
+    """What a step of the weights transaction reached: `staged`, `committed` or `aborted`."""
+
+    state: str
+    policy_version: int
+    fingerprint: str
+
+
+class Ready(Struct, kw_only=True):
+    """The reply of `/ready`. `state` is `serving`, `waiting_for_weights` or `dead`."""
+
+    run_id: str
+    nonce: str
+    policy_version: int
+    state: str
+
+
+def encode(value: object) -> bytes:
+    """JSON of a struct, a dataclass or plain values."""
+    return _json.encode(value)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Typed JSON; raises msgspec.DecodeError (msgspec.ValidationError for a wrong shape)."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise msgspec.DecodeError("JSON nested too deeply") from None

@@ -1,0 +1,157 @@
+"""Checkpoints: complete or recognisably torn, never half believed. Does not import torch itself.
+
+A checkpoint is a directory `step_<n>` that is also a Hugging Face model directory. It is written under another name,
+synced, and renamed; its manifest, with a checksum of every file, is written last. A reader believes only what the
+manifest confirms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.model.files import copy_companions
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+
+class Stateful(Protocol):
+    """What is saved; `penstock.trainer.learner.Learner` is one."""
+
+    policy_version: int
+
+    def write(self, directory: Path) -> None:
+        """Write weights and optimizer as files into `directory`."""
+        ...
+
+    def read(self, directory: Path) -> None:
+        """Restore what `write` wrote."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose files all match its manifest."""
+
+    path: Path
+    step: int
+    policy_version: int
+    extra: Mapping[str, Any]
+    """The caller's own state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torn:
+    """A checkpoint that cannot be trusted."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latest:
+    """The newest whole checkpoint, if any, and the newer ones that were passed over."""
+
+    checkpoint: Checkpoint | None
+    skipped: tuple[Torn, ...]
+
+
+def save(
+    directory: Path, step: int, learner: Stateful, extra: Mapping[str, Any], *, model_dir: Path, keep: int
+) -> Path:
+    """Write `directory/step_<step>`, and keep the newest `keep` up to it. Tokenizer files come from `model_dir`."""
+    target, unfinished = directory / f"step_{step}", directory / f".step_{step}.{os.getpid()}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        learner.write(unfinished)
+        copy_companions(model_dir, unfinished)
+        state = {"step": step, "policy_version": learner.policy_version, "extra": dict(extra)}
+        (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
+        _seal(unfinished)
+        shutil.rmtree(target, ignore_errors=True)  # a torn one, or the same step of a lineage that was rewound
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    _sync(directory)
+    _prune(directory, step, keep)
+    return target
+
+
+def latest(directory: Path) -> Latest:
+    """The newest checkpoint that is whole, and why newer ones were not."""
+    skipped: list[Torn] = []
+    for _, path in _by_step(directory):
+        found = verify(path)
+        if isinstance(found, Checkpoint):
+            return Latest(checkpoint=found, skipped=tuple(skipped))
+        skipped.append(found)
+    return Latest(checkpoint=None, skipped=tuple(skipped))
+
+
+def load(checkpoint: Checkpoint, learner: Stateful) -> None:
+    """Bring `learner` back to `checkpoint`."""
+    learner.read(checkpoint.path)
+
+
+def verify(path: Path) -> Checkpoint | Torn:
+    """Check every file against the manifest."""
+    if not (path / MANIFEST).is_file():
+        return Torn(path=path, reason=f"no {MANIFEST}: it was never finished")
+    try:
+        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, checksum in files.items():
+            if not (path / name).is_file():
+                return Torn(path=path, reason=f"{name} is missing")
+            if _checksum(path / name) != checksum:
+                return Torn(path=path, reason=f"{name} does not match its checksum")
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        return Checkpoint(path=path, step=state["step"], policy_version=state["policy_version"], extra=state["extra"])
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        return Torn(path=path, reason=f"unreadable: {type(error).__name__}: {error}")
+
+
+def _seal(directory: Path) -> None:
+    """Sync every file, then write and sync the manifest."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    for path in files:
+        _sync(path)
+    checksums = {str(path.relative_to(directory)): _checksum(path) for path in files}
+    (directory / MANIFEST).write_text(json.dumps({"files": checksums}, indent=1), encoding="utf-8")
+    _sync(directory / MANIFEST)
+    _sync(directory)
+
+
+def _prune(directory: Path, step: int, keep: int) -> None:
+    """Remove old checkpoints, and those beyond `step`: they belong to a future that was given up."""
+    checkpoints = _by_step(directory)
+    kept = [path for number, path in checkpoints if number <= step][:keep]
+    for _, path in checkpoints:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _by_step(directory: Path) -> list[tuple[int, Path]]:
+    """Finished or torn checkpoints, newest first."""
+    found = [(path.name.removeprefix("step_"), path) for path in directory.glob("step_*")]
+    return sorted(((int(step), path) for step, path in found if step.isdecimal()), reverse=True)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,119 @@
+"""Weights in a file that servers map: written once per version, verified by every receiver, never copied in between.
+
+A file exists under its name only when complete (temporary name, then rename) and belongs to its owner alone (0600).
+The fingerprint covers names, shapes, dtypes and bytes; a receiver computes it over what it
+mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.types import WeightsHandle
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype by parameter name."""
+
+KEPT_FILES = 2
+"""The newest, and the one a slow server may still be mapping."""
+
+
+class WeightsMismatch(ValueError):
+    """Weights are not what the handle or the model says; the message names the first difference."""
+
+
+def publish(named: Mapping[str, Tensor], *, directory: Path, policy_version: int) -> WeightsHandle:
+    """Write `named` to `directory` and return what others need to map it."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    host = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    path = directory / f"weights-{policy_version}.safetensors"
+    unfinished = path.with_suffix(".unfinished")
+    os.close(os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
+    try:
+        save_file(host, unfinished)
+        unfinished.rename(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return WeightsHandle(
+        policy_version=policy_version, path=str(path), num_bytes=path.stat().st_size, fingerprint=fingerprint(host)
+    )
+
+
+def receive(handle: WeightsHandle, expected: Layout) -> dict[str, Tensor]:
+    """Map the file of `handle`: tensors that share its pages. Raises `WeightsMismatch` if anything differs.
+
+    The mapping stays valid after the file is unlinked. Writing to the tensors does not change the file.
+    """
+    path = Path(handle.path)
+    if not path.is_file():
+        raise WeightsMismatch(f"weights file {path} does not exist")
+    if path.stat().st_size != handle.num_bytes:
+        raise WeightsMismatch(f"{path} has {path.stat().st_size} bytes, expected {handle.num_bytes}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise WeightsMismatch(f"{path} is not a safetensors file: {error}") from None
+    _compare(named, expected)
+    if (found := fingerprint(named)) != handle.fingerprint:
+        raise WeightsMismatch(f"{path} has fingerprint {found}, expected {handle.fingerprint}: its bytes changed")
+    return named
+
+
+def layout(named: Mapping[str, Tensor]) -> Layout:
+    """What `receive` compares with, from a model's own parameters."""
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
+
+
+def fingerprint(named: Mapping[str, Tensor]) -> str:
+    """Checksum over names, shapes, dtypes and bytes, independent of order and file format."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(named):
+        tensor = named[name].detach().cpu().contiguous()
+        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {checksum}\n".encode())
+    return digest.hexdigest()
+
+
+def _compare(named: Mapping[str, Tensor], expected: Layout) -> None:
+    for name in sorted(named.keys() | expected.keys()):
+        if name not in named:
+            raise WeightsMismatch(f"parameter {name} is missing from the weights")
+        if name not in expected:
+            raise WeightsMismatch(f"parameter {name} is unknown to the model")
+        shape, dtype = expected[name]
+        if tuple(named[name].shape) != shape:
+            raise WeightsMismatch(f"parameter {name} has shape {tuple(named[name].shape)}, expected {shape}")
+        if named[name].dtype != dtype:
+            raise WeightsMismatch(f"parameter {name} has dtype {named[name].dtype}, expected {dtype}")
+
+
+class WeightsPublisher:
+    """Publishes version after version; older files than the last two are unlinked, and all of them on `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: list[Path] = []
+
+    def publish(self, named: Mapping[str, Tensor], policy_version: int) -> WeightsHandle:
+        """Write one version."""
+        handle = publish(named, directory=self._directory, policy_version=policy_version)
+        path = Path(handle.path)
+        self._files = [file for file in self._files if file != path] + [path]
+        while len(self._files) > KEPT_FILES:
+            self._files.pop(0).unlink(missing_ok=True)
+        return handle
+
+    def close(self) -> None:
+        """Unlink what is left."""
+        while self._files:
+            self._files.pop().unlink(missing_ok=True)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.observe.jsonl import Follower, JsonLinesWriter, append, read
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with JsonLinesWriter(path) as writer:
+        writer.write({"a": 1})
+        assert read(path) == [{"a": 1}]
+        append(path, {"b": "ü"})
+        writer.write({"c": [np.float32(0.5), np.int64(3)], "d": tmp_path})
+    assert read(path) == [{"a": 1}, {"b": "ü"}, {"c": [0.5, 3], "d": str(tmp_path)}]
+
+
+def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
+    assert read(tmp_path / "none.jsonl") == []
+
+
+def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
+    append(tmp_path / "a.jsonl", {"loss": float("nan"), "norms": [float("inf"), 1.0], "x": np.float32("nan")})
+    assert read(tmp_path / "a.jsonl") == [{"loss": None, "norms": [None, 1.0], "x": None}]
+
+
+def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    append(path, {"a": 1})
+    with path.open("a") as file:
+        file.write('{"b": 2, "tor')
+    assert read(path) == [{"a": 1}]
+    append(path, {"c": 3})
+    assert read(path) == [{"a": 1}, {"c": 3}]
+
+
+def test_a_follower_sees_each_line_once_and_only_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    follower = Follower(path)
+    assert follower.read_new() == []
+    with path.open("a") as file:
+        file.write('{"a": 1}\n{"b"')
+        file.flush()
+        assert follower.read_new() == [{"a": 1}]
+        file.write(": 2}\n")
+    assert follower.read_new() == [{"b": 2}]
+    assert follower.read_new() == []
+
+
+def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="set has no place"):
+        append(tmp_path / "a.jsonl", {"a": {1, 2}})

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_run import evaluate, make_run
+
+from penstock.observe import plots
+from penstock.observe.reward_plot import smooth
+from penstock.observe.timeline_plot import busy_shares, window
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_few_steps_make_pictures(tmp_path: Path, num_steps: int) -> None:
+    run_dir = make_run(tmp_path, num_steps)
+    evaluate(run_dir, "before", 0.4)
+    drawn = plots.draw(run_dir)
+    assert [path.name for path in drawn] == ["reward.png", "timeline.png"]
+    assert all(path.stat().st_size > 5_000 for path in drawn)
+
+
+def test_no_steps_make_no_pictures(tmp_path: Path) -> None:
+    assert plots.draw(make_run(tmp_path, 0)) == []
+
+
+def test_smoothing_keeps_a_constant_and_halves_nothing_at_the_ends() -> None:
+    assert smooth(np.full(100, 3.0)) == pytest.approx(np.full(100, 3.0))
+    assert smooth(np.array([1.0])) == pytest.approx([1.0])
+
+
+def test_busy_shares_count_what_covers_each_bin() -> None:
+    spans = [{"start": 0.5, "end": 1.5}, {"start": 2.0, "end": 3.0}]
+    assert busy_shares(spans, np.array([0.0, 1.0, 2.0, 3.0, 4.0])) == pytest.approx([0.5, 0.5, 1.0, 0.0])
+
+
+def test_the_window_lies_in_the_middle_of_training() -> None:
+    metrics = [{"time": 100.0 + 0.5 * step} for step in range(1001)]
+    start, end = window(metrics, [{"start": 0.0, "end": 1.0}, {"start": 600.0, "end": 601.0}])
+    assert (start + end) / 2 == pytest.approx(350.0) and end - start == pytest.approx(4.0)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+
+from made_run import STARTED, evaluate, make_run
+from rich.console import Console
+
+from penstock.observe import jsonl, progress, report, summary
+from penstock.observe.progress import Watched, clock, count, render_line, render_panel, sparkline
+from penstock.observe.view import Plan, RunView
+
+
+def text_of(*renderables: object) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(*renderables)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def state(status: str) -> dict[str, object]:
+    return {"time": STARTED, "event": "state", "to": status}
+
+
+def process(name: str, status: str) -> dict[str, object]:
+    return {"time": STARTED, "event": "process", "name": name, "state": status}
+
+
+def test_phases_follow_from_what_was_recorded(tmp_path: Path) -> None:
+    view = RunView(plan=Plan(num_steps=3, num_warm_start_steps=10, num_eval_tasks=4))
+    seen = [view.phase]
+    events = [
+        state("starting"),
+        process("controller", "ready"),
+        process("trainer-0", "starting"),
+        process("trainer-0", "ready"),
+        state("running"),
+        {"event": "warm_start", "time": STARTED + 5},
+        {"event": "evaluation", "when": "before", "reward": 0.4, "time": STARTED + 7},
+    ]
+    for event in events:
+        view.see_event(event)
+        seen.append(view.phase)
+    for line in jsonl.read(make_run(tmp_path, 3) / "metrics.jsonl"):
+        view.see_step(line)
+        seen.append(view.phase)
+    view.see_event(state("completed"))
+    assert [phase for phase, before in zip(seen, ["", *seen], strict=False) if phase != before] == [
+        "pending",
+        "starting",
+        "starting trainer-0",
+        "starting",
+        "warm start",
+        "evaluating the untrained policy",
+        "waiting for the first step",
+        "training",
+        "evaluating the trained policy",
+    ]
+    assert view.phase == "completed"
+
+
+def test_rates_come_from_the_latest_steps(tmp_path: Path) -> None:
+    watched = Watched(make_run(tmp_path, 100), Plan(num_steps=200))
+    jsonl.append(tmp_path / "events.jsonl", state("running"))
+    view = watched.update()
+    assert view.rate("tokens_generated_total") == 100.0
+    assert view.eta_s == 100.0
+    assert len(view.recent) < 20
+    line = render_line(view)
+    assert "step 100/200" in line and "busy trainer 50 % generator 75 %" in line and "ETA 1:40" in line
+
+
+def test_the_panel_shows_processes_then_figures(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, Plan(num_steps=200, max_staleness=2))
+    for event in (state("starting"), process("controller", "ready"), process("env-0", "starting")):
+        watched.view.see_event(event)
+    early = text_of(render_panel(watched.view, tmp_path, now=STARTED + 3))
+    assert "starting env-0" in early and "3 s" in early and "controller" in early
+    make_run(tmp_path, 20)
+    watched.view.see_event(state("running"))
+    late = text_of(render_panel(watched.update(), tmp_path, now=STARTED))
+    assert "step 20/200" in late and "(at most 2)" in late and "▁" in late
+
+
+async def test_lines_are_printed_where_there_is_no_terminal(tmp_path: Path) -> None:
+    make_run(tmp_path, 3)
+    jsonl.append(tmp_path / "events.jsonl", state("running"))
+    console = Console(file=io.StringIO(), width=200)
+    display = asyncio.create_task(progress.follow(tmp_path, Plan(num_steps=9), console))
+    await asyncio.sleep(0)
+    display.cancel()
+    await asyncio.wait([display])
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0].startswith("run ") and lines[1].startswith("step 3/9")
+
+
+def test_the_report_shows_answers_and_figures(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, 30)
+    evaluate(run_dir, "before", 0.2)
+    evaluate(run_dir, "after", 1.0)
+    jsonl.append(run_dir / "events.jsonl", {"event": "checkpoint", "step": 30, "path": "checkpoints/step_30"})
+    summary.write(run_dir)
+    console = Console(file=io.StringIO(), width=120)
+    report.show(run_dir, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in (
+        "spell [bold]ab",
+        "ba  0.20",
+        "ba  1.00",
+        "0.20 → 1.00",
+        "checkpoints/step_30",
+        "completed after 0:40",
+    ):
+        assert part in text, part
+
+
+def test_numbers_are_short() -> None:
+    assert [count(value) for value in (None, 950, 18_240, 1_300_000)] == ["-", "950", "18.2k", "1.3M"]
+    assert [clock(value) for value in (None, 65, 7389)] == ["-", "1:05", "2:03:09"]
+    assert sparkline([0, 1, 2, 3], 2) == "▁█"
+    assert sparkline([1.0, 1.0], 5) == "▁▁" and sparkline([], 5) == ""

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from made_run import evaluate, make_run
+
+from penstock.observe import summary
+
+
+def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "r", 40)
+    evaluate(run_dir, "before", 0.4)
+    evaluate(run_dir, "after", 0.9)
+    found = summary.write(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text()) == found
+    assert found["run_id"] == "r" and found["status"] == "completed"
+    assert found["steps"] == found["policy_version"] == 40
+    assert found["eval_before"] == 0.4 and found["eval_after"] == 0.9
+    assert found["trajectories"] == 320 and found["tokens_generated"] == 4000 and found["tokens_trained"] == 3600
+    assert found["wall_seconds"] == 50.0
+    assert found["staleness_mean"] == 0.5 and found["staleness_max"] == 2
+    assert found["kl_engine_trainer"] == pytest.approx(1e-6)
+    assert found["ledger"] == {"admitted": 320, "trained": 320}
+
+
+def test_rewards_are_means_over_the_first_and_last_tenth(tmp_path: Path) -> None:
+    found = summary.summarize(make_run(tmp_path, 40))
+    assert found["reward_first"] == pytest.approx((0.01 + 0.03 + 0.04) / 3), "the second step has no reward"
+    assert found["reward_last"] == pytest.approx((0.38 + 0.39 + 0.40) / 3)
+
+
+def test_busy_is_what_was_used_between_first_and_last_step_per_process(tmp_path: Path) -> None:
+    found = summary.summarize(make_run(tmp_path, 40))
+    assert found["trainer_busy_fraction"] == pytest.approx(0.5)
+    assert found["generator_busy_fraction"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_run_that_hardly_began_has_the_same_keys(tmp_path: Path, num_steps: int) -> None:
+    whole = summary.summarize(make_run(tmp_path / "whole", 5))
+    found = summary.summarize(make_run(tmp_path / "short", num_steps, status="failed"))
+    assert found.keys() == whole.keys()
+    assert found["steps"] == num_steps and found["trainer_busy_fraction"] is None
+
+
+def test_even_an_empty_directory_has_a_summary(tmp_path: Path) -> None:
+    assert summary.summarize(tmp_path)["status"] == "pending"

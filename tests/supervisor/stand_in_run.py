@@ -1,0 +1,60 @@
+"""Runs made of stand-ins, in this process or in one of their own (`python stand_in_run.py RUN_DIR RUNTIME_DIR NAME=STAND_IN ...`)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from penstock.ports import ProcessSpec
+from penstock.supervisor import procfs
+from penstock.supervisor.launcher import LocalLauncher
+from penstock.supervisor.record import Record
+from penstock.supervisor.supervisor import Outcome, Supervisor
+
+HERE = Path(__file__).parent
+
+
+def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.0) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        role=name.split("-")[0],
+        module=f"stand_ins.{stand_in}",
+        ready_s=ready_s,
+        grace_s=grace_s,
+        env={"PYTHONPATH": str(HERE)},
+    )
+
+
+class Run:
+    """One run in `base`; `supervisor` is there once it is being supervised."""
+
+    def __init__(self, base: Path, *stages: list[ProcessSpec]) -> None:
+        self.run_dir, self.runtime_dir, self.stages = base / "run", base / "runtime", stages
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.supervisor: Supervisor | None = None
+
+    async def supervise(self) -> Outcome:
+        record = Record.create(self.run_dir, run_id="test", runtime_dir=self.runtime_dir)
+        async with LocalLauncher(run_dir=self.run_dir, runtime_dir=self.runtime_dir, run_id="test") as launcher:
+            self.supervisor = Supervisor(
+                run_dir=self.run_dir,
+                runtime_dir=self.runtime_dir,
+                stages=self.stages,
+                launcher=launcher,
+                record=record,
+            )
+            return await self.supervisor.run()
+
+    def living(self) -> list[int]:
+        """Everything of this run that still runs: what it recorded, and whatever refers to its directory."""
+        mark = f"PENSTOCK_RUNTIME_DIR={self.runtime_dir}".encode()
+        escapees = {int(path.name.partition("-")[2]) for path in self.run_dir.glob("escapee-*")}
+        alive = [stat.pid for stat in procfs.table() if stat.state not in "ZX"]
+        return [pid for pid in alive if pid in escapees or mark in procfs.environment(pid)]
+
+
+if __name__ == "__main__":
+    run_dir, *words = sys.argv[1:]
+    stages = [[spec(*word.split("="))] for word in words]
+    asyncio.run(Run(Path(run_dir), *stages).supervise())

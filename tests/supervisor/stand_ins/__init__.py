@@ -1,0 +1,1 @@
+"""Processes for the tests of supervision: quick, without torch, each with one habit."""

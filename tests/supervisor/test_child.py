@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+
+def run_child(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    code = f"from penstock.supervisor.child import Child\nchild = Child.from_environment()\n{body}"
+    environment = {
+        **os.environ,
+        "PENSTOCK_RUN_ID": "r",
+        "PENSTOCK_NONCE": "n",
+        "PENSTOCK_RUNTIME_DIR": str(tmp_path),
+    }
+    words = [sys.executable, "-c", code, "--run-dir", str(tmp_path), "--name", "env-0"]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=20)
+
+
+def message_of(tmp_path: Path) -> str:
+    return str(json.loads((tmp_path / "errors" / "env-0.json").read_text())["message"])
+
+
+def test_an_error_outside_of_main_is_reported_too(tmp_path: Path) -> None:
+    result = run_child(tmp_path, "import no_such_module")
+    assert result.returncode == 1
+    assert message_of(tmp_path) == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert "Traceback" in result.stderr
+
+
+def test_a_configuration_error_has_its_own_code_and_no_traceback(tmp_path: Path) -> None:
+    body = "def main():\n    from penstock.config import ConfigError\n    raise ConfigError('no such word')\nchild.run(main)"
+    result = run_child(tmp_path, body)
+    assert result.returncode == 2
+    assert result.stderr == "error: no such word\n"
+    assert message_of(tmp_path) == "no such word"
+
+
+def test_the_first_leaf_of_a_group_is_named(tmp_path: Path) -> None:
+    body = "def main():\n    raise ExceptionGroup('many', [ValueError('the first'), OSError()])\nchild.run(main)"
+    assert run_child(tmp_path, body).returncode == 1
+    assert message_of(tmp_path) == "ValueError: the first"
+
+
+def test_readiness_carries_identity_and_address(tmp_path: Path) -> None:
+    run_child(tmp_path, "child.report_ready('http://127.0.0.1:1')")
+    report = json.loads((tmp_path / "ready" / "env-0.json").read_text())
+    assert report["nonce"] == "n" and report["url"] == "http://127.0.0.1:1" and report["pid"] > 0
+
+
+def test_a_child_without_a_run_says_so() -> None:
+    words = [sys.executable, "-m", "penstock.supervisor.child"]
+    code = "from penstock.supervisor.child import Child; Child.from_environment([])"
+    result = subprocess.run([*words[:1], "-c", code], capture_output=True, text=True, timeout=20)
+    assert result.returncode == 1 and "penstock train" in result.stderr

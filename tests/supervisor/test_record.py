@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.config import Config
+from penstock.observe import jsonl
+from penstock.supervisor.record import Record, owner_of, read_state
+from penstock.supervisor.run_directory import RunExists, open_run
+from penstock.supervisor.states import IllegalTransition, ProcessState, RunState
+
+
+def test_the_snapshot_and_the_history_change_together(tmp_path: Path) -> None:
+    record = Record.create(tmp_path, run_id="r", runtime_dir=tmp_path / "runtime")
+    record.move(RunState.STARTING, actor="supervisor")
+    record.move_process("env-0", ProcessState.STARTING, pid=7)
+    record.move(RunState.FAILED, actor="env-0", reason="it broke")
+    state = read_state(tmp_path)
+    assert state is not None and state["status"] == "failed" and state["error"] == "it broke"
+    assert state["processes"]["env-0"] == {"state": "starting", "pid": 7}
+    owner = owner_of(state)
+    assert owner is not None and owner.pid == os.getpid()
+    events = [(event["event"], event.get("to", event.get("state"))) for event in jsonl.read(tmp_path / "events.jsonl")]
+    assert events == [("state", "starting"), ("process", "starting"), ("state", "failed")]
+    with pytest.raises(IllegalTransition):
+        record.move(RunState.RUNNING, actor="supervisor")
+
+
+def test_another_process_can_take_the_record_up(tmp_path: Path) -> None:
+    Record.create(tmp_path, run_id="r", runtime_dir=tmp_path).move(RunState.STARTING, actor="supervisor")
+    Record.load(tmp_path).move(RunState.FAILED, actor="janitor", reason="killed")
+    assert Record.load(tmp_path).status is RunState.FAILED
+
+
+def test_a_run_has_one_supervisor_and_one_life(tmp_path: Path) -> None:
+    config = Config(runs_dir=str(tmp_path), run_id="mine")
+    with open_run(config) as run:
+        assert run.runtime_dir.name.endswith("-mine")
+        with pytest.raises(RunExists, match="already being supervised"), open_run(config):
+            pass
+    with pytest.raises(RunExists, match="exists already"), open_run(config):
+        pass
+
+
+def test_secrets_do_not_reach_the_disk(tmp_path: Path) -> None:
+    config = Config.model_validate({"runs_dir": str(tmp_path), "rollout": {"api_key": "hunter2"}})
+    with open_run(config) as run:
+        text = (run.run_dir / "config.yaml").read_text()
+    assert "hunter2" not in text and "api_key" not in text

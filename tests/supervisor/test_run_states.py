@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.supervisor.states import (
+    IllegalTransition,
+    ProcessState,
+    RunState,
+    move_process,
+    move_run,
+)
+
+
+def test_a_run_can_be_stopped_wherever_it_is() -> None:
+    assert move_run(RunState.PENDING, RunState.STOPPED)
+    for state in (RunState.STARTING, RunState.RUNNING):
+        assert move_run(state, RunState.STOPPING)
+
+
+def test_final_states_are_final() -> None:
+    finals = {state for state in RunState if state.is_final}
+    assert finals == {RunState.STOPPED, RunState.COMPLETED, RunState.FAILED}
+    for state in finals:
+        for following in RunState:
+            with pytest.raises(IllegalTransition):
+                move_run(state, following)
+
+
+def test_only_a_stopping_run_completes() -> None:
+    with pytest.raises(IllegalTransition, match="a run that is running cannot become completed"):
+        move_run(RunState.RUNNING, RunState.COMPLETED)
+
+
+def test_every_living_process_may_exit_and_none_comes_back() -> None:
+    for state in (ProcessState.STARTING, ProcessState.READY, ProcessState.STOPPING):
+        assert move_process(state, ProcessState.EXITED)
+        with pytest.raises(IllegalTransition):
+            move_process(ProcessState.EXITED, state)

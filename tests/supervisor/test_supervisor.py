@@ -1,0 +1,160 @@
+"""Whole lives of runs, on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from stand_in_run import Run, spec
+
+from penstock.deadline import deadline
+from penstock.observe import jsonl
+from penstock.supervisor.states import RunState
+
+pytestmark = pytest.mark.integration
+
+
+def state_of(run: Run) -> dict[str, object]:
+    return json.loads((run.run_dir / "state.json").read_text())
+
+
+def path_of(run: Run) -> list[str]:
+    return [event["to"] for event in jsonl.read(run.run_dir / "events.jsonl") if event["event"] == "state"]
+
+
+def last_reason(run: Run) -> str:
+    return [event["reason"] for event in jsonl.read(run.run_dir / "events.jsonl") if event["event"] == "state"][-1]
+
+
+async def until(run: Run, status: str) -> None:
+    async with deadline(10.0, waiter="the test", resource=f"run to be {status}", holder="the supervisor"):
+        while not (run.run_dir / "state.json").exists() or state_of(run)["status"] != status:
+            await asyncio.sleep(0.01)
+
+
+def assert_nothing_left(run: Run) -> None:
+    assert run.living() == []
+    assert not run.runtime_dir.exists()
+    assert state_of(run)["leftovers"] == []
+
+
+async def test_a_run_starts_stage_by_stage_and_completes(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        [spec("controller", "completes")],
+        [spec("rollout-0", "steady"), spec("trainer-0", "steady")],
+        [spec("env-0", "steady")],
+    )
+    outcome = await run.supervise()
+    assert outcome.status is RunState.COMPLETED
+    assert path_of(run) == ["starting", "running", "stopping", "completed"]
+    steps = [(e["name"], e["state"]) for e in jsonl.read(run.run_dir / "events.jsonl") if e["event"] == "process"]
+    assert steps.index(("controller", "ready")) < steps.index(("rollout-0", "starting"))
+    assert steps.index(("trainer-0", "starting")) < steps.index(("rollout-0", "ready"))
+    assert max(steps.index(("rollout-0", "ready")), steps.index(("trainer-0", "ready"))) < steps.index(
+        ("env-0", "starting")
+    )
+    assert steps.index(("env-0", "exited")) < steps.index(("rollout-0", "stopping"))
+    assert_nothing_left(run)
+
+
+async def test_a_death_while_starting_fails_the_run_with_its_own_message(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "steady")], [spec("rollout-0", "steady"), spec("trainer-0", "dies")])
+    outcome = await run.supervise()
+    assert outcome.status is RunState.FAILED
+    assert "trainer-0 failed while starting: there is no model at /nowhere (exit code 1)" in outcome.message
+    assert "looking for the model" in outcome.message
+    assert state_of(run)["error"] == outcome.message
+    assert_nothing_left(run)
+
+
+async def test_a_crash_in_mid_run_names_the_root_cause_and_quotes_its_log(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "steady")], [spec("trainer-0", "crashes")], [spec("env-0", "steady")])
+    outcome = await run.supervise()
+    assert outcome.status is RunState.FAILED
+    assert outcome.message.startswith(
+        "trainer-0 failed in mid-run: RuntimeError: the tensor has the wrong shape (exit code 1)"
+    )
+    assert "Traceback" in outcome.message
+    assert_nothing_left(run)
+
+
+async def test_exit_code_0_alone_completes_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "leaves_early")], [spec("env-0", "steady")])
+    outcome = await run.supervise()
+    assert outcome.status is RunState.FAILED
+    assert "controller ended in mid-run (exit code 0)" in outcome.message
+
+
+async def test_readiness_in_another_name_is_not_believed(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "never_ready", ready_s=0.5)])
+    outcome = await run.supervise()
+    assert outcome.status is RunState.FAILED
+    assert (
+        "controller was not ready after 0.5 s: the readiness report was written by another process" in outcome.message
+    )
+    assert_nothing_left(run)
+
+
+async def test_a_server_is_ready_once_its_health_check_says_so(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "completes")], [spec("rollout-0", "serves")])
+    assert (await run.supervise()).status is RunState.COMPLETED
+    log = (run.run_dir / "logs" / "rollout-0.log").read_text()
+    assert [line.split()[-2] for line in log.splitlines()] == ["503", "503", "200"]
+
+
+async def test_a_clean_stop_lets_the_controller_end_first(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "steady")], [spec("trainer-0", "steady")], [spec("env-0", "steady")])
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+    run.supervisor.request_stop("asked to")
+    outcome = await task
+    assert outcome.status is RunState.STOPPED
+    assert path_of(run)[-2:] == ["stopping", "stopped"]
+    ends = [e["name"] for e in jsonl.read(run.run_dir / "events.jsonl") if e.get("state") == "exited"]
+    assert ends == ["controller", "env-0", "trainer-0"]
+    assert {p["returncode"] for p in state_of(run)["processes"].values()} == {0}
+    assert_nothing_left(run)
+
+
+async def test_a_stop_while_starting_cancels_the_start(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "never_ready")], [spec("env-0", "steady")])
+    task = asyncio.create_task(run.supervise())
+    await until(run, "starting")
+    run.supervisor.request_stop("asked to")
+    assert (await task).status is RunState.STOPPED
+    assert "env-0" not in state_of(run)["processes"]
+    assert_nothing_left(run)
+
+
+async def test_the_second_request_kills_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "stubborn", grace_s=60.0)], [spec("env-0", "stubborn", grace_s=60.0)])
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+    started = time.monotonic()
+    run.supervisor.request_stop("asked to")
+    run.supervisor.request_stop("asked to")
+    assert (await task).status is RunState.STOPPED
+    assert time.monotonic() - started < 2.0
+    assert_nothing_left(run)
+
+
+async def test_a_process_that_ignores_the_request_is_killed_after_its_grace(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "stubborn", grace_s=0.2)])
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+    run.supervisor.request_stop("asked to")
+    assert (await task).status is RunState.STOPPED
+    assert state_of(run)["processes"]["controller"]["reason"] == "killed by supervisor"
+    assert "the final checkpoint may be missing" in last_reason(run)
+    assert_nothing_left(run)
+
+
+async def test_grandchildren_that_left_their_session_are_swept_away(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "completes")], [spec("env-0", "breeds")])
+    assert (await run.supervise()).status is RunState.COMPLETED
+    assert len(list(run.run_dir.glob("escapee-*"))) == 2
+    assert_nothing_left(run)

@@ -1,0 +1,71 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from penstock.config.schema import TinyModelConfig
+from penstock.model.load import load_policy
+from penstock.model.tiny import write_tiny_model
+from penstock.types import Sample
+
+torch.set_num_threads(1)
+
+VOCABULARY = 101
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    config = TinyModelConfig(num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=48)
+    write_tiny_model(directory, config, max_context=64)
+    return directory
+
+
+@pytest.fixture
+def make_model(model_dir: Path) -> Callable[[], PreTrainedModel]:
+    return lambda: load_policy(model_dir, dtype="float32", device="cpu", weights=False, seed=0)
+
+
+def make_sample(
+    group: int,
+    *,
+    prompt: list[int],
+    response: list[int],
+    reward: float,
+    episode: int = 0,
+    logprob: float = -4.6,
+    versions: list[int] | None = None,
+) -> Sample:
+    """A single-turn sample; one behaviour log-probability for all its tokens."""
+    mask = np.asarray([0] * len(prompt) + [1] * len(response), dtype=np.uint8)
+    return Sample(
+        group=group,
+        episode=episode,
+        reward=reward,
+        truncated=False,
+        token_ids=np.asarray(prompt + response, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, logprob, 0.0).astype(np.float32),
+        versions=np.asarray([-1] * len(prompt) + (versions or [0] * len(response)), dtype=np.int32),
+    )
+
+
+@pytest.fixture
+def samples() -> list[Sample]:
+    """Five groups of four with one prompt each, lengths and rewards drawn at random; one sample has two turns."""
+    draw = np.random.default_rng(7)
+    made = []
+    for group in range(5):
+        prompt = draw.integers(5, VOCABULARY, draw.integers(2, 7)).tolist()
+        for episode in range(4):
+            response = draw.integers(5, VOCABULARY, draw.integers(1, 9)).tolist()
+            reward, logprob = float(draw.random()), float(draw.uniform(-5.2, -4.0))
+            made.append(
+                make_sample(group, prompt=prompt, response=response, reward=reward, episode=episode, logprob=logprob)
+            )
+    made[3].loss_mask[-2:-1] = 0  # an observation between two sampled stretches
+    made[3].versions[-2:-1] = -1
+    return made

@@ -1,0 +1,126 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from penstock.config.schema import TrainerConfig
+from penstock.model.chat import ChatTokenizer
+from penstock.trainer import checkpoint
+from penstock.trainer.checkpoint import Checkpoint, Torn
+from penstock.trainer.learner import Learner
+from penstock.trainer.prepare import prepare
+from penstock.types import Sample
+
+MakeLearner = Callable[[], Learner]
+EXTRA = {"consumed": [1, 2, 3], "note": "plain JSON"}
+
+
+@pytest.fixture
+def make_learner(make_model: Callable[[], PreTrainedModel], samples: list[Sample]) -> MakeLearner:
+    def make() -> Learner:
+        learner = Learner(make_model(), TrainerConfig(), max_staleness=9)
+        learner.accumulate(prepare(samples, normalize=True)[0])
+        learner.step()
+        return learner
+
+    return make
+
+
+def test_a_round_trip_restores_weights_optimizer_and_state(
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path, samples: list[Sample]
+) -> None:
+    learner, other = make_learner(), make_learner()
+    learner.accumulate(prepare(samples, normalize=True)[0])
+    learner.step()
+    checkpoint.save(tmp_path, 2, learner, EXTRA, model_dir=model_dir, keep=2)
+    found = checkpoint.latest(tmp_path)
+    assert found.skipped == () and found.checkpoint is not None
+    assert (found.checkpoint.step, found.checkpoint.policy_version, found.checkpoint.extra) == (2, 2, EXTRA)
+    checkpoint.load(found.checkpoint, other)
+    for each in (learner, other):
+        each.accumulate(prepare(samples, normalize=True)[0])
+    assert learner.step().metrics["loss"] == other.step().metrics["loss"]
+    assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), other.model.parameters(), strict=True))
+
+
+def test_a_checkpoint_is_a_model_directory(make_learner: MakeLearner, model_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner()
+    path = checkpoint.save(tmp_path, 1, learner, {}, model_dir=model_dir, keep=1)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), learner.model.parameters(), strict=True))
+    assert ChatTokenizer.load(path).prompt([{"role": "user", "content": "hi"}])
+
+
+def test_the_newest_are_kept_and_a_forsaken_future_is_not(
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path
+) -> None:
+    learner = make_learner()
+    for step in (5, 10, 20, 15):
+        checkpoint.save(tmp_path, step, learner, {}, model_dir=model_dir, keep=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_15", "step_5"]
+
+
+def cut_weights(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray((path / "learner.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "learner.pt").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: (path / "manifest.json").unlink(), "no manifest.json: it was never finished"),
+        (lambda path: (path / "manifest.json").write_text("{"), "unreadable: JSONDecodeError"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "unreadable: TypeError"),
+        (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+        (cut_weights, "model.safetensors does not match its checksum"),
+        (flip_bit, "learner.pt does not match its checksum"),
+    ],
+)
+def test_a_torn_checkpoint_is_passed_over_with_a_reason(
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    learner = make_learner()
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, learner, {}, model_dir=model_dir, keep=2)
+    damage(tmp_path / "step_2")
+    found = checkpoint.latest(tmp_path)
+    assert found.checkpoint is not None and found.checkpoint.step == 1
+    assert [torn.path.name for torn in found.skipped] == ["step_2"]
+    assert found.skipped[0].reason.startswith(reason)
+
+
+def test_a_failed_save_leaves_nothing_and_hurts_nothing(
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path
+) -> None:
+    learner = make_learner()
+    checkpoint.save(tmp_path, 1, learner, {"a": 1}, model_dir=model_dir, keep=2)
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path, 1, learner, {"a": object()}, model_dir=model_dir, keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    found = checkpoint.verify(tmp_path / "step_1")
+    assert isinstance(found, Checkpoint) and found.extra == {"a": 1}
+
+
+def test_no_checkpoints_are_none(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "nowhere") == checkpoint.Latest(checkpoint=None, skipped=())
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_one").mkdir()
+    assert isinstance(checkpoint.verify(tmp_path / "step_1"), Torn)
+    assert [torn.path.name for torn in checkpoint.latest(tmp_path).skipped] == ["step_1"]
+
+
+def test_every_file_is_in_the_manifest(make_learner: MakeLearner, model_dir: Path, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, make_learner(), {}, model_dir=model_dir, keep=1)
+    listed = json.loads((path / "manifest.json").read_text())["files"].keys()
+    present = {file.name for file in path.iterdir()}
+    assert listed == present - {"manifest.json"}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "learner.pt", "state.json"} <= present

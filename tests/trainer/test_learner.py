@@ -1,0 +1,265 @@
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_sample
+from transformers import PreTrainedModel
+
+from penstock.config.schema import TrainerConfig
+from penstock.groups.local import LocalGroup
+from penstock.trainer.learner import Learner, NonFiniteGradient
+from penstock.trainer.prepare import prepare
+from penstock.types import LearnerState, Sample
+
+MakeModel = Callable[[], PreTrainedModel]
+LOOSE = TrainerConfig(max_grad_norm=1e9)
+METRICS = {
+    *("loss", "grad_norm", "clip_fraction", "ratio_mean", "kl_engine_trainer", "kl_tokens", "entropy", "tokens"),
+    *("tokens_masked_stale", "staleness_mean", "staleness_max", "samples", "learning_rate", "skipped", "busy_s"),
+}
+
+
+def learner_for(model: PreTrainedModel, config: TrainerConfig = LOOSE, **settings: float) -> Learner:
+    return Learner(model, config, max_staleness=int(settings.pop("max_staleness", 2)), **settings)  # type: ignore[arg-type]
+
+
+def accumulate(learner: Learner, samples: Sequence[Sample]) -> dict[str, float]:
+    return learner.accumulate(prepare(samples, normalize=True)[0])
+
+
+def gradients(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()])
+
+
+def reference_loss(model: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> torch.Tensor:
+    """GRPO sample by sample and token by token, summed; no padding, no packing, no sharing."""
+    advantages = prepare(samples, normalize=True)[0]["advantages"]
+    total = torch.zeros(())
+    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
+        logits = model(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0]
+        for t in np.flatnonzero(sample.loss_mask):
+            log_pi = torch.log_softmax(logits[t - 1] / temperature, dim=-1)[int(sample.token_ids[t])]
+            ratio = torch.exp(log_pi - float(sample.logprobs[t]))
+            clipped = torch.clamp(ratio, 0.8, 1.28)
+            total = total - torch.minimum(ratio * advantage, clipped * advantage)
+    return total
+
+
+@pytest.mark.parametrize("tokens_per_microbatch", [1, 40, 8192])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_loss_and_gradient_equal_the_plain_reference(
+    make_model: MakeModel, samples: list[Sample], tokens_per_microbatch: int, temperature: float
+) -> None:
+    plain, model = make_model(), make_model()
+    expected = reference_loss(plain, samples, temperature)
+    expected.backward()
+    config = TrainerConfig(max_grad_norm=1e9, tokens_per_microbatch=tokens_per_microbatch)
+    learner = learner_for(model, config, temperature=temperature)
+    counted = accumulate(learner, samples)
+    torch.testing.assert_close(gradients(model), gradients(plain), atol=2e-5, rtol=1e-4)
+    metrics = learner.step().metrics
+    assert metrics.keys() == METRICS
+    assert counted["tokens"] == metrics["tokens"] == sum(int(sample.loss_mask.sum()) for sample in samples)
+    assert metrics["loss"] == pytest.approx(expected.item() / metrics["tokens"], abs=1e-5)
+    norm = gradients(plain).norm().item() / metrics["tokens"]
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [2, 3], [1, 2, 3, 4]])
+def test_any_partition_into_whole_groups_gives_the_same_update(
+    make_model: MakeModel, samples: list[Sample], cuts: list[int]
+) -> None:
+    whole, parts = make_model(), make_model()
+    first, second = learner_for(whole), learner_for(parts)
+    accumulate(first, samples)
+    bounds = [0, *cuts, 5]
+    for start, end in pairwise(bounds):
+        accumulate(second, [sample for sample in samples if start <= sample.group < end])
+    torch.testing.assert_close(gradients(parts), gradients(whole), atol=1e-5, rtol=1e-4)
+    one, other = first.step(), second.step()
+    assert one.metrics.keys() == other.metrics.keys()
+    for name in METRICS - {"busy_s"}:
+        assert other.metrics[name] == pytest.approx(one.metrics[name], abs=1e-5), name
+
+
+def test_a_cut_through_groups_gives_the_same_update_once_advantages_are_fixed(
+    make_model: MakeModel, samples: list[Sample]
+) -> None:
+    whole, parts = make_model(), make_model()
+    batch, _ = prepare(samples, normalize=True)
+    learner_for(whole).accumulate(batch)
+    learner = learner_for(parts)
+    for chunk in batch.chunk(7):
+        learner.accumulate(chunk)
+    torch.testing.assert_close(gradients(parts), gradients(whole), atol=1e-5, rtol=1e-4)
+
+
+def test_stale_tokens_are_counted_and_leave_no_trace(make_model: MakeModel) -> None:
+    fresh = [make_sample(0, prompt=[5, 6], response=[7, 8], reward=r, versions=[4, 5]) for r in (0.0, 1.0)]
+    stale = make_sample(0, prompt=[5, 6], response=[9, 10, 11], reward=1.0, versions=[1, 2, 3])
+    model = make_model()
+    learner = learner_for(model, max_staleness=2, policy_version=5)
+    counted = accumulate(learner, [*fresh, stale])
+    assert (counted["tokens"], counted["tokens_masked_stale"]) == (5, 2)
+    found = gradients(model)
+    metrics = learner.step().metrics
+    assert metrics["staleness_max"] == 2
+    assert metrics["staleness_mean"] == pytest.approx((1 + 0 + 1 + 0 + 2) / 5)
+    assert metrics["kl_tokens"] == 2
+
+    mask = stale.loss_mask.copy()
+    mask[2:4] = 0  # masking is exactly not training: the tokens stay context
+    other = make_model()
+    accumulate(
+        learner_for(other, max_staleness=2, policy_version=5), [*fresh, dataclasses.replace(stale, loss_mask=mask)]
+    )
+    torch.testing.assert_close(found, gradients(other))
+
+
+def test_nothing_but_stale_tokens_changes_nothing(make_model: MakeModel, samples: list[Sample]) -> None:
+    model = make_model()
+    learner = learner_for(model, policy_version=9)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert accumulate(learner, samples)["tokens"] == 0
+    state = learner.step()
+    assert state.policy_version == 10 and state.metrics["tokens"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_equal_rewards_give_zero_gradient(make_model: MakeModel) -> None:
+    model = make_model()
+    accumulate(learner_for(model), [make_sample(0, prompt=[5], response=[6 + i], reward=0.1) for i in range(3)])
+    assert not gradients(model).any()
+
+
+def test_entropy_and_disagreement_are_those_of_the_policy(make_model: MakeModel, samples: list[Sample]) -> None:
+    model = make_model()
+    learner = learner_for(model, temperature=0.6)
+    accumulate(learner, samples)
+    state = learner.step()
+    entropies, differences = [], []
+    fresh = make_model()
+    for sample in samples:
+        with torch.no_grad():
+            logits = fresh(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0]
+        for t in np.flatnonzero(sample.loss_mask):
+            log_pi = torch.log_softmax(logits[t - 1] / 0.6, dim=-1)
+            entropies.append(-(log_pi.exp() * log_pi).sum().item())
+            differences.append(abs(log_pi[int(sample.token_ids[t])].item() - float(sample.logprobs[t])))
+    assert state.entropy == state.metrics["entropy"] == pytest.approx(np.mean(entropies), abs=1e-5)
+    assert state.metrics["kl_engine_trainer"] == pytest.approx(np.mean(differences), abs=1e-4)
+
+
+def run(learner: Learner, samples: list[Sample], steps: int) -> list[LearnerState]:
+    states = []
+    for _ in range(steps):
+        versions = np.int32(learner.policy_version)
+        accumulate(
+            learner,
+            [dataclasses.replace(s, versions=np.where(s.loss_mask, versions, -1).astype(np.int32)) for s in samples],
+        )
+        states.append(learner.step())
+    return states
+
+
+def test_the_same_run_twice_is_bit_identical(make_model: MakeModel, samples: list[Sample]) -> None:
+    first, second = make_model(), make_model()
+    losses = [[state.metrics["loss"] for state in run(learner_for(model), samples, 3)] for model in (first, second)]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_restored_learner_goes_on_as_if_never_stopped(make_model: MakeModel, samples: list[Sample]) -> None:
+    config = TrainerConfig(warmup_steps=4)
+    steady = learner_for(make_model(), config)
+    run(steady, samples, 2)
+    saved = copy.deepcopy(steady.state_dict())
+    resumed = learner_for(make_model(), config)
+    resumed.load_state_dict(saved)
+    assert resumed.policy_version == 2
+    expected, found = run(steady, samples, 2), run(resumed, samples, 2)
+    assert [state.metrics["loss"] for state in found] == [state.metrics["loss"] for state in expected]
+    assert [state.metrics["learning_rate"] for state in found] == [pytest.approx(3e-4 * s / 4) for s in (3, 4)]
+
+
+def poison(model: PreTrainedModel) -> None:
+    next(model.parameters()).grad = torch.full_like(next(model.parameters()), float("nan"))
+
+
+def test_a_nonfinite_gradient_skips_the_step_and_too_many_end_the_run(
+    make_model: MakeModel, samples: list[Sample]
+) -> None:
+    model = make_model()
+    learner = learner_for(model, TrainerConfig(max_nonfinite_steps=2))
+    run(learner, samples, 1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    moments = [state["exp_avg"].clone() for state in learner.state_dict()["optimizer"]["state"].values()]
+    poison(model)
+    state = run(learner, samples, 1)[0]
+    assert state.metrics["skipped"] == 1 and state.policy_version == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    after = [state["exp_avg"] for state in learner.state_dict()["optimizer"]["state"].values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+    assert run(learner, samples, 1)[0].metrics["skipped"] == 0  # and the count starts over
+    poison(model)
+    run(learner, samples, 1)
+    poison(model)
+    with pytest.raises(NonFiniteGradient, match="2 steps in a row"):
+        run(learner, samples, 1)
+
+
+def test_gradients_are_clipped_and_reported_unclipped(make_model: MakeModel, samples: list[Sample]) -> None:
+    model = make_model()
+    learner = learner_for(model, TrainerConfig(max_grad_norm=1e-12, learning_rate=1.0))
+    assert run(learner, samples, 1)[0].metrics["grad_norm"] > 1e-3
+
+
+def test_named_weights_hold_each_tensor_once(make_model: MakeModel) -> None:
+    weights = learner_for(make_model()).named_weights()
+    assert "model.embed_tokens.weight" in weights and "lm_head.weight" not in weights
+    assert len({tensor.data_ptr() for tensor in weights.values()}) == len(weights)
+
+
+def test_a_group_of_one_is_the_learner(make_model: MakeModel, samples: list[Sample]) -> None:
+    group = LocalGroup(Learner, model=make_model(), config=LOOSE, max_staleness=2)
+    assert group.accumulate(prepare(samples, normalize=True)[0])["samples"] == 20
+    assert group.step().policy_version == 1
+    with pytest.raises(ValueError, match="within one rank, not 2"):
+        LocalGroup(Learner, 2, model=make_model(), config=LOOSE, max_staleness=2)
+
+
+def test_the_rewarded_token_of_a_bandit_becomes_likely(make_model: MakeModel) -> None:
+    """Sampling from the model itself, an arm that pays is found among four and pulled ever more often."""
+    model, arms, prompt = make_model(), [20, 21, 22, 23], [5, 6, 7]
+    learner = Learner(model, TrainerConfig(learning_rate=3e-3), max_staleness=0)
+    generator = torch.Generator().manual_seed(0)
+
+    def policy() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1], dim=-1)
+
+    before = policy()[arms[2]].item()
+    for version in range(35):
+        pi = policy()
+        pulls = torch.multinomial(pi, 256, replacement=True, generator=generator).tolist()
+        accumulate(
+            learner,
+            [
+                make_sample(
+                    0,
+                    prompt=prompt,
+                    response=[pull],
+                    reward=float(pull == arms[2]),
+                    logprob=float(pi[pull].log()),
+                    versions=[version],
+                )
+                for pull in pulls
+            ],
+        )
+        assert learner.step().metrics["kl_engine_trainer"] < 1e-4
+    assert before < 0.05
+    assert policy()[arms[2]].item() > 0.5

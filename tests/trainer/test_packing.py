@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.trainer.packing import MicroBatch, TokenTable, flatten, micro_batches
+
+CPU = torch.device("cpu")
+SAMPLES = st.lists(
+    st.tuples(st.integers(0, 3), st.lists(st.booleans(), min_size=0, max_size=12)), min_size=1, max_size=20
+)
+
+
+def table_of(samples: list[tuple[int, list[bool]]]) -> TokenTable:
+    """A sample is (prompt family, mask of the response); token ids are distinct between samples but for prompts."""
+    ids, masks = [], []
+    for number, (family, response) in enumerate(samples):
+        prompt = list(range(100 * family, 100 * family + 2 + family))
+        ids.append(np.asarray(prompt + [1000 * (number + 1) + i for i in range(len(response))]))
+        masks.append(np.asarray([False] * len(prompt) + response))
+    return TokenTable.build(ids, flatten(masks, np.bool_))
+
+
+def context(micro: MicroBatch, token: int) -> list[int]:
+    """Every token id the model has seen when it predicts `token`, the prediction itself last."""
+    row = int(micro.rows[token])
+    prefix = micro.prefixes[micro.prefix_rows[row]].tolist()
+    return prefix + micro.inputs[row, : int(micro.columns[token]) + 1].tolist() + [int(micro.chosen[token])]
+
+
+@given(samples=SAMPLES, max_tokens=st.sampled_from([1, 16, 64, 10_000]), share=st.booleans())
+def test_every_trained_token_is_predicted_once_from_its_own_past(
+    samples: list[tuple[int, list[bool]]], max_tokens: int, share: bool
+) -> None:
+    table = table_of(samples)
+    seen: list[int] = []
+    for micro in micro_batches(table, max_tokens, CPU, share_prefixes=share):
+        fed = micro.prefixes.numel() + micro.inputs.numel()
+        assert fed <= max_tokens or micro.inputs.shape[0] == 1
+        for token, (place, sample) in enumerate(zip(micro.tokens.tolist(), micro.samples.tolist(), strict=True)):
+            start = int(table.starts[sample])
+            assert context(micro, token) == table.token_ids[start : place + 1].tolist()
+            seen.append(place)
+    assert sorted(seen) == np.flatnonzero(table.trained).tolist()
+
+
+def test_a_first_token_carries_no_loss() -> None:
+    table = TokenTable.build([np.asarray([1, 2])], np.asarray([True, True]))
+    assert table.trained.tolist() == [False, True]
+
+
+def test_padding_does_not_dominate() -> None:
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(draw.lognormal(3.0, 1.0, 400).astype(int) + 3, 800)
+    masks = [np.arange(length) >= 2 for length in lengths]
+    table = TokenTable.build(
+        [np.arange(length) + 1000 * i for i, length in enumerate(lengths)], flatten(masks, np.bool_)
+    )
+    fed = sum(micro.inputs.numel() for micro in micro_batches(table, 8192, CPU, share_prefixes=True))
+    assert fed < 1.15 * table.widths.sum()
+
+
+def test_a_shared_prompt_is_fed_once() -> None:
+    prompt = list(range(50))
+    ids = [np.asarray([*prompt, 100 + i, 200 + i]) for i in range(8)]
+    masks = [np.asarray([False] * 50 + [True, True])] * 8
+    table = TokenTable.build(ids, flatten(masks, np.bool_))
+    (micro,) = micro_batches(table, 8192, CPU, share_prefixes=True)
+    assert micro.prefixes.shape == (1, 49)
+    assert micro.inputs.shape == (8, 2)  # the prompt's last token, which predicts the first answer token, and one more
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_nothing_trained_is_nothing_fed(share: bool) -> None:
+    table = table_of([(0, [False, False]), (1, [])])
+    assert list(micro_batches(table, 64, CPU, share_prefixes=share)) == []

@@ -1,0 +1,38 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from conftest import make_sample
+
+from penstock.trainer.prepare import prepare
+from penstock.types import Sample
+
+GOOD = make_sample(0, prompt=[5, 6], response=[7, 8], reward=1.0)
+
+
+def changed(**fields: object) -> Sample:
+    return dataclasses.replace(GOOD, **fields)
+
+
+@pytest.mark.parametrize(
+    ("sample", "reason"),
+    [
+        (changed(reward=float("nan")), "nonfinite_reward"),
+        (changed(reward=float("inf")), "nonfinite_reward"),
+        (changed(logprobs=np.zeros(3, np.float32)), "mismatched_lengths"),
+        (changed(loss_mask=np.zeros(4, np.uint8)), "empty"),
+        (changed(loss_mask=np.ones(4, np.uint8)), "no_prompt"),
+        (changed(logprobs=np.full(4, np.nan, np.float32)), "nonfinite_logprob"),
+        (changed(versions=np.full(4, -1, np.int32)), "unknown_version"),
+        (make_sample(0, prompt=[], response=[], reward=1.0), "empty"),
+    ],
+)
+def test_what_cannot_be_trained_is_counted_and_left_out(sample: Sample, reason: str) -> None:
+    batch, skipped = prepare([GOOD, sample, changed(reward=0.0)], normalize=False)
+    assert skipped == {reason: 1}
+    assert batch["advantages"].tolist() == [0.5, -0.5]  # the bad one takes no part in the mean
+
+
+def test_nothing_left_is_an_empty_batch() -> None:
+    batch, skipped = prepare([changed(reward=float("nan"))], normalize=True)
+    assert len(batch) == 0 and skipped == {"nonfinite_reward": 1}

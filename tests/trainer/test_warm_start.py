@@ -1,0 +1,42 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+from transformers import PreTrainedModel
+
+from penstock.trainer.warm_start import warm_start
+
+
+def demonstrations() -> Iterator[tuple[list[int], list[int]]]:
+    """Repeat the prompt's token, then stop."""
+    while True:
+        for token in range(10, 30):
+            yield [2, token, 3, token, 4], [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_imitation_lowers_the_loss_and_reports_progress(
+    make_model: Callable[[], PreTrainedModel], schedule: str
+) -> None:
+    losses: list[float] = []
+    result = warm_start(
+        make_model(),
+        demonstrations(),
+        steps=30,
+        batch_size=20,
+        learning_rate=1e-2,
+        schedule=schedule,  # type: ignore[arg-type]
+        on_step=lambda step, loss: losses.append(loss),
+    )
+    assert result.steps == len(losses) == 30
+    assert losses[0] == pytest.approx(4.6, abs=0.3)  # log of the vocabulary: an untrained policy
+    assert result.loss == losses[-1] < 0.6 * losses[0]
+    assert result.busy_s > 0 and result.seconds > 0
+
+
+def test_running_out_of_demonstrations_says_so(make_model: Callable[[], PreTrainedModel]) -> None:
+    with pytest.raises(ValueError, match="demonstrations ran out"):
+        warm_start(make_model(), iter([]), steps=1, batch_size=2, learning_rate=1e-3)
+
+
+def test_no_steps_change_nothing(make_model: Callable[[], PreTrainedModel]) -> None:
+    assert warm_start(make_model(), demonstrations(), steps=0, batch_size=2, learning_rate=1e-3).steps == 0

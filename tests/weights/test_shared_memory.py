@@ -1,0 +1,105 @@
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.types import WeightsHandle
+from penstock.weights.shared_memory import (
+    WeightsMismatch,
+    WeightsPublisher,
+    fingerprint,
+    layout,
+    publish,
+    receive,
+)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {
+        "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+        "b.bias": torch.tensor([1.5, -2.5], dtype=torch.bfloat16),
+        "c.scale": torch.tensor(3.0),
+        "d.strided": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
+    }
+
+
+@pytest.fixture
+def handle(tmp_path: Path) -> WeightsHandle:
+    return publish(weights(), directory=tmp_path / "weights", policy_version=7)
+
+
+def test_what_is_published_is_received(handle: WeightsHandle) -> None:
+    received = receive(handle, layout(weights()))
+    assert handle.policy_version == 7
+    assert received.keys() == weights().keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in weights().items())
+    assert fingerprint(received) == handle.fingerprint
+
+
+def test_the_file_is_mapped_and_outlives_its_name(handle: WeightsHandle) -> None:
+    received = receive(handle, layout(weights()))
+    Path(handle.path).unlink()
+    assert handle.path in Path("/proc/self/maps").read_text()
+    assert torch.equal(received["a.weight"], weights()["a.weight"])
+
+
+def test_only_the_owner_may_read_and_nothing_unfinished_stays(handle: WeightsHandle) -> None:
+    path = Path(handle.path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a.weight": torch.zeros(4, 3)}, r"a.weight has shape \(3, 4\), expected \(4, 3\)"),
+        ({"b.bias": torch.zeros(2)}, "b.bias has dtype torch.bfloat16, expected torch.float32"),
+        ({"aa.new": torch.zeros(1)}, "aa.new is missing from the weights"),
+    ],
+)
+def test_the_first_difference_is_named(handle: WeightsHandle, change: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(WeightsMismatch, match=message):
+        receive(handle, layout(weights() | change))
+
+
+def test_a_parameter_the_model_lacks_is_named(handle: WeightsHandle) -> None:
+    expected = {name: entry for name, entry in layout(weights()).items() if name != "b.bias"}
+    with pytest.raises(WeightsMismatch, match=r"b\.bias is unknown to the model"):
+        receive(handle, expected)
+
+
+def test_a_corrupted_byte_is_found(handle: WeightsHandle) -> None:
+    content = bytearray(Path(handle.path).read_bytes())
+    content[-5] ^= 1
+    Path(handle.path).write_bytes(content)
+    with pytest.raises(WeightsMismatch, match="its bytes changed"):
+        receive(handle, layout(weights()))
+
+
+def test_a_truncated_a_foreign_and_a_missing_file_are_refused(handle: WeightsHandle) -> None:
+    path = Path(handle.path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(WeightsMismatch, match=f"has {handle.num_bytes - 1} bytes, expected {handle.num_bytes}"):
+        receive(handle, layout(weights()))
+    path.write_bytes(b"x" * handle.num_bytes)
+    with pytest.raises(WeightsMismatch, match="not a safetensors file"):
+        receive(handle, layout(weights()))
+    with pytest.raises(WeightsMismatch, match="does not exist"):
+        receive(replace(handle, path=str(path.parent / "gone")), layout(weights()))
+
+
+def test_the_fingerprint_sees_swapped_tensors_and_ignores_order() -> None:
+    named = {"a": torch.zeros(2), "b": torch.ones(2)}
+    assert fingerprint(named) == fingerprint(dict(reversed(named.items())))
+    assert fingerprint(named) != fingerprint({"a": named["b"], "b": named["a"]})
+
+
+def test_the_publisher_keeps_two_files_and_removes_all_at_the_end(tmp_path: Path) -> None:
+    publisher = WeightsPublisher(tmp_path)
+    for version in (1, 2, 3, 3):
+        publisher.publish(weights(), version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["weights-2.safetensors", "weights-3.safetensors"]
+    publisher.close()
+    assert not list(tmp_path.iterdir())
