@@ -73,15 +73,12 @@ def play(
     grants: Always | None = None,
     config: Config | None = None,
     job: Work | None = None,
-    ends: bool = True,
 ) -> list[Trajectory]:
     if callable(answers):
-        policy = ScriptedPolicy(answers, policy_version=3, eos_token_id=chat.eos_ids[0])
+        policy = ScriptedPolicy(answers, policy_version=3)
     else:
-        end = [chat.eos_ids[0]] if ends else []
-        policy = ScriptedPolicy(
-            [chat.encode(answer) + end for answer in answers], policy_version=3, eos_token_id=chat.eos_ids[0]
-        )
+        end = [chat.eos_ids[0]]
+        policy = ScriptedPolicy([chat.encode(answer) + end for answer in answers], policy_version=3)
     manager = EnvManager(config or Config(), make=make, policy=policy, grants=grants or Always(), chat=chat)
     return [trajectory for trajectory, _ in asyncio.run(manager.play(job or work()))]
 
@@ -134,7 +131,7 @@ def test_a_long_answer_asks_for_segments_within_one_budget(chat: ChatTokenizer) 
 
     def next_letters(prompt: list[int], sample: int) -> list[int]:
         seen.append(len(prompt))
-        return chat.encode("abcdefgh")
+        return chat.encode("abcdefghijklmnop")
 
     (trajectory,) = play(chat, next_letters, grants=grants, job=work(1, max_new_tokens=8, grant=3))
     lengths = [len(segment.token_ids) for segment in trajectory.turns[0].segments]

@@ -1,4 +1,4 @@
-"""Runs made of stand-ins, in this process or in one of their own (`python stand_in_run.py RUN_DIR RUNTIME_DIR NAME=STAND_IN ...`)."""
+"""Runs made of stand-ins, in this process or in their own (`python stand_in_run.py DIRECTORY NAME=STAND_IN ...`)."""
 
 from __future__ import annotations
 

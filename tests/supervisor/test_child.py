@@ -35,7 +35,8 @@ def test_an_error_outside_of_main_is_reported_too(tmp_path: Path) -> None:
 
 
 def test_a_configuration_error_has_its_own_code_and_no_traceback(tmp_path: Path) -> None:
-    body = "def main():\n    from penstock.config import ConfigError\n    raise ConfigError('no such word')\nchild.run(main)"
+    main = "def main():\n    from penstock.config import ConfigError\n    raise ConfigError('no such word')"
+    body = f"{main}\nchild.run(main)"
     result = run_child(tmp_path, body)
     assert result.returncode == 2
     assert result.stderr == "error: no such word\n"
@@ -55,7 +56,6 @@ def test_readiness_carries_identity_and_address(tmp_path: Path) -> None:
 
 
 def test_a_child_without_a_run_says_so() -> None:
-    words = [sys.executable, "-m", "penstock.supervisor.child"]
     code = "from penstock.supervisor.child import Child; Child.from_environment([])"
-    result = subprocess.run([*words[:1], "-c", code], capture_output=True, text=True, timeout=20)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
     assert result.returncode == 1 and "penstock train" in result.stderr

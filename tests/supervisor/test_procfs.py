@@ -15,6 +15,8 @@ from penstock.supervisor import procfs
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"], env={"MARK": "x y"})
+    while not procfs.environment(process.pid)[0]:
+        """Between `exec` and the first instruction there is no environment."""
     yield process
     process.kill()
     process.wait()

@@ -31,7 +31,7 @@ def last_reason(run: Run) -> str:
 
 async def until(run: Run, status: str) -> None:
     async with deadline(10.0, waiter="the test", resource=f"run to be {status}", holder="the supervisor"):
-        while not (run.run_dir / "state.json").exists() or state_of(run)["status"] != status:
+        while not (run.run_dir / "state.json").exists() or state_of(run)["status"] != status:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -59,7 +59,7 @@ def samples() -> list[Sample]:
     draw = np.random.default_rng(7)
     made = []
     for group in range(5):
-        prompt = draw.integers(5, VOCABULARY, draw.integers(2, 7)).tolist()
+        prompt = draw.integers(5, VOCABULARY, draw.integers(20, 40)).tolist()
         for episode in range(4):
             response = draw.integers(5, VOCABULARY, draw.integers(1, 9)).tolist()
             reward, logprob = float(draw.random()), float(draw.uniform(-5.2, -4.0))

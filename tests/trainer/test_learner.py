@@ -125,6 +125,7 @@ def test_nothing_but_stale_tokens_changes_nothing(make_model: MakeModel, samples
     learner = learner_for(model, policy_version=9)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     assert accumulate(learner, samples)["tokens"] == 0
+    assert accumulate(learner, [])["samples"] == 0
     state = learner.step()
     assert state.policy_version == 10 and state.metrics["tokens"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

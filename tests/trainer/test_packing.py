@@ -25,7 +25,7 @@ def table_of(samples: list[tuple[int, list[bool]]]) -> TokenTable:
 def context(micro: MicroBatch, token: int) -> list[int]:
     """Every token id the model has seen when it predicts `token`, the prediction itself last."""
     row = int(micro.rows[token])
-    prefix = micro.prefixes[micro.prefix_rows[row]].tolist()
+    prefix = micro.prefixes[micro.prefix_rows[row], : int(micro.prefix_widths[row])].tolist()
     return prefix + micro.inputs[row, : int(micro.columns[token]) + 1].tolist() + [int(micro.chosen[token])]
 
 

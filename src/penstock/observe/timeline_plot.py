@@ -50,7 +50,7 @@ def draw(path: Path, metrics: Sequence[Record], spans: Sequence[Record]) -> Path
         )
         kinds = _draw_gantt(gantt, [s for s in spans if s["end"] > start and s["start"] < end], names, start, end)
         gantt.set(
-            title=f"{end - start:.1f} s of training",
+            title=f"{end - start:.1f} s of the run",
             xlabel=f"seconds, from {start - origin:.1f} s after the first work",
         )
         handles = [Patch(color=KINDS[kind][1], label=KINDS[kind][0]) for kind in KINDS if kind in kinds]
@@ -63,12 +63,12 @@ def draw(path: Path, metrics: Sequence[Record], spans: Sequence[Record]) -> Path
 
 
 def window(metrics: Sequence[Record], spans: Sequence[Record]) -> tuple[float, float]:
-    """A few seconds around the middle of training, about `WINDOW_STEPS` optimizer steps long."""
+    """A few seconds around the middle of training, about `WINDOW_STEPS` optimizer steps long; else the last seconds."""
     first = min(span["start"] for span in spans)
     last = max(span["end"] for span in spans)
     times = [line["time"] for line in metrics]
     if len(times) < 2:
-        return first, max(min(last, first + WINDOW_MAX_S), first + 1e-3)
+        return max(first, last - WINDOW_MAX_S), max(last, first + 1e-3)
     per_step_s = (times[-1] - times[0]) / (len(times) - 1)
     width = float(np.clip(WINDOW_STEPS * per_step_s, WINDOW_MIN_S, WINDOW_MAX_S))
     middle = (times[0] + times[-1]) / 2
@@ -96,7 +96,7 @@ def busy_shares(spans: Sequence[Record], edges: Floats) -> Floats:
 
 
 def _draw_gantt(axes: Any, spans: Sequence[Record], names: Sequence[str], start: float, end: float) -> set[str]:
-    smallest = (end - start) / 2000  # narrower bars vanish between pixels
+    smallest = (end - start) / 500  # narrower bars vanish between pixels
     for kind, (_, colour, height) in KINDS.items():
         for row, name in enumerate(names):
             bars = [

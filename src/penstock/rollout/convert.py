@@ -10,7 +10,6 @@ from penstock.rollout import wire
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.types import Segment, stable_seed
 
-
 _rids = (f"request-{number}" for number in itertools.count())
 
 

@@ -37,7 +37,7 @@ PREFILL_TOKENS = 4096
 class Finished:
     """A request whose samples have all ended. With an `error`, `segments` is empty."""
 
-    rid: str
+    request: GenerateRequest
     segments: list[Segment]
     error: str | None = None
 
@@ -222,4 +222,4 @@ class SlotEngine:
         if running.num_waiting and running in self._waiting:
             self._waiting.remove(running)
         segments = [] if running.error else [segment for _, segment in sorted(running.segments.items())]
-        return Finished(rid=running.request.rid, segments=segments, error=running.error)
+        return Finished(request=running.request, segments=segments, error=running.error)

@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -33,6 +34,14 @@ class GenerationFailed(RuntimeError):
     """The engine could not finish this request, though it serves on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A request someone waits for."""
+
+    request: GenerateRequest
+    result: asyncio.Future[list[Segment]]
+
+
 class EngineRunner:
     """Owns the engine's thread. All methods but `drain_spans` belong to the event loop that called `start`."""
 
@@ -42,7 +51,7 @@ class EngineRunner:
         single_threaded = engine.model.device.type == "cpu" and torch.get_num_threads() == 1
         self._meter = BusyMeter(process, time.thread_time if single_threaded else time.perf_counter)
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._requests: dict[str, asyncio.Future[list[Segment]]] = {}
+        self._requests: dict[str, Pending] = {}
         self._updates: set[asyncio.Future[None]] = set()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -84,11 +93,10 @@ class EngineRunner:
         self.engine.check(request)
         if request.rid in self._requests:
             raise ValueError(f"request {request.rid} is already being served")
-        future: asyncio.Future[list[Segment]] = self._loop.create_future()
-        self._requests[request.rid] = future
+        pending = self._requests[request.rid] = Pending(request=request, result=self._loop.create_future())
         self._commands.put(lambda: self.engine.submit(request))
         try:
-            return await future
+            return await pending.result
         except asyncio.CancelledError:
             self.abort(request.rid)
             raise
@@ -158,16 +166,17 @@ class EngineRunner:
             self._loop.call_soon_threadsafe(self._deliver, finished)
 
     def _deliver(self, finished: list[Finished]) -> None:
-        for result in finished:
-            future = self._requests.get(result.rid)
-            if future is not None:
-                _resolve(future, result.segments, GenerationFailed(result.error) if result.error else None)
+        for each in finished:
+            pending = self._requests.get(each.request.rid)
+            # A rid is free as soon as its owner gave up, so an old result may meet the rid's next request.
+            if pending is not None and pending.request is each.request:
+                _resolve(pending.result, each.segments, GenerationFailed(each.error) if each.error else None)
 
     def _end(self, error: BaseException) -> None:
         """Fail whoever waits and whoever comes."""
         self.error = self.error or error
-        for request in self._requests.values():
-            _resolve(request, [], self._dead())
+        for pending in self._requests.values():
+            _resolve(pending.result, [], self._dead())
         for update in self._updates:
             _resolve(update, None, self._dead())
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+BETWEEN_LOOKS_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,18 +138,22 @@ def family(belongs: Callable[[Stat], bool], *, spare: Collection[int]) -> list[S
 
 
 def kill_family(belongs: Callable[[Stat], bool], *, spare: Collection[int], rounds: int) -> list[Stat]:
-    """SIGKILL the family until a look finds nobody, at most `rounds` times. Returns who was still there at the end.
+    """SIGKILL the family until two looks in a row find nobody, at most `rounds` times. Returns who resisted.
 
-    One look is not enough: a process may fork between being seen and being killed.
+    One look is not enough: a process may fork between being seen and being killed, and one that is just being
+    executed has no environment yet to be known by.
     """
+    num_empty = 0
+    members: list[Stat] = []
     for _ in range(rounds):
         members = family(belongs, spare=spare)
-        if not members:
+        num_empty = 0 if members else num_empty + 1
+        if num_empty == 2:
             return []
         for stat in members:
             send(Identity(pid=stat.pid, start_ticks=stat.start_ticks, boot_id=boot_id()), signal.SIGKILL)
-        _await_end(members)
-    return family(belongs, spare=spare)
+        _await_end(members) if members else time.sleep(BETWEEN_LOOKS_S)
+    return members
 
 
 def _await_end(members: list[Stat], seconds: float = 0.5) -> None:

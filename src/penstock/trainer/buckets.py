@@ -1,4 +1,4 @@
-"""Which samples share a micro-batch: cuts a sorted list where another pass is cheaper than the waste."""
+"""Which samples share a micro-batch: cuts a sorted list where another pass is cheaper than the padding it saves."""
 
 from __future__ import annotations
 
@@ -9,61 +9,74 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-PASS_COST_TOKENS = 128
+PASS_COST_TOKENS = 192
 """What one more forward and backward pass costs beyond its tokens, in tokens."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Samples of one micro-batch. The first `shared_width` columns of its rows are fed once per distinct prefix."""
+    """Samples of one micro-batch: their distinct prefixes, padded, and then what follows them, padded."""
 
-    shared_width: int
     samples: list[int] = field(default_factory=list)
     prefixes: set[int] = field(default_factory=set)
-    widest: int = 0
+    widest_prefix: int = 0
+    widest_rest: int = 0
     real: int = 0
-    """Tokens without padding, every prefix counted once in full."""
+    """Tokens without padding, every prefix counted once."""
 
     @property
     def padded(self) -> int:
         """Tokens the model is fed."""
-        return len(self.prefixes) * self.shared_width + len(self.samples) * (self.widest - self.shared_width)
+        return len(self.prefixes) * self.widest_prefix + len(self.samples) * self.widest_rest
 
     @property
     def cost(self) -> int:
         """Tokens fed plus the fixed cost of the passes."""
-        return self.padded + PASS_COST_TOKENS * (2 if self.shared_width else 1)
+        return self.padded + PASS_COST_TOKENS * (2 if self.widest_prefix else 1)
 
-    def add(self, sample: int, width: int, prefix_width: int, prefix: int) -> None:
+    def with_row(self, prefix: int, prefix_width: int, rest: int) -> tuple[int, int]:
+        """(padded, real) tokens if it had one more row."""
+        new = prefix not in self.prefixes
+        prefixes = (len(self.prefixes) + new) * max(self.widest_prefix, prefix_width)
+        rests = (len(self.samples) + 1) * max(self.widest_rest, rest)
+        return prefixes + rests, self.real + rest + new * prefix_width
+
+    def add(self, sample: int, prefix: int, prefix_width: int, rest: int) -> None:
         """One more row."""
-        self.real += width - (prefix_width if prefix in self.prefixes else 0)
+        _, self.real = self.with_row(prefix, prefix_width, rest)
         self.samples.append(sample)
         self.prefixes.add(prefix)
-        self.widest = max(self.widest, width)
-
-    def would_waste(self, width: int, prefix_width: int, prefix: int, max_tokens: int) -> bool:
-        """Whether one more row makes it too large, or costs more in padding than a pass of its own."""
-        prefixes = len(self.prefixes | {prefix})
-        padded = prefixes * self.shared_width + (len(self.samples) + 1) * (max(self.widest, width) - self.shared_width)
-        real = self.real + width - (prefix_width if prefix in self.prefixes else 0)
-        return padded > max_tokens or padded - real > PASS_COST_TOKENS
+        self.widest_prefix = max(self.widest_prefix, prefix_width)
+        self.widest_rest = max(self.widest_rest, rest)
 
 
-def cut(
-    widths: Ints, prefix_widths: Ints, prefix_ids: Ints, chosen: npt.NDArray[np.bool_], max_tokens: int
-) -> list[Bucket]:
-    """Cut the `chosen` samples, in the order of prefix and width, into buckets. All arrays are [n].
+def plan(widths: Ints, prefix_widths: Ints, prefix_ids: Ints, max_tokens: int, *, share: bool) -> list[Bucket]:
+    """The cheapest of a few ways to put all samples of non-zero width into buckets. Arrays are [n].
 
-    A bucket shares as much of its prefixes as all of them have. It feeds at most `max_tokens`, unless a single row
-    exceeds them.
+    Rows cut by length alone; or, with `share`, each prefix once for its siblings, kept together or sorted by length.
     """
-    samples = np.flatnonzero(chosen)
-    keys = np.where(prefix_widths > 0, prefix_ids, 0)
-    order = samples[np.lexsort((widths[samples], keys[samples], prefix_widths[samples]))]
-    rows = zip(order.tolist(), widths[order].tolist(), prefix_widths[order].tolist(), keys[order].tolist(), strict=True)
+    samples = np.flatnonzero(widths)
+    nothing = np.zeros_like(widths)
+    plans = [_cut(samples[np.argsort(widths[samples], kind="stable")], widths, nothing, nothing, max_tokens)]
+    if share and len(samples):
+        rests = widths - prefix_widths
+        widest = np.zeros(int(prefix_ids.max()) + 1, dtype=np.int64)
+        np.maximum.at(widest, prefix_ids, rests)
+        together = np.lexsort((rests[samples], prefix_ids[samples], widest[prefix_ids[samples]]))
+        by_length = np.lexsort((prefix_ids[samples], rests[samples]))
+        plans += [_cut(samples[order], rests, prefix_widths, prefix_ids, max_tokens) for order in (together, by_length)]
+    return min(plans, key=lambda buckets: sum(bucket.cost for bucket in buckets))
+
+
+def _cut(order: Ints, rests: Ints, prefix_widths: Ints, prefix_ids: Ints, max_tokens: int) -> list[Bucket]:
+    """Cut `order` where a bucket would exceed `max_tokens`, or waste more on padding than a pass costs."""
+    rows = zip(
+        order.tolist(), prefix_ids[order].tolist(), prefix_widths[order].tolist(), rests[order].tolist(), strict=True
+    )
     buckets: list[Bucket] = []
-    for sample, width, prefix_width, prefix in rows:
-        if not buckets or buckets[-1].would_waste(width, prefix_width, prefix, max_tokens):
-            buckets.append(Bucket(shared_width=prefix_width))
-        buckets[-1].add(sample, width, prefix_width, prefix)
+    for sample, prefix, prefix_width, rest in rows:
+        padded, real = buckets[-1].with_row(prefix, prefix_width, rest) if buckets else (0, 0)
+        if not buckets or padded > max_tokens or padded - real > PASS_COST_TOKENS:
+            buckets.append(Bucket())
+        buckets[-1].add(sample, prefix, prefix_width, rest)
     return buckets

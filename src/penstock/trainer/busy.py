@@ -16,10 +16,11 @@ class BusyClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._alone = device.type == "cpu" and torch.get_num_threads() == 1
         self.seconds = 0.0
 
     def __enter__(self) -> BusyClock:
+        # Asked here, not at construction: the number of torch threads belongs to the calling thread.
+        self._alone = self._device.type == "cpu" and torch.get_num_threads() == 1
         self._start = self._now()
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     layers = getattr(config, "layer_types", None) or ()
     windowed = getattr(config, "sliding_window", None) is not None and not layers
     stateful = getattr(model, "_is_stateful", False)
-    return _keeps_logits(model) and not windowed and not stateful and all(kind == "full_attention" for kind in layers)
+    full = not windowed and not stateful and all(kind == "full_attention" for kind in layers)
+    return full and _accepts(model, "logits_to_keep") and _accepts(model, "position_ids")
 
 
 def _logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
@@ -36,25 +38,32 @@ def _logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     Models that offer `logits_to_keep` project only the columns where some row is trained: with a large vocabulary the
     prompt's logits would dwarf everything else. Anything after that projection (caps, scales) stays the model's own.
     """
-    if not _keeps_logits(model):
+    if not _accepts(model, "logits_to_keep"):
         logits: Tensor = model(input_ids=micro.inputs, use_cache=False).logits
         return logits[micro.rows, micro.columns]
     kept, columns = torch.unique(micro.columns, return_inverse=True)
-    if micro.prefixes.shape[1] == 0:
-        logits = model(input_ids=micro.inputs, use_cache=False, logits_to_keep=kept).logits
-    else:
-        cache = _prefix_cache(model, micro)
-        logits = model(input_ids=micro.inputs, past_key_values=cache, use_cache=True, logits_to_keep=kept).logits
+    prefix = _prefix(model, micro) if micro.prefixes.shape[1] else {"use_cache": False}
+    logits = model(input_ids=micro.inputs, logits_to_keep=kept, **prefix).logits
     return logits[micro.rows, columns]
 
 
-def _prefix_cache(model: PreTrainedModel, micro: MicroBatch) -> DynamicCache:
-    """Keys and values of each row's prefix. Gradients flow back through them, summed over the rows that share one."""
+def _prefix(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
+    """What lets each row continue its prefix: cached keys and values, its own positions, and a mask over the padding.
+
+    Gradients flow back through the cache, summed over the rows that share a prefix.
+    """
     cache = DynamicCache(config=model.config)
     model(input_ids=micro.prefixes, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.batch_select_indices(micro.prefix_rows)
-    return cache
+    widths = micro.prefix_widths[:, None]
+    places = torch.arange(micro.prefixes.shape[1], device=widths.device)
+    return {
+        "past_key_values": cache,
+        "use_cache": True,
+        "position_ids": widths + torch.arange(micro.inputs.shape[1], device=widths.device),
+        "attention_mask": torch.cat((places < widths, torch.ones_like(micro.inputs, dtype=torch.bool)), dim=1),
+    }
 
 
-def _keeps_logits(model: PreTrainedModel) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+def _accepts(model: PreTrainedModel, argument: str) -> bool:
+    return argument in inspect.signature(model.forward).parameters

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.trainer.buckets import Bucket, Ints, cut
+from penstock.trainer.buckets import Bucket, Ints, plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,11 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """R padded rows of L columns and the N trained tokens they predict; the P prefixes of K columns before them."""
+    """R padded rows of L columns and the N trained tokens they predict; the P padded prefixes the rows continue."""
 
     prefixes: Tensor  # [P, K] token ids; K is 0 where nothing is shared
     prefix_rows: Tensor  # [R], which prefix each row continues
+    prefix_widths: Tensor  # [R], how long that prefix is
     inputs: Tensor  # [R, L] token ids
     rows: Tensor  # [N]
     columns: Tensor  # [N], where the logits of the token are: one before its own column
@@ -80,35 +81,29 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Every sample with a trained token exactly once, at most `max_tokens` padded tokens at a time.
 
-    With `share_prefixes`, the cheaper of two plans: each prompt once for all its siblings, or rows cut by length alone.
+    With `share_prefixes`, prompts are fed once for all their siblings where that is cheaper.
     """
-    trained = table.widths > 0
-    plan = cut(table.widths, np.zeros_like(table.widths), table.prefix_ids, trained, max_tokens)
-    if share_prefixes:
-        sharing = cut(table.widths, table.prefix_widths, table.prefix_ids, trained, max_tokens)
-        plan = min(plan, sharing, key=lambda buckets: sum(bucket.cost for bucket in buckets))
-    for bucket in plan:
+    for bucket in plan(table.widths, table.prefix_widths, table.prefix_ids, max_tokens, share=share_prefixes):
         yield _collate(table, bucket, device)
 
 
 def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBatch:
-    samples, shared = np.asarray(bucket.samples), bucket.shared_width
-    width = int(table.widths[samples].max())
-    offsets = np.arange(shared, width + 1)
-    grid = table.starts[samples][:, None] + offsets  # one column more than is fed: the last predicted token
-    real = offsets <= table.widths[samples][:, None]
-    grid[~real] = 0
+    samples = np.asarray(bucket.samples)
+    prefix_widths = table.prefix_widths[samples] if bucket.widest_prefix else np.zeros_like(samples)
+    starts, rests = table.starts[samples] + prefix_widths, table.widths[samples] - prefix_widths
+    grid, real = _grid(starts, rests + 1)  # one column more than is fed: the last predicted token
     rows, targets = np.nonzero(table.trained[grid] & real)
     padded = np.where(real, table.token_ids[grid], 0)
-    _, firsts, prefix_rows = np.unique(table.prefix_ids[samples], return_index=True, return_inverse=True)
-    prefixes = table.token_ids[table.starts[samples[firsts]][:, None] + np.arange(shared)]
+    _, owners, prefix_rows = np.unique(table.prefix_ids[samples], return_index=True, return_inverse=True)
+    prefix_grid, prefix_real = _grid(table.starts[samples[owners]], prefix_widths[owners])
 
     def tensor(array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return MicroBatch(
-        prefixes=tensor(prefixes),
+        prefixes=tensor(np.where(prefix_real, table.token_ids[prefix_grid], 0)),
         prefix_rows=tensor(prefix_rows),
+        prefix_widths=tensor(prefix_widths),
         inputs=tensor(padded[:, :-1]),
         rows=tensor(rows),
         columns=tensor(targets - 1),
@@ -116,3 +111,10 @@ def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBa
         tokens=grid[rows, targets],
         samples=samples[rows],
     )
+
+
+def _grid(starts: Ints, widths: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Table indices of `widths` tokens from each of `starts`, padded to a rectangle, and which of them are real."""
+    offsets = np.arange(int(widths.max()))
+    real = offsets < widths[:, None]
+    return np.where(real, starts[:, None] + offsets, 0), real

@@ -1,0 +1,72 @@
+"""What every benchmark shares: its command line and the JSON it writes, with commit, versions and machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("penstock", "torch", "transformers", "numpy")
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """`--json FILE` and `--quick`, the same for all benchmarks."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--quick", action="store_true", help="smaller workloads and fewer repetitions")
+    return parser.parse_args()
+
+
+def publish(name: str, figures: Mapping[str, float], file: Path | None) -> None:
+    """Print the figures and write them to `file`."""
+    for key, value in figures.items():
+        print(f"{key:45} {value:12.4g}")
+    if file is None:
+        return
+    report = {
+        "name": name,
+        "commit": _commit(),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: metadata.version(package) for package in PACKAGES},
+        },
+        "machine": _machine(),
+        "figures": dict(figures),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _commit() -> str:
+    """The checked-out commit, marked if the tree differs from it; `unknown` outside a checkout."""
+    root = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def _machine() -> dict[str, str | int]:
+    return {"system": platform.platform(), "cpu": _cpu(), "cores": os.cpu_count() or 0}
+
+
+def _cpu() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

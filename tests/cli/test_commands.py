@@ -1,0 +1,142 @@
+"""The commands, without starting a single process of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from penstock.cli.main import app
+from penstock.observe import jsonl
+from penstock.supervisor.procfs import identify
+
+
+def penstock(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def make_run(runs_dir: Path, name: str, status: str, *, age_ticks: int = 0) -> None:
+    """A run supervised by this very process, or by one that had its pid before."""
+    (runs_dir / name).mkdir(parents=True)
+    owner = identify(os.getpid())
+    assert owner
+    owner = dataclasses.replace(owner, start_ticks=owner.start_ticks - age_ticks)
+    state = {"run_id": name, "status": status, "supervisor": dataclasses.asdict(owner), "error": None}
+    processes = {"env-0": {"state": "exited", "pid": 7, "reason": "exit code 3"}}
+    jsonl.write_json(runs_dir / name / "state.json", {**state, "processes": processes})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"runs_dir: {tmp_path / 'runs'}\nobserve: {{progress: false}}\n")
+    return path
+
+
+def test_a_wrong_key_exits_2_and_creates_nothing(config: Path, tmp_path: Path) -> None:
+    result = penstock("train", config, "trainer.lerning_rate=1")
+    assert result.exit_code == 2
+    assert "trainer.learning_rate" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_prints_the_configuration_without_its_secrets(config: Path, tmp_path: Path) -> None:
+    result = penstock("train", config, "--dry-run", "trainer.steps=7", "rollout.api_key=hunter2")
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.stdout)["trainer"]["steps"] == 7
+    assert "hunter2" not in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "word"), [("model.path=/no/such/model", "/no/such/model"), ("env.name=singel_turn", "single_turn")]
+)
+def test_what_cannot_run_here_is_refused_before_anything_is_created(
+    config: Path, tmp_path: Path, override: str, word: str
+) -> None:
+    result = penstock("train", config, override)
+    assert result.exit_code == 1
+    assert word in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_busy_port_is_named(config: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = penstock("train", config, f"rollout.port={port}")
+    assert result.exit_code == 1
+    assert f"127.0.0.1:{port}" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_failure_before_the_first_process_is_recorded(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = penstock("train", config, f"model.path={tmp_path / 'empty'}", "run_id=mine")
+    assert result.exit_code == 1
+    assert "no config.json" in result.stderr
+    assert "failed" in penstock("status", "mine", "--runs-dir", tmp_path / "runs").stdout
+    again = penstock("train", config, f"model.path={tmp_path / 'empty'}", "run_id=mine")
+    assert again.exit_code == 1 and "exists already" in again.stderr
+
+
+def test_runs_are_listed_with_their_states(tmp_path: Path) -> None:
+    make_run(tmp_path, "a", "running")
+    make_run(tmp_path, "b", "running", age_ticks=5)
+    make_run(tmp_path, "c", "completed", age_ticks=5)
+    jsonl.append(tmp_path / "c" / "metrics.jsonl", {"step": 9, "reward": 0.5})
+    lines = penstock("runs", "--runs-dir", tmp_path).stdout.splitlines()
+    assert [line.split() for line in lines] == [
+        ["a", "running"],
+        ["b", "lost", "(was", "running)"],
+        ["c", "completed", "step", "9", "reward", "0.500"],
+    ]
+
+
+def test_status_finds_a_run_by_the_beginning_of_its_name(tmp_path: Path) -> None:
+    make_run(tmp_path, "2026-a", "failed")
+    make_run(tmp_path, "2026-b", "failed")
+    assert "2026-a" in penstock("status", "2026-a", "--runs-dir", tmp_path).stdout
+    assert "exit code 3" in penstock("status", tmp_path / "2026-b").stdout
+    ambiguous = penstock("status", "2026", "--runs-dir", tmp_path)
+    assert ambiguous.exit_code == 1 and "2 runs" in ambiguous.stderr
+    assert penstock("status", "2027", "--runs-dir", tmp_path).exit_code == 1
+
+
+def test_stop_never_signals_a_process_that_only_has_the_pid(tmp_path: Path) -> None:
+    make_run(tmp_path, "a", "running", age_ticks=5)
+    result = penstock("stop", "a", "--now", "--runs-dir", tmp_path)
+    assert "not running" in result.stdout
+
+
+def test_envs_are_listed() -> None:
+    assert "single_turn" in penstock("envs").stdout
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = "import sys, penstock.cli.main; print([m for m in ('pydantic', 'aiohttp', 'numpy') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.integration
+def test_a_detached_run_outlives_the_command_that_started_it(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    words = ["train", str(config), f"model.path={tmp_path / 'empty'}", "run_id=mine", "--detach"]
+    result = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *words], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"run mine started in {tmp_path / 'runs' / 'mine'}" in result.stdout
+    log = tmp_path / "runs" / "mine" / "logs" / "supervisor.log"
+    give_up = time.monotonic() + 20
+    while "no config.json" not in log.read_text():
+        assert time.monotonic() < give_up, log.read_text()
+        time.sleep(0.02)

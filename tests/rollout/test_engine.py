@@ -1,0 +1,269 @@
+"""The slot engine against Transformers' own generation and plain forwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tiny_policy import EOS, MAX_CONTEXT, VOCAB_SIZE, make_engine, make_model, make_request, run, weights
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from penstock.rollout.engine import SlotEngine
+from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.types import Segment, VersionSpan
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def random_prompts(count: int, *, longest: int = 20, seed: int = 0) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(2, VOCAB_SIZE) for _ in range(numbers.randint(1, longest))] for _ in range(count)]
+
+
+def generate_greedily(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens)
+    return output[0, len(prompt) :].tolist()
+
+
+def reference_logprobs(
+    prompt: list[int], tokens: list[int], *, temperature: float = 1.0, seeds: Sequence[tuple[int, int]] = ((0, 0),)
+) -> list[float]:
+    """Token by token with a cache that is kept while the weights change; `seeds` are (first token, weights' seed)."""
+    models = {start: make_model(seed) for start, seed in seeds}
+    cache, model, inputs, logprobs = DynamicCache(), models[0], prompt, []
+    for position, token in enumerate(tokens):
+        model = models.get(position, model)
+        with torch.inference_mode():
+            logits = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True).logits[0, -1]
+        logprobs.append(torch.log_softmax(logits / temperature, -1)[token].item())
+        inputs = [token]
+    return logprobs
+
+
+def test_greedy_output_equals_generate_across_slot_reuse() -> None:
+    model = make_model()
+    prompts = random_prompts(11)
+    limits = [random.Random(i).randint(1, 30) for i in range(len(prompts))]
+    requests = [
+        make_request(str(i), prompt, max_new_tokens=limit, params=GREEDY)
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    segments = run(make_engine(num_slots=3), *requests)
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        assert segments[str(i)][0].token_ids == generate_greedily(model, prompt, limit)
+
+
+LLAMA = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    "model_of",
+    [
+        lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, num_attention_heads=4, initializer_range=0.2)),
+        lambda: LlamaForCausalLM(
+            LlamaConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=1, initializer_range=0.2)
+        ),
+        lambda: GPT2LMHeadModel(
+            GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2)
+        ),
+    ],
+    ids=["llama-mha", "llama-mqa", "gpt2"],
+)
+def test_other_architectures(model_of: type[PreTrainedModel]) -> None:
+    torch.manual_seed(0)
+    model = model_of().eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    prompts = random_prompts(5, longest=12)
+    expected = [generate_greedily(model, prompt, 16) for prompt in prompts]
+    engine = SlotEngine(model, num_slots=3, max_context=48, policy_version=0)
+    requests = [
+        make_request(str(i), prompt, max_new_tokens=16, params=SamplingParams(temperature=0.0, ignore_eos=True))
+        for i, prompt in enumerate(prompts)
+    ]
+    segments = run(engine, *requests)
+    assert [segments[str(i)][0].token_ids for i in range(5)] == expected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_equal_a_plain_forward(temperature: float) -> None:
+    """Enough rows of very different lengths that groups form, dissolve and trade rows."""
+    engine = make_engine(num_slots=80)
+    numbers = random.Random(1)
+    params = SamplingParams(temperature=temperature, ignore_eos=True)
+    requests = [
+        make_request(
+            str(i),
+            prompt,
+            max_new_tokens=tuple(min(60, int(numbers.lognormvariate(2, 1)) + 1) for _ in range(3)),
+            seeds=(3 * i, 3 * i + 1, 3 * i + 2),
+            params=params,
+        )
+        for i, prompt in enumerate(random_prompts(60, longest=30))
+    ]
+    segments = run(engine, *requests)
+    model = make_model()
+    for request in requests:
+        for segment, limit in zip(segments[request.rid], request.max_new_tokens, strict=True):
+            assert len(segment.token_ids) == limit
+            tokens = torch.tensor([request.prompt_ids + segment.token_ids])
+            with torch.inference_mode():
+                logits = model(tokens, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1]
+            expected = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor([segment.token_ids]).T)
+            torch.testing.assert_close(torch.tensor(segment.logprobs), expected[:, 0], atol=1e-4, rtol=0)
+
+
+def test_weight_update_in_mid_sequence_keeps_the_cache_and_splits_the_spans() -> None:
+    engine = make_engine(seed=0, policy_version=4)
+    prompt = [5, 6, 7]
+    engine.submit(make_request("a", prompt, max_new_tokens=12, seeds=(1, 2)))
+    for _ in range(5):
+        engine.step()
+    engine.load_weights(weights(1), 7)
+    for segment in run(engine)["a"]:
+        assert segment.spans == [VersionSpan(4, 0, 5), VersionSpan(7, 5, 12)]
+        expected = reference_logprobs(prompt, segment.token_ids, seeds=((0, 0), (5, 1)))
+        assert segment.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_updates_without_tokens_in_between_leave_no_empty_span(engine: SlotEngine) -> None:
+    engine.submit(make_request("a", [5], max_new_tokens=2))
+    engine.load_weights(weights(1), 1)
+    engine.step()
+    engine.load_weights(weights(2), 2)
+    engine.load_weights(weights(3), 3)
+    assert run(engine)["a"][0].spans == [VersionSpan(1, 0, 1), VersionSpan(3, 1, 2)]
+
+
+def test_a_refused_update_changes_nothing(engine: SlotEngine) -> None:
+    expected = run(make_engine(), make_request("a", [5, 6]))
+    new = weights(1)
+    name = next(reversed(new))
+    with pytest.raises(ValueError, match="not newer than 0"):
+        engine.load_weights(new, 0)
+    with pytest.raises(ValueError, match=f"lacks 1 weights, the first is {name}"):
+        engine.load_weights({key: value for key, value in new.items() if key != name}, 1)
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        engine.load_weights({**new, name: torch.zeros(3)}, 1)
+    assert engine.policy_version == 0
+    assert run(engine, make_request("a", [5, 6])) == expected
+
+
+def tokens_of(segments: list[Segment]) -> list[list[int]]:
+    return [segment.token_ids for segment in segments]
+
+
+def test_samples_depend_on_their_seed_and_not_on_the_batch() -> None:
+    request = make_request("a", [5, 6, 7], seeds=(11, 12, 11))
+    alone = tokens_of(run(make_engine(), request)["a"])
+    assert alone[0] == alone[2] != alone[1]
+    others = [make_request(f"b{i}", prompt, seeds=(i,)) for i, prompt in enumerate(random_prompts(20))]
+    crowd = run(make_engine(num_slots=8), *others[:10], request, *others[10:])
+    assert tokens_of(crowd["a"]) == alone
+
+
+def test_an_answer_cut_into_segments_continues_with_the_same_tokens(engine: SlotEngine) -> None:
+    prompt = [5, 6, 7]
+    whole = run(engine, make_request("whole", prompt, max_new_tokens=9, seeds=(3,)))["whole"][0].token_ids
+    first = run(engine, make_request("first", prompt, max_new_tokens=4, seeds=(3,)))["first"][0].token_ids
+    rest = run(engine, make_request("rest", prompt + first, max_new_tokens=5, seeds=(3,)))["rest"][0].token_ids
+    assert first + rest == whole
+
+
+def test_more_samples_than_slots_are_served_in_parts(engine: SlotEngine) -> None:
+    request = make_request("a", [5, 6], max_new_tokens=tuple(range(1, 11)), seeds=tuple(range(10)))
+    segments = run(engine, request)["a"]
+    assert [len(segment.token_ids) for segment in segments] == list(range(1, 11))
+    assert engine.num_generated_tokens == sum(range(1, 11))
+
+
+def test_stop_tokens_end_a_sample_and_ignore_eos_does_not() -> None:
+    def answer(params: SamplingParams, seed: int) -> Segment:
+        return run(make_engine(), make_request("a", [5, 6], max_new_tokens=60, seeds=(seed,), params=params))["a"][0]
+
+    seed = next(seed for seed in range(50) if EOS in answer(SamplingParams(ignore_eos=True), seed).token_ids)
+    free = answer(SamplingParams(ignore_eos=True), seed)
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 60)
+    stopped = answer(SamplingParams(), seed)
+    assert (stopped.finish_reason, stopped.token_ids) == ("stop", free.token_ids[: free.token_ids.index(EOS) + 1])
+    third = free.token_ids[2]
+    cut = answer(SamplingParams(stop_token_ids=frozenset([third]), ignore_eos=True), seed)
+    assert (cut.finish_reason, cut.token_ids) == ("stop", free.token_ids[: free.token_ids.index(third) + 1])
+
+
+def test_abort_returns_what_there_is(engine: SlotEngine) -> None:
+    expected = run(make_engine(), make_request("a", [5, 6], seeds=(1, 2)))["a"]
+    engine.submit(make_request("other", [9], max_new_tokens=6, seeds=(3,)))
+    engine.submit(make_request("a", [5, 6], max_new_tokens=(2, 8), seeds=(1, 2)))
+    engine.submit(make_request("queued", [5], seeds=(1, 2, 3, 4)))
+    for _ in range(3):
+        engine.step()
+    aborted = engine.abort("a")
+    assert aborted is not None
+    assert [segment.finish_reason for segment in aborted.segments] == ["length", "abort"]
+    assert tokens_of(aborted.segments) == [expected[0].token_ids[:2], expected[1].token_ids[:3]]
+    queued = engine.abort("queued")
+    assert queued is not None
+    assert queued.segments == [Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort")] * 4
+    assert engine.abort("unknown") is None
+    rest = run(engine)
+    assert len(rest["other"][0].token_ids) == 6
+    assert (engine.num_active, engine.num_waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (make_request("a", []), "the prompt is empty"),
+        (make_request("a", [3, -1]), "token id -1 is outside the vocabulary"),
+        (make_request("a", [VOCAB_SIZE, 1]), f"token id {VOCAB_SIZE} is outside"),
+        (make_request("a", [1] * 90, max_new_tokens=7), f"more than the context of {MAX_CONTEXT}"),
+        (make_request("a", [1], max_new_tokens=0), "max_new_tokens must be at least 1"),
+        (make_request("a", [1], max_new_tokens=(1, 2)), "1 seeds for 2 samples"),
+        (make_request("running", [1]), "already being served"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(
+    engine: SlotEngine, request_: GenerateRequest, message: str
+) -> None:
+    engine.submit(make_request("running", [1]))
+    with pytest.raises(ValueError, match=message):
+        engine.submit(request_)
+    assert list(run(engine)) == ["running"]
+
+
+def test_the_context_can_be_filled_to_the_last_token(engine: SlotEngine) -> None:
+    segment = run(engine, make_request("a", [5] * 90, max_new_tokens=MAX_CONTEXT - 90))["a"][0]
+    assert len(segment.token_ids) == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
+def test_non_finite_logits_fail_the_request_and_poison_nobody(engine: SlotEngine) -> None:
+    expected = run(make_engine(1), make_request("b", [7, 8], seeds=(5,)))["b"]
+    engine.load_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in weights(0).items()}, 1)
+    engine.submit(make_request("a", [5, 6], seeds=(1, 2)))
+    failed = engine.step()
+    assert [(result.request.rid, result.segments) for result in failed] == [("a", [])]
+    assert "not finite (policy_version 1)" in str(failed[0].error)
+    engine.load_weights(weights(1), 2)
+    assert tokens_of(run(engine, make_request("b", [7, 8], seeds=(5,)))["b"]) == tokens_of(expected)
+
+
+def test_models_the_engine_would_compute_wrongly_are_refused() -> None:
+    config = Qwen3Config(**LLAMA, num_attention_heads=4, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    with pytest.raises(ValueError, match="sliding_attention"):
+        SlotEngine(Qwen3ForCausalLM(config), num_slots=1, max_context=8)
+    with pytest.raises(ValueError, match=f"exceeds the {MAX_CONTEXT} positions"):
+        SlotEngine(make_model(), num_slots=1, max_context=MAX_CONTEXT + 1)

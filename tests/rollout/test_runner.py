@@ -1,0 +1,103 @@
+"""The engine's thread seen from asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tiny_policy import make_engine, make_request, run, until, weights
+
+from penstock.rollout.engine import SlotEngine
+from penstock.rollout.runner import EngineDead, EngineRunner, GenerationFailed
+
+LONG = 90
+
+
+async def test_concurrent_requests_get_their_own_answers(runner: EngineRunner) -> None:
+    requests = [make_request(f"r{i}", [3 + i], seeds=(i, i + 1)) for i in range(12)]
+    answers = await asyncio.gather(*(runner.generate(request) for request in requests))
+    for request, segments in zip(requests, answers, strict=True):
+        expected = run(make_engine(), request)[request.rid]
+        assert [segment.token_ids for segment in segments] == [segment.token_ids for segment in expected]
+    assert runner.num_generated_tokens == 12 * 2 * 8
+    assert runner.busy_s > 0
+    assert {span.kind for span in runner.drain_spans()} == {"generate"}
+
+
+async def test_bad_requests_never_reach_the_engine(runner: EngineRunner) -> None:
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        await runner.generate(make_request("a", [10**6]))
+    first = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="already being served"):
+        await runner.generate(make_request("a", [5]))
+    assert len((await first)[0].token_ids) == LONG
+
+
+async def test_abort_and_cancellation_end_a_request(runner: EngineRunner) -> None:
+    aborted = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
+    cancelled = asyncio.create_task(runner.generate(make_request("b", [5], max_new_tokens=LONG)))
+    await until(lambda: runner.engine.num_active)
+    assert runner.abort("a")
+    assert not runner.abort("unknown")
+    cancelled.cancel()
+    segment = (await aborted)[0]
+    assert segment.finish_reason == "abort"
+    assert len(segment.token_ids) < LONG
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    # The rid is free again at once, and the next answer is whole.
+    assert len((await runner.generate(make_request("b", [5])))[0].token_ids) == 8
+
+
+async def test_abort_all(runner: EngineRunner) -> None:
+    tasks = [asyncio.create_task(runner.generate(make_request(f"r{i}", [5], max_new_tokens=LONG))) for i in range(6)]
+    await until(lambda: runner.engine.num_active)
+    assert runner.abort_all() == 6
+    assert {segments[0].finish_reason for segments in await asyncio.gather(*tasks)} == {"abort"}
+
+
+async def test_weights_are_replaced_while_requests_run(runner: EngineRunner) -> None:
+    task = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
+    await until(lambda: runner.engine.num_active)
+    await runner.load_weights(weights(1), 3)
+    assert runner.policy_version == 3
+    spans = (await task)[0].spans
+    assert [span.policy_version for span in spans] in ([0, 3], [3])
+    assert spans[-1].end == LONG
+    with pytest.raises(ValueError, match="not newer"):
+        await runner.load_weights(weights(1), 3)
+    assert "update_weights" in {span.kind for span in runner.drain_spans()}
+
+
+async def test_non_finite_weights_fail_requests_and_leave_the_engine_alive(runner: EngineRunner) -> None:
+    await runner.load_weights({name: tensor * float("nan") for name, tensor in weights(0).items()}, 1)
+    with pytest.raises(GenerationFailed, match="not finite"):
+        await runner.generate(make_request("a", [5]))
+    await runner.load_weights(weights(1), 2)
+    assert len(await runner.generate(make_request("a", [5]))) == 1
+
+
+async def test_a_crash_of_the_engine_fails_everyone(engine: SlotEngine) -> None:
+    runner = EngineRunner(engine, process="rollout-0")
+    runner.start()
+    del engine.model.lm_head
+    outcomes = await asyncio.gather(
+        *(runner.generate(make_request(f"r{i}", [5])) for i in range(3)), return_exceptions=True
+    )
+    assert {type(outcome) for outcome in outcomes} == {EngineDead}
+    assert isinstance(runner.error, AttributeError)
+    for call in (runner.generate(make_request("late", [5])), runner.load_weights(weights(1), 1)):
+        with pytest.raises(EngineDead, match="lm_head"):
+            await call
+    await runner.stop()
+
+
+async def test_stop_fails_what_is_pending(engine: SlotEngine) -> None:
+    runner = EngineRunner(engine, process="rollout-0")
+    runner.start()
+    task = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
+    await until(lambda: runner.engine.num_active)
+    await runner.stop()
+    with pytest.raises(EngineDead, match="stopped"):
+        await task

@@ -1,0 +1,271 @@
+"""The HTTP surface on a real socket: SGLang's shapes, identity, the weights transaction, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from tiny_policy import make_engine, make_request, run, serve, until
+
+from penstock.rollout.runner import EngineRunner
+from penstock.types import NO_VERSION
+
+
+class Http:
+    """Raw calls."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes | io.BytesIO) else json.dumps(body)
+        async with self._session.post(path, data=data, **options) as response:
+            return response.status, json.loads(await response.read())
+
+    async def get(self, path: str, **options: Any) -> tuple[int, Any]:
+        async with self._session.get(path, **options) as response:
+            return response.status, json.loads(await response.read())
+
+
+@pytest.fixture
+async def http(url: str) -> AsyncIterator[Http]:
+    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as session:
+        yield Http(session)
+
+
+def greedy(max_new_tokens: int = 4, **more: Any) -> dict[str, Any]:
+    return {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+async def test_generate_answers_in_the_shape_of_sglang(http: Http) -> None:
+    body = {"input_ids": [5, 6], "rid": "mine", "return_logprob": True, "sampling_params": greedy(), "background": None}
+    status, reply = await http.post("/generate", body)
+    assert status == 200
+    meta = reply["meta_info"]
+    ids = reply["output_ids"]
+    assert len(ids) == 4
+    assert meta.pop("e2e_latency") > 0
+    logprobs = meta.pop("output_token_logprobs")
+    assert [triple[1:] for triple in logprobs] == [[token, None] for token in ids]
+    assert all(triple[0] < 0 for triple in logprobs)
+    assert meta == {
+        "id": "mine",
+        "finish_reason": {"type": "length", "length": 4},
+        "prompt_tokens": 2,
+        "completion_tokens": 4,
+        "cached_tokens": 0,
+        "weight_version": "0",
+        "weight_versions": [{"version": "0", "start": 0, "end": 4}],
+    }
+
+
+async def test_several_samples_come_as_a_list(http: Http) -> None:
+    sampling = {"n": 3, "max_new_tokens": [2, 3, 4], "sampling_seed": [7, 8, 9], "ignore_eos": True}
+    status, replies = await http.post("/generate", {"input_ids": [5], "sampling_params": sampling})
+    assert status == 200
+    expected = run(make_engine(), make_request("a", [5], max_new_tokens=(2, 3, 4), seeds=(7, 8, 9)))["a"]
+    assert [reply["output_ids"] for reply in replies] == [segment.token_ids for segment in expected]
+    assert (
+        "output_token_logprobs" not in replies[0]["meta_info"] or not replies[0]["meta_info"]["output_token_logprobs"]
+    )
+
+
+async def test_stop_tokens_are_reported_as_matched(http: Http) -> None:
+    _, free = await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()})
+    stop = free["output_ids"][0]
+    _, reply = await http.post("/generate", {"input_ids": [5], "sampling_params": greedy(stop_token_ids=[stop])})
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+BAD_BODIES: list[tuple[Any, str]] = [
+    (b"", "truncated"),
+    (b"{", "truncated"),
+    (b"\xff\xfe", "malformed"),
+    (b'{"x":' + b"[" * 100_000, "nested too deeply"),
+    ([], "Expected `object`"),
+    ({}, "exactly one of"),
+    ({"input_ids": [1], "text": "a"}, "exactly one of"),
+    ({"text": "a"}, "no tokenizer"),
+    ({"input_ids": "abc"}, "Expected `array | null`"),
+    ({"input_ids": [1, "a"]}, "Expected `int`"),
+    ({"input_ids": [[1], [2]]}, "Expected `int`"),
+    ({"input_ids": [1.5]}, "Expected `int`"),
+    ({"input_ids": [10**30], "sampling_params": {"max_new_tokens": 1}}, "outside the vocabulary"),
+    ({"input_ids": []}, "prompt is empty"),
+    ({"input_ids": [-1], "sampling_params": {"max_new_tokens": 1}}, "outside the vocabulary"),
+    ({"input_ids": [64], "sampling_params": {"max_new_tokens": 1}}, "outside the vocabulary"),
+    ({"input_ids": [1] * 5000}, "more than the context"),
+    ({"input_ids": [1], "stream": True}, "streaming"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": -5}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": "x"}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 10**12}}, "more than the context"),
+    ({"input_ids": [1], "sampling_params": {"n": 0}}, "n`"),
+    ({"input_ids": [1], "sampling_params": {"n": 10**9}}, "n`"),
+    ({"input_ids": [1], "sampling_params": {"n": 2, "sampling_seed": [1]}}, "sampling_seed"),
+    ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
+    ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature"),
+    ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
+    ({"input_ids": [1], "sampling_params": {"top_k": 10**15}}, "top_k"),
+    ({"input_ids": [1], "sampling_params": {"stop_token_ids": list(range(1000))}}, "stop_token_ids"),
+    ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "`stop` is not served"),
+    ({"input_ids": [1], "sampling_params": {"min_p": 0.5}}, "`min_p` is not served"),
+    ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "`json_schema` is not served"),
+]
+
+
+async def test_bad_bodies_are_answered_with_400_and_the_server_serves_on(http: Http) -> None:
+    for body, message in BAD_BODIES:
+        status, reply = await http.post("/generate", body)
+        error = reply["error"]
+        assert (status, message in (error if isinstance(error, str) else error["message"])) == (400, True), (
+            body,
+            reply,
+        )
+    status, reply = await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()})
+    assert (status, len(reply["output_ids"])) == (200, 4)
+    assert await http.get("/health") == (200, {"status": "ok"})
+
+
+async def test_neutral_values_that_routers_add_are_accepted(http: Http) -> None:
+    sampling = greedy(min_p=0.0, repetition_penalty=1.0, stop=None, frequency_penalty=0, top_k=-1, json_schema=None)
+    status, _ = await http.post("/generate", {"input_ids": [5], "sampling_params": sampling, "log_metrics": True})
+    assert status == 200
+
+
+async def test_long_bodies_are_refused(http: Http) -> None:
+    status, reply = await http.post("/generate", io.BytesIO(b" " * (17 * 2**20)))
+    assert status == 413
+    assert "exceeds" in reply["error"]["message"]
+
+
+async def test_ready_tells_who_answers(http: Http) -> None:
+    expected = {"run_id": "run", "nonce": "abc", "policy_version": 0, "state": "serving"}
+    assert await http.get("/ready") == (200, expected)
+
+
+async def test_without_weights_nothing_is_served_until_a_commit() -> None:
+    runner = EngineRunner(make_engine(policy_version=NO_VERSION), process="rollout-0")
+    runner.start()
+    async with serve(runner) as url, aiohttp.ClientSession(url) as session:
+        http = Http(session)
+        assert (await http.get("/health"))[0] == 200
+        status, ready = await http.get("/ready")
+        assert (status, ready["state"], ready["policy_version"]) == (503, "waiting_for_weights", NO_VERSION)
+        status, reply = await http.post("/generate", {"input_ids": [5]})
+        assert (status, reply["error"]["message"]) == (503, "no weights have been loaded yet")
+        assert (await http.post("/weights/begin", weights_handle(0)))[0] == 200
+        assert (await http.get("/ready"))[0] == 503
+        assert (await http.post("/weights/commit", {"policy_version": 0}))[0] == 200
+        assert (await http.get("/ready"))[1]["policy_version"] == 0
+    await runner.stop()
+
+
+def weights_handle(policy_version: int, path: str = "1") -> dict[str, Any]:
+    return {"policy_version": policy_version, "path": path, "num_bytes": 1, "fingerprint": f"print-{path}"}
+
+
+async def test_weights_are_a_transaction_that_may_be_repeated(http: Http) -> None:
+    staged = {"state": "staged", "policy_version": 2, "fingerprint": "print-1"}
+    committed = {**staged, "state": "committed"}
+    for _ in range(2):
+        assert await http.post("/weights/begin", weights_handle(2)) == (200, staged)
+    assert (await http.get("/ready"))[1]["policy_version"] == 0
+    for _ in range(2):
+        assert await http.post("/weights/commit", {"policy_version": 2}) == (200, committed)
+    assert (await http.post("/weights/begin", weights_handle(2)))[0] == 200
+    assert (await http.get("/ready"))[1]["policy_version"] == 2
+    _, reply = await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()})
+    assert reply["output_ids"] == await greedy_tokens_of_seed(1)
+
+
+async def greedy_tokens_of_seed(seed: int) -> list[int]:
+    runner = EngineRunner(make_engine(seed), process="other")
+    runner.start()
+    async with serve(runner) as url, aiohttp.ClientSession(url) as session:
+        _, reply = await Http(session).post("/generate", {"input_ids": [5], "sampling_params": greedy()})
+    await runner.stop()
+    ids: list[int] = reply["output_ids"]
+    return ids
+
+
+async def test_an_aborted_update_leaves_the_old_weights(http: Http) -> None:
+    await http.post("/weights/begin", weights_handle(1))
+    assert await http.post("/weights/abort", {}) == (200, {"state": "aborted"})
+    status, reply = await http.post("/weights/commit", {"policy_version": 1})
+    assert (status, reply["error"]["message"]) == (409, "commit of policy_version 1, but nothing is staged")
+    assert (await http.get("/ready"))[1]["policy_version"] == 0
+    _, reply = await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()})
+    assert reply["output_ids"] == await greedy_tokens_of_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/weights/begin", weights_handle(0), 409, "not newer than 0"),
+        ("/weights/begin", weights_handle(1, "missing"), 400, "cannot read the weights: missing"),
+        ("/weights/begin", {"policy_version": 1}, 400, "missing required field"),
+        ("/weights/begin", {**weights_handle(1), "policy_version": "1"}, 400, "Expected `int`"),
+        ("/weights/begin", b"\x80\x04pickle", 400, "malformed"),
+        ("/weights/commit", {"policy_version": 9}, 409, "nothing is staged"),
+        ("/weights/commit", {}, 400, "missing required field"),
+        ("/abort_request", b"x", 400, "malformed"),
+    ],
+)
+async def test_bad_control_calls_are_refused(http: Http, path: str, body: Any, status: int, message: str) -> None:
+    given, reply = await http.post(path, body)
+    error = reply["error"]
+    assert (given, message in (error if isinstance(error, str) else error["message"])) == (status, True), reply
+    assert (await http.get("/ready"))[1]["policy_version"] == 0
+
+
+async def test_a_newer_begin_replaces_what_was_staged(http: Http) -> None:
+    await http.post("/weights/begin", weights_handle(1))
+    await http.post("/weights/begin", weights_handle(2))
+    assert (await http.post("/weights/commit", {"policy_version": 1}))[0] == 409
+    assert (await http.post("/weights/commit", {"policy_version": 2}))[0] == 200
+
+
+async def test_abort_request_ends_a_generation(http: Http, runner: EngineRunner) -> None:
+    body = {"input_ids": [5], "rid": "long", "sampling_params": greedy(90)}
+    generation = asyncio.create_task(http.post("/generate", body))
+    await until(lambda: runner.engine.num_active)
+    assert await http.post("/abort_request", {"rid": "lon"}) == (200, {"aborted": 0, "unknown": ["lon"]})
+    assert await http.post("/abort_request", {"rid": "long"}) == (200, {"aborted": 1, "unknown": []})
+    status, reply = await generation
+    assert (status, reply["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+    assert 0 < len(reply["output_ids"]) < 90
+    assert await http.post("/abort_request", {"abort_all": True}) == (200, {"aborted": 0, "unknown": []})
+
+
+async def test_a_client_that_leaves_frees_its_slots(http: Http, runner: EngineRunner) -> None:
+    generation = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(90)}))
+    await until(lambda: runner.engine.num_active)
+    generation.cancel()
+    await until(lambda: not runner.engine.has_work)
+    assert runner.num_generated_tokens < 90
+
+
+async def test_a_dead_engine_shows_in_health_and_ready(http: Http, runner: EngineRunner) -> None:
+    del runner.engine.model.lm_head
+    status, reply = await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()})
+    assert status == 500
+    assert "lm_head" in reply["error"]["message"]
+    assert (await http.get("/health"))[0] == 500
+    status, ready = await http.get("/ready")
+    assert (status, ready["state"]) == (503, "dead")
+
+
+async def test_an_api_key_guards_everything_but_health(runner: EngineRunner) -> None:
+    async with serve(runner, api_key="secret") as url, aiohttp.ClientSession(url) as session:
+        http = Http(session)
+        assert (await http.get("/health"))[0] == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            assert (await http.get("/ready", headers=headers))[0] == 401
+            assert (await http.post("/generate", {"input_ids": [5]}, headers=headers))[0] == 401
+        assert (await http.get("/ready", headers={"Authorization": "Bearer secret"}))[0] == 200

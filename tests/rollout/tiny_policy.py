@@ -1,0 +1,109 @@
+"""A random tiny policy, an engine driven to the end, and a rollout server on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import torch
+import uvicorn
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from penstock.rollout.engine import Finished, SlotEngine
+from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.runner import EngineRunner
+from penstock.rollout.server import Identity, create_app
+from penstock.types import Segment, WeightsHandle
+
+VOCAB_SIZE = 64
+MAX_CONTEXT = 96
+EOS = 1
+
+
+def make_model(seed: int = 0) -> PreTrainedModel:
+    """Small, with wide initial weights so that its distributions are far from uniform."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        tie_word_embeddings=True,
+        max_position_embeddings=MAX_CONTEXT,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def make_engine(seed: int = 0, *, num_slots: int = 4, policy_version: int = 0) -> SlotEngine:
+    return SlotEngine(make_model(seed), num_slots=num_slots, max_context=MAX_CONTEXT, policy_version=policy_version)
+
+
+def make_request(
+    rid: str,
+    prompt_ids: list[int],
+    *,
+    max_new_tokens: int | tuple[int, ...] = 8,
+    seeds: tuple[int, ...] = (0,),
+    params: SamplingParams | None = None,
+) -> GenerateRequest:
+    """A request that by default runs to its length."""
+    limits = (max_new_tokens,) * len(seeds) if isinstance(max_new_tokens, int) else max_new_tokens
+    params = params or SamplingParams(ignore_eos=True)
+    return GenerateRequest(rid=rid, prompt_ids=prompt_ids, params=params, max_new_tokens=limits, seeds=seeds)
+
+
+def run(engine: SlotEngine, *requests: GenerateRequest) -> dict[str, list[Segment]]:
+    """Serve all requests to the end."""
+    for request in requests:
+        engine.submit(request)
+    finished: list[Finished] = []
+    while engine.has_work:
+        finished += engine.step()
+    assert all(result.error is None for result in finished)
+    return {result.request.rid: result.segments for result in finished}
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """The weights of `make_model(seed)`."""
+    return {name: parameter.detach() for name, parameter in make_model(seed).named_parameters()}
+
+
+def receive_seed(handle: WeightsHandle) -> Mapping[str, torch.Tensor]:
+    """Stands for the weights box: the path of a handle names the seed of a random model."""
+    if not handle.path.isdigit():
+        raise FileNotFoundError(handle.path)
+    return weights(int(handle.path))
+
+
+def make_handle(policy_version: int, *, path: str = "1") -> WeightsHandle:
+    return WeightsHandle(policy_version=policy_version, path=path, num_bytes=1, fingerprint=f"print-{path}")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """The engine's thread announces nothing but results, so its progress is watched."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def serve(runner: EngineRunner, *, api_key: str | None = None) -> AsyncIterator[str]:
+    """The URL of a server around `runner`."""
+    app = create_app(runner, identity=Identity(run_id="run", nonce="abc"), receive=receive_seed, api_key=api_key)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving
