@@ -109,7 +109,7 @@ def test_stale_tokens_are_counted_and_leave_no_trace(make_model: MakeModel) -> N
     metrics = learner.step().metrics
     assert metrics["staleness_max"] == 2
     assert metrics["staleness_mean"] == pytest.approx((1 + 0 + 1 + 0 + 2) / 5)
-    assert metrics["kl_tokens"] == 2
+    assert metrics["kl_tokens"] == 0, "every sample has a token of an older version"
 
     mask = stale.loss_mask.copy()
     mask[2:4] = 0  # masking is exactly not training: the tokens stay context
@@ -118,6 +118,14 @@ def test_stale_tokens_are_counted_and_leave_no_trace(make_model: MakeModel) -> N
         learner_for(other, max_staleness=2, policy_version=5), [*fresh, dataclasses.replace(stale, loss_mask=mask)]
     )
     torch.testing.assert_close(found, gradients(other))
+
+
+def test_only_samples_of_the_trained_version_alone_compare_engine_and_trainer(make_model: MakeModel) -> None:
+    mixed = make_sample(0, prompt=[5, 6], response=[7, 8], reward=0.0, versions=[4, 5])
+    own = make_sample(0, prompt=[5, 6], response=[7, 8, 9], reward=1.0, versions=[5, 5, 5])
+    learner = learner_for(make_model(), policy_version=5)
+    accumulate(learner, [mixed, own])
+    assert learner.step().metrics["kl_tokens"] == 3
 
 
 def test_nothing_but_stale_tokens_changes_nothing(make_model: MakeModel, samples: list[Sample]) -> None:

@@ -9,6 +9,10 @@ from penstock.model.tiny import write_tiny_model
 from penstock.ports import ProcessSpec
 
 
+TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait for each other sleep: spinning ones slow every other process on a shared machine tenfold."""
+
+
 def stages(config: Config) -> list[list[ProcessSpec]]:
     """Processes in start order; those of one stage start together."""
 
@@ -19,6 +23,7 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             module="penstock.processes.start",
             ready_s=config.supervisor.ready_timeout_s,
             grace_s=config.supervisor.grace_s,
+            env=TORCH_ENVIRONMENT if role in ("rollout", "trainer") else {},
         )
 
     rollouts = [spec("rollout", number) for number in range(config.rollout.servers)]

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -72,15 +72,6 @@ class Child:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, stop.set)
         return stop
-
-    def on_stop(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the main thread on SIGTERM or SIGINT, for processes without an event loop."""
-
-        def handle(signum: int, frame: FrameType | None) -> None:
-            callback()
-
-        signal.signal(signal.SIGTERM, handle)
-        signal.signal(signal.SIGINT, handle)
 
     def fail(self, message: str, code: int = FAILED) -> NoReturn:
         """End with an error people can act upon: no traceback, one message."""

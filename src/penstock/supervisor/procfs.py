@@ -152,7 +152,10 @@ def kill_family(belongs: Callable[[Stat], bool], *, spare: Collection[int], roun
             return []
         for stat in members:
             send(Identity(pid=stat.pid, start_ticks=stat.start_ticks, boot_id=boot_id()), signal.SIGKILL)
-        _await_end(members) if members else time.sleep(BETWEEN_LOOKS_S)
+        if members:
+            _await_end(members)
+        else:
+            time.sleep(BETWEEN_LOOKS_S)
     return members
 
 

@@ -192,11 +192,12 @@ class Supervisor:
             await self._stop(stage, min(share_s, max(spec.grace_s for spec in stage)))
 
     def _with_doubts(self, outcome: Outcome) -> Outcome:
-        """A stop is clean only if the controller's was."""
-        codes = [process.returncode for process, _ in self._watches.values() if process.spec.role == CONTROLLER]
-        if outcome.status is not RunState.STOPPED or codes in ([], [0]):
+        """A stop is clean only if that of a working controller was."""
+        working = [process for process, _ in self._watches.values() if process.spec.name in self._ready]
+        codes = [process.returncode for process in working if process.spec.role == CONTROLLER and process.returncode]
+        if outcome.status is not RunState.STOPPED or not codes:
             return outcome
-        how = failure.describe_code(codes[0] or 0)
+        how = failure.describe_code(codes[0])
         doubt = f"the controller did not end cleanly ({how}), the final checkpoint may be missing"
         return Outcome(status=outcome.status, message=f"{outcome.message}; {doubt}")
 

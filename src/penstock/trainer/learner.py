@@ -7,7 +7,8 @@ current policy_version, also when a non-finite gradient leaves the weights as th
 
 `LearnerState.metrics` (means over the step's trained tokens): loss, grad_norm (before clipping), clip_fraction,
 ratio_mean, entropy (of the full softmax, in nats), kl_engine_trainer (mean |logprob trainer - engine| over the
-`kl_tokens` that the trained version itself sampled), staleness_mean, staleness_max; and tokens, tokens_masked_stale,
+`kl_tokens` of samples that the trained version alone sampled: keys and values kept over a weight update would show as
+a difference that is none), staleness_mean, staleness_max; and tokens, tokens_masked_stale,
 samples, learning_rate, skipped (1 if the gradient was not finite), busy_s (model compute since the last step).
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -80,13 +82,14 @@ class Learner:
         sampled = flatten(batch["loss_mask"], np.bool_)
         staleness = self.policy_version - versions
         fresh = sampled & (staleness <= self._max_staleness)
+        current = sampled & _alike(batch["versions"], sampled & (staleness != 0))
         table = TokenTable.build(batch["token_ids"], fresh)
         behaviour = flatten(batch["logprobs"], np.float32)
         advantages = np.asarray(batch["advantages"], dtype=np.float32)
         with self._busy:
             for micro in self._micro_batches(table):
-                self._backward(micro, behaviour, advantages, staleness)
-        return self._count(len(batch), table.trained, int(sampled.sum()), staleness)
+                self._backward(micro, behaviour, advantages, current)
+        return self._count(len(batch), table.trained, current, int(sampled.sum()), staleness)
 
     def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
         max_tokens = self._config.tokens_per_microbatch
@@ -97,21 +100,26 @@ class Learner:
         micro: MicroBatch,
         behaviour: np.ndarray[Any, Any],  # [S]
         advantages: np.ndarray[Any, Any],  # [n]
-        staleness: np.ndarray[Any, Any],  # [S]
+        current: np.ndarray[Any, Any],  # [S]
     ) -> None:
         """Forward and backward of one micro-batch; gradients and sums are added, nothing is normalised."""
         engine = torch.from_numpy(behaviour[micro.tokens]).to(self._device)
         advantage = torch.from_numpy(advantages[micro.samples]).to(self._device)
-        current = torch.from_numpy(staleness[micro.tokens] == 0).to(self._device)
+        comparable = torch.from_numpy(current[micro.tokens]).to(self._device)
         logprobs, entropy = token_logprobs(self.model, micro, temperature=self._temperature)
         loss = clipped_policy_loss(
             logprobs, engine, advantage, clip_low=self._config.clip_low, clip_high=self._config.clip_high
         )
         loss.loss.sum().backward()  # type: ignore[no-untyped-call]
-        self._pending.add_tokens(loss, entropy, logprobs, engine, current)
+        self._pending.add_tokens(loss, entropy, logprobs, engine, comparable)
 
     def _count(
-        self, num_samples: int, trained: np.ndarray[Any, Any], num_sampled: int, staleness: np.ndarray[Any, Any]
+        self,
+        num_samples: int,
+        trained: np.ndarray[Any, Any],  # [S]
+        current: np.ndarray[Any, Any],  # [S]
+        num_sampled: int,
+        staleness: np.ndarray[Any, Any],  # [S]
     ) -> dict[str, float]:
         pending, ages = self._pending, staleness[trained]
         tokens, masked = len(ages), num_sampled - len(ages)
@@ -120,7 +128,7 @@ class Learner:
         pending.tokens_masked_stale += masked
         pending.staleness += int(ages.sum())
         pending.staleness_max = max(pending.staleness_max, int(ages.max(initial=0)))
-        pending.kl_tokens += int((ages == 0).sum())
+        pending.kl_tokens += int((trained & current).sum())
         pending.busy_s += self._busy.seconds
         return {
             "samples": float(num_samples),
@@ -208,3 +216,9 @@ class Learner:
         saved = type(self.model).from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
         progress = torch.load(directory / PROGRESS, map_location="cpu", weights_only=True)
         self.load_state_dict({"model": dict(saved.named_parameters()), **progress})
+
+
+def _alike(samples: Sequence[npt.ArrayLike], different: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """[S] -> [S]: True throughout a sample in which no token is `different`."""
+    sample = np.repeat(np.arange(len(samples)), [np.size(tokens) for tokens in samples])
+    return (np.bincount(sample, weights=different, minlength=len(samples)) == 0)[sample]

@@ -22,15 +22,15 @@ class StepStatistics:
     staleness: int = 0
     staleness_max: int = 0
     kl_tokens: int = 0
-    """Tokens sampled by the very version being trained."""
+    """Tokens of samples that the version being trained made alone."""
     busy_s: float = 0.0
     sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
-    """loss, clipped tokens, ratio, entropy, |logprob difference| at the trained version."""
+    """loss, clipped tokens, ratio, entropy, |logprob difference| where comparable."""
 
     def add_tokens(
         self, loss: PolicyLoss, entropy: Tensor, logprobs: Tensor, behaviour: Tensor, current: Tensor
     ) -> None:
-        """Add the tokens of one micro-batch; all [N], `current` is 1 where the trained version sampled the token."""
+        """Add the tokens of one micro-batch; all [N], `current` is 1 where the sample is the trained version's alone."""
         with torch.no_grad():
             difference = absolute_difference(logprobs, behaviour) * current
             rows = torch.stack((loss.loss, loss.clipped, loss.ratio, entropy, difference))
