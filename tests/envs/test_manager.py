@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,7 +154,7 @@ def test_turns_keep_the_tokens_of_the_past(chat: ChatTokenizer) -> None:
         chat, halve, make=lambda task: GuessNumber(task, limit=15, max_guesses=3), config=config, job=work(1, seed=1)
     )
     assert len(trajectory.turns) == len(prompts)
-    for earlier, later in zip(prompts, prompts[1:], strict=False):
+    for earlier, later in itertools.pairwise(prompts):
         assert later[: len(earlier)] == earlier
     flat = trajectory.flatten()
     assert flat.token_ids[: len(prompts[-1])].tolist() == prompts[-1]

@@ -8,7 +8,6 @@ from penstock.config import Config, ConfigError
 from penstock.model.tiny import write_tiny_model
 from penstock.ports import ProcessSpec
 
-
 TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that wait for each other sleep: spinning ones slow every other process on a shared machine tenfold."""
 

@@ -1,6 +1,7 @@
 """An asyncio event loop whose time jumps: whenever nothing is ready, the clock moves to the next timer.
 
-Code that uses only `asyncio` waits and `loop.time()` runs on it unchanged, deterministically, as fast as the CPU allows.
+Code that uses only `asyncio` waits and `loop.time()` runs on it unchanged, deterministically, as fast as the
+CPU allows.
 """
 
 from __future__ import annotations

@@ -218,7 +218,8 @@ class Learner:
         self.load_state_dict({"model": dict(saved.named_parameters()), **progress})
 
 
-def _alike(samples: Sequence[npt.ArrayLike], different: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _alike(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """[S] -> [S]: True throughout a sample in which no token is `different`."""
     sample = np.repeat(np.arange(len(samples)), [np.size(tokens) for tokens in samples])
-    return (np.bincount(sample, weights=different, minlength=len(samples)) == 0)[sample]
+    alike: npt.NDArray[np.bool_] = np.bincount(sample, weights=different, minlength=len(samples)) == 0
+    return alike[sample]

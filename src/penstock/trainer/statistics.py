@@ -30,7 +30,7 @@ class StepStatistics:
     def add_tokens(
         self, loss: PolicyLoss, entropy: Tensor, logprobs: Tensor, behaviour: Tensor, current: Tensor
     ) -> None:
-        """Add the tokens of one micro-batch; all [N], `current` is 1 where the sample is the trained version's alone."""
+        """Add the tokens of one micro-batch; all [N], `current` is 1 in samples of the trained version alone."""
         with torch.no_grad():
             difference = absolute_difference(logprobs, behaviour) * current
             rows = torch.stack((loss.loss, loss.clipped, loss.ratio, entropy, difference))
