@@ -16,12 +16,9 @@ import torch
 GROUP_ROWS = 32
 """Rows that share one attention call: small enough to keep padding low, large enough to keep calls few."""
 
-KEY_PADDING = 16
-"""Keeps the stride of transposed keys off powers of two, where their rows would evict each other from the CPU cache."""
-
 
 class SlotCache:
-    """Keys `[layers, S, K, D, C]` (transposed, see `attention`) and values `[layers, S, K, C, D]`."""
+    """Keys and values of all layers, each `[layers, S, K, C, D]` (dimensions as in `attention`)."""
 
     def __init__(
         self,
@@ -34,10 +31,10 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        shape = (num_layers, num_slots, num_kv_heads, max_context, head_dim)
         # Zeros, not empty: masked positions are multiplied by 0, which uninitialised NaNs would survive.
-        shape = (num_layers, num_slots, num_kv_heads)
-        self._keys = torch.zeros((*shape, head_dim, max_context + KEY_PADDING), dtype=dtype, device=device)
-        self._values = torch.zeros((*shape, max_context, head_dim), dtype=dtype, device=device)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer."""
@@ -45,7 +42,7 @@ class SlotCache:
 
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of slots `source` to slots `target`; the two may overlap."""
-        self._keys[:, target, :, :, :length] = self._keys[:, source, :, :, :length]
+        self._keys[:, target, :, :length] = self._keys[:, source, :, :length]
         self._values[:, target, :, :length] = self._values[:, source, :, :length]
 
     def erase(self, slot: int) -> None:

@@ -15,7 +15,7 @@ samples, learning_rate, skipped (1 if the gradient was not finite), busy_s (mode
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
