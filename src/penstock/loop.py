@@ -75,7 +75,7 @@ async def run(system: System) -> None:
         cancel_rest(system)
         await evaluate(system, "after")
         dispatching.cancel()
-    system.recorder.event("completed", step=system.num_steps)
+    system.recorder.event("completed", step=system.num_steps, ledger=system.scheduler.ledger.counts())
 
 
 async def train_all(system: System) -> None:

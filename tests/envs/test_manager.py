@@ -141,6 +141,15 @@ def test_a_long_answer_asks_for_segments_within_one_budget(chat: ChatTokenizer) 
     assert trajectory.status == "truncated"
 
 
+@pytest.mark.parametrize(("penalize", "reward"), [(True, 0.0), (False, 0.5)])
+def test_an_answer_that_never_ends_earns_nothing(chat: ChatTokenizer, penalize: bool, reward: float) -> None:
+    config = Config.model_validate({"env": {"penalize_truncation": penalize}})
+    (trajectory,) = play(
+        chat, ["a" * 20], make=lambda task: Echo(task, fault=lambda: 0.5), config=config, job=work(1, max_new_tokens=8)
+    )
+    assert (trajectory.status, trajectory.reward) == ("truncated", reward)
+
+
 def test_turns_keep_the_tokens_of_the_past(chat: ChatTokenizer) -> None:
     prompts: list[list[int]] = []
 

@@ -216,7 +216,8 @@ def test_abort_returns_what_there_is(engine: SlotEngine) -> None:
     assert tokens_of(aborted.segments) == [expected[0].token_ids[:2], expected[1].token_ids[:3]]
     queued = engine.abort("queued")
     assert queued is not None
-    assert queued.segments == [Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort")] * 4
+    assert [len(segment.token_ids) for segment in queued.segments] == [3, 1, 0, 0]
+    assert queued.segments[2] == Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
     assert engine.abort("unknown") is None
     rest = run(engine)
     assert len(rest["other"][0].token_ids) == 6
@@ -242,6 +243,16 @@ def test_requests_that_cannot_be_served_are_refused(
     with pytest.raises(ValueError, match=message):
         engine.submit(request_)
     assert list(run(engine)) == ["running"]
+
+
+def test_reduced_precision_stays_near_the_plain_forward() -> None:
+    engine = SlotEngine(make_model().bfloat16(), num_slots=8, max_context=MAX_CONTEXT, policy_version=0)
+    requests = [make_request(str(i), prompt, seeds=(i, -i)) for i, prompt in enumerate(random_prompts(6))]
+    segments = run(engine, *requests)
+    for request in requests:
+        for segment in segments[request.rid]:
+            expected = reference_logprobs(request.prompt_ids, segment.token_ids)
+            assert segment.logprobs == pytest.approx(expected, abs=0.5)
 
 
 def test_the_context_can_be_filled_to_the_last_token(engine: SlotEngine) -> None:

@@ -15,9 +15,10 @@ class Refused(RuntimeError):
 
 def check(config: Config) -> None:
     """Raises `Refused` or `ConfigError` with a remedy."""
-    if config.model.path != "tiny" and not Path(config.model.path).is_dir():
+    if config.model.path != "tiny" and not (Path(config.model.path) / "config.json").is_file():
         raise Refused(
-            f"model.path: there is no directory {config.model.path}; give one with a Hugging Face model, or `tiny`"
+            f"model.path: {config.model.path} is no Hugging Face model directory (no config.json in it); "
+            "give one made by save_pretrained, or `tiny`"
         )
     resolve(config.env.name)
     if config.rollout.port:

@@ -73,6 +73,9 @@ class EnvConfig(Section):
     max_turns: int = Field(1, ge=1)
     max_new_tokens: int = Field(64, ge=1)
     """Per turn."""
+    penalize_truncation: bool = True
+    """An action cut at `max_new_tokens` earns nothing (as in UloRL, arXiv 2507.19766): otherwise partial credit can
+    teach a policy never to end."""
     temperature: float = Field(1.0, gt=0)
     eval_temperature: float = Field(0.0, ge=0)
     """0 is greedy."""

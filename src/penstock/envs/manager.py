@@ -158,7 +158,7 @@ class EnvManager:
             episode.text = self._chat.decode([t for s in action.segments for t in s.token_ids], skip_special=True)
             observation, reward, terminated, truncated, _ = await self._call(episode.env.step, episode.text)
             self._check_step(observation, reward)
-            episode.reward += float(reward)
+            episode.reward += 0.0 if self._env.penalize_truncation and not ended else float(reward)
             if truncated or not ended:
                 episode.status = "truncated"
             if terminated or truncated:

@@ -76,7 +76,11 @@ class Recorder:
 
     def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int]) -> None:
         """Write the line of a step."""
-        measured = {name: value for name, value in learner.metrics.items() if name not in ("tokens", "busy_s")}
+        measured: dict[str, float | None] = {
+            name: value for name, value in learner.metrics.items() if name not in ("tokens", "busy_s")
+        }
+        if not learner.metrics.get("kl_tokens"):
+            measured["kl_engine_trainer"] = None  # nothing comparable was trained in this step
         self._metrics.write(
             {
                 "step": step,

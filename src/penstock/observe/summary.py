@@ -60,9 +60,15 @@ def of_metrics(lines: Sequence[Record]) -> Record:
 
 
 def of_events(events: Iterable[Record]) -> Record:
-    """The part that the evaluations tell."""
+    """The part that the evaluations and the end tell; the final ledger replaces that of the last step."""
+    events = list(events)
     rewards = {event.get("when"): event.get("reward") for event in events if event.get("event") == "evaluation"}
-    return {"eval_before": rewards.get("before"), "eval_after": rewards.get("after")}
+    ledgers = [{"ledger": event["ledger"]} for event in events if "ledger" in event]
+    return {
+        "eval_before": rewards.get("before"),
+        "eval_after": rewards.get("after"),
+        **(ledgers[-1] if ledgers else {}),
+    }
 
 
 def busy_fraction(lines: Sequence[Record], busy_key: str, count_key: str) -> float | None:

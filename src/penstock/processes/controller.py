@@ -154,3 +154,4 @@ async def conclude(system: loop.System) -> None:
     loop.cancel_rest(system)
     if system.num_steps:
         await loop.checkpoint(system)
+    system.recorder.event("stopped", step=system.num_steps, ledger=system.scheduler.ledger.counts())

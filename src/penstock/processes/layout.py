@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.config import Config, ConfigError
+from penstock.config import Config
 from penstock.model.tiny import write_tiny_model
 from penstock.ports import ProcessSpec
 
@@ -38,11 +38,5 @@ def model_dir(config: Config, run_dir: Path) -> Path:
 def prepare(config: Config, run_dir: Path) -> None:
     """Make what the processes expect to find: the pool's folder, and the tiny model if that is the policy."""
     (run_dir / "pool").mkdir(parents=True, exist_ok=True)
-    directory = model_dir(config, run_dir)
     if config.model.path == "tiny":
-        write_tiny_model(directory, config.model.tiny, config.model.max_context)
-    elif not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"model.path {config.model.path} is no Hugging Face model directory (no config.json in it): "
-            "give a directory made by save_pretrained, or `tiny`"
-        )
+        write_tiny_model(model_dir(config, run_dir), config.model.tiny, config.model.max_context)

@@ -15,13 +15,13 @@ Dimensions: T packed tokens, S slots, H query heads, K key/value heads, D head s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from penstock.rollout.slots import SlotCache
+from penstock.rollout.slots import LayerSlots, SlotCache
 
 ATTENTION_NAME = "penstock_slots"
 MASKED = -1e30
@@ -80,59 +80,50 @@ def slot_attention(
     if sliding_window is not None or softcap is not None or s_aux is not None:
         raise NotImplementedError("the slot engine serves plain full attention: no sliding window, softcap or sinks")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    keys, values = slot_batch.cache.layer(module.layer_idx)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    out = query.new_empty(query.shape)
+    packed = Packed(*(x[0].transpose(0, 1) for x in (query, key, value)))
+    slots = slot_batch.cache.layer(module.layer_idx)
+    out = packed.query.new_empty(packed.query.shape)
     if slot_batch.num_decode:
-        _decode(query * scaling, key, value, keys, values, slot_batch, out)
+        _decode(packed, slots, slot_batch, scaling, out)
     for prompts in slot_batch.prompts:
-        _prefill(query, key, value, keys, values, prompts, scaling, out)
+        _prefill(packed, slots, prompts, scaling, out)
     return out.unsqueeze(0), None
 
 
-def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: SlotBatch,
-    out: torch.Tensor,
-) -> None:
-    num_rows, (num_kv, size) = batch.num_decode, key.shape[1:]
-    keys[batch.rows, :, batch.positions] = key[:num_rows]
-    values[batch.rows, :, batch.positions] = value[:num_rows]
-    query = query[:num_rows].reshape(num_rows * num_kv, -1, size)  # the query heads of one KV head side by side
+class Packed(NamedTuple):
+    """The heads of all packed tokens."""
+
+    query: torch.Tensor  # [T, H, D]
+    key: torch.Tensor  # [T, K, D]
+    value: torch.Tensor  # [T, K, D]
+
+
+def _decode(packed: Packed, slots: LayerSlots, batch: SlotBatch, scaling: float, out: torch.Tensor) -> None:
+    num_rows, (num_kv, size) = batch.num_decode, packed.key.shape[1:]
+    query, key, value = (x[:num_rows] for x in packed)
+    slots.keys[batch.rows, :, batch.positions] = key
+    slots.values[batch.rows, :, batch.positions] = value
+    query = (query * scaling).reshape(num_rows * num_kv, -1, size)  # the query heads of one KV head together
     folded = out[:num_rows].view(query.shape)
-    flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # [S * K, D, C], [S * K, C, D]
+    keys, values = slots.keys.flatten(0, 1), slots.values.flatten(0, 1)  # [S * K, C, D]
     for group in batch.groups:
         part = slice(group.start * num_kv, group.end * num_kv)
-        scores = torch.bmm(query[part], flat_keys[part, : group.length].transpose(1, 2))
+        scores = torch.bmm(query[part], keys[part, : group.length].transpose(1, 2))
         if group.mask is not None:
             scores.view(group.end - group.start, num_kv, -1, group.length).add_(group.mask)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
-        torch.bmm(weights, flat_values[part, : group.length], out=folded[part])
+        torch.bmm(weights, values[part, : group.length], out=folded[part])
 
 
-def _prefill(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    prompts: PromptGroup,
-    scaling: float,
-    out: torch.Tensor,
-) -> None:
+def _prefill(packed: Packed, slots: LayerSlots, prompts: PromptGroup, scaling: float, out: torch.Tensor) -> None:
     tokens = slice(prompts.start, prompts.start + prompts.count * prompts.length)
-    q, k, v = (_per_prompt(x[tokens], prompts.count) for x in (query, key, value))  # [count, heads, length, D]
-    attended = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    query, key, value = (_per_prompt(x[tokens], prompts.count) for x in packed)
+    grouped = query.shape[1] != key.shape[1]
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
     _per_prompt(out[tokens], prompts.count).copy_(attended)
-    slots = slice(prompts.first_row, prompts.first_row + len(prompts.rows))
-    keys[slots, :, : prompts.length] = k.index_select(0, prompts.rows)
-    values[slots, :, : prompts.length] = v.index_select(0, prompts.rows)
+    rows = slice(prompts.first_row, prompts.first_row + len(prompts.rows))
+    slots.keys[rows, :, : prompts.length] = key.index_select(0, prompts.rows)
+    slots.values[rows, :, : prompts.length] = value.index_select(0, prompts.rows)
 
 
 def _per_prompt(packed: torch.Tensor, count: int) -> torch.Tensor:

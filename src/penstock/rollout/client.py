@@ -63,7 +63,8 @@ class HttpSession:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                # Shorter than uvicorn's 5 s, so that no request is sent into a connection the server is closing.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
                 timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
             )

@@ -11,7 +11,6 @@ After an update the KV of running sequences is kept: their later tokens attend t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -20,17 +19,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from penstock.rollout.admission import Admission, WaitingLine
 from penstock.rollout.attention import ATTENTION_NAME
-from penstock.rollout.packing import Admission, pack
+from penstock.rollout.packing import pack
 from penstock.rollout.request import GenerateRequest
-from penstock.rollout.rows import Rows, Running, Sequence
+from penstock.rollout.rows import Rows, Running
 from penstock.rollout.sampling import sample, uniforms
 from penstock.rollout.served import check_model, check_tensors, eos_ids, make_cache
 from penstock.rollout.slots import regroup
 from penstock.types import NO_VERSION, Segment
-
-PREFILL_TOKENS = 4096
-"""Prompt tokens that one step may add to its forward; bounds memory and the delay of running sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +53,9 @@ class SlotEngine:
         self.policy_version = policy_version
         self.num_generated_tokens = 0
         self._cache = make_cache(model, num_slots, max_context)
-        self._eos_ids = eos_ids(model)
+        self._vocab_size = model.get_input_embeddings().num_embeddings
         self._rows = Rows(num_slots)
-        self._waiting: deque[Running] = deque()
+        self._waiting = WaitingLine(num_slots=num_slots, eos_ids=eos_ids(model))
         self._requests: dict[str, Running] = {}
 
     @property
@@ -69,7 +66,7 @@ class SlotEngine:
     @property
     def num_waiting(self) -> int:
         """Samples without a slot yet."""
-        return sum(running.num_waiting for running in self._waiting)
+        return self._waiting.num_samples
 
     @property
     def has_work(self) -> bool:
@@ -77,7 +74,7 @@ class SlotEngine:
 
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError if the request cannot be served. Reads constants only: safe from any thread."""
-        request.check(vocab_size=self.model.config.vocab_size, max_context=self.max_context)
+        request.check(vocab_size=self._vocab_size, max_context=self.max_context)
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request; its segments come out of a later `step` or `abort`."""
@@ -86,13 +83,16 @@ class SlotEngine:
             raise ValueError(f"request {request.rid} is already being served")
         running = Running(request)
         self._requests[request.rid] = running
-        self._waiting.append(running)
+        self._waiting.add(running)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Admit what fits, generate one token for every active sequence, return the requests this completed."""
         num_decode = len(self._rows)
-        admissions = self._admit()
+        admissions = self._waiting.admit(self.num_slots - num_decode)
+        for admission in admissions:
+            for sequence in admission.sequences:
+                self._rows.append(sequence)
         if not self._rows:
             return []
         tokens, logprobs = self._forward(num_decode, admissions)
@@ -108,12 +108,8 @@ class SlotEngine:
         if running is None:
             return None
         mine = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running is running}
-        ended = [self._rows.sequences[row] for row in mine]
-        unstarted = range(running.num_started, len(running.request.seeds))
-        for sequence in [*ended, *(Sequence(running, index, self._eos_ids) for index in unstarted)]:
+        for sequence in [*(self._rows.sequences[row] for row in mine), *self._waiting.leave(running)]:
             sequence.finish("abort", self.policy_version)
-        if running in self._waiting:
-            self._waiting.remove(running)
         self._close_holes(mine)
         return self._take(running)
 
@@ -137,34 +133,6 @@ class SlotEngine:
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
         self.policy_version = policy_version
-
-    def _admit(self) -> list[Admission]:
-        """Give free slots to waiting requests, first come first served.
-
-        A request waits until all its samples fit, so that its prompt is computed once; one with more samples
-        than there are slots is admitted in parts.
-        """
-        admissions: list[Admission] = []
-        budget = PREFILL_TOKENS
-        free = self.num_slots - len(self._rows)
-        while self._waiting:
-            running = self._waiting[0]
-            prompt_ids, num_samples = running.request.prompt_ids, min(running.num_waiting, self.num_slots)
-            if num_samples > free or (admissions and len(prompt_ids) > budget):
-                break
-            free -= num_samples
-            budget -= len(prompt_ids)
-            first = running.num_started
-            running.num_started += num_samples
-            sequences = [Sequence(running, index, self._eos_ids) for index in range(first, running.num_started)]
-            admissions.append(Admission(prompt_ids=prompt_ids, sequences=sequences))
-            if not running.num_waiting:
-                self._waiting.popleft()
-        admissions.sort(key=lambda admission: len(admission.prompt_ids))
-        for admission in admissions:
-            for sequence in admission.sequences:
-                self._rows.append(sequence)
-        return admissions
 
     def _forward(self, num_decode: int, admissions: list[Admission]) -> tuple[list[int], list[float]]:
         rows = self._rows
@@ -219,7 +187,6 @@ class SlotEngine:
     def _take(self, running: Running) -> Finished:
         """Let go of a request that is done."""
         del self._requests[running.request.rid]
-        if running.num_waiting and running in self._waiting:
-            self._waiting.remove(running)
+        self._waiting.leave(running)
         segments = [] if running.error else [segment for _, segment in sorted(running.segments.items())]
         return Finished(request=running.request, segments=segments, error=running.error)

@@ -9,20 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.rollout.admission import Admission
 from penstock.rollout.attention import MASKED, DecodeGroup, PromptGroup, SlotBatch
-from penstock.rollout.rows import Rows, Sequence
+from penstock.rollout.rows import Rows
 from penstock.rollout.slots import GROUP_ROWS, SlotCache
 
 MERGE_PADDING = 1024
 """Padded positions (rows x length) that cost as much as one more attention call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """A prompt to compute and the samples that continue it."""
-
-    prompt_ids: list[int]
-    sequences: list[Sequence]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise ValueError(f"temperature must be between 0 and 100, not {self.temperature}")
+        if self.temperature != 0 and not 1e-3 <= self.temperature <= 100.0:
+            raise ValueError(f"temperature must be 0 (greedy) or between 0.001 and 100, not {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
         if not 0 <= self.top_k < 2**31:

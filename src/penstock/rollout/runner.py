@@ -22,6 +22,9 @@ from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest
 from penstock.types import BusySpan, Segment
 
+STOP_TIMEOUT_S = 30.0
+"""For a step to end; a thread stuck in the device longer than that is left behind."""
+
 T = TypeVar("T")
 Command = Callable[[], None]
 
@@ -84,7 +87,7 @@ class EngineRunner:
     async def stop(self) -> None:
         """End the thread after its current step; pending calls fail with EngineDead."""
         self._commands.put(self._request_stop)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
         self._end(RuntimeError("the engine has been stopped"))
 
     async def generate(self, request: GenerateRequest) -> list[Segment]:

@@ -12,7 +12,7 @@ from penstock.rollout.slots import SlotCache
 
 def check_model(model: PreTrainedModel, max_context: int) -> None:
     """Raise ValueError for a model whose attention the engine would compute wrongly."""
-    config = model.config
+    config = model.config.get_text_config()
     name = type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
@@ -26,7 +26,7 @@ def check_model(model: PreTrainedModel, max_context: int) -> None:
 
 def make_cache(model: PreTrainedModel, num_slots: int, max_context: int) -> SlotCache:
     """KV slots in the model's shape, dtype and place."""
-    config = model.config
+    config = model.config.get_text_config()
     num_heads = config.num_attention_heads
     return SlotCache(
         num_layers=config.num_hidden_layers,

@@ -8,6 +8,7 @@ padding to the longest of all would dominate the step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,13 @@ import torch
 
 GROUP_ROWS = 32
 """Rows that share one attention call: small enough to keep padding low, large enough to keep calls few."""
+
+
+class LayerSlots(NamedTuple):
+    """One layer of the cache."""
+
+    keys: torch.Tensor  # [S, K, C, D]
+    values: torch.Tensor  # [S, K, C, D]
 
 
 class SlotCache:
@@ -36,9 +44,8 @@ class SlotCache:
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer."""
-        return self._keys[index], self._values[index]
+    def layer(self, index: int) -> LayerSlots:
+        return LayerSlots(self._keys[index], self._values[index])
 
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of slots `source` to slots `target`; the two may overlap."""

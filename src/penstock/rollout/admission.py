@@ -1,0 +1,71 @@
+"""Requests waiting for slots: first come first served, a prompt computed as rarely as possible."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from penstock.rollout.rows import Running, Sequence
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens that one step may add to its forward; bounds memory and the delay of running sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A prompt to compute and the samples that continue it."""
+
+    prompt_ids: list[int]
+    sequences: list[Sequence]
+
+
+class WaitingLine:
+    """The requests with samples that have no slot yet.
+
+    The first in line waits until a whole part of its samples fits, because each part computes the prompt again. A
+    part is at most an eighth of the slots, so that this never leaves more than that idle.
+    """
+
+    def __init__(self, *, num_slots: int, eos_ids: frozenset[int]) -> None:
+        self._largest_part = max(num_slots // 8, 1)
+        self._eos_ids = eos_ids
+        self._line: deque[Running] = deque()
+
+    @property
+    def num_samples(self) -> int:
+        """Samples without a slot."""
+        return sum(running.num_waiting for running in self._line)
+
+    def add(self, running: Running) -> None:
+        """To the end of the line."""
+        self._line.append(running)
+
+    def leave(self, running: Running) -> list[Sequence]:
+        """Take a request out; returns its samples that never started."""
+        if not running.num_waiting:
+            return []
+        self._line.remove(running)
+        return self._start(running, running.num_waiting)
+
+    def admit(self, free: int) -> list[Admission]:
+        """What goes into `free` slots now, ordered by prompt length."""
+        admissions: list[Admission] = []
+        budget = PREFILL_TOKENS
+        while self._line:
+            running = self._line[0]
+            prompt_ids = running.request.prompt_ids
+            no_part_fits = min(running.num_waiting, self._largest_part) > free
+            if no_part_fits or (admissions and len(prompt_ids) > budget):
+                break
+            sequences = self._start(running, min(running.num_waiting, free))
+            admissions.append(Admission(prompt_ids=prompt_ids, sequences=sequences))
+            free -= len(sequences)
+            budget -= len(prompt_ids)
+            if not running.num_waiting:
+                self._line.popleft()
+        return sorted(admissions, key=lambda admission: len(admission.prompt_ids))
+
+    def _start(self, running: Running, num_samples: int) -> list[Sequence]:
+        first = running.num_started
+        running.num_started += num_samples
+        return [Sequence(running, index, self._eos_ids) for index in range(first, running.num_started)]

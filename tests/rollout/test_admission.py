@@ -1,0 +1,63 @@
+"""Who gets the free slots."""
+
+from __future__ import annotations
+
+from tiny_policy import make_request
+
+from penstock.rollout.admission import PREFILL_TOKENS, WaitingLine
+from penstock.rollout.rows import Running
+
+
+def line_of(*requests: tuple[int, int], num_slots: int = 16) -> WaitingLine:
+    """A line of requests given as (prompt tokens, samples)."""
+    line = WaitingLine(num_slots=num_slots, eos_ids=frozenset())
+    for index, (num_tokens, num_samples) in enumerate(requests):
+        line.add(Running(make_request(str(index), [5] * num_tokens, seeds=tuple(range(num_samples)))))
+    return line
+
+
+def admitted(line: WaitingLine, free: int) -> list[tuple[int, list[int]]]:
+    """(prompt tokens, sample indices) of what goes in."""
+    return [
+        (len(admission.prompt_ids), [sequence.index for sequence in admission.sequences])
+        for admission in line.admit(free)
+    ]
+
+
+def test_first_come_first_served_ordered_by_length() -> None:
+    line = line_of((9, 1), (3, 2), (5, 1))
+    assert admitted(line, 3) == [(3, [0, 1]), (9, [0])]
+    assert line.num_samples == 1
+    assert admitted(line, 3) == [(5, [0])]
+    assert admitted(line, 3) == []
+
+
+def test_a_group_waits_for_a_whole_part_and_nobody_overtakes_it() -> None:
+    line = line_of((3, 2), (4, 1))
+    assert admitted(line, 1) == []
+    assert admitted(line, 2) == [(3, [0, 1])]
+
+
+def test_a_request_larger_than_what_is_free_is_admitted_in_parts() -> None:
+    line = line_of((3, 20))
+    assert admitted(line, 16) == [(3, list(range(16)))]
+    assert admitted(line, 1) == []
+    assert admitted(line, 2) == [(3, [16, 17])]
+    assert admitted(line, 9) == [(3, [18, 19])]
+
+
+def test_prompts_of_a_step_are_bounded_but_one_always_fits() -> None:
+    line = line_of((PREFILL_TOKENS + 1, 1), (3, 1), (PREFILL_TOKENS, 1))
+    assert [length for length, _ in admitted(line, 9)] == [PREFILL_TOKENS + 1]
+    assert [length for length, _ in admitted(line, 9)] == [3]
+    assert [length for length, _ in admitted(line, 9)] == [PREFILL_TOKENS]
+
+
+def test_leaving_gives_back_what_never_started() -> None:
+    line = WaitingLine(num_slots=4, eos_ids=frozenset())
+    running = Running(make_request("a", [5], seeds=(1, 2, 3)))
+    line.add(running)
+    line.admit(1)
+    assert [sequence.index for sequence in line.leave(running)] == [1, 2]
+    assert line.leave(running) == []
+    assert line.num_samples == 0
