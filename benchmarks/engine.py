@@ -28,7 +28,7 @@ from penstock.rollout.request import GenerateRequest, SamplingParams
 PROMPT_TOKENS = 24
 MAX_CONTEXT = 512
 UNIFORM_REQUESTS, UNIFORM_TOKENS = 256, 64
-LONGTAIL_SLOTS = 128
+LONGTAIL_REQUESTS, LONGTAIL_SLOTS = 1024, 128
 LONGTAIL_MEDIAN, LONGTAIL_SIGMA = 24, 0.9  # P99/P50 = exp(2.33 * 0.9) = 8
 
 Prompts = list[list[int]]
@@ -135,7 +135,7 @@ def uniform(quick: bool) -> dict[str, float]:
         "generate": lambda: run_generate(static, prompts, lengths, UNIFORM_REQUESTS),
         "continuous_batching": lambda: run_continuous_batching(continuous, prompts, UNIFORM_TOKENS, batch_size),
     }
-    speeds = compare(contestants, sum(lengths), 1 if quick else 5)
+    speeds = compare(contestants, sum(lengths), 2 if quick else 7)
     return {
         "uniform_vs_generate": ratio(speeds, "generate"),
         "uniform_vs_continuous_batching": ratio(speeds, "continuous_batching"),
@@ -148,11 +148,10 @@ def uniform(quick: bool) -> dict[str, float]:
 
 def longtail(quick: bool) -> dict[str, float]:
     """Log-normal lengths: static batches wait for their longest, slots are refilled."""
-    num_requests = 1024 if quick else 2048
     engine = SlotEngine(make_policy(), num_slots=LONGTAIL_SLOTS, max_context=MAX_CONTEXT, policy_version=0)
     static = make_policy()
-    prompts = make_prompts(num_requests, static.config.vocab_size)
-    drawn = np.random.default_rng(1).lognormal(np.log(LONGTAIL_MEDIAN), LONGTAIL_SIGMA, num_requests)
+    prompts = make_prompts(LONGTAIL_REQUESTS, static.config.vocab_size)
+    drawn = np.random.default_rng(1).lognormal(np.log(LONGTAIL_MEDIAN), LONGTAIL_SIGMA, LONGTAIL_REQUESTS)
     lengths = np.clip(np.ceil(drawn), 1, MAX_CONTEXT - PROMPT_TOKENS).astype(int).tolist()
     contestants = {
         "slots": lambda: run_slots(engine, prompts, lengths),

@@ -57,7 +57,12 @@ def test_dry_run_prints_the_configuration_without_its_secrets(config: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("override", "word"), [("model.path=/no/such/model", "/no/such/model"), ("env.name=singel_turn", "single_turn")]
+    ("override", "word"),
+    [
+        ("model.path=/no/such/model", "/no/such/model"),
+        ("model.path=/", "no config.json"),
+        ("env.name=singel_turn", "single_turn"),
+    ],
 )
 def test_what_cannot_run_here_is_refused_before_anything_is_created(
     config: Path, tmp_path: Path, override: str, word: str
@@ -78,12 +83,14 @@ def test_a_busy_port_is_named(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_failure_before_the_first_process_is_recorded(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    result = penstock("train", config, f"model.path={tmp_path / 'empty'}", "run_id=mine")
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    (run_dir / "pool").write_text("a file where a folder belongs")
+    result = penstock("train", config, "run_id=mine")
     assert result.exit_code == 1
-    assert "no config.json" in result.stderr
+    assert "pool" in result.stderr
     assert "failed" in penstock("status", "mine", "--runs-dir", tmp_path / "runs").stdout
-    again = penstock("train", config, f"model.path={tmp_path / 'empty'}", "run_id=mine")
+    again = penstock("train", config, "run_id=mine")
     assert again.exit_code == 1 and "exists already" in again.stderr
 
 

@@ -94,6 +94,7 @@ class RolloutClient:
                 sampling_seed=list(seeds),
             ),
             return_logprob=True,
+            return_text=False,
         )
         if len(grants) == 1:
             replies = [await self._session.call("POST", self.url, "/generate", body, wire.GenerateReply)]
@@ -109,9 +110,8 @@ class RolloutClient:
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Let the server map and verify `handle`."""
-        self._check_echo(
-            handle, await self._session.call("POST", self.url, "/weights/begin", handle, wire.WeightsReply)
-        )
+        reply = await self._session.call("POST", self.url, "/weights/begin", handle, wire.WeightsReply)
+        self._check_echo(handle, reply)
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Let the server serve what `begin_weights` staged."""

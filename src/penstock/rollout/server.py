@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 from fastapi import FastAPI
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope, Send
 from starlette.types import Receive as ReceiveMessage
@@ -47,6 +47,19 @@ class Refused(Exception):
         super().__init__(message)
 
 
+EXPECTED: tuple[type[Exception], ...] = (
+    msgspec.DecodeError,
+    ValueError,
+    Refused,
+    Conflict,
+    EngineDead,
+    GenerationFailed,
+    Stalled,
+    ClientDisconnect,
+)
+"""What `_answer_error` answers; anything else is a defect, logged with its traceback."""
+
+
 def create_app(
     runner: EngineRunner,
     *,
@@ -60,7 +73,7 @@ def create_app(
     server = RolloutServer(runner, identity, WeightsUpdate(runner, receive), tokenizer)
     for path, methods, endpoint in server.routes():
         app.router.add_route(path, endpoint, methods)
-    for kind in (msgspec.DecodeError, ValueError, Refused, Conflict, EngineDead, GenerationFailed, Stalled):
+    for kind in EXPECTED:
         app.add_exception_handler(kind, _answer_error)
     if api_key is not None:
         app.add_middleware(BearerAuth, api_key=api_key)
@@ -101,7 +114,7 @@ class RolloutServer:
             generation,
             segments,
             with_logprobs=body.return_logprob,
-            tokenizer=self._tokenizer,
+            tokenizer=self._tokenizer if body.return_text else None,
             latency_s=time.perf_counter() - started,
         )
         return _answer(replies if len(replies) > 1 else replies[0])

@@ -66,8 +66,9 @@ class WeightsUpdate:
                 staged = "nothing" if self._staged is None else f"policy_version {self._staged[0].policy_version}"
                 raise Conflict(f"commit of policy_version {policy_version}, but {staged} is staged")
             handle, tensors = self._staged
-            async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a weights update", holder="the engine"):
-                await self._runner.load_weights(tensors, policy_version)
+            if self._runner.policy_version != policy_version:  # else an earlier commit ran out of time, but took effect
+                async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a weights update", holder="the engine"):
+                    await self._runner.load_weights(tensors, policy_version)
             self._served, self._staged = handle, None
             return handle
 

@@ -63,13 +63,14 @@ NEUTRAL: dict[str, Any] = {
 
 
 class GenerateBody(Struct, kw_only=True, omit_defaults=True):
-    """The request of `/generate`: exactly one of `input_ids` and `text`."""
+    """The request of `/generate`: exactly one of `input_ids` and `text`. `return_text` is our extension."""
 
     input_ids: list[int] | None = None
     text: str | None = None
     sampling_params: SamplingBody = msgspec.field(default_factory=SamplingBody)
     rid: str | None = None
     return_logprob: bool = False
+    return_text: bool = True
     stream: bool = False
 
 
