@@ -135,15 +135,17 @@ def test_help_needs_nothing_heavy() -> None:
 
 @pytest.mark.integration
 def test_a_detached_run_outlives_the_command_that_started_it(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    words = ["train", str(config), f"model.path={tmp_path / 'empty'}", "run_id=mine", "--detach"]
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    (run_dir / "pool").write_text("a file where a folder belongs")
+    words = ["train", str(config), "run_id=mine", "--detach"]
     result = subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", *words], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    assert f"run mine started in {tmp_path / 'runs' / 'mine'}" in result.stdout
-    log = tmp_path / "runs" / "mine" / "logs" / "supervisor.log"
+    assert f"run mine started in {run_dir}" in result.stdout
+    log = run_dir / "logs" / "supervisor.log"
     give_up = time.monotonic() + 20
-    while "no config.json" not in log.read_text():
+    while "pool" not in log.read_text():
         assert time.monotonic() < give_up, log.read_text()
         time.sleep(0.02)

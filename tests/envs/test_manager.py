@@ -122,7 +122,7 @@ def test_an_environment_that_hangs_is_cut_at_its_deadline(chat: ChatTokenizer) -
 
     trajectories = play(chat, ["ok", "ok"], make=Hangs, job=work(deadline_s=0.05))  # type: ignore[arg-type]
     assert [t.status for t in trajectories] == ["failed", "failed"]
-    assert "episode train/1/0/0 waited" in str(trajectories[0].error)
+    assert "group 1 of t waited 0.05 s for the end of its episodes" in str(trajectories[0].error)
 
 
 def test_a_long_answer_asks_for_segments_within_one_budget(chat: ChatTokenizer) -> None:

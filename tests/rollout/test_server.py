@@ -75,6 +75,26 @@ async def test_several_samples_come_as_a_list(http: Http) -> None:
     )
 
 
+class Letters:
+    """A tokenizer: one token per character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) - ord("@") for character in text]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(ord("@") + token) for token in token_ids)
+
+
+async def test_text_goes_in_and_out_through_the_tokenizer(runner: EngineRunner) -> None:
+    async with serve(runner, tokenizer=Letters()) as url, aiohttp.ClientSession(url) as session:
+        http = Http(session)
+        _, of_text = await http.post("/generate", {"text": "ABC", "sampling_params": greedy()})
+        body = {"input_ids": [1, 2, 3], "sampling_params": greedy(), "return_text": False}
+        _, of_ids = await http.post("/generate", body)
+    assert of_text["output_ids"] == of_ids["output_ids"]
+    assert (of_text["text"], of_ids["text"]) == (Letters().decode(of_ids["output_ids"]), "")
+
+
 async def test_stop_tokens_are_reported_as_matched(http: Http) -> None:
     _, free = await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()})
     stop = free["output_ids"][0]

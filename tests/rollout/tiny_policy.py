@@ -11,6 +11,7 @@ import torch
 import uvicorn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from penstock.rollout.convert import Tokenizer
 from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
@@ -96,9 +97,17 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @asynccontextmanager
-async def serve(runner: EngineRunner, *, api_key: str | None = None) -> AsyncIterator[str]:
+async def serve(
+    runner: EngineRunner, *, api_key: str | None = None, tokenizer: Tokenizer | None = None
+) -> AsyncIterator[str]:
     """The URL of a server around `runner`."""
-    app = create_app(runner, identity=Identity(run_id="run", nonce="abc"), receive=receive_seed, api_key=api_key)
+    app = create_app(
+        runner,
+        identity=Identity(run_id="run", nonce="abc"),
+        receive=receive_seed,
+        tokenizer=tokenizer,
+        api_key=api_key,
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -11,12 +11,13 @@ import asyncio
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.config import Config
-from penstock.deadline import deadline
+from penstock.deadline import Stalled, deadline
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, PolicyClient, Work
 from penstock.types import (
@@ -53,11 +54,25 @@ class _Episode:
     context: list[int] = field(default_factory=list)
     """Every token so far: observations and actions."""
     turns: list[Turn] = field(default_factory=list)
+    observation: str = ""
     observation_ids: list[int] = field(default_factory=list)
     reward: float = 0.0
     text: str = ""
     status: TrajectoryStatus = "completed"
     error: str | None = None
+    ended: bool = False
+    """Nothing more will happen: played to its end, or failed."""
+
+    def fail(self, error: Exception) -> None:
+        self.status, self.error, self.ended = "failed", f"{type(error).__name__}: {error}", True
+
+    @contextmanager
+    def contained(self) -> Iterator[None]:
+        """The boundary between a bad environment and the run: an exception becomes the trajectory's `error`."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
 
     def trajectory(self) -> Trajectory:
         return Trajectory(
@@ -70,6 +85,24 @@ class _Episode:
             started_at=self.started_at,
             finished_at=time.time(),
         )
+
+
+@contextmanager
+def _contained_together(episodes: Sequence[_Episode]) -> Iterator[None]:
+    """A lost server or a refused prompt fails these episodes, not the worker."""
+    try:
+        yield
+    except Exception as error:
+        for episode in episodes:
+            episode.fail(error)
+
+
+def _by_observation(episodes: Sequence[_Episode]) -> dict[str, list[_Episode]]:
+    alike: dict[str, list[_Episode]] = {}
+    for episode in episodes:
+        if not episode.ended:
+            alike.setdefault(episode.observation, []).append(episode)
+    return alike
 
 
 class EpisodeFailure(RuntimeError):
@@ -98,58 +131,64 @@ class EnvManager:
             )
             for lease, grant in zip(work.leases, work.grants, strict=True)
         ]
-        await asyncio.gather(*(self._guarded(episode, self._reset(episode)) for episode in episodes))
-        await asyncio.gather(*(self._play_alike(members) for members in self._same_prompt(episodes)))
-        return [(episode.trajectory(), episode.text) for episode in episodes]
-
-    async def _guarded(self, episode: _Episode, part: Awaitable[None]) -> None:
-        """Run a part of an episode; whatever goes wrong ends up on its trajectory."""
-        lease = episode.lease
-        remaining = lease.deadline_s - (time.time() - episode.started_at)
         try:
             async with deadline(
-                remaining, waiter=f"episode {lease.episode}", resource="its end", holder="environment or rollout server"
+                work.leases[0].deadline_s,
+                waiter=f"group {work.leases[0].episode.group} of {work.task.task_id}",
+                resource="the end of its episodes",
+                holder="their environments or a rollout server",
             ):
-                await part
-        except Exception as error:  # the boundary between a bad environment and the run
-            episode.status = "failed"
-            episode.error = f"{type(error).__name__}: {error}"
+                await self._reset_all(episodes)
+                async with asyncio.TaskGroup() as tasks:
+                    for observation, members in _by_observation(episodes).items():
+                        tasks.create_task(self._play_alike(observation, members))
+        except Stalled as stalled:
+            for episode in episodes:
+                if not episode.ended:
+                    episode.fail(stalled)
+        return [(episode.trajectory(), episode.text) for episode in episodes]
 
-    async def _reset(self, episode: _Episode) -> None:
-        observation, _ = await self._call(episode.env.reset, episode.lease.env_seed)
-        self._check_observation(observation)
-        episode.observation_ids = self._chat.prompt([{"role": "user", "content": observation}])
-        episode.context = list(episode.observation_ids)
-        if len(episode.context) + episode.sampling.max_new_tokens > self._max_context:
-            raise EpisodeFailure(
-                f"prompt_too_long: {len(episode.context)} prompt tokens + {episode.sampling.max_new_tokens} new ones "
-                f"exceed model.max_context {self._max_context}"
-            )
+    async def _reset_all(self, episodes: Sequence[_Episode]) -> None:
+        """Synchronous environments one after the other, asynchronous ones together."""
+        async with asyncio.TaskGroup() as tasks:
+            for episode in episodes:
+                with episode.contained():
+                    result: Any = episode.env.reset(episode.lease.env_seed)
+                    if inspect.isawaitable(result):
+                        tasks.create_task(self._observe_first(episode, result))
+                    else:
+                        episode.observation = self._check_observation(result[0])
 
-    @staticmethod
-    def _same_prompt(episodes: Sequence[_Episode]) -> list[list[_Episode]]:
-        alike: dict[tuple[int, ...], list[_Episode]] = {}
-        for episode in episodes:
-            if episode.status == "completed":
-                alike.setdefault(tuple(episode.context), []).append(episode)
-        return list(alike.values())
+    async def _observe_first(self, episode: _Episode, result: Awaitable[Any]) -> None:
+        with episode.contained():
+            episode.observation = self._check_observation((await result)[0])
 
-    async def _play_alike(self, episodes: list[_Episode]) -> None:
-        """First turns of members with one prompt go out as one request; then each goes its own way."""
-        first = episodes[0]
-        try:
+    async def _play_alike(self, observation: str, episodes: list[_Episode]) -> None:
+        """Members that see the same share their first request; then each goes its own way."""
+        sampling = episodes[0].sampling
+        with _contained_together(episodes):
+            prompt_ids = self._chat.prompt([{"role": "user", "content": observation}])
+            if len(prompt_ids) + sampling.max_new_tokens > self._max_context:
+                raise EpisodeFailure(
+                    f"prompt_too_long: {len(prompt_ids)} prompt tokens + {sampling.max_new_tokens} new ones "
+                    f"exceed model.max_context {self._max_context}"
+                )
             segments = await self._policy.generate(
-                first.context,
+                prompt_ids,
                 [episode.grant for episode in episodes],
-                first.sampling,
+                sampling,
                 [episode.lease.sampling_seed for episode in episodes],
             )
-        except Exception as error:  # a lost server fails these episodes, not the worker
-            for episode in episodes:
-                episode.status, episode.error = "failed", f"{type(error).__name__}: {error}"
-            return
-        plays = (self._guarded(e, self._play(e, segment)) for e, segment in zip(episodes, segments, strict=True))
-        await asyncio.gather(*plays)
+            async with asyncio.TaskGroup() as tasks:
+                for episode, segment in zip(episodes, segments, strict=True):
+                    episode.observation_ids = prompt_ids
+                    episode.context = list(prompt_ids)
+                    tasks.create_task(self._play_contained(episode, segment))
+
+    async def _play_contained(self, episode: _Episode, segment: Segment) -> None:
+        with episode.contained():
+            await self._play(episode, segment)
+            episode.ended = True
 
     async def _play(self, episode: _Episode, segment: Segment) -> None:
         while True:
@@ -206,9 +245,10 @@ class EnvManager:
         return await result if inspect.isawaitable(result) else result
 
     @staticmethod
-    def _check_observation(observation: object) -> None:
+    def _check_observation(observation: object) -> str:
         if not isinstance(observation, str):
             raise EpisodeFailure(f"the environment's observation is a {type(observation).__name__}, not a string")
+        return observation
 
     @classmethod
     def _check_step(cls, observation: object, reward: object) -> None:

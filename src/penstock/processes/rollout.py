@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import uvicorn
@@ -46,8 +47,7 @@ async def serve(child: Child) -> None:
         api_key=config.rollout.api_key,
     )
     settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(settings)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    server = HttpServer(settings)
     url = f"http://{config.rollout.host}:{listener.getsockname()[1]}"
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -61,6 +61,14 @@ async def serve(child: Child) -> None:
             await serving
     finally:
         await runner.stop()
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to the process: SIGTERM means what `child.stop_event()` says."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def telemetry(runner: EngineRunner) -> Telemetry:

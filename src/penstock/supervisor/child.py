@@ -84,9 +84,9 @@ class Child:
         try:
             result = main()
             if isinstance(result, Coroutine):
-                import asyncio
+                import uvloop
 
-                asyncio.run(result)
+                uvloop.run(result)
         except Exception as error:
             if _is_config_error(error):
                 self.fail(str(error), CONFIG_ERROR)
