@@ -1,0 +1,141 @@
+"""The real thing: `penstock train` with all its processes, short."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.integration
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SHORT = ["data.eval_tasks=64", "model.warm_start.steps=40", "trainer.groups_per_step=16", "observe.progress=false"]
+
+
+def command(example: str, runs: Path, *overrides: str) -> list[str]:
+    config = str(EXAMPLES / example / "run.yaml")
+    return [sys.executable, "-m", "penstock.cli.main", "train", config, f"runs_dir={runs}", *overrides]
+
+
+def train(example: str, runs: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(example, runs, *overrides), capture_output=True, text=True, timeout=240)
+
+
+def only_run(runs: Path) -> Path:
+    (run_dir,) = [path for path in runs.iterdir() if path.is_dir()]
+    return run_dir
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Processes and shared-memory files that carry the run's id."""
+    run_id = run_dir.name
+    found = [str(path) for path in Path("/dev/shm").glob(f"*{run_id}*")]
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("PENSTOCK_RUN_ID") == run_id or str(run_dir) in process.cmdline():
+                found.append(f"{process.pid} {process.cmdline()}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run that has taken a few steps."""
+    overrides = [*SHORT, "trainer.steps=100000", "data.eval_tasks=8"]
+    process = subprocess.Popen(
+        command("quickstart", tmp_path, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    give_up = time.monotonic() + 120
+    while not any(len(lines(path)) >= 3 for path in tmp_path.glob("*/metrics.jsonl")):
+        assert process.poll() is None and time.monotonic() < give_up, process.communicate(timeout=10)[0]
+        time.sleep(0.1)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_the_reward_rises_and_everything_is_written_down(tmp_path: Path) -> None:
+    result = train("quickstart", tmp_path, *SHORT, "trainer.steps=60")
+    assert result.returncode == 0, result.stdout + result.stderr
+    run_dir = only_run(tmp_path)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["steps"] == summary["policy_version"] == 60
+    assert summary["reward_last"] > summary["reward_first"] + 0.05
+    assert summary["eval_after"] > summary["eval_before"] + 0.05
+    assert summary["kl_engine_trainer"] < 1e-4
+    assert summary["staleness_max"] <= 2
+    ledger = summary["ledger"]
+    assert ledger.pop("admitted") == sum(ledger.values())
+    assert ledger["trained"] == 60 * 16 * 8
+    for name in ("config.yaml", "state.json", "timeline.jsonl", "plots/reward.png", "plots/timeline.png"):
+        assert (run_dir / name).stat().st_size > 0, name
+    assert (run_dir / "checkpoints" / "step_60" / "model.safetensors").exists()
+    assert leftovers(run_dir) == []
+
+
+def test_the_multi_turn_game_runs_through_the_same_loop(tmp_path: Path) -> None:
+    result = train("guess_number", tmp_path, "trainer.steps=3", "data.eval_tasks=8", "observe.progress=false")
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = json.loads((only_run(tmp_path) / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["steps"] == 3
+
+
+def test_an_unknown_key_starts_nothing(tmp_path: Path) -> None:
+    result = train("quickstart", tmp_path, "trainer.lerning_rate=1")
+    assert result.returncode == 2
+    assert "trainer.lerning_rate" in result.stderr and "trainer.learning_rate" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_environment_option_is_one_message(tmp_path: Path) -> None:
+    result = train("quickstart", tmp_path, *SHORT, "env.options.promt=x")
+    assert result.returncode in (1, 2)
+    assert "promt" in result.stderr and "Traceback" not in result.stderr
+    for run_dir in tmp_path.iterdir():
+        assert leftovers(run_dir) == []
+
+
+def test_control_c_stops_with_a_checkpoint(tmp_path: Path, running: subprocess.Popen[str]) -> None:
+    run_dir = only_run(tmp_path)
+    started = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=20)
+    assert time.monotonic() - started < 10 + 5, "ten seconds to stop, a few to draw"
+    assert running.returncode == 130, output
+    assert json.loads((run_dir / "state.json").read_text())["status"] == "stopped"
+    checkpoints = [event for event in lines(run_dir / "events.jsonl") if event["event"] == "checkpoint"]
+    assert checkpoints and (run_dir / checkpoints[-1]["path"] / "model.safetensors").exists()
+    assert leftovers(run_dir) == []
+
+
+def test_a_killed_supervisor_leaves_nothing(tmp_path: Path, running: subprocess.Popen[str]) -> None:
+    run_dir = only_run(tmp_path)
+    os.kill(running.pid, signal.SIGKILL)
+    give_up = time.monotonic() + 5
+    while (left := leftovers(run_dir)) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert left == []
+
+
+def test_a_killed_trainer_fails_the_run_and_is_named(tmp_path: Path, running: subprocess.Popen[str]) -> None:
+    run_dir = only_run(tmp_path)
+    state = json.loads((run_dir / "state.json").read_text())
+    os.kill(state["processes"]["trainer-0"]["pid"], signal.SIGKILL)
+    output, _ = running.communicate(timeout=20)
+    assert running.returncode == 1
+    assert "trainer-0" in output and "SIGKILL" in output
+    assert leftovers(run_dir) == []
