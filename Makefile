@@ -13,11 +13,11 @@ demo: $(SETUP)  ## set up .venv, then train the quickstart
 	$(BIN)/penstock train examples/quickstart/run.yaml
 
 test: check  ## set up .venv, then format, lint, types and all tests that CI runs
-	$(BIN)/python -m pytest -m "not integration"
+	$(BIN)/python -m pytest -n auto -m "not integration"
 	$(BIN)/python -m pytest -m integration
 
 test-fast: $(SETUP)  ## only the tests that need no process, socket or training run
-	$(BIN)/python -m pytest -m "not integration"
+	$(BIN)/python -m pytest -n auto -m "not integration"
 
 check: $(SETUP)
 	$(BIN)/ruff format --check src tests benchmarks
