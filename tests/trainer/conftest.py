@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_samples import make_sample
 from transformers import PreTrainedModel
 
 from penstock.config.schema import TinyModelConfig
@@ -27,30 +28,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_model(model_dir: Path) -> Callable[[], PreTrainedModel]:
     return lambda: load_policy(model_dir, dtype="float32", device="cpu", weights=False, seed=0)
-
-
-def make_sample(
-    group: int,
-    *,
-    prompt: list[int],
-    response: list[int],
-    reward: float,
-    episode: int = 0,
-    logprob: float = -4.6,
-    versions: list[int] | None = None,
-) -> Sample:
-    """A single-turn sample; one behaviour log-probability for all its tokens."""
-    mask = np.asarray([0] * len(prompt) + [1] * len(response), dtype=np.uint8)
-    return Sample(
-        group=group,
-        episode=episode,
-        reward=reward,
-        truncated=False,
-        token_ids=np.asarray(prompt + response, dtype=np.int32),
-        loss_mask=mask,
-        logprobs=np.where(mask, logprob, 0.0).astype(np.float32),
-        versions=np.asarray([-1] * len(prompt) + (versions or [0] * len(response)), dtype=np.int32),
-    )
 
 
 @pytest.fixture

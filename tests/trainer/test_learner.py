@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import make_sample
+from made_samples import make_sample
 from transformers import PreTrainedModel
 
 from penstock.config.schema import TrainerConfig

@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from conftest import make_sample
+from made_samples import make_sample
 
 from penstock.trainer.prepare import prepare
 from penstock.types import Sample

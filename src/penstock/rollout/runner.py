@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import torch
 
+from penstock.model.compute import compute_seconds
 from penstock.rollout.busy import BusyMeter
 from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest
@@ -51,8 +52,7 @@ class EngineRunner:
     def __init__(self, engine: SlotEngine, *, process: str) -> None:
         self.engine = engine
         self.error: BaseException | None = None
-        single_threaded = engine.model.device.type == "cpu" and torch.get_num_threads() == 1
-        self._meter = BusyMeter(process, time.thread_time if single_threaded else time.perf_counter)
+        self._meter = BusyMeter(process, partial(compute_seconds, engine.model.device))
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._requests: dict[str, Pending] = {}
         self._updates: set[asyncio.Future[None]] = set()

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
+
+from penstock.model.compute import compute_seconds
 
 
 class BusyClock:
-    """Use as a context manager around model compute; `seconds` is the duration of the last one.
-
-    With one torch thread on the CPU all compute happens in the calling thread, whose CPU time excludes the waiting for
-    a core that others hold. Elsewhere it is wall time, after the device has finished.
-    """
+    """Use as a context manager around model compute; `seconds` is the duration of the last one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.seconds = 0.0
 
     def __enter__(self) -> BusyClock:
-        # Asked here, not at construction: the number of torch threads belongs to the calling thread.
-        self._alone = self._device.type == "cpu" and torch.get_num_threads() == 1
-        self._start = self._now()
+        self._start = compute_seconds(self._device)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.seconds = self._now() - self._start
-
-    def _now(self) -> float:
-        if self._alone:
-            return time.thread_time()
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
+        self.seconds = compute_seconds(self._device) - self._start
