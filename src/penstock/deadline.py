@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 class Stalled(TimeoutError):
     """Somebody waited longer than allowed: `waiter` for `resource`, held by `holder`."""
 
+    self_explanatory = True
+
     def __init__(self, *, waiter: str, resource: str, holder: str, seconds: float) -> None:
         self.waiter, self.resource, self.holder, self.seconds = waiter, resource, holder, seconds
         super().__init__(f"{waiter} waited {seconds:g} s for {resource}, held by {holder}")

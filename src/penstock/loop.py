@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from penstock.config import Config
+from penstock.config import Config, ConfigError
 from penstock.data.sources import TaskStream
 from penstock.observe.recorder import Recorder
 from penstock.ports import RolloutServers, Trainer, Work, Workers
@@ -95,8 +95,8 @@ async def train_all(system: System) -> None:
 async def admit(system: System) -> NoReturn:
     while (task := system.tasks.next()) is not None:
         await system.scheduler.admit(task)
-    raise RuntimeError(
-        f"the task source is used up after {system.tasks.position - 1} tasks, at step {system.num_steps} of "
+    raise ConfigError(
+        f"data: the task source is used up after {system.tasks.position - 1} tasks, at step {system.num_steps} of "
         f"{system.config.trainer.steps}: give it more tasks or lower trainer.steps"
     )
 

@@ -33,6 +33,8 @@ CONTROLLER = "controller"
 class RequestRefused(RuntimeError):
     """The other side understood the request and said no."""
 
+    self_explanatory = True
+
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """One message in flight. Ids are unique per sender, also across restarts; a reply carries its request's id."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from penstock.config import ConfigError
 from penstock.types import Task
 
 
@@ -22,7 +23,13 @@ class SingleTurn:
         self._score = _scorer(self._entry["metadata"]["source_dataset"])
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        return self._prompt.format_map(self._entry), {}
+        try:
+            return self._prompt.format_map(self._entry), {}
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(
+                f"env.options.prompt {self._prompt!r} does not fit the tasks, which have "
+                f"{', '.join(self._entry)}: {type(error).__name__} {error}"
+            ) from None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         score = float(self._score(action, self._entry))

@@ -25,6 +25,8 @@ COMPANIONS = (
 class ModelError(RuntimeError):
     """A model directory that cannot be used; the message names the directory and what is wrong with it."""
 
+    self_explanatory = True
+
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
     """The JSON object in `directory/name`."""

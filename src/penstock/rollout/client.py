@@ -23,6 +23,8 @@ T = TypeVar("T")
 class RolloutError(RuntimeError):
     """A call to a rollout server failed. `status` is None if there was no answer."""
 
+    self_explanatory = True
+
     def __init__(self, url: str, message: str, status: int | None = None) -> None:
         self.url, self.status = url, status
         super().__init__(f"rollout server {url}: {message}")

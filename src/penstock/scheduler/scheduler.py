@@ -38,6 +38,8 @@ from penstock.types import (
 class TooManyFailures(RuntimeError):
     """Group after group failed in its environment; the message quotes the last error."""
 
+    self_explanatory = True
+
 
 @dataclass(slots=True, kw_only=True)
 class _Group:

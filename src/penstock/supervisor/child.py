@@ -88,8 +88,9 @@ class Child:
 
                 uvloop.run(result)
         except Exception as error:
-            if _is_config_error(error):
-                self.fail(str(error), CONFIG_ERROR)
+            cause = leaf(error)
+            if getattr(cause, "self_explanatory", False):
+                self.fail(" ".join(str(cause).split()), CONFIG_ERROR if _is_config_error(cause) else FAILED)
             self._uncaught(type(error), error, error.__traceback__)
             sys.exit(FAILED)
         sys.exit(0)
@@ -114,10 +115,16 @@ class Child:
         temporary.replace(directory / f"{self.name}.json")
 
 
-def describe(error: BaseException) -> str:
-    """One line for an exception; of a group, its first leaf."""
+def leaf(error: BaseException) -> BaseException:
+    """The exception itself; of a group, its first leaf."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def describe(error: BaseException) -> str:
+    """One line for an exception."""
+    error = leaf(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
