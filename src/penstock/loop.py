@@ -13,7 +13,7 @@
   swap      a published policy version                      the trainer having stepped
 
 The trainer is the finite clock: when its last step is served, the other loops end. Slots are freed only after the swap,
-so no group is born stale by construction of the budget.
+so the staleness budget holds by construction.
 """
 
 from __future__ import annotations
@@ -22,26 +22,14 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from penstock.config import Config, ConfigError
 from penstock.data.sources import TaskStream
 from penstock.observe.recorder import Recorder
-from penstock.ports import RolloutServers, Trainer, Work, Workers
-from penstock.scheduler.scheduler import Scheduler
-from penstock.types import EpisodeSummary, PayloadRef, Task, WeightsHandle
-
-
-class Pool(Protocol):
-    """The experience pool's index, as the loop uses it."""
-
-    def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None: ...
-
-    def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None: ...
+from penstock.ports import Pool, RolloutServers, Trainer, Work, Workers
+from penstock.scheduler.scheduler import Assignment, Scheduler
+from penstock.types import EpisodeState, EpisodeSummary, LearnerState, PayloadRef, Task, WeightsHandle
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +48,8 @@ class System:
     recorder: Recorder
     num_steps: int = 0
     """Optimizer steps taken so far."""
+    stepping: asyncio.Task[tuple[LearnerState, int]] | None = None
+    """The latest optimizer step."""
 
 
 async def run(system: System) -> None:
@@ -102,12 +92,16 @@ async def admit(system: System) -> NoReturn:
 
 
 async def dispatch(system: System) -> NoReturn:
-    while True:
-        assignment = await system.scheduler.next_assignment()
-        if isinstance(assignment.item, Work):
-            await system.workers.start(assignment.worker, assignment.item)
-        else:
-            await system.workers.grant(assignment.worker, assignment.item)
+    async with asyncio.TaskGroup() as sends:  # a worker slow to acknowledge holds up nobody else
+        while True:
+            sends.create_task(send(system, await system.scheduler.next_assignment()))
+
+
+async def send(system: System, assignment: Assignment) -> None:
+    if isinstance(assignment.item, Work):
+        await system.workers.start(assignment.worker, assignment.item)
+    else:
+        await system.workers.grant(assignment.worker, assignment.item)
 
 
 def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
@@ -117,25 +111,36 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
         return
     if ref is not None:
         system.pool.add(group, task, ref, episodes)
-    if system.scheduler.finish(group, ref, episodes):
+    state = system.scheduler.finish(group, ref, episodes)
+    if state is not None:
         system.recorder.played(task.tag, episodes)
+    if state is EpisodeState.FILTERED:
+        system.pool.mark([group], state)
 
 
 async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> None:
     settings = system.config.trainer
     while system.num_steps < settings.steps:
         batch = await system.scheduler.next_batch()
+        system.pool.mark(batch.discarded, EpisodeState.DISCARDED_STALE)
         system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
         if not batch.step:
             continue
-        learner = await system.trainer.step()
-        groups = system.scheduler.stepped(learner.policy_version)
-        system.pool.mark(groups, "trained", trained_in=learner.policy_version)
-        system.num_steps += 1
-        await swaps.put((await system.trainer.publish(), len(groups)))
+        system.stepping = asyncio.create_task(step(system))
+        learner, num_groups = await asyncio.shield(system.stepping)
+        await swaps.put((await system.trainer.publish(), num_groups))
         system.recorder.stepped(system.num_steps, learner, system.scheduler.ledger.counts())
         if system.num_steps % settings.checkpoint_every == 0 and system.num_steps < settings.steps:
             await checkpoint(system)
+
+
+async def step(system: System) -> tuple[LearnerState, int]:
+    """The optimizer step and its books. Never cancelled halfway: a stop waits for `system.stepping`."""
+    learner = await system.trainer.step()
+    groups = system.scheduler.stepped(learner.policy_version)
+    system.pool.mark(groups, EpisodeState.TRAINED, trained_in=learner.policy_version)
+    system.num_steps += 1
+    return learner, len(groups)
 
 
 async def swap(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> NoReturn:
@@ -159,7 +164,7 @@ async def evaluate(system: System, when: str) -> None:
 
 
 async def checkpoint(system: System) -> None:
-    """Weights, optimizer and the scheduler's side, so that nothing trained is trained again."""
+    """Weights, optimizer and the scheduler's side; the pool's index knows which groups they were trained on."""
     directory = system.run_dir / "checkpoints" / f"step_{system.num_steps}"
     system.pool.sync()
     await system.trainer.checkpoint(
@@ -176,7 +181,9 @@ async def checkpoint(system: System) -> None:
 
 def cancel_rest(system: System) -> None:
     """Give up what is still in flight."""
-    system.workers.cancel(system.scheduler.cancel_all())
+    groups = system.scheduler.cancel_all()
+    system.workers.cancel(groups)
+    system.pool.mark(groups, EpisodeState.CANCELLED)
 
 
 async def never_returns(name: str, loop: Awaitable[None]) -> NoReturn:

@@ -1,6 +1,6 @@
 """The boundaries: small Protocols that the loop, the scheduler and the supervisor talk to.
 
-Each has a real implementation and a fake shipped with the package, and both pass one contract suite.
+Fakes ship with the package (`rollout/scripted.py`, `simulator/parts.py`), so that every part can be tested alone.
 Every method that waits may raise `penstock.deadline.Stalled`.
 """
 
@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 from penstock.types import (
     EpisodeLease,
+    EpisodeSummary,
     GroupRef,
     LearnerState,
+    PayloadRef,
     Sampling,
     Segment,
     SegmentGrant,
@@ -113,6 +115,24 @@ class Trainer(Protocol):
         ...
 
 
+class Pool(Protocol):
+    """The experience pool's index: what became of every group."""
+
+    def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
+        """A played group, `ready` until marked otherwise."""
+        ...
+
+    def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
+        """Change the state of those of `groups` that were added."""
+        ...
+
+    def sync(self) -> None:
+        """Make everything so far durable."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """How to start one process of a run."""
@@ -168,5 +188,5 @@ class Demonstrations(Protocol):
     """Worked examples for the warm start: token ids and the positions to imitate."""
 
     def __iter__(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yields (token_ids, loss_mask), endlessly."""
+        """Yields (token_ids, loss_mask), as long as there are tasks."""
         ...

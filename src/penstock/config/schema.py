@@ -109,6 +109,8 @@ class SchedulerConfig(Section):
     """Tokens per grant; None lets a turn finish in one grant."""
     filter_equal_rewards: bool = True
     """Drop groups whose rewards are all equal: their advantages are zero."""
+    max_filtered_in_a_row: int = Field(1000, ge=1)
+    """This many filtered groups without a trainable one in between end the run: there is nothing to learn."""
     trigger: TriggerConfig = TriggerConfig()
 
 

@@ -100,7 +100,7 @@ class Grant(Message, frozen=True, kw_only=True, tag="GRANT"):
 
 
 class DataGenerated(Message, frozen=True, kw_only=True, tag="DATA_GENERATED"):
-    """A group is played. Its tokens lie in the pool at `ref` (None if every member failed)."""
+    """A group is played. Its tokens lie in the pool at `ref` (None if a member failed, or if it was an evaluation)."""
 
     worker: str
     group: int
@@ -135,7 +135,7 @@ class Step(Message, frozen=True, kw_only=True, tag="STEP"):
 
 
 class LearnerStateUpdate(Message, frozen=True, kw_only=True, tag="LEARNER_STATE_UPDATE"):
-    """The reply to `Step`, and the broadcast that tells everyone how the learner does."""
+    """The reply to `Step`: how the learner does."""
 
     state: LearnerState
 

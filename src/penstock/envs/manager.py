@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import numbers
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from penstock.config import Config
+from penstock.config import Config, ConfigError
 from penstock.deadline import Stalled, deadline
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, PolicyClient, Work
@@ -48,9 +49,10 @@ class _Episode:
     lease: EpisodeLease
     grant: SegmentGrant
     task_id: str
-    env: Environment
     sampling: Sampling
     started_at: float
+    env: Any = None
+    """The environment, once it is made."""
     context: list[int] = field(default_factory=list)
     """Every token so far: observations and actions."""
     turns: list[Turn] = field(default_factory=list)
@@ -71,6 +73,8 @@ class _Episode:
         """The boundary between a bad environment and the run: an exception becomes the trajectory's `error`."""
         try:
             yield
+        except ConfigError:
+            raise  # no episode could do better: the run is told
         except Exception as error:
             self.fail(error)
 
@@ -125,7 +129,6 @@ class EnvManager:
                 lease=lease,
                 grant=grant,
                 task_id=work.task.task_id,
-                env=self._make(work.task),
                 sampling=work.sampling,
                 started_at=time.time(),
             )
@@ -138,7 +141,7 @@ class EnvManager:
                 resource="the end of its episodes",
                 holder="their environments or a rollout server",
             ):
-                await self._reset_all(episodes)
+                await self._reset_all(work.task, episodes)
                 async with asyncio.TaskGroup() as tasks:
                     for observation, members in _by_observation(episodes).items():
                         tasks.create_task(self._play_alike(observation, members))
@@ -148,12 +151,13 @@ class EnvManager:
                     episode.fail(stalled)
         return [(episode.trajectory(), episode.text) for episode in episodes]
 
-    async def _reset_all(self, episodes: Sequence[_Episode]) -> None:
+    async def _reset_all(self, task: Task, episodes: Sequence[_Episode]) -> None:
         """Synchronous environments one after the other, asynchronous ones together."""
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 with episode.contained():
-                    result: Any = episode.env.reset(episode.lease.env_seed)
+                    episode.env = self._make(task)
+                    result = self._call(episode.env, "reset", episode.lease.env_seed)
                     if inspect.isawaitable(result):
                         tasks.create_task(self._observe_first(episode, result))
                     else:
@@ -195,7 +199,9 @@ class EnvManager:
             ended = await self._complete_turn(episode, segment)
             action = episode.turns[-1]
             episode.text = self._chat.decode([t for s in action.segments for t in s.token_ids], skip_special=True)
-            observation, reward, terminated, truncated, _ = await self._call(episode.env.step, episode.text)
+            observation, reward, terminated, truncated, _ = await self._awaited(
+                self._call(episode.env, "step", episode.text)
+            )
             self._check_step(observation, reward)
             episode.reward += 0.0 if self._env.penalize_truncation and not ended else float(reward)
             if truncated or not ended:
@@ -235,13 +241,18 @@ class EnvManager:
 
     async def _generate(self, episode: _Episode, grant: SegmentGrant, budget: int) -> Segment:
         grant = SegmentGrant(episode=grant.episode, max_tokens=min(grant.max_tokens, budget))
-        seed = episode.lease.sampling_seed + len(episode.context)
-        (segment,) = await self._policy.generate(episode.context, [grant], episode.sampling, [seed])
+        seeds = [episode.lease.sampling_seed]  # the engine mixes in the position: a cut answer goes on as if uncut
+        (segment,) = await self._policy.generate(episode.context, [grant], episode.sampling, seeds)
         return segment
 
     @staticmethod
-    async def _call(method: Callable[..., Any], *args: Any) -> Any:
-        result = method(*args)
+    def _call(env: Environment, method: str, *args: Any) -> Any:
+        """What the method returns, or an awaitable of it. Environments that declare `blocking = True` get a thread."""
+        bound = getattr(env, method)
+        return asyncio.to_thread(bound, *args) if getattr(env, "blocking", False) else bound(*args)
+
+    @staticmethod
+    async def _awaited(result: Any) -> Any:
         return await result if inspect.isawaitable(result) else result
 
     @staticmethod
@@ -253,5 +264,5 @@ class EnvManager:
     @classmethod
     def _check_step(cls, observation: object, reward: object) -> None:
         cls._check_observation(observation)
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
+        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
             raise EpisodeFailure(f"the environment's reward is {reward!r}, not a finite number")

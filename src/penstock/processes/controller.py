@@ -19,13 +19,13 @@ from penstock.control.messages import (
 )
 from penstock.control.remote import RemoteTrainer, RemoteWorkers
 from penstock.data.sources import TaskStream, open_source
-from penstock.deadline import deadline
+from penstock.deadline import Stalled
 from penstock.observe.recorder import Recorder
 from penstock.rollout.client import Servers
 from penstock.scheduler.scheduler import Scheduler
 from penstock.store.pool import ExperiencePool
 from penstock.supervisor.child import Child
-from penstock.types import EVAL_TAG, TRAIN_TAG
+from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG
 
 
 class Controller:
@@ -72,9 +72,14 @@ class Controller:
     def server_urls(self) -> list[str]:
         return [self._urls[name] for name in sorted(self._urls)]
 
-    @property
-    def missing(self) -> str:
-        return ", ".join(sorted(self._expected)) or "nobody"
+    async def all_joined(self, timeout_s: float) -> None:
+        """Until all servers and the trainer have; names who has not."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.servers_and_trainer.wait()
+        except TimeoutError:
+            missing = ", ".join(sorted(self._expected))
+            raise Stalled(waiter="controller", resource="all to join", holder=missing, seconds=timeout_s) from None
 
     def attach(self, system: loop.System) -> None:
         """The system is complete: from now on workers get work."""
@@ -121,13 +126,7 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
     held_out_source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
     tasks = (held_out_source.task(index) for index in range(config.data.eval_tasks))
     held_out = [task for task in tasks if task is not None]
-    async with deadline(
-        config.supervisor.ready_timeout_s,
-        waiter="controller",
-        resource="rollout servers and trainer to join",
-        holder="rollout servers and trainer",
-    ):
-        await controller.servers_and_trainer.wait()
+    await controller.all_joined(config.supervisor.ready_timeout_s)
     timeout_s = config.rollout.request_timeout_s
     servers = Servers(controller.server_urls, api_key=config.rollout.api_key, timeout_s=timeout_s)
     system = loop.System(
@@ -151,7 +150,9 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
 
 async def conclude(system: loop.System) -> None:
     """A stop was asked for: give up what is in flight, keep what was learned."""
+    if system.stepping:
+        await asyncio.wait([system.stepping])
     loop.cancel_rest(system)
-    if system.num_steps:
+    if system.scheduler.policy_version != NO_VERSION:
         await loop.checkpoint(system)
     system.recorder.event("stopped", step=system.num_steps, ledger=system.scheduler.ledger.counts())

@@ -21,13 +21,14 @@ from penstock.types import EpisodeId, SegmentGrant
 
 
 class Worker:
-    """Turns bus messages into played groups. A lost controller ends the process; a bad environment never does."""
+    """Turns bus messages into played groups. A bad environment never ends the process; a defect in here does."""
 
-    def __init__(self, config: Config, name: str, pool: Path) -> None:
+    def __init__(self, config: Config, name: str, pool: Path, tasks: asyncio.TaskGroup) -> None:
         self._config, self._name = config, name
         self._writer = PayloadWriter(pool, name)
         self._grants: dict[EpisodeId, asyncio.Future[SegmentGrant]] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
+        self._tasks = tasks
         self.manager: EnvManager | None = None
         self.peer: Peer | None = None
         self.num_played = 0
@@ -36,9 +37,10 @@ class Worker:
         match message:
             case NewTask(work=work):
                 group = work.leases[0].episode.group
-                self._playing[group] = asyncio.create_task(self._play(group, work), name=f"group-{group}")
+                self._playing[group] = self._tasks.create_task(self._play(group, work), name=f"group-{group}")
             case Grant(grant=grant):
-                if waiting := self._grants.pop(grant.episode, None):
+                waiting = self._grants.get(grant.episode)
+                if waiting is not None and not waiting.done():
                     waiting.set_result(grant)
             case Cancel(groups=groups):
                 for group in groups:
@@ -48,11 +50,13 @@ class Worker:
 
     async def request(self, episode: EpisodeId, *, unfinished: bool) -> SegmentGrant:
         """`Grants` of the EnvManager."""
-
-        grant = self._grants.setdefault(episode, asyncio.get_running_loop().create_future())
-        message = GrantRequest(worker=self._name, episode=episode, unfinished=unfinished)
-        await self.ask(message)
-        return await grant
+        grant: asyncio.Future[SegmentGrant] = asyncio.get_running_loop().create_future()
+        self._grants[episode] = grant
+        try:
+            await self.ask(GrantRequest(worker=self._name, episode=episode, unfinished=unfinished))
+            return await grant
+        finally:
+            del self._grants[episode]
 
     async def _play(self, group: int, work: Work) -> None:
         assert self.manager is not None
@@ -62,10 +66,18 @@ class Worker:
             whole = all(trajectory.status != "failed" for trajectory, _ in played)
             ref = self._writer.append(samples) if whole and not work.keep_text else None
             summaries = [trajectory.summary(text=text if work.keep_text else None) for trajectory, text in played]
-            self.num_played += len(played)
-            await self.ask(DataGenerated(worker=self._name, group=group, ref=ref, episodes=summaries))
         finally:
-            del self._playing[group]
+            del self._playing[group]  # before the controller hears of it: a next attempt may follow at once
+        self.num_played += len(played)
+        await self.ask(DataGenerated(worker=self._name, group=group, ref=ref, episodes=summaries))
+
+    def telemetry(self) -> Telemetry:
+        return Telemetry(progress=self.num_played, counters={"episodes": self.num_played})
+
+    def cancel_all(self) -> None:
+        """Give up what is being played."""
+        for task in self._playing.values():
+            task.cancel()
 
     async def ask(self, message: AnyMessage) -> None:
         """Tell the controller, and wait until it has acted."""
@@ -76,20 +88,21 @@ class Worker:
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
-    worker = Worker(config, child.name, child.run_dir / "pool")
     make = environment_maker(config.env)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
-
-    def telemetry() -> Telemetry:
-        return Telemetry(progress=worker.num_played, counters={"episodes": worker.num_played})
-
-    async with membership(child, config, role="env", handler=worker.handle, telemetry=telemetry) as (peer, welcome):
-        worker.peer = peer
-        servers = Servers(
-            welcome.server_urls, api_key=config.rollout.api_key, timeout_s=config.rollout.request_timeout_s
-        )
-        worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat)
-        await worker.ask(TaskRequest(worker=child.name, capacity=config.max_running))
-        child.report_ready()
-        await stop.wait()
-        await servers.close()
+    async with asyncio.TaskGroup() as tasks:
+        worker = Worker(config, child.name, child.run_dir / "pool", tasks)
+        async with membership(child, config, role="env", handler=worker.handle, telemetry=worker.telemetry) as (
+            peer,
+            welcome,
+        ):
+            worker.peer = peer
+            servers = Servers(
+                welcome.server_urls, api_key=config.rollout.api_key, timeout_s=config.rollout.request_timeout_s
+            )
+            worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat)
+            await worker.ask(TaskRequest(worker=child.name, capacity=config.max_running))
+            child.report_ready()
+            await stop.wait()
+            worker.cancel_all()
+            await servers.close()

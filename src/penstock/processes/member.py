@@ -36,7 +36,7 @@ async def membership(
     telemetry: Callable[[], Telemetry],
     url: str = "",
 ) -> AsyncIterator[tuple[Peer, Welcome]]:
-    """On the bus for the length of the body; a failing handler or a lost controller ends it."""
+    """On the bus for the length of the body; a failing handler ends it."""
     peer = Peer(str(child.runtime_dir), child.name, handler)
     hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url)
     try:

@@ -22,6 +22,7 @@ from penstock.scheduler.staleness import AdmissionPolicy, StalenessPolicy
 from penstock.scheduler.trigger import CountOrTimeoutTrigger, TriggerState
 from penstock.types import (
     EVAL_TAG,
+    NO_VERSION,
     EpisodeId,
     EpisodeLease,
     EpisodeState,
@@ -33,6 +34,12 @@ from penstock.types import (
     Task,
     stable_seed,
 )
+
+
+class NothingToLearn(RuntimeError):
+    """Group after group was filtered; the message says what to change."""
+
+    self_explanatory = True
 
 
 class TooManyFailures(RuntimeError):
@@ -71,6 +78,8 @@ class TrainBatch:
     groups: tuple[GroupRef, ...]
     step: bool
     reason: str
+    discarded: tuple[int, ...] = ()
+    """Groups found too old meanwhile."""
 
 
 Record = Callable[[str, str, Mapping[str, Any]], None]
@@ -88,13 +97,10 @@ class Scheduler:
         settings, group_size = config.scheduler, config.env.group_size
         self.ledger = Ledger()
         self.evaluations = Ledger()
-        self.policy_version = 0
-        """Version the servers serve."""
+        self.policy_version = NO_VERSION
+        """Version the servers serve; NO_VERSION before the first weights."""
         self.trained_version = 0
         """Version the learner is training."""
-        self._admission = AdmissionPolicy(
-            max_staleness=settings.max_staleness, groups_per_step=config.trainer.groups_per_step
-        )
         self._staleness = StalenessPolicy(max_staleness=settings.max_staleness)
         self._trigger = CountOrTimeoutTrigger.from_samples(
             use=settings.trigger.use,
@@ -103,6 +109,8 @@ class Scheduler:
             group_size=group_size,
             groups_per_step=config.trainer.groups_per_step,
         )
+        smallest_step = self._trigger.min_groups if settings.trigger.use == "step" else config.trainer.groups_per_step
+        self._admission = AdmissionPolicy(max_staleness=settings.max_staleness, groups_per_step=smallest_step)
         self._filter: GroupFilter = DropEqualRewards() if settings.filter_equal_rewards else KeepAll()
         self._dispatch = dispatch_policy(settings.dispatch)
         self._groups: dict[int, _Group] = {}
@@ -117,10 +125,12 @@ class Scheduler:
         self._training: list[int] = []
         self._num_unpublished = 0
         """Groups trained into weights that no server serves yet."""
-        self._failed_in_a_row = 0
+        self._failed_in_a_row = self._filtered_in_a_row = 0
         self._results: dict[int, asyncio.Future[EpisodeSummary]] = {}
+        self._hopeless: Exception | None = None
+        """Why the run cannot go on; raised by whoever waits next."""
         self._changed = asyncio.Event()
-        self._stall_s = config.env.episode_timeout_s * config.env.max_attempts + 60.0
+        self._stall_s = config.env.episode_timeout_s * config.env.max_attempts + 600.0
 
     # --- admission -------------------------------------------------------------------------------------------------
 
@@ -174,17 +184,17 @@ class Scheduler:
             await self._change("dispatch", "a task and free slots", "admission or the rollout servers")
 
     def _next_grant(self) -> Assignment | None:
-        if not self._waiting_grants or self._running >= self._config.max_running:
-            return None
-        episode, unfinished = self._waiting_grants.popleft()
-        group = self._groups.get(episode.group)
-        if group is None or group.worker is None or group.attempt != episode.attempt:
-            return self._next_grant()
-        if unfinished:
-            self._ledger(group).move(episode.group, [episode.episode], EpisodeState.LEASED)
-        self._start_generating(group, {episode.episode})
-        reason = "the next segment of a cut answer" if unfinished else "the next turn of an open episode"
-        return Assignment(worker=group.worker, item=self._grant(episode), reason=reason)
+        while self._waiting_grants and self._running < self._config.max_running:
+            episode, unfinished = self._waiting_grants.popleft()
+            group = self._groups.get(episode.group)
+            if group is None or group.worker is None or group.attempt != episode.attempt:
+                continue
+            if unfinished:
+                self._ledger(group).move(episode.group, [episode.episode], EpisodeState.LEASED)
+            self._start_generating(group, {episode.episode})
+            reason = "the next segment of a cut answer" if unfinished else "the next turn of an open episode"
+            return Assignment(worker=group.worker, item=self._grant(episode), reason=reason)
+        return None
 
     def _next_group_start(self) -> Assignment | None:
         worker = max(self._workers, key=lambda name: self._workers[name], default=None)
@@ -238,50 +248,56 @@ class Scheduler:
 
     # --- collection ------------------------------------------------------------------------------------------------
 
-    def finish(self, number: int, ref: PayloadRef | None, summaries: Sequence[EpisodeSummary]) -> bool:
-        """A worker played the group. False if nobody waits for it any more (cancelled, or an older attempt)."""
+    def finish(self, number: int, ref: PayloadRef | None, summaries: Sequence[EpisodeSummary]) -> EpisodeState | None:
+        """A worker played the group. Returns what its episodes are now; None if nobody waits for it any more
+        (cancelled, or an older attempt)."""
         group = self._groups.get(number)
         if group is None or not summaries or summaries[0].episode.attempt != group.attempt or group.worker is None:
-            return False
+            return None
         self._workers[group.worker] += group.size
         self._stop_generating(group, set(range(group.size)))
         group.worker = None
         errors = [summary.error for summary in summaries if summary.status == "failed"]
         if errors:
-            self._fail(number, group, errors[0] or "no reason given")
+            state = self._fail(number, group, errors[0] or "no reason given", summaries)
         elif number in self._results:
-            self._evaluated(number, summaries[0])
+            state = self._evaluated(number, summaries[0])
         else:
-            self._rewarded(number, group, ref, summaries)
+            state = self._rewarded(number, group, ref, summaries)
         self._notify()
-        return True
+        return state
 
-    def _fail(self, number: int, group: _Group, error: str) -> None:
+    def _fail(self, number: int, group: _Group, error: str, summaries: Sequence[EpisodeSummary]) -> EpisodeState:
         ledger = self._ledger(group)
         group.attempt += 1
         if group.attempt < self._config.env.max_attempts:
             self._record("retry", error, {"group": number, "attempt": group.attempt})
             ledger.move(number, ledger.members(number), EpisodeState.PENDING)
             self._dispatch.push(PendingGroup(group=number, task=group.task, size=group.size, admitted_at=self._now()))
-            return
+            return EpisodeState.PENDING
         self._record("retry", f"given up after {group.attempt} attempts: {error}", {"group": number})
         ledger.move(number, ledger.members(number), EpisodeState.FAILED)
         del self._groups[number]
         self._failed_in_a_row += 1
         if number in self._results:
-            self._results.pop(number).set_exception(TooManyFailures(f"evaluation of {group.task.task_id}: {error}"))
-        elif self._failed_in_a_row >= self.max_failed_groups:
-            raise TooManyFailures(f"{self._failed_in_a_row} groups in a row failed; the last error was: {error}")
+            self._results.pop(number).set_result(summaries[0])
+        if self._failed_in_a_row >= self.max_failed_groups:
+            self._hopeless = TooManyFailures(
+                f"{self._failed_in_a_row} groups in a row failed; the last error was: {error}"
+            )
+        return EpisodeState.FAILED
 
-    def _evaluated(self, number: int, summary: EpisodeSummary) -> None:
+    def _evaluated(self, number: int, summary: EpisodeSummary) -> EpisodeState:
+        self._failed_in_a_row = 0
         for state in (EpisodeState.READY, EpisodeState.TRAINING, EpisodeState.TRAINED):
             self.evaluations.move(number, [0], state)
         del self._groups[number]
         self._results.pop(number).set_result(summary)
+        return EpisodeState.TRAINED
 
     def _rewarded(
         self, number: int, group: _Group, ref: PayloadRef | None, summaries: Sequence[EpisodeSummary]
-    ) -> None:
+    ) -> EpisodeState:
         self._failed_in_a_row = 0
         self.ledger.move(number, range(group.size), EpisodeState.READY)
         verdict = self._filter.decide(summaries)
@@ -289,16 +305,29 @@ class Scheduler:
             self._record("filter", verdict.reason, {"group": number})
             self.ledger.move(number, range(group.size), EpisodeState.FILTERED)
             del self._groups[number]
-            return
+            self._count_filtered(verdict.reason)
+            return EpisodeState.FILTERED
+        self._filtered_in_a_row = 0
         group.ref, group.summaries = ref, summaries
         self._ready[number] = self._now()
+        return EpisodeState.READY
+
+    def _count_filtered(self, reason: str) -> None:
+        self._filtered_in_a_row += 1
+        if self._filtered_in_a_row >= self._config.scheduler.max_filtered_in_a_row:
+            self._hopeless = NothingToLearn(
+                f"{self._filtered_in_a_row} groups in a row were filtered, the last because {reason}: the task is too "
+                "hard or too easy for this policy. Warm-start it longer or shorter, change the task, or set "
+                "scheduler.filter_equal_rewards=false or a larger scheduler.max_filtered_in_a_row"
+            )
 
     # --- training --------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> TrainBatch:
         """Wait until the trigger fires; the groups returned are `training`."""
+        discarded: list[int] = []
         while True:
-            self._sweep()
+            discarded += self._sweep()
             state = TriggerState(
                 num_ready=len(self._ready),
                 num_accumulated=len(self._training),
@@ -310,7 +339,7 @@ class Scheduler:
             await self._change("the trainer", "ready groups", "the environment workers", until=decision.look_again_at)
         self._record("trigger", decision.reason, {"groups": decision.num_groups, "step": decision.step})
         groups = tuple(self._take(number) for number in list(self._ready)[: decision.num_groups])
-        return TrainBatch(groups=groups, step=decision.step, reason=decision.reason)
+        return TrainBatch(groups=groups, step=decision.step, reason=decision.reason, discarded=tuple(discarded))
 
     def _take(self, number: int) -> GroupRef:
         group = self._groups[number]
@@ -322,7 +351,9 @@ class Scheduler:
             raise RuntimeError(f"group {number} is ready without a payload")
         return GroupRef(group=number, task_id=group.task.task_id, ref=group.ref, episodes=members)
 
-    def _sweep(self) -> None:
+    def _sweep(self) -> list[int]:
+        """Discard what is too old to train; returns the groups of which nothing is left."""
+        gone = []
         for number in list(self._ready):
             group = self._groups[number]
             stale = [
@@ -335,6 +366,8 @@ class Scheduler:
                 self.ledger.move(number, stale, EpisodeState.DISCARDED_STALE)
             if number not in self.ledger:
                 del self._groups[number], self._ready[number]
+                gone.append(number)
+        return gone
 
     def stepped(self, version: int) -> tuple[int, ...]:
         """The learner made `version` from everything in training; returns those groups."""
@@ -357,16 +390,15 @@ class Scheduler:
     # --- evaluation and the end ------------------------------------------------------------------------------------
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[EpisodeSummary]:
-        """Play each task once, outside the training ledger; results in the order of `tasks`."""
+        """Play each task once, outside the training ledger; results in the order of `tasks`, failed ones too."""
         loop = asyncio.get_running_loop()
-        futures = []
+        futures: list[asyncio.Future[EpisodeSummary]] = []
         for task in tasks:
             number = self._add(task, 1, self.evaluations)
             futures.append(self._results.setdefault(number, loop.create_future()))
-        async with deadline(
-            self._stall_s, waiter="evaluation", resource=f"{len(tasks)} episodes", holder="the environment workers"
-        ):
-            return list(await asyncio.gather(*futures))
+        while left := sum(not future.done() for future in futures):
+            await self._change("evaluation", f"{left} of {len(tasks)} episodes", "the environment workers")
+        return [future.result() for future in futures]
 
     def cancel_all(self) -> tuple[int, ...]:
         """Give up everything that is still in flight; returns those groups."""
@@ -381,6 +413,7 @@ class Scheduler:
             self._stop_generating(group, set(range(group.size)))
         self._ready.clear()
         self._training.clear()
+        self._results.clear()
         self._notify()
         return groups
 
@@ -402,7 +435,9 @@ class Scheduler:
         self._changed = asyncio.Event()
 
     async def _change(self, waiter: str, resource: str, holder: str, *, until: float = float("inf")) -> None:
-        """Until anything changes, or until the time `until`."""
+        """Until anything changes, or until the time `until`. Raises what makes the run hopeless."""
+        if self._hopeless is not None:
+            raise self._hopeless
         changed = self._changed
         remaining = until - self._now()
         if remaining < self._stall_s:

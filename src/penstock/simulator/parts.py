@@ -45,6 +45,8 @@ class ModelledWorkers:
         self._play, self._collect, self._served_version = play, collect, served_version
         self._playing: dict[int, asyncio.Task[None]] = {}
         self.num_started = 0
+        self.versions: dict[int, int] = {}
+        """Policy version each group was played with."""
 
     async def start(self, worker: str, work: Work) -> None:
         group = work.leases[0].episode.group
@@ -52,7 +54,7 @@ class ModelledWorkers:
         self._playing[group] = asyncio.create_task(self._run(group, work))
 
     async def grant(self, worker: str, grant: SegmentGrant) -> None:
-        raise AssertionError("modelled workers finish in one grant")
+        """Nothing waits: modelled groups finish in one grant."""
 
     def cancel(self, groups: Sequence[int]) -> None:
         for group in groups:
@@ -60,7 +62,7 @@ class ModelledWorkers:
                 task.cancel()
 
     async def _run(self, group: int, work: Work) -> None:
-        version = self._served_version()
+        version = self.versions[group] = self._served_version()
         seconds, rewards = self._play(work)
         await asyncio.sleep(seconds)
         self._playing.pop(group, None)
@@ -68,7 +70,8 @@ class ModelledWorkers:
             played(lease.episode, reward=reward, policy_version=version, seconds=seconds)
             for lease, reward in zip(work.leases, rewards, strict=True)
         ]
-        self._collect(group, PayloadRef(file="none", offset=0, length=0, crc32=0), summaries)
+        ref = None if work.keep_text else PayloadRef(file="none", offset=0, length=0, crc32=0)
+        self._collect(group, ref, summaries)
 
 
 def played(
@@ -101,19 +104,26 @@ class ModelledTrainer:
         self._seconds_per_group = seconds_per_group
         self.version = 0
         self.trained: list[int] = []
-        self.batches: list[tuple[int, ...]] = []
+        self.history: list[tuple[int, tuple[int, ...]]] = []
+        """(version being trained, groups) per call of `accumulate`."""
         self.checkpoints: list[Path] = []
+        self.step_s = 0.0
+        """How long an optimizer step takes."""
+        self.stepping = asyncio.Event()
+        """Set once a step has begun."""
 
     async def warm_start(self) -> Mapping[str, float]:
         return {}
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
         await asyncio.sleep(self._seconds_per_group * len(groups))
-        self.batches.append(tuple(group.group for group in groups))
+        self.history.append((self.version, tuple(group.group for group in groups)))
         self.trained += [group.group for group in groups]
         return {"tokens": float(len(groups))}
 
     async def step(self) -> LearnerState:
+        self.stepping.set()
+        await asyncio.sleep(self.step_s)
         self.version += 1
         return LearnerState(policy_version=self.version, entropy=1.0)
 
