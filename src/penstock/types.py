@@ -110,8 +110,6 @@ class EpisodeLease:
     """Shared by all members of the group and by retries: they meet the same world."""
     sampling_seed: int
     """Differs between members and attempts."""
-    policy_version: int
-    """Version served when the lease was given."""
     deadline_s: float
     """Seconds after which the lease is void and the episode counts as failed."""
 

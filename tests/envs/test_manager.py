@@ -43,8 +43,7 @@ def work(size: int = 2, *, max_new_tokens: int = 8, grant: int = 8, deadline_s: 
     return Work(
         task=Task(task_id="t", tag="train", index=0),
         leases=tuple(
-            EpisodeLease(episode=e, env_seed=seed, sampling_seed=e.episode, policy_version=3, deadline_s=deadline_s)
-            for e in episodes
+            EpisodeLease(episode=e, env_seed=seed, sampling_seed=e.episode, deadline_s=deadline_s) for e in episodes
         ),
         grants=tuple(SegmentGrant(episode=e, max_tokens=grant) for e in episodes),
         sampling=Sampling(max_new_tokens=max_new_tokens),

@@ -28,6 +28,9 @@ class Worker:
         self._writer = PayloadWriter(pool, name)
         self._grants: dict[EpisodeId, asyncio.Future[SegmentGrant]] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
+        """Groups that can still be cancelled."""
+        self._unfinished: set[asyncio.Task[None]] = set()
+        """Groups being played or reported."""
         self._tasks = tasks
         self.manager: EnvManager | None = None
         self.peer: Peer | None = None
@@ -37,15 +40,18 @@ class Worker:
         match message:
             case NewTask(work=work):
                 group = work.leases[0].episode.group
-                self._playing[group] = self._tasks.create_task(self._play(group, work), name=f"group-{group}")
+                task = self._tasks.create_task(self._play(group, work), name=f"group-{group}")
+                self._playing[group] = task
+                self._unfinished.add(task)
+                task.add_done_callback(self._unfinished.discard)
             case Grant(grant=grant):
                 waiting = self._grants.get(grant.episode)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(grant)
             case Cancel(groups=groups):
                 for group in groups:
-                    if task := self._playing.get(group):
-                        task.cancel()
+                    if group in self._playing:
+                        self._playing[group].cancel()
         return None
 
     async def request(self, episode: EpisodeId, *, unfinished: bool) -> SegmentGrant:
@@ -74,10 +80,11 @@ class Worker:
     def telemetry(self) -> Telemetry:
         return Telemetry(progress=self.num_played, counters={"episodes": self.num_played})
 
-    def cancel_all(self) -> None:
-        """Give up what is being played."""
-        for task in self._playing.values():
+    def close(self) -> None:
+        """Give up what is being played or reported."""
+        for task in self._unfinished:
             task.cancel()
+        self._writer.close()
 
     async def ask(self, message: AnyMessage) -> None:
         """Tell the controller, and wait until it has acted."""
@@ -104,5 +111,5 @@ async def serve(child: Child) -> None:
             await worker.ask(TaskRequest(worker=child.name, capacity=config.max_running))
             child.report_ready()
             await stop.wait()
-            worker.cancel_all()
+            worker.close()
             await servers.close()

@@ -225,7 +225,6 @@ class Scheduler:
                     episode=episode,
                     env_seed=env_seed,
                     sampling_seed=stable_seed(seed, tag, task.index, episode.episode, episode.attempt),
-                    policy_version=self.policy_version,
                     deadline_s=env.episode_timeout_s,
                 )
                 for episode in episodes
