@@ -6,7 +6,8 @@ import socket
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.envs.registry import resolve
+from penstock.envs.registry import locate
+from penstock.model.files import has_weights
 
 
 class Refused(RuntimeError):
@@ -15,20 +16,30 @@ class Refused(RuntimeError):
 
 def check(config: Config) -> None:
     """Raises `Refused` or `ConfigError` with a remedy."""
-    if config.model.path != "tiny" and not (Path(config.model.path) / "config.json").is_file():
-        raise Refused(
-            f"model.path: {config.model.path} is no Hugging Face model directory (no config.json in it); "
-            "give one made by save_pretrained, or `tiny`"
-        )
-    resolve(config.env.name)
+    if config.model.path != "tiny":
+        check_model(Path(config.model.path))
+    locate(config.env.name)
     if config.rollout.port:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
 
 
+def check_model(directory: Path) -> None:
+    """Whether it can be loaded at all."""
+    missing = "no config.json" if not (directory / "config.json").is_file() else "no weights"
+    if missing == "no config.json" or not has_weights(directory):
+        raise Refused(
+            f"model.path: {directory} is no Hugging Face model directory ({missing} in it); "
+            "give one made by save_pretrained, or `tiny`"
+        )
+
+
 def check_port(host: str, port: int) -> None:
     """Whether a server could listen there; the server itself still has the last word."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise Refused(f"rollout.host: {host} cannot be resolved ({error.strerror}); use 127.0.0.1") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from penstock.config import ConfigError, EnvConfig
@@ -22,18 +25,35 @@ def available() -> dict[str, str]:
     return {name: description for name, (_, description) in _BUILT_IN.items()}
 
 
-def resolve(name: str) -> type[Environment]:
-    """The class behind a name or an import path. Raises `ConfigError`."""
+def locate(name: str) -> tuple[str, str]:
+    """(module, class) of a name or an import path, importing neither. Raises `ConfigError`.
+
+    The working directory counts as a place to import from, for the command as for the processes it starts.
+    """
     path = _BUILT_IN[name][0] if name in _BUILT_IN else name
     module_name, separator, class_name = path.partition(":")
     if not separator:
         near = difflib.get_close_matches(name, _BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_BUILT_IN)}, or package.module:Class"
         raise ConfigError(f"unknown environment {name!r} in env.name: {hint}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"env.name {name!r}: {error}") from None
+    if found is None:
+        raise ConfigError(f"env.name {name!r}: there is no module {module_name} here or among the installed packages")
+    return module_name, class_name
+
+
+def resolve(name: str) -> type[Environment]:
+    """The class behind a name or an import path. Raises `ConfigError`, whatever goes wrong in the user's module."""
+    module_name, class_name = locate(name)
     try:
         found: Any = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"env.name {name!r} cannot be imported: {error}") from None
+    except Exception as error:
+        raise ConfigError(f"env.name {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and hasattr(found, "reset") and hasattr(found, "step")):
         raise ConfigError(f"env.name {name!r} is not a class with reset(seed) and step(action)")
     return found

@@ -48,7 +48,8 @@ async def serve(child: Child) -> None:
     )
     settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     server = HttpServer(settings)
-    url = f"http://{config.rollout.host}:{listener.getsockname()[1]}"
+    host = f"[{config.rollout.host}]" if ":" in config.rollout.host else config.rollout.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
     try:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]))
@@ -88,6 +89,7 @@ def listen(child: Child, config: Config) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.rollout.host, port))
+        listener.listen()
     except OSError as error:
         child.fail(f"{child.name} cannot listen on {config.rollout.host}:{port}: {error.strerror}")
     return listener

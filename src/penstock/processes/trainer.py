@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,6 @@ from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import environment_maker
 from penstock.groups.local import LocalGroup
 from penstock.model.chat import ChatTokenizer
-from penstock.model.files import has_weights
 from penstock.model.load import load_policy
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
@@ -58,7 +58,7 @@ class TrainerProcess:
             self._model_dir,
             dtype=config.model.dtype,
             device=config.model.device,
-            weights=has_weights(self._model_dir),
+            weights=config.model.path != "tiny",
             seed=config.seed,
         )
         self._group = self._new_group()
@@ -140,7 +140,7 @@ class TrainerProcess:
         settings = self._config.model.warm_start
         if not settings.steps:
             return {}
-        torch.set_num_threads(max(torch.get_num_threads(), torch.multiprocessing.cpu_count()))
+        torch.set_num_threads(max(torch.get_num_threads(), len(os.sched_getaffinity(0))))
         with self._span("warm_start"):
             result = warm_start(
                 self._model,

@@ -102,7 +102,9 @@ class PayloadWriter:
             self._open()
         record = encode(samples)
         offset = self._file.tell()
-        self._file.write(record)
+        written = self._file.write(record)
+        if written != len(record):
+            raise OSError(f"{self._name}: {written} of {len(record)} bytes could be written; is the disk full?")
         return PayloadRef(file=self._name, offset=offset, length=len(record), crc32=zlib.crc32(record))
 
     def close(self) -> None:

@@ -23,8 +23,8 @@ from penstock.types import WeightsHandle
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype by parameter name."""
 
-KEPT_FILES = 2
-"""The newest, and the one a slow server may still be mapping."""
+KEPT_FILES = 3
+"""The newest, the one waiting for the servers, and the one they are mapping."""
 
 
 class WeightsMismatch(ValueError):
@@ -98,7 +98,7 @@ def _compare(named: Mapping[str, Tensor], expected: Layout) -> None:
 
 
 class WeightsPublisher:
-    """Publishes version after version; older files than the last two are unlinked, and all of them on `close`."""
+    """Publishes version after version; older files than the last three are unlinked, and all of them on `close`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -1,0 +1,39 @@
+"""Environments by name or import path; the command never imports a user's module."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.envs.registry import available, locate, resolve
+
+
+def test_built_in_environments_resolve() -> None:
+    for name in available():
+        assert hasattr(resolve(name), "reset")
+
+
+def test_a_module_in_the_working_directory_is_found_without_being_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_world.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert locate("my_world:World") == ("my_world", "World")
+    with pytest.raises(ConfigError, match="RuntimeError: imported"):
+        resolve("my_world:World")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("singel_turn", "did you mean single_turn"),
+        ("nowhere_at_all:World", "no module nowhere_at_all"),
+        ("penstock.types:Task", "is not a class with reset"),
+        ("penstock.types:Nothing", "cannot be imported"),
+    ],
+)
+def test_mistakes_are_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(name)
