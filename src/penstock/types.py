@@ -265,7 +265,7 @@ class GroupRef:
     task_id: str
     ref: PayloadRef
     episodes: tuple[int, ...]
-    """Members to train; the others were discarded."""
+    """Members with tokens young enough to train; the others only count in the group's mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

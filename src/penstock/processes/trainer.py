@@ -117,12 +117,8 @@ class TrainerProcess:
 
     def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
         with self._span("train"):
-            samples = [
-                sample
-                for group in groups
-                for sample in self._reader.read(group.ref)
-                if sample.episode in group.episodes
-            ]
+            # The whole group, members too old to train included: they count in its mean, the learner masks them.
+            samples = [sample for group in groups for sample in self._reader.read(group.ref)]
             batch, skipped = prepare(samples, normalize=self._config.trainer.normalize_advantages)
             sums: dict[str, float] = dict(self._group.accumulate(batch))
         self._busy_s += sums["busy_s"]
