@@ -46,6 +46,11 @@ def test_overrides_win_and_exponents_are_numbers(file: Path) -> None:
         ("scheduler.max_running=2", "no group could ever start"),
         ("env.max_new_tokens=600", "the prompt needs room too"),
         ("rollout.host=0.0.0.0", "PENSTOCK_API_KEY"),
+        ("rollout.api_key=sesame", "PENSTOCK_API_KEY"),
+        ("run_id=a/b", "bad value for run_id"),
+        ("env.temperature=1e-4", "bad value for env.temperature"),
+        ("model.tiny.num_kv_heads=3", "must be a multiple of num_kv_heads"),
+        ("model.tiny.hidden_size=130", "must be a multiple of 2 * num_heads"),
     ],
 )
 def test_mistakes_on_the_command_line(file: Path, override: str, message: str) -> None:
@@ -68,6 +73,11 @@ def test_mistakes_in_the_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=r"bad\.yaml") as error:
         load_config(path)
     assert message in str(error.value)
+
+
+def test_ports_beyond_the_last_are_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.port \(65535\) leaves no room"):
+        load_config(file, ["rollout.port=65535", "rollout.servers=2"])
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -34,6 +34,10 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         key, separator, value = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        if key == "rollout.api_key":
+            raise ConfigError(
+                "rollout.api_key on the command line would show in the process list: use PENSTOCK_API_KEY"
+            )
         node = tree
         *sections, leaf = key.split(".")
         for section in sections:

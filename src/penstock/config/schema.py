@@ -29,6 +29,14 @@ class TinyModelConfig(Section):
     num_kv_heads: int = Field(2, ge=1)
     intermediate_size: int = Field(384, ge=8)
 
+    @model_validator(mode="after")
+    def _divisible(self) -> TinyModelConfig:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        return self
+
 
 class WarmStartConfig(Section):
     """Imitation of the environment's own demonstrations before the first rollout."""
@@ -83,7 +91,7 @@ class EnvConfig(Section):
     penalize_truncation: bool = True
     """An action cut at `max_new_tokens` earns nothing (as in UloRL, arXiv 2507.19766): otherwise partial credit can
     teach a policy never to end."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=1e-3)
     eval_temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
     episode_timeout_s: float = Field(120.0, gt=0)
@@ -185,7 +193,7 @@ class Config(Section):
     """A run."""
 
     seed: int = 0
-    run_id: str | None = None
+    run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$")
     """Chosen from the date if unset."""
     runs_dir: str = "runs"
     model: ModelConfig = ModelConfig()
@@ -223,6 +231,11 @@ class Config(Section):
             raise ValueError(
                 f"scheduler.trigger.min_samples ({self.scheduler.trigger.min_samples}) exceeds the samples of a step "
                 f"(trainer.groups_per_step * env.group_size = {batch})"
+            )
+        if self.rollout.port and self.rollout.port + self.rollout.servers - 1 > 65535:
+            raise ValueError(
+                f"rollout.port ({self.rollout.port}) leaves no room for rollout.servers ({self.rollout.servers}) "
+                "ports up to 65535: choose a lower port, or 0 to let the system choose"
             )
         loopback = self.rollout.host in ("127.0.0.1", "localhost", "::1")
         if not loopback and not self.rollout.api_key:

@@ -241,7 +241,9 @@ class Supervisor:
             yield
             return
         loop = asyncio.get_running_loop()
-        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # What is ignored already stays so: `nohup` outlives its terminal.
+        named = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        stops = [signum for signum in named if signal.getsignal(signum) is not signal.SIG_IGN]
         for signum in stops:
             loop.add_signal_handler(signum, self.request_stop, f"{signum.name} received")
         loop.add_signal_handler(signal.SIGQUIT, self.force_stop)

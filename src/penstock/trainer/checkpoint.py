@@ -76,10 +76,13 @@ def save(
         state = {"step": step, "policy_version": learner.policy_version, "extra": dict(extra)}
         (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
         _seal(unfinished)
-        shutil.rmtree(target, ignore_errors=True)  # a torn one, or the same step of a lineage that was rewound
+        replaced = directory / f".replaced_{step}"
+        if target.exists():  # a torn one, or the same step of a lineage that was rewound
+            target.rename(replaced)
         unfinished.rename(target)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for leftover in directory.glob(".*_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
     _sync(directory)
     _prune(directory, step, keep)
     return target
