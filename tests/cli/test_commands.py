@@ -48,7 +48,10 @@ def test_a_wrong_key_exits_2_and_creates_nothing(config: Path, tmp_path: Path) -
     assert not (tmp_path / "runs").exists()
 
 
-def test_dry_run_prints_the_configuration_without_its_secrets(config: Path, tmp_path: Path) -> None:
+def test_dry_run_prints_the_configuration_without_its_secrets(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "hunter2")
     result = penstock("train", config, "--dry-run", "trainer.steps=7")
     assert result.exit_code == 0
     assert yaml.safe_load(result.stdout)["trainer"]["steps"] == 7
