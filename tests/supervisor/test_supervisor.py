@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -119,24 +117,6 @@ async def test_a_clean_stop_lets_the_controller_end_first(tmp_path: Path) -> Non
     ends = [e["name"] for e in jsonl.read(run.run_dir / "events.jsonl") if e.get("state") == "exited"]
     assert ends == ["controller", "env-0", "trainer-0"]
     assert {p["returncode"] for p in state_of(run)["processes"].values()} == {0}
-    assert_nothing_left(run)
-
-
-async def test_signals_ignored_from_the_start_stay_ignored(tmp_path: Path) -> None:
-    ignored = (signal.SIGHUP, signal.SIGQUIT)
-    before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in ignored}
-    try:
-        run = Run(tmp_path, [spec("controller", "steady")])
-        task = asyncio.create_task(run.supervise())
-        await until(run, "running")
-        for signum in (*ignored, signal.SIGTERM):
-            os.kill(os.getpid(), signum)
-        outcome = await task
-        assert {signal.getsignal(signum) for signum in ignored} == {signal.SIG_IGN}
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-    assert (outcome.status, outcome.message) == (RunState.STOPPED, "SIGTERM received")
     assert_nothing_left(run)
 
 

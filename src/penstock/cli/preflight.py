@@ -19,7 +19,6 @@ def check(config: Config) -> None:
     if config.model.path != "tiny":
         check_model(Path(config.model.path))
     locate(config.env.name)
-    check_host(config.rollout.host)
     if config.rollout.port:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
@@ -35,17 +34,12 @@ def check_model(directory: Path) -> None:
         )
 
 
-def check_host(host: str) -> None:
-    """Whether the name means anything on this machine; a malformed one is no text for a name server at all."""
-    try:
-        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:
-        raise Refused(f"rollout.host: {host} cannot be resolved ({error}); use 127.0.0.1") from None
-
-
 def check_port(host: str, port: int) -> None:
     """Whether a server could listen there; the server itself still has the last word."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise Refused(f"rollout.host: {host} cannot be resolved ({error.strerror}); use 127.0.0.1") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

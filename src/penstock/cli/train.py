@@ -6,7 +6,6 @@ Exit codes: 0 completed, 1 failed or refused, 2 wrong configuration, 130 stopped
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -32,8 +31,6 @@ from penstock.supervisor.supervisor import Outcome, Supervisor, failed
 EXIT_CODES = {RunState.COMPLETED: 0, RunState.FAILED: 1, RunState.STOPPED: 130}
 CONFIG_ERROR = 2
 DETACH_S = 20.0
-END_S = 5.0
-"""For a process to end when asked, before it is killed."""
 
 
 def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) -> int:
@@ -136,7 +133,7 @@ def start_detached(path: Path, overrides: Sequence[str], config: Config) -> int:
     run_dir = Path(config.runs_dir).absolute() / run_id
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     log = run_dir / "logs" / "supervisor.log"
-    words = [sys.executable, "-m", "penstock.cli.main", "train", str(path), *overrides, f"run_id={json.dumps(run_id)}"]
+    words = [sys.executable, "-m", "penstock.cli.main", "train", str(path), *overrides, f"run_id={run_id}"]
     with log.open("ab") as output:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=os.environ
@@ -144,18 +141,7 @@ def start_detached(path: Path, overrides: Sequence[str], config: Config) -> int:
     limit = time.monotonic() + DETACH_S
     while (read_state(run_dir) or {}).get("supervisor", {}).get("pid") != process.pid:
         if process.poll() is not None or time.monotonic() > limit:
-            end(process)
             raise Refused(f"run {run_id} did not start{quote_log(log)}")
         time.sleep(0.02)
     print(f"run {run_id} started in {run_dir}\nfollow it with: penstock status {run_id}")
     return 0
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, some time, SIGKILL; what it has started ends with it."""
-    process.terminate()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -34,6 +34,10 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         key, separator, value = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        if key == "rollout.api_key":
+            raise ConfigError(
+                "rollout.api_key on the command line would show in the process list: use PENSTOCK_API_KEY"
+            )
         node = tree
         *sections, leaf = key.split(".")
         for section in sections:
@@ -46,11 +50,6 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             node[leaf] = yaml.load(value, Loader=_Loader)
         except yaml.YAMLError as error:
             raise ConfigError(f"override {override!r}: {_first_line(error)}") from None
-    if _contains(tree, ["rollout", "api_key"]):
-        raise ConfigError(
-            "rollout.api_key on the command line would show in the process list: "
-            "use the environment variable PENSTOCK_API_KEY"
-        )
     return tree
 
 

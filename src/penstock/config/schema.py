@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-MIN_TEMPERATURE = 1e-3
-"""Logits divided by less overflow."""
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -95,19 +91,12 @@ class EnvConfig(Section):
     penalize_truncation: bool = True
     """An action cut at `max_new_tokens` earns nothing (as in UloRL, arXiv 2507.19766): otherwise partial credit can
     teach a policy never to end."""
-    temperature: float = Field(1.0, ge=MIN_TEMPERATURE)
+    temperature: float = Field(1.0, ge=1e-3)
     eval_temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
     episode_timeout_s: float = Field(120.0, gt=0)
     max_attempts: int = Field(3, ge=1)
     """An episode whose environment fails is tried this often before its group is given up."""
-
-    @field_validator("eval_temperature")
-    @classmethod
-    def _greedy_or_warm(cls, temperature: float) -> float:
-        if 0 < temperature < MIN_TEMPERATURE:
-            raise ValueError(f"use 0 (greedy) or at least {MIN_TEMPERATURE:g}")
-        return temperature
 
 
 class TriggerConfig(Section):
@@ -204,8 +193,8 @@ class Config(Section):
     """A run."""
 
     seed: int = 0
-    run_id: str | None = None
-    """Chosen from the date if unset. Part of file and socket paths, which must stay short."""
+    run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$")
+    """Chosen from the date if unset."""
     runs_dir: str = "runs"
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -220,13 +209,6 @@ class Config(Section):
     def max_running(self) -> int:
         """Episodes that may generate at once, over all servers."""
         return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.servers
-
-    @field_validator("run_id")
-    @classmethod
-    def _short_plain_name(cls, run_id: str | None) -> str | None:
-        if run_id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", run_id):
-            raise ValueError("use at most 48 letters, digits, '.', '_' and '-', beginning with a letter or digit")
-        return run_id
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

@@ -26,7 +26,7 @@ def available() -> dict[str, str]:
 
 
 def locate(name: str) -> tuple[str, str]:
-    """(module, class) of a name or an import path, importing neither (but the packages around it). Raises `ConfigError`.
+    """(module, class) of a name or an import path, importing neither. Raises `ConfigError`.
 
     The working directory counts as a place to import from, for the command as for the processes it starts.
     """
@@ -40,9 +40,8 @@ def locate(name: str) -> tuple[str, str]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = importlib.util.find_spec(module_name)
-    except Exception as error:
-        # Finding `package.module` imports `package`, and foreign code may raise anything.
-        raise ConfigError(f"env.name {name!r} cannot be found: {type(error).__name__}: {error}") from error
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"env.name {name!r}: {error}") from None
     if found is None:
         raise ConfigError(f"env.name {name!r}: there is no module {module_name} here or among the installed packages")
     return module_name, class_name

@@ -242,15 +242,13 @@ class Supervisor:
             return
         loop = asyncio.get_running_loop()
         # What is ignored already stays so: `nohup` outlives its terminal.
-        named = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-        heard = [signum for signum in named if signal.getsignal(signum) is not signal.SIG_IGN]
-        for signum in heard:
-            if signum == signal.SIGQUIT:
-                loop.add_signal_handler(signum, self.force_stop)
-            else:
-                loop.add_signal_handler(signum, self.request_stop, f"{signum.name} received")
+        named = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        stops = [signum for signum in named if signal.getsignal(signum) is not signal.SIG_IGN]
+        for signum in stops:
+            loop.add_signal_handler(signum, self.request_stop, f"{signum.name} received")
+        loop.add_signal_handler(signal.SIGQUIT, self.force_stop)
         try:
             yield
         finally:
-            for signum in heard:
+            for signum in (*stops, signal.SIGQUIT):
                 loop.remove_signal_handler(signum)
