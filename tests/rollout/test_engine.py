@@ -14,6 +14,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -276,5 +278,8 @@ def test_models_the_engine_would_compute_wrongly_are_refused() -> None:
     config = Qwen3Config(**LLAMA, num_attention_heads=4, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     with pytest.raises(ValueError, match="sliding_attention"):
         SlotEngine(Qwen3ForCausalLM(config), num_slots=1, max_context=8)
+    windowed = MistralConfig(**LLAMA, num_attention_heads=4, sliding_window=16)  # lists no layers: all have the window
+    with pytest.raises(ValueError, match="sliding_attention"):
+        SlotEngine(MistralForCausalLM(windowed), num_slots=1, max_context=8)
     with pytest.raises(ValueError, match=f"exceeds the {MAX_CONTEXT} positions"):
         SlotEngine(make_model(), num_slots=1, max_context=MAX_CONTEXT + 1)

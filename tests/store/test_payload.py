@@ -1,5 +1,8 @@
 """Payload records survive the trip bit by bit, and damage is noticed."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -89,3 +92,23 @@ def test_damage_is_named(tmp_path: Path) -> None:
         PayloadReader(tmp_path).read(ref)
     with pytest.raises(PayloadError, match=r"missing\.seg"):
         PayloadReader(tmp_path).read(PayloadRef(file="missing.seg", offset=0, length=1, crc32=0))
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Writes stop there, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_group_that_does_not_fit_on_the_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    writer = PayloadWriter(tmp_path, "env-0")
+    with file_size_limit(100), pytest.raises(OSError, match=r"100 of \d+ bytes .*disk full\?.*env-0-00000\.seg"):
+        writer.append([sample(50, seed=1)])
+    ref = writer.append([sample(7, seed=2)])  # once there is room again, what follows is whole
+    writer.close()
+    assert_same(PayloadReader(tmp_path).read(ref)[0], sample(7, seed=2))

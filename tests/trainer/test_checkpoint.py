@@ -124,3 +124,28 @@ def test_every_file_is_in_the_manifest(make_learner: MakeLearner, model_dir: Pat
     present = {file.name for file in path.iterdir()}
     assert listed == present - {"manifest.json"}
     assert {"model.safetensors", "config.json", "tokenizer.json", "learner.pt", "state.json"} <= present
+
+
+def test_leftovers_of_a_killed_save_are_removed_by_the_next(
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path
+) -> None:
+    for name in (".step_1.77", ".replaced_1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").touch()
+    learner = make_learner()
+    for note in ("first", "second"):
+        path = checkpoint.save(tmp_path, 1, learner, {"note": note}, model_dir=model_dir, keep=1)
+        found = checkpoint.verify(path)
+        assert isinstance(found, Checkpoint) and found.extra == {"note": note}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_checkpoint_moved_aside_by_a_killed_save_returns(
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path
+) -> None:
+    learner = make_learner()
+    checkpoint.save(tmp_path, 1, learner, {"a": 1}, model_dir=model_dir, keep=2).rename(tmp_path / ".replaced_1")
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path, 1, learner, {"a": object()}, model_dir=model_dir, keep=2)
+    found = checkpoint.verify(tmp_path / "step_1")
+    assert isinstance(found, Checkpoint) and found.extra == {"a": 1}

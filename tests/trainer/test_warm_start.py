@@ -13,23 +13,12 @@ def demonstrations() -> Iterator[tuple[list[int], list[int]]]:
             yield [2, token, 3, token, 4], [0, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_imitation_lowers_the_loss_and_reports_progress(
-    make_model: Callable[[], PreTrainedModel], schedule: str
-) -> None:
-    losses: list[float] = []
-    result = warm_start(
-        make_model(),
-        demonstrations(),
-        steps=30,
-        batch_size=20,
-        learning_rate=1e-2,
-        schedule=schedule,  # type: ignore[arg-type]
-        on_step=lambda step, loss: losses.append(loss),
-    )
-    assert result.steps == len(losses) == 30
-    assert losses[0] == pytest.approx(4.6, abs=0.3)  # log of the vocabulary: an untrained policy
-    assert result.loss == losses[-1] < 0.6 * losses[0]
+def test_imitation_lowers_the_loss(make_model: Callable[[], PreTrainedModel]) -> None:
+    first = warm_start(make_model(), demonstrations(), steps=1, batch_size=20, learning_rate=1e-2)
+    result = warm_start(make_model(), demonstrations(), steps=30, batch_size=20, learning_rate=1e-2)
+    assert result.steps == 30
+    assert first.loss == pytest.approx(4.6, abs=0.3)  # log of the vocabulary: an untrained policy
+    assert result.loss < 0.6 * first.loss
     assert result.busy_s > 0 and result.seconds > 0
 
 

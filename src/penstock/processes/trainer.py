@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -64,7 +65,7 @@ class TrainerProcess:
         self._group = self._new_group()
         self._reader = PayloadReader(child.run_dir / "pool")
         self._publisher = WeightsPublisher(child.runtime_dir / "weights")
-        self._spans: list[BusySpan] = []
+        self._spans: deque[BusySpan] = deque()  # the worker thread appends, the event loop takes
         self._busy_s = self._busy_since_step_s = 0.0
         self._progress = 0
 
@@ -136,7 +137,7 @@ class TrainerProcess:
         settings = self._config.model.warm_start
         if not settings.steps:
             return {}
-        torch.set_num_threads(max(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+        torch.set_num_threads(max(torch.get_num_threads(), num_usable_cpus()))
         with self._span("warm_start"):
             result = warm_start(
                 self._model,
@@ -171,12 +172,17 @@ class TrainerProcess:
         )
 
     def telemetry(self) -> Telemetry:
-        spans, self._spans = self._spans, []
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]
         return Telemetry(progress=self._progress, busy_s=self._busy_s, spans=spans)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
         self._publisher.close()
+
+
+def num_usable_cpus() -> int:
+    """Those this process may run on, where the platform tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 async def serve(child: Child) -> None:

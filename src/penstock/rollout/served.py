@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
+from penstock.model.attention import FULL, attention_kinds
 from penstock.rollout.slots import SlotCache
 
 
@@ -14,8 +15,8 @@ def check_model(model: PreTrainedModel, max_context: int) -> None:
     """Raise ValueError for a model whose attention the engine would compute wrongly."""
     config = model.config.get_text_config()
     name = type(model).__name__
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+    kinds = attention_kinds(config)
+    if kinds != {FULL}:
         raise ValueError(f"{name} has layers of type {', '.join(sorted(kinds))}; the slot engine serves full attention")
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not support custom attention functions of Transformers")

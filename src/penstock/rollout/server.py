@@ -29,6 +29,10 @@ from penstock.rollout.update import Conflict, Receive, WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
 
 MAX_BODY_BYTES = 16 * 2**20
+HANDLE_FORMAT = (
+    "weights are announced by a JSON handle with policy_version, path, num_bytes and fingerprint, "
+    "where path names a safetensors file in shared memory or on disk; tensors in the body are not accepted"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +146,11 @@ class RolloutServer:
         return _answer(reply, 200 if state == "serving" else 503)
 
     async def begin_weights(self, request: Request) -> Response:
-        return _answer_weights("staged", await self._update.begin(await _read(request, WeightsHandle)))
+        try:
+            handle = await _read(request, WeightsHandle)
+        except msgspec.DecodeError as error:
+            raise Refused(400, f"{HANDLE_FORMAT} ({error})") from None
+        return _answer_weights("staged", await self._update.begin(handle))
 
     async def commit_weights(self, request: Request) -> Response:
         body = await _read(request, wire.CommitBody)

@@ -8,7 +8,9 @@ A worker writes only its own segment files; readers map them, so the page cache 
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -102,13 +104,29 @@ class PayloadWriter:
             self._open()
         record = encode(samples)
         offset = self._file.tell()
-        written = self._file.write(record)
-        if written != len(record):
-            raise OSError(f"{self._name}: {written} of {len(record)} bytes could be written; is the disk full?")
+        self._write(record)
         return PayloadRef(file=self._name, offset=offset, length=len(record), crc32=zlib.crc32(record))
 
     def close(self) -> None:
         self._file.close()
+
+    def _write(self, record: bytes) -> None:
+        """All of `record`: the file is unbuffered, and one write may take only a part."""
+        num_written = 0
+        while num_written < len(record):
+            try:
+                count = self._file.write(memoryview(record)[num_written:])
+            except OSError as error:
+                raise self._incomplete(num_written, len(record), error.errno) from error
+            if not count:
+                raise self._incomplete(num_written, len(record), errno.ENOSPC)
+            num_written += count
+
+    def _incomplete(self, num_written: int, num_bytes: int, number: int | None) -> OSError:
+        message = (
+            f"{num_written} of {num_bytes} bytes could be written ({os.strerror(number or errno.EIO)}); disk full?"
+        )
+        return OSError(number, message, str(self._directory / self._name))
 
     def _open(self) -> None:
         self._name = f"{self._worker}-{self._number:05d}.seg"

@@ -20,6 +20,7 @@ from penstock.model.files import copy_companions
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+REPLACED = ".replaced_"
 
 
 class Stateful(Protocol):
@@ -68,7 +69,7 @@ def save(
 ) -> Path:
     """Write `directory/step_<step>`, and keep the newest `keep` up to it. Tokenizer files come from `model_dir`."""
     target, unfinished = directory / f"step_{step}", directory / f".step_{step}.{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
+    _clear_leftovers(directory)
     unfinished.mkdir(parents=True)
     try:
         learner.write(unfinished)
@@ -76,13 +77,11 @@ def save(
         state = {"step": step, "policy_version": learner.policy_version, "extra": dict(extra)}
         (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
         _seal(unfinished)
-        replaced = directory / f".replaced_{step}"
         if target.exists():  # a torn one, or the same step of a lineage that was rewound
-            target.rename(replaced)
+            target.rename(directory / f"{REPLACED}{step}")
         unfinished.rename(target)
     finally:
-        for leftover in directory.glob(".*_*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        _clear_leftovers(directory)
     _sync(directory)
     _prune(directory, step, keep)
     return target
@@ -139,6 +138,17 @@ def _prune(directory: Path, step: int, keep: int) -> None:
     for _, path in checkpoints:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _clear_leftovers(directory: Path) -> None:
+    """Remove what a save that was cut short left behind; a checkpoint it had moved aside but not replaced returns."""
+    for replaced in directory.glob(f"{REPLACED}*"):
+        target = directory / f"step_{replaced.name.removeprefix(REPLACED)}"
+        if not target.exists():
+            replaced.rename(target)
+    for pattern in (f"{REPLACED}*", ".step_*"):
+        for leftover in directory.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _by_step(directory: Path) -> list[tuple[int, Path]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from penstock.model.attention import FULL, attention_kinds
 from penstock.trainer.losses.likelihood import token_statistics
 from penstock.trainer.packing import MicroBatch
 
@@ -24,12 +25,9 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
 
     True for full attention in every layer; windows and recurrent states do not split at an arbitrary column.
     """
-    config = model.config.get_text_config()
-    layers = getattr(config, "layer_types", None) or ()
-    windowed = getattr(config, "sliding_window", None) is not None and not layers
+    full = attention_kinds(model.config.get_text_config()) == {FULL}
     stateful = getattr(model, "_is_stateful", False)
-    full = not windowed and not stateful and all(kind == "full_attention" for kind in layers)
-    return full and _accepts(model, "logits_to_keep") and _accepts(model, "position_ids")
+    return full and not stateful and _accepts(model, "logits_to_keep") and _accepts(model, "position_ids")
 
 
 def _logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
 
 import numpy as np
 import torch
@@ -43,11 +42,9 @@ def warm_start(
     steps: int,
     batch_size: int,
     learning_rate: float,
-    schedule: Literal["cosine", "constant"] = "cosine",
     tokens_per_microbatch: int = 4096,
-    on_step: Callable[[int, float], None] | None = None,
 ) -> WarmStart:
-    """Train `model` in place on batches drawn from `demonstrations`; `on_step(step, loss)` after each, from 1."""
+    """Train `model` in place on batches drawn from `demonstrations`; the learning rate falls along a cosine."""
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, foreach=True)
     examples, busy, busy_s, loss = iter(demonstrations), BusyClock(device), 0.0, math.nan
@@ -57,15 +54,13 @@ def warm_start(
         with busy:
             loss = _backward(model, table, tokens_per_microbatch, device)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * (_cosine(step / steps) if schedule == "cosine" else 1.0)
+                group["lr"] = learning_rate * _cosine(step / steps)
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM, foreach=True)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         busy_s += busy.seconds
         if not math.isfinite(loss):
             raise FloatingPointError(f"warm start: the loss of step {step + 1} is {loss}; lower its learning rate")
-        if on_step is not None:
-            on_step(step + 1, loss)
     return WarmStart(steps=steps, seconds=time.monotonic() - started, busy_s=busy_s, loss=loss)
 
 
