@@ -17,7 +17,8 @@ from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.observe.recorder import Recorder
 from penstock.ports import Work
-from penstock.scheduler.scheduler import NothingToLearn, Scheduler, TooManyFailures
+from penstock.scheduler.patience import NothingToLearn, OutOfTasks, Patience, TooManyFailures
+from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
 from penstock.store.index import PoolIndex
@@ -219,7 +220,8 @@ def test_a_finite_source_that_runs_dry_says_so(tmp_path: Path) -> None:
 
     with pytest.raises(ExceptionGroup) as failure:
         run_virtual(starve())
-    assert "used up after 10 tasks" in str(_root(failure.value))
+    root = _root(failure.value)
+    assert isinstance(root, OutOfTasks) and "used up after 10 tasks" in str(root)
 
 
 def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     root = _root(failure.value)
     assert isinstance(root, TooManyFailures) and "no such key" in str(root)
     run.scheduler.ledger.check()
-    assert run.scheduler.ledger.counts()["failed"] >= Scheduler.max_failed_groups * 4
+    assert run.scheduler.ledger.counts()["failed"] >= Patience.max_failed * 4
 
 
 def _root(error: BaseException) -> BaseException:

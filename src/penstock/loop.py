@@ -6,29 +6,31 @@
                        └──────────────────────────┘      trainer ─publish──┘
 
   loop      waits for                                       is woken by
-  admit     room in the staleness budget                    a group leaving flight (weights served, filtered, failed)
-  dispatch  something to run and slots to run it            an admitted group, a grant request, a finished group
+  admit     room in the look-ahead                          a dispatched group
+  dispatch  something to run, slots, staleness budget       an admitted group, a grant request, a finished group,
+                                                            weights served
   collect   a played group (not a loop: one call each)      DATA_GENERATED on the bus
   train     the trigger: N_min groups, or T_max             a group becoming ready, or the clock
   swap      a published policy version                      the trainer having stepped
 
-The trainer is the finite clock: when its last step is served, the other loops end. Slots are freed only after the swap,
-so the staleness budget holds by construction.
+The trainer is the finite clock: when its last step is served, the other loops end. A group's place in the staleness
+budget is freed only after the swap. In the alternating modes generation gives way between a whole batch and the swap.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.config import Config, ConfigError
+from penstock.config import Config
 from penstock.data.sources import TaskStream
-from penstock.observe.recorder import Recorder
-from penstock.ports import Pool, RolloutServers, Trainer, Work, Workers
-from penstock.scheduler.scheduler import Assignment, Scheduler
+from penstock.ports import Observer, Pool, RolloutServers, Trainer, Work, Workers
+from penstock.scheduler.dispatcher import Assignment
+from penstock.scheduler.scheduler import Scheduler, TrainBatch
 from penstock.types import EpisodeState, EpisodeSummary, LearnerState, PayloadRef, Task, WeightsHandle
 
 
@@ -45,11 +47,19 @@ class System:
     trainer: Trainer
     servers: RolloutServers
     pool: Pool
-    recorder: Recorder
+    recorder: Observer
     num_steps: int = 0
     """Optimizer steps taken so far."""
+    num_samples: int = 0
+    """Samples trained so far."""
     stepping: asyncio.Task[tuple[LearnerState, int]] | None = None
     """The latest optimizer step."""
+
+    @property
+    def done(self) -> bool:
+        """The last optimizer step is taken."""
+        settings = self.config.trainer
+        return self.num_steps >= settings.steps or self.num_samples >= (settings.total_samples or math.inf)
 
 
 async def run(system: System) -> None:
@@ -73,7 +83,7 @@ async def train_all(system: System) -> None:
     swaps: asyncio.Queue[tuple[WeightsHandle, int]] = asyncio.Queue(maxsize=1)
     async with asyncio.TaskGroup() as loops:
         endless = [
-            loops.create_task(never_returns("admit", admit(system))),
+            loops.create_task(admit(system)),
             loops.create_task(never_returns("swap", swap(system, swaps))),
         ]
         await train(system, swaps)
@@ -82,10 +92,15 @@ async def train_all(system: System) -> None:
             loop.cancel()
 
 
-async def admit(system: System) -> NoReturn:
-    while (task := system.tasks.next()) is not None:
-        await system.scheduler.admit(task)
-    raise ConfigError(
+async def admit(system: System) -> None:
+    """Endless, unless the task source ends."""
+    while True:
+        room = await system.scheduler.room()
+        tasks = system.tasks.take(room)
+        system.scheduler.admit(tasks)
+        if len(tasks) < room:
+            break
+    system.scheduler.out_of_tasks(
         f"data: the task source is used up after {system.tasks.position - 1} tasks, at step {system.num_steps} of "
         f"{system.config.trainer.steps}: give it more tasks or lower trainer.steps"
     )
@@ -94,7 +109,8 @@ async def admit(system: System) -> NoReturn:
 async def dispatch(system: System) -> NoReturn:
     async with asyncio.TaskGroup() as sends:  # a worker slow to acknowledge holds up nobody else
         while True:
-            sends.create_task(send(system, await system.scheduler.next_assignment()))
+            for assignment in await system.scheduler.next_assignments():
+                sends.create_task(send(system, assignment))
 
 
 async def send(system: System, assignment: Assignment) -> None:
@@ -120,26 +136,39 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
 
 async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> None:
     settings = system.config.trainer
-    while system.num_steps < settings.steps:
+    while not system.done:
         batch = await system.scheduler.next_batch()
         system.pool.mark(batch.discarded, EpisodeState.DISCARDED_STALE)
+        await give_way(system, batch)
         system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
         if not batch.step:
             continue
         system.stepping = asyncio.create_task(step(system))
         learner, num_groups = await asyncio.shield(system.stepping)
         await swaps.put((await system.trainer.publish(), num_groups))
-        system.recorder.stepped(system.num_steps, learner, system.scheduler.ledger.counts())
-        if system.num_steps % settings.checkpoint_every == 0 and system.num_steps < settings.steps:
+        scheduler = system.scheduler
+        system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
+        for alarm in scheduler.take_alarms():
+            system.recorder.event("alarm", reason=alarm)
+        if system.num_steps % settings.checkpoint_every == 0 and not system.done:
             await checkpoint(system)
+
+
+async def give_way(system: System, batch: TrainBatch) -> None:
+    """Colocated: the servers hand over the device; what they had begun goes on, or starts over, after the swap."""
+    if system.config.scheduler.mode == "colocated":
+        if batch.restarted:
+            system.workers.cancel(batch.restarted)
+        await system.servers.release()
 
 
 async def step(system: System) -> tuple[LearnerState, int]:
     """The optimizer step and its books. Never cancelled halfway: a stop waits for `system.stepping`."""
     learner = await system.trainer.step()
-    groups = system.scheduler.stepped(learner.policy_version)
+    groups = system.scheduler.learned(learner)
     system.pool.mark(groups, EpisodeState.TRAINED, trained_in=learner.policy_version)
     system.num_steps += 1
+    system.num_samples += len(groups) * system.config.env.group_size
     return learner, len(groups)
 
 
@@ -153,6 +182,8 @@ async def swap(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) 
 async def swap_weights(system: System, handle: WeightsHandle, *, num_groups: int) -> None:
     """Bring every server to `handle`; the groups trained into it leave flight."""
     await system.servers.update_weights(handle)
+    if system.config.scheduler.mode == "colocated":
+        await system.servers.resume()
     system.scheduler.published(handle.policy_version, num_groups)
 
 
@@ -174,6 +205,7 @@ async def checkpoint(system: System) -> None:
             "policy_version": system.scheduler.trained_version,
             "task_position": system.tasks.position,
             "ledger": system.scheduler.ledger.counts(),
+            "scheduler": system.scheduler.state_dict(),
         },
     )
     system.recorder.event("checkpoint", step=system.num_steps, path=str(directory.relative_to(system.run_dir)))

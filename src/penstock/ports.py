@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.types import (
+    EpisodeId,
     EpisodeLease,
     EpisodeSummary,
     GroupRef,
@@ -62,15 +63,39 @@ class RolloutServers(Protocol):
         """Bring every server to `handle.policy_version` as a transaction; raises if one of them cannot."""
         ...
 
+    async def release(self) -> None:
+        """Give way to the trainer: running requests end early with what they have, generation memory is freed."""
+        ...
+
+    async def resume(self) -> None:
+        """Take the memory back and serve again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedEpisode:
+    """An episode's tokens so far, in the pool; of a group that is not whole yet."""
+
+    episode: EpisodeId
+    ref: PayloadRef
+    ended: bool
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A group handed to an environment worker: one lease and one first grant per member."""
+    """Members of a group handed to an environment worker: one lease and one first grant each.
+
+    A worker that has played all `group_size` members, in one piece of work or two (a probe, then the rest), reports the
+    group; whatever members end before that are reported one by one, and kept.
+    """
 
     task: Task
+    group_size: int
     leases: tuple[EpisodeLease, ...]
     grants: tuple[SegmentGrant, ...]
     sampling: Sampling
+    saved: tuple[SavedEpisode, ...] = ()
+    """Members that another worker had begun or ended: they go on from there instead of starting over."""
     keep_text: bool = False
     """Return the decoded last action with the summary (evaluation samples)."""
 
@@ -112,6 +137,38 @@ class Trainer(Protocol):
 
     async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
         """Save weights, optimizer, RNG and the caller's `state` atomically under `directory`."""
+        ...
+
+
+class Observer(Protocol):
+    """Writes down what happens."""
+
+    def event(self, event: str, **details: Any) -> None:
+        """Something worth knowing later."""
+        ...
+
+    def decision(self, decider: str, reason: str, inputs: Mapping[str, Any]) -> None:
+        """A decider decided."""
+        ...
+
+    def played(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
+        """A group was played."""
+        ...
+
+    def accumulated(self, counts: Mapping[str, float]) -> None:
+        """Gradients were added."""
+        ...
+
+    def stepped(
+        self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]
+    ) -> None:
+        """An optimizer step was taken."""
+        ...
+
+    def evaluated(
+        self, when: str, tasks: Sequence[Task], episodes: Sequence[EpisodeSummary], *, num_samples: int
+    ) -> None:
+        """The held-out tasks were played."""
         ...
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -181,6 +182,20 @@ class Trajectory:
             text=text,
         )
 
+    @classmethod
+    def unflatten(cls, sample: Sample, *, episode: EpisodeId, task_id: str, ended: bool) -> Trajectory:
+        """The inverse of `flatten`, for a trajectory that was saved before it was whole."""
+        bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))  # start, end of each action
+        turns, seen = [], 0
+        for start, end in bounds.reshape(-1, 2).tolist():
+            observation_ids = sample.token_ids[seen:start].tolist()
+            turns.append(Turn(observation_ids=observation_ids, segments=[_segment(sample, start, end)]))
+            seen = end
+        if seen < len(sample.token_ids):
+            turns.append(Turn(observation_ids=sample.token_ids[seen:].tolist(), segments=[]))
+        status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"
+        return cls(episode=episode, task_id=task_id, turns=turns, reward=sample.reward, status=status)
+
     def flatten(self) -> Sample:
         """Token-level view for training: observations masked out, actions kept."""
         tokens: list[int] = []
@@ -223,6 +238,18 @@ class Sample:
     loss_mask: npt.NDArray[np.uint8]  # [T], 1 on sampled tokens
     logprobs: npt.NDArray[np.float32]  # [T], behaviour log-probabilities, 0 where the mask is 0
     versions: npt.NDArray[np.int32]  # [T], policy_version per sampled token, NO_VERSION where the mask is 0
+
+
+def _segment(sample: Sample, start: int, end: int) -> Segment:
+    """Tokens [start, end) of a sample, their versions as spans."""
+    versions = sample.versions[start:end]
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), end - start]
+    return Segment(
+        token_ids=sample.token_ids[start:end].tolist(),
+        logprobs=sample.logprobs[start:end].tolist(),
+        spans=[VersionSpan(int(versions[a]), a, b) for a, b in pairwise(cuts)],
+        finish_reason="length",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

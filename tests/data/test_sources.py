@@ -1,5 +1,7 @@
 """Same index, same task; held-out problems never reach training."""
 
+from pathlib import Path
+
 import pytest
 
 from penstock.config import ConfigError, DataConfig
@@ -55,3 +57,26 @@ def test_everything_held_out_is_an_error() -> None:
 def test_unknown_datasets_and_options_are_named(data: DataConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_source(data, seed=0, tag="train")
+
+
+def test_lines_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "words.jsonl"
+    file.write_text("".join(f'{{"question": "q{i}", "answer": "{i}"}}\n' for i in range(5)))
+    config = DataConfig(source="jsonl", path=str(file), eval_tasks=2)
+    train, held_out = (open_source(config, seed=0, tag=tag) for tag in ("train", "eval"))
+    questions = [[question(task) for i in range(9) if (task := source.task(i))] for source in (train, held_out)]
+    assert questions == [["q0", "q1", "q2"], ["q3", "q4"]]
+    last = held_out.task(1)
+    assert last is not None and last.task_id == "words/5"
+    elsewhere = DataConfig(source="jsonl", path=str(file), eval_path=str(file))
+    assert open_source(elsewhere, seed=0, tag="train").task(4) is not None
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "words.jsonl"
+    file.write_text('{"question": "a"}\n[1]\n')
+    source = open_source(DataConfig(source="jsonl", path=str(file), eval_tasks=0), seed=0, tag="train")
+    with pytest.raises(ConfigError, match=r"words.jsonl, line 2: not a JSON object"):
+        source.task(1)
+    with pytest.raises(ConfigError, match=r"nowhere.jsonl cannot be read"):
+        open_source(DataConfig(source="jsonl", path="nowhere.jsonl"), seed=0, tag="train")

@@ -31,17 +31,19 @@ class Always:
 
     def __init__(self, max_tokens: int = 100) -> None:
         self.max_tokens = max_tokens
-        self.asked: list[tuple[EpisodeId, bool]] = []
+        self.asked: list[tuple[bool, int]] = []
 
-    async def request(self, episode: EpisodeId, *, unfinished: bool) -> SegmentGrant:
-        self.asked.append((episode, unfinished))
-        return SegmentGrant(episode=episode, max_tokens=self.max_tokens)
+    async def request(self, so_far: Trajectory, *, unfinished: bool, num_tokens: int) -> SegmentGrant:
+        assert num_tokens == so_far.summary().response_tokens
+        self.asked.append((unfinished, num_tokens))
+        return SegmentGrant(episode=so_far.episode, max_tokens=self.max_tokens)
 
 
 def work(size: int = 2, *, max_new_tokens: int = 8, grant: int = 8, deadline_s: float = 5.0, seed: int = 7) -> Work:
     episodes = [EpisodeId("train", 1, member, 0) for member in range(size)]
     return Work(
         task=Task(task_id="t", tag="train", index=0),
+        group_size=size,
         leases=tuple(
             EpisodeLease(episode=e, env_seed=seed, sampling_seed=e.episode, deadline_s=deadline_s) for e in episodes
         ),
@@ -79,7 +81,9 @@ def play(
         end = [chat.eos_ids[0]]
         policy = ScriptedPolicy([chat.encode(answer) + end for answer in answers], policy_version=3)
     manager = EnvManager(config or Config(), make=make, policy=policy, grants=grants or Always(), chat=chat)
-    return [trajectory for trajectory, _ in asyncio.run(manager.play(job or work()))]
+    ended: list[Trajectory] = []
+    asyncio.run(manager.play(job or work(), lambda trajectory, text: ended.append(trajectory)))
+    return sorted(ended, key=lambda trajectory: trajectory.episode)
 
 
 def test_members_are_rewarded_one_by_one(chat: ChatTokenizer) -> None:
@@ -121,7 +125,8 @@ def test_an_environment_that_hangs_is_cut_at_its_deadline(chat: ChatTokenizer) -
 
     trajectories = play(chat, ["ok", "ok"], make=Hangs, job=work(deadline_s=0.05))  # type: ignore[arg-type]
     assert [t.status for t in trajectories] == ["failed", "failed"]
-    assert "group 1 of t waited 0.05 s for the end of its episodes" in str(trajectories[0].error)
+    assert "train/1/0/0 of t waited" in str(trajectories[0].error)
+    assert "for its next observation, held by its environment" in str(trajectories[0].error)
 
 
 def test_a_long_answer_asks_for_segments_within_one_budget(chat: ChatTokenizer) -> None:
@@ -135,7 +140,7 @@ def test_a_long_answer_asks_for_segments_within_one_budget(chat: ChatTokenizer) 
     (trajectory,) = play(chat, next_letters, grants=grants, job=work(1, max_new_tokens=8, grant=3))
     lengths = [len(segment.token_ids) for segment in trajectory.turns[0].segments]
     assert lengths == [3, 3, 2], "the cumulative budget is pinned"
-    assert [unfinished for _, unfinished in grants.asked] == [True, True]
+    assert grants.asked == [(True, 3), (True, 6)]
     assert [later - seen[0] for later in seen] == [0, 3, 6], "each segment continues from the recorded tokens"
     assert trajectory.status == "truncated"
 

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Config, TinyModelConfig
-from penstock.control.bus import Bus, Peer
-from penstock.control.messages import AnyMessage, Cancel, DataGenerated, Grant, GrantRequest, NewTask
-from penstock.envs.manager import EnvManager
-from penstock.model.chat import ChatTokenizer
-from penstock.model.tiny import write_tiny_model
-from penstock.ports import Environment, Work
-from penstock.processes.env import Worker
-from penstock.rollout.scripted import ScriptedPolicy
+from stage import Quick, job, working
+
+from penstock.config import Config
+from penstock.control.messages import Cancel
 from penstock.store.payload import PayloadReader
-from penstock.types import EpisodeId, EpisodeLease, Sampling, SegmentGrant, Task
-
-
-class Controller:
-    """Collects what a worker sends."""
-
-    def __init__(self) -> None:
-        self.generated: asyncio.Queue[DataGenerated] = asyncio.Queue()
-        self.requests: asyncio.Queue[GrantRequest] = asyncio.Queue()
-
-    async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
-        match message:
-            case DataGenerated():
-                self.generated.put_nowait(message)
-            case GrantRequest():
-                self.requests.put_nowait(message)
-        return None
-
-
-class Quick:
-    def __init__(self, task: Task) -> None:
-        pass
-
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        return "say ok", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", 1.0, True, False, {}
+from penstock.types import Task
 
 
 class Unbuildable(Quick):
@@ -53,73 +19,125 @@ class Unbuildable(Quick):
         raise OSError("no sandbox left")
 
 
-def job(group: int, *, attempt: int = 0, grant: int = 8) -> NewTask:
-    episodes = [EpisodeId("train", group, member, attempt) for member in range(2)]
-    leases = tuple(EpisodeLease(episode=e, env_seed=1, sampling_seed=1, deadline_s=10.0) for e in episodes)
-    return NewTask(
-        work=Work(
-            task=Task(task_id="t", tag="train", index=0),
-            leases=leases,
-            grants=tuple(SegmentGrant(episode=e, max_tokens=grant) for e in episodes),
-            sampling=Sampling(max_new_tokens=8),
-        )
-    )
+class OneByOne(Quick):
+    """Members end one at a time, when told to."""
+
+    gates: list[asyncio.Event]
+
+    def __init__(self, task: Task) -> None:
+        self._gate = asyncio.Event()
+        self.gates.append(self._gate)
+
+    async def step(self, action: str) -> Any:  # type: ignore[override]
+        await self._gate.wait()
+        return "", 1.0, True, False, {}
 
 
-@asynccontextmanager
-async def working(
-    directory: Path, make: Callable[[Task], Environment], answer: str = "ok"
-) -> AsyncIterator[tuple[Controller, Bus]]:
-    write_tiny_model(directory / "model", TinyModelConfig(), 512)
-    chat = ChatTokenizer.load(directory / "model")
-    controller = Controller()
-    bus = Bus(str(directory), controller.handle)
-    async with asyncio.TaskGroup() as tasks:
-        worker = Worker(Config(), "env-0", directory, tasks)
-        worker.peer = peer = Peer(str(directory), "env-0", worker.handle)
-        reply = [*chat.encode(answer), chat.eos_ids[0]]
-        worker.manager = EnvManager(
-            Config(), make=make, policy=ScriptedPolicy(lambda prompt, seed: reply), grants=worker, chat=chat
-        )
-        receiving = [tasks.create_task(bus.run()), tasks.create_task(peer.run())]
-        peer.notify("controller", Cancel(groups=[]))  # the router learns the worker's name
-        async with asyncio.timeout(20):
-            yield controller, bus
-        worker.close()
-        for task in receiving:
-            task.cancel()
-    peer.close()
-    bus.close()
-
-
-async def test_a_group_is_played_and_its_tokens_can_be_read(tmp_path: Path) -> None:
-    async with working(tmp_path, Quick) as (controller, bus):
-        await asyncio.sleep(0.05)
-        await bus.request("env-0", job(1), timeout_s=10)
-        played = await controller.generated.get()
-    assert [episode.reward for episode in played.episodes] == [1.0, 1.0]
+async def test_a_group_that_ends_at_once_is_one_report(tmp_path: Path) -> None:
+    async with working(tmp_path) as stage:
+        await stage.start("env-0", job(1, members=range(8), group_size=8))
+        played = await stage.controller.generated.get()
+        assert stage.controller.reports == ["TaskRequest", "DataGenerated"]
+    assert [episode.reward for episode in played.episodes] == [1.0] * 8
     assert played.ref is not None
-    assert [sample.episode for sample in PayloadReader(tmp_path).read(played.ref)] == [0, 1]
+    assert [sample.episode for sample in PayloadReader(tmp_path).read(played.ref)] == list(range(8))
 
 
 async def test_an_environment_that_cannot_be_built_is_reported(tmp_path: Path) -> None:
-    async with working(tmp_path, Unbuildable) as (controller, bus):
-        await asyncio.sleep(0.05)
+    async with working(tmp_path, Unbuildable) as stage:
         for attempt in range(3):
-            await bus.request("env-0", job(1, attempt=attempt), timeout_s=10)
-            played = await controller.generated.get()
+            await stage.start("env-0", job(1, attempt=attempt))
+            played = await stage.controller.generated.get()
+            assert played.ref is None
             assert {episode.status for episode in played.episodes} == {"failed"}
             assert "no sandbox left" in str(played.episodes[0].error)
 
 
 async def test_a_grant_after_the_cancel_hurts_nobody(tmp_path: Path) -> None:
-    async with working(tmp_path, Quick, answer="a long answer") as (controller, bus):
-        await asyncio.sleep(0.05)
-        await bus.request("env-0", job(1, grant=2), timeout_s=10)
-        waiting = [(await controller.requests.get()).episode for _ in range(2)]
-        bus.broadcast(Cancel(groups=[1]))
-        await asyncio.sleep(0.05)
-        for episode in waiting:
-            await bus.request("env-0", Grant(grant=SegmentGrant(episode=episode, max_tokens=2)), timeout_s=10)
-        await bus.request("env-0", job(2), timeout_s=10)
-        assert (await controller.generated.get()).group == 2
+    async with working(tmp_path, answer="a long answer") as stage:
+        await stage.start("env-0", job(1, grant=2))
+        waiting = [await stage.controller.requests.get() for _ in range(2)]
+        assert [request.num_tokens for request in waiting] == [2, 2]
+        await stage.tell("env-0", Cancel(groups=[1, 5]))
+        for request in waiting:
+            await stage.grant("env-0", request, 2)
+        await stage.start("env-0", job(2))
+        assert (await stage.controller.generated.get()).group == 2
+        assert stage.controller.generated.empty()
+
+
+async def test_a_probe_is_kept_until_its_group_is_whole(tmp_path: Path) -> None:
+    async with working(tmp_path) as stage:
+        await stage.start("env-0", job(1, members=[0], group_size=4))
+        probe = await stage.controller.ended.get()
+        assert [(e.episode.episode, e.reward, e.response_tokens) for e in probe.episodes] == [(0, 1.0, 3)]
+        assert probe.saved == [None]
+        await stage.start("env-0", job(1, members=[1, 2, 3], group_size=4))
+        played = await stage.controller.generated.get()
+        assert [episode.episode.episode for episode in played.episodes] == [0, 1, 2, 3]
+        assert played.ref is not None
+        assert [sample.episode for sample in PayloadReader(tmp_path).read(played.ref)] == [0, 1, 2, 3]
+        assert stage.controller.reports.count("EpisodesEnded") == 1
+
+
+async def test_members_that_end_early_are_reported_as_they_do(tmp_path: Path) -> None:
+    OneByOne.gates = []
+    config = Config.model_validate({"scheduler": {"segment_length": 8}})
+    async with working(tmp_path, OneByOne, config=config) as stage:  # type: ignore[arg-type]
+        await stage.start("env-0", job(1, members=range(4), group_size=4))
+        async with asyncio.timeout(10):
+            while stage.policy.num_sampled < 12:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        for member in (2, 3):
+            OneByOne.gates[member].set()
+        two = await stage.controller.ended.get()
+        OneByOne.gates[0].set()
+        one = await stage.controller.ended.get()
+        OneByOne.gates[1].set()
+        whole = await stage.controller.generated.get()
+    assert [[e.episode.episode for e in report.episodes] for report in (two, one, whole)] == [[2, 3], [0], [0, 1, 2, 3]]
+    reader = PayloadReader(tmp_path)
+    saved = [reader.read(ref)[0].episode for ref in two.saved + one.saved if ref is not None]
+    assert saved == [2, 3, 0], "each in a record of its own"
+
+
+async def test_a_failed_member_ends_its_groups_attempt(tmp_path: Path) -> None:
+    class SecondFails(OneByOne):
+        async def step(self, action: str) -> Any:  # type: ignore[override]
+            await self._gate.wait()
+            raise OSError("lost the sandbox")
+
+    OneByOne.gates = []
+    async with working(tmp_path, SecondFails) as stage:  # type: ignore[arg-type]
+        await stage.start("env-0", job(1))
+        async with asyncio.timeout(10):
+            while stage.policy.num_sampled < 6:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        OneByOne.gates[1].set()
+        failed = await stage.controller.ended.get()
+        assert [(e.episode.episode, e.status) for e in failed.episodes] == [(1, "failed")]
+        assert "lost the sandbox" in str(failed.episodes[0].error) and failed.saved == [None]
+        for gate in OneByOne.gates:
+            gate.set()
+        await stage.start("env-0", job(1, attempt=1))
+        while len(OneByOne.gates) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for gate in OneByOne.gates:
+            gate.set()
+        played = await stage.controller.generated.get()
+        assert {e.episode.attempt for e in played.episodes} == {1}
+        assert stage.controller.generated.empty() and stage.controller.ended.empty()
+
+
+async def test_a_newer_attempt_and_a_cancel_drop_what_was_kept(tmp_path: Path) -> None:
+    async with working(tmp_path) as stage:
+        await stage.start("env-0", job(1, members=[0], group_size=2))
+        await stage.controller.ended.get()
+        await stage.start("env-0", job(1, members=[1], group_size=2, attempt=1))
+        report = await stage.controller.ended.get()
+        assert [str(e.episode) for e in report.episodes] == ["train/1/1/1"]
+        await stage.tell("env-0", Cancel(groups=[1]))
+        await stage.start("env-0", job(1, members=[0], group_size=2, attempt=1))
+        report = await stage.controller.ended.get()
+        assert [str(e.episode) for e in report.episodes] == ["train/1/0/1"]
+        assert stage.controller.generated.empty()

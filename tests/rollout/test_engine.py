@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_policy import EOS, MAX_CONTEXT, VOCAB_SIZE, make_engine, make_model, make_request, run, weights
+from tiny_policy import (
+    EOS,
+    MAX_CONTEXT,
+    VOCAB_SIZE,
+    make_engine,
+    make_model,
+    make_request,
+    reference_logprobs,
+    run,
+    weights,
+)
 from transformers import (
-    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -37,21 +46,6 @@ def generate_greedily(model: PreTrainedModel, prompt: list[int], max_new_tokens:
     ids = torch.tensor([prompt])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens)
     return output[0, len(prompt) :].tolist()
-
-
-def reference_logprobs(
-    prompt: list[int], tokens: list[int], *, temperature: float = 1.0, seeds: Sequence[tuple[int, int]] = ((0, 0),)
-) -> list[float]:
-    """Token by token with a cache that is kept while the weights change; `seeds` are (first token, weights' seed)."""
-    models = {start: make_model(seed) for start, seed in seeds}
-    cache, model, inputs, logprobs = DynamicCache(), models[0], prompt, []
-    for position, token in enumerate(tokens):
-        model = models.get(position, model)
-        with torch.inference_mode():
-            logits = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True).logits[0, -1]
-        logprobs.append(torch.log_softmax(logits / temperature, -1)[token].item())
-        inputs = [token]
-    return logprobs
 
 
 def test_greedy_output_equals_generate_across_slot_reuse() -> None:
@@ -272,6 +266,64 @@ def test_non_finite_logits_fail_the_request_and_poison_nobody(engine: SlotEngine
     assert "not finite (policy_version 1)" in str(failed[0].error)
     engine.load_weights(weights(1), 2)
     assert tokens_of(run(engine, make_request("b", [7, 8], seeds=(5,)))["b"]) == tokens_of(expected)
+
+
+def kv_tensors() -> int:
+    """Tensors in the shape of the cache that are alive: 2 layers, 4 slots, 2 heads."""
+    return sum(type(x) is torch.Tensor and x.shape == (2, 4, 2, MAX_CONTEXT, 8) for x in gc.get_objects())
+
+
+def test_a_released_engine_holds_no_cache_and_serves_the_same_after_resuming() -> None:
+    held = kv_tensors()
+    engine = make_engine()
+    request = make_request("whole", [5, 6, 7], max_new_tokens=20, seeds=(1, 2))
+    whole = run(engine, request)["whole"]
+    assert kv_tensors() == held + 2
+    assert engine.release() == []
+    assert kv_tensors() == held
+    engine.resume()
+    assert kv_tensors() == held + 2
+    assert run(engine, request)["whole"] == whole
+
+
+def test_release_ends_running_and_waiting_requests_with_what_they_have(engine: SlotEngine) -> None:
+    whole = run(make_engine(), make_request("a", [5], max_new_tokens=20, seeds=(1, 2, 3)))["a"]
+    for rid in ("a", "b", "c"):
+        engine.submit(make_request(rid, [5], max_new_tokens=(20, 20, 2), seeds=(1, 2, 3)))
+    for _ in range(4):
+        engine.step()
+    finished = {each.request.rid: each.segments for each in engine.release()}
+    assert [len(segment.token_ids) for segment in finished["a"]] == [4, 4, 2]
+    assert [segment.finish_reason for segment in finished["a"]] == ["abort", "abort", "length"]
+    assert [len(segment.token_ids) for segment in finished["c"]] == [0, 0, 0]
+    assert not engine.has_work and engine.num_active == 0 and engine.release() == []
+    for part, full in zip(finished["a"], whole, strict=True):
+        assert part.token_ids == full.token_ids[: len(part.token_ids)]
+
+
+def test_what_arrives_while_released_waits_and_meets_the_new_weights(engine: SlotEngine) -> None:
+    engine.release()
+    engine.submit(make_request("early", [5], seeds=(1,)))
+    engine.submit(make_request("given up", [5], seeds=(1,)))
+    assert not engine.has_work
+    engine.load_weights(weights(3), 4)
+    given_up = engine.abort("given up")
+    assert given_up is not None and given_up.segments[0].token_ids == []
+    engine.resume()
+    (late,) = run(engine, make_request("late", [5], seeds=(1,)))["late"]
+    assert late.spans == [VersionSpan(4, 0, 8)]
+    assert late.token_ids == run(make_engine(3), make_request("x", [5], seeds=(1,)))["x"][0].token_ids
+
+
+def test_a_step_tells_what_it_computed(engine: SlotEngine) -> None:
+    engine.submit(make_request("a", [5, 6, 7], max_new_tokens=3, seeds=(1, 2)))
+    engine.step()
+    assert (engine.num_decoded, engine.num_prefilled) == (0, 3)
+    engine.submit(make_request("b", [5, 6], max_new_tokens=3))
+    engine.step()
+    assert (engine.num_decoded, engine.num_prefilled) == (2, 2)
+    engine.step()
+    assert (engine.num_decoded, engine.num_prefilled) == (3, 0)
 
 
 def test_models_the_engine_would_compute_wrongly_are_refused() -> None:

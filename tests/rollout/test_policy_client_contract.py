@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import pytest
-from tiny_policy import VOCAB_SIZE
+from tiny_policy import VOCAB_SIZE, until
 
 from penstock.ports import PolicyClient
 from penstock.rollout.client import RolloutClient, Servers
+from penstock.rollout.runner import EngineRunner
 from penstock.rollout.scripted import ScriptedPolicy
-from penstock.types import EpisodeId, Sampling, SegmentGrant, VersionSpan
+from penstock.types import EpisodeId, Sampling, Segment, SegmentGrant, VersionSpan
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=16)
+LONG = 90
 
 
 def scripted_answer(prompt_ids: list[int], seed: int) -> list[int]:
     """Continues the same answer wherever it was cut."""
     start = len(prompt_ids)
-    return [(seed + position) % VOCAB_SIZE for position in range(start, 40)]
+    return [(seed + position) % VOCAB_SIZE for position in range(start, 94)]
+
+
+class Releasable(PolicyClient, Protocol):
+    """A PolicyClient whose server can give way."""
+
+    async def release(self) -> None: ...
+
+    async def resume(self) -> None: ...
 
 
 @pytest.fixture(params=["scripted", "one server", "all servers"])
-async def policy(request: pytest.FixtureRequest, url: str) -> AsyncIterator[PolicyClient]:
+async def policy(request: pytest.FixtureRequest, url: str) -> AsyncIterator[Releasable]:
     if request.param == "scripted":
         yield ScriptedPolicy(scripted_answer)
         return
     client = RolloutClient(url) if request.param == "one server" else Servers([url])
     yield client
     await client.close()
+
+
+@pytest.fixture
+def generating(policy: Releasable, runner: EngineRunner) -> Callable[[], object]:
+    """Is anything being generated?"""
+    return lambda: policy.num_sampled if isinstance(policy, ScriptedPolicy) else runner.engine.num_active
 
 
 def grants(*max_tokens: int) -> list[SegmentGrant]:
@@ -70,3 +88,34 @@ async def test_a_cut_answer_continues_under_the_same_seed(policy: PolicyClient) 
     (first,) = await policy.generate([3, 4], grants(3), SAMPLING, [10])
     (rest,) = await policy.generate([3, 4, *first.token_ids], grants(5), SAMPLING, [10])
     assert first.token_ids + rest.token_ids == whole.token_ids
+
+
+async def test_giving_way_ends_requests_with_what_they_have(
+    policy: Releasable, generating: Callable[[], object]
+) -> None:
+    seeds = [10, 11, 12, 13]
+
+    async def ask(prompt_ids: list[int], limit: int, seeds: list[int]) -> list[Segment]:
+        return await policy.generate(prompt_ids, grants(*[limit] * len(seeds)), SAMPLING, seeds)
+
+    running = asyncio.create_task(ask([3, 4], LONG, seeds))
+    await until(generating)
+    await policy.release()
+    parts = await running
+    assert "abort" in {part.finish_reason for part in parts}
+    waiting = asyncio.create_task(ask([3, 4], LONG, seeds))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "whoever asks meanwhile waits"
+    await policy.release()
+    await policy.resume()
+    await policy.resume()
+    for part, whole, seed in zip(parts, await waiting, seeds, strict=True):
+        assert len(part.logprobs) == len(part.token_ids)
+        assert [span.end for span in part.spans[-1:]] == [len(part.token_ids)][: len(part.spans)]
+        if part.finish_reason != "abort":
+            assert part.token_ids == whole.token_ids
+            continue
+        assert len(part.token_ids) < len(whole.token_ids)
+        (rest,) = await ask([3, 4, *part.token_ids], LONG - len(part.token_ids), [seed])
+        assert part.token_ids + rest.token_ids == whole.token_ids

@@ -101,3 +101,38 @@ async def test_stop_fails_what_is_pending(engine: SlotEngine) -> None:
     await runner.stop()
     with pytest.raises(EngineDead, match="stopped"):
         await task
+
+
+async def test_release_returns_what_there_is_and_resume_serves_what_waits(runner: EngineRunner) -> None:
+    request = make_request("a", [5], max_new_tokens=LONG)
+    (whole,) = run(make_engine(), request)["a"]
+    running = asyncio.create_task(runner.generate(request))
+    await until(lambda: runner.engine.num_active)
+    await runner.release()
+    await runner.release()
+    assert running.done(), "the answer comes before the release is reported"
+    (part,) = running.result()
+    assert (part.finish_reason, part.token_ids) == ("abort", whole.token_ids[: len(part.token_ids)])
+    waiting = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
+    await until(lambda: runner.engine.num_waiting)
+    await runner.load_weights(weights(0), 1)
+    assert not waiting.done() and runner.engine.num_active == 0
+    await runner.resume()
+    await runner.resume()
+    (again,) = await waiting
+    assert again.token_ids == whole.token_ids and {span.policy_version for span in again.spans} == {1}
+
+
+async def test_steps_are_accounted_for(runner: EngineRunner) -> None:
+    await runner.generate(make_request("a", [5, 6, 7], max_new_tokens=5, seeds=(1, 2)))
+    costs = runner.costs.counters()
+    assert {name: costs[f"cost_{name}"] for name in ("n", "b", "p", "bb", "bp", "pp")} == {
+        "n": 5,
+        "b": 8,
+        "p": 3,
+        "bb": 16,
+        "bp": 0,
+        "pp": 9,
+    }
+    assert costs["cost_y"] == pytest.approx(runner.busy_s)
+    assert costs["cost_by"] < 2 * costs["cost_y"] and costs["cost_py"] < 3 * costs["cost_y"]

@@ -241,6 +241,8 @@ async def test_an_aborted_update_leaves_the_old_weights(http: Http) -> None:
         ("/weights/commit", {"policy_version": 9}, 409, "nothing is staged"),
         ("/weights/commit", {}, 400, "missing required field"),
         ("/abort_request", b"x", 400, "malformed"),
+        ("/release_memory_occupation", {"tags": ["weights"]}, 400, "only the memory tagged kv_cache"),
+        ("/resume_memory_occupation", b"", 400, "truncated"),
     ],
 )
 async def test_bad_control_calls_are_refused(http: Http, path: str, body: Any, status: int, message: str) -> None:
@@ -267,6 +269,24 @@ async def test_abort_request_ends_a_generation(http: Http, runner: EngineRunner)
     assert (status, reply["meta_info"]["finish_reason"]["type"]) == (200, "abort")
     assert 0 < len(reply["output_ids"]) < 90
     assert await http.post("/abort_request", {"abort_all": True}) == (200, {"aborted": 0, "unknown": []})
+
+
+async def test_memory_is_released_and_taken_back(http: Http, runner: EngineRunner) -> None:
+    body = {"input_ids": [5], "sampling_params": greedy(90)}
+    _, whole = await http.post("/generate", body)
+    generation = asyncio.create_task(http.post("/generate", body))
+    await until(lambda: runner.engine.num_active)
+    for given in ({}, {"tags": ["kv_cache"]}):
+        assert await http.post("/release_memory_occupation", given) == (200, {"state": "released"})
+    status, part = await generation
+    assert (status, part["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+    assert part["output_ids"] == whole["output_ids"][: len(part["output_ids"])]
+    assert (await http.get("/ready"))[1]["state"] == "serving"
+    waiting = asyncio.create_task(http.post("/generate", body))
+    await until(lambda: runner.engine.num_waiting)
+    for _ in range(2):
+        assert await http.post("/resume_memory_occupation", {}) == (200, {"state": "resumed"})
+    assert (await waiting)[1]["output_ids"] == whole["output_ids"]
 
 
 async def test_a_client_that_leaves_frees_its_slots(http: Http, runner: EngineRunner) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import torch
 import uvicorn
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.rollout.convert import Tokenizer
 from penstock.rollout.engine import Finished, SlotEngine
@@ -22,10 +24,12 @@ VOCAB_SIZE = 64
 MAX_CONTEXT = 96
 EOS = 1
 
+_initializing = threading.Lock()
+"""Servers receive weights in threads, and the random state is everybody's."""
+
 
 def make_model(seed: int = 0) -> PreTrainedModel:
     """Small, with wide initial weights so that its distributions are far from uniform."""
-    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
@@ -41,7 +45,9 @@ def make_model(seed: int = 0) -> PreTrainedModel:
         eos_token_id=EOS,
         pad_token_id=0,
     )
-    return Qwen3ForCausalLM(config).eval()
+    with _initializing:
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).eval()
 
 
 def make_engine(seed: int = 0, *, num_slots: int = 4, policy_version: int = 0) -> SlotEngine:
@@ -75,7 +81,26 @@ def run(engine: SlotEngine, *requests: GenerateRequest) -> dict[str, list[Segmen
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     """The weights of `make_model(seed)`."""
-    return {name: parameter.detach() for name, parameter in make_model(seed).named_parameters()}
+    return {name: parameter.detach() for name, parameter in reference_model(seed).named_parameters()}
+
+
+reference_model = functools.cache(make_model)
+"""Never to be changed."""
+
+
+def reference_logprobs(
+    prompt: list[int], tokens: list[int], *, temperature: float = 1.0, seeds: Sequence[tuple[int, int]] = ((0, 0),)
+) -> list[float]:
+    """Token by token with a cache that is kept while the weights change; `seeds` are (first token, weights' seed)."""
+    models = {start: reference_model(seed) for start, seed in seeds}
+    cache, model, inputs, logprobs = DynamicCache(), models[0], prompt, []
+    for position, token in enumerate(tokens):
+        model = models.get(position, model)
+        with torch.inference_mode():
+            logits = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True).logits[0, -1]
+        logprobs.append(torch.log_softmax(logits / temperature, -1)[token].item())
+        inputs = [token]
+    return logprobs
 
 
 def receive_seed(handle: WeightsHandle) -> Mapping[str, torch.Tensor]:

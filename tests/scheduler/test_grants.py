@@ -22,30 +22,33 @@ SETTINGS: dict[str, Any] = {
 REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
 
 
-async def scheduler_with(num_groups: int) -> Scheduler:
-    scheduler = Scheduler(
-        Config.model_validate(SETTINGS), now=asyncio.get_running_loop().time, record=lambda *decision: None
-    )
+async def scheduler_with(num_groups: int, **changes: Any) -> Scheduler:
+    settings = Config.model_validate(SETTINGS | {"scheduler": SETTINGS["scheduler"] | changes})
+    scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, record=lambda *decision: None)
     scheduler.worker_joined("env-0", 100)
     source = NumberedTasks("train")
     for index in range(num_groups):
         task = source.task(index)
         assert task is not None
-        await scheduler.admit(task)
+        scheduler.admit([task])
     return scheduler
 
 
-async def next_work(scheduler: Scheduler) -> Work:
-    item = (await scheduler.next_assignment()).item
-    assert isinstance(item, Work)
-    return item
+async def next_items(scheduler: Scheduler) -> list[Work | SegmentGrant]:
+    return [assignment.item for assignment in await scheduler.next_assignments()]
+
+
+async def next_works(scheduler: Scheduler) -> list[Work]:
+    items = await next_items(scheduler)
+    assert all(isinstance(item, Work) for item in items)
+    return [item for item in items if isinstance(item, Work)]
 
 
 async def is_idle(scheduler: Scheduler) -> bool:
     """Nothing can run now."""
     try:
         async with asyncio.timeout(1.0):
-            await scheduler.next_assignment()
+            await scheduler.next_assignments()
     except TimeoutError:
         return True
     return False
@@ -56,13 +59,17 @@ def finish(scheduler: Scheduler, work: Work, **details: Any) -> None:
     scheduler.finish(work.leases[0].episode.group, REF, episodes)
 
 
+def ask(scheduler: Scheduler, episode: EpisodeId, *, unfinished: bool, num_tokens: int = 3) -> None:
+    scheduler.request_grant(episode, unfinished=unfinished, num_tokens=num_tokens)
+
+
 def test_running_episodes_are_bounded_and_places_return() -> None:
     async def main() -> None:
         scheduler = await scheduler_with(4)
-        first, second = await next_work(scheduler), await next_work(scheduler)
+        first, second = await next_works(scheduler)
         assert await is_idle(scheduler), "four episodes run, no more may"
         finish(scheduler, first)
-        third = await next_work(scheduler)
+        (third,) = await next_works(scheduler)
         assert [w.leases[0].episode.group for w in (first, second, third)] == [0, 1, 2]
 
     run_virtual(main())
@@ -71,17 +78,81 @@ def test_running_episodes_are_bounded_and_places_return() -> None:
 def test_a_cut_answer_goes_before_new_groups_and_its_slot_is_free_meanwhile() -> None:
     async def main() -> None:
         scheduler = await scheduler_with(3)
-        first = await next_work(scheduler)
+        first, _ = await next_works(scheduler)
         assert [grant.max_tokens for grant in first.grants] == [3, 3]
-        await next_work(scheduler)
         for lease in first.leases:
-            scheduler.request_grant(lease.episode, unfinished=True)
+            ask(scheduler, lease.episode, unfinished=True)
         assert scheduler.ledger.counts()["unfinished"] == 2
-        for lease in first.leases:
-            grant = (await scheduler.next_assignment()).item
-            assert grant == SegmentGrant(episode=lease.episode, max_tokens=3)
+        grants = await next_items(scheduler)
+        assert grants == [SegmentGrant(episode=lease.episode, max_tokens=3) for lease in first.leases]
         assert scheduler.ledger.counts()["unfinished"] == 0
         assert await is_idle(scheduler), "the slots are taken again"
+        scheduler.ledger.check()
+
+    run_virtual(main())
+
+
+def test_the_budget_of_an_answer_is_pinned() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_with(1, global_max_length=8)
+        (work,) = await next_works(scheduler)
+        ask(scheduler, work.leases[0].episode, unfinished=True, num_tokens=6)
+        assert await next_items(scheduler) == [SegmentGrant(episode=work.leases[0].episode, max_tokens=2)]
+
+    run_virtual(main())
+
+
+def test_members_that_end_early_give_their_grants_back() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_with(3)
+        first, second = await next_works(scheduler)
+        scheduler.ended(0, [played(first.leases[0].episode, reward=1.0)], [None])
+        assert await is_idle(scheduler), "one free grant is not enough for a group of two"
+        scheduler.ended(1, [played(second.leases[1].episode, reward=1.0)], [None])
+        (third,) = await next_works(scheduler)
+        assert third.leases[0].episode.group == 2
+        assert scheduler.ledger.counts()["ready"] == 2
+        finish(scheduler, first)
+        assert scheduler.ledger.counts()["ready"] == 3
+
+    run_virtual(main())
+
+
+def test_a_probe_goes_first_and_the_longest_probed_group_is_the_next() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_with(3, dispatch={"policy": "probe"}, max_running=3)
+        probes = await next_works(scheduler)
+        assert [(w.leases[0].episode.group, len(w.leases)) for w in probes] == [(0, 1), (1, 1), (2, 1)]
+        for number, tokens in ((0, 3), (1, 8), (2, 5)):
+            episode = probes[number].leases[0].episode
+            scheduler.ended(number, [played(episode, reward=1.0, response_tokens=tokens)], [None])
+        rests = await next_works(scheduler)
+        assert [lease.episode for work in rests for lease in work.leases] == [
+            EpisodeId("train", group, 1, 0) for group in (1, 2, 0)
+        ]
+        scheduler.ledger.check()
+
+    run_virtual(main())
+
+
+def test_a_lost_worker_s_groups_go_on_elsewhere_from_where_they_were_saved() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_with(2)
+        cut, whole = await next_works(scheduler)
+        scheduler.request_grant(cut.leases[0].episode, unfinished=True, num_tokens=3, saved=REF)
+        scheduler.ended(0, [played(cut.leases[1].episode, reward=1.0)], [REF])
+        scheduler.worker_joined("env-1", 100)
+        scheduler.worker_lost("env-0")
+        again = {work.leases[0].episode.group: work for work in await next_works(scheduler)}
+        saved = {episode.episode: episode.ended for episode in again[0].saved}
+        assert saved == {EpisodeId("train", 0, 0, 1): False, EpisodeId("train", 0, 1, 1): True}
+        assert again[0].grants[0].max_tokens == 3
+        assert not again[1].saved and again[1].leases[0].episode.attempt == 1
+        finish(scheduler, whole)
+        assert scheduler.ledger.counts()["ready"] == 1, "only the ended member that was saved"
+        finish(scheduler, again[0])
+        finish(scheduler, again[1])
+        assert scheduler.ledger.counts()["ready"] == 4
         scheduler.ledger.check()
 
     run_virtual(main())
@@ -90,12 +161,12 @@ def test_a_cut_answer_goes_before_new_groups_and_its_slot_is_free_meanwhile() ->
 def test_grants_of_the_past_are_ignored() -> None:
     async def main() -> None:
         scheduler = await scheduler_with(1)
-        work = await next_work(scheduler)
-        scheduler.request_grant(work.leases[0].episode, unfinished=True)
+        (work,) = await next_works(scheduler)
+        ask(scheduler, work.leases[0].episode, unfinished=True)
         finish(scheduler, work, error="the environment broke")
-        scheduler.request_grant(work.leases[1].episode, unfinished=False)
-        scheduler.request_grant(EpisodeId("train", 999, 0, 0), unfinished=False)
-        again = await next_work(scheduler)
+        ask(scheduler, work.leases[1].episode, unfinished=False)
+        ask(scheduler, EpisodeId("train", 999, 0, 0), unfinished=False)
+        (again,) = await next_works(scheduler)
         assert again.leases[0].episode == EpisodeId("train", 0, 0, 1), "the next attempt, not the old grant"
         assert again.leases[0].env_seed == work.leases[0].env_seed
         assert again.leases[0].sampling_seed != work.leases[0].sampling_seed
@@ -109,18 +180,13 @@ def test_grants_of_the_past_are_ignored() -> None:
 def test_cancelling_gives_everything_back(num_played: int) -> None:
     async def main() -> None:
         scheduler = await scheduler_with(4)
-        works = [await next_work(scheduler), await next_work(scheduler)]
+        works = await next_works(scheduler)
         for work in works[:num_played]:
             finish(scheduler, work)
-        scheduler.request_grant(works[1].leases[0].episode, unfinished=True)
+        ask(scheduler, works[1].leases[0].episode, unfinished=True)
         assert len(scheduler.cancel_all()) == 4
         scheduler.ledger.check()
         counts = scheduler.ledger.counts()
         assert counts["cancelled"] == counts["admitted"] == 8
-        assert await is_idle(scheduler), "the grant request died with its group"
-        fresh = NumberedTasks("train").task(9)
-        assert fresh is not None
-        await scheduler.admit(fresh)
-        await next_work(scheduler)
 
     run_virtual(main())

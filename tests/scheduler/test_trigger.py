@@ -1,26 +1,40 @@
-"""Count or timeout, in both uses."""
+"""Count or timeout, in every use, and what feedback may make of the thresholds."""
 
 import math
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.scheduler.staleness import AdmissionPolicy
-from penstock.scheduler.trigger import CountOrTimeoutTrigger, TriggerState
-
-COMPUTE = CountOrTimeoutTrigger(use="compute", min_groups=4, max_wait_s=0.5, groups_per_step=10)
-STEP = CountOrTimeoutTrigger(use="step", min_groups=4, max_wait_s=0.5, groups_per_step=10)
+from penstock.config.scheduling import FeedbackConfig, TriggerConfig
+from penstock.scheduler.trigger import Thresholds, Trigger, TriggerState
 
 
-def state(*, ready: int, accumulated: int = 0, since: float = 0.0) -> TriggerState:
-    return TriggerState(num_ready=ready, num_accumulated=accumulated, waiting_since=since if ready else None)
+def trigger(use: str = "compute", *, group_size: int = 8, groups_per_step: int = 10, **settings: Any) -> Trigger:
+    config = TriggerConfig(**{"use": use, "min_samples": 32, "max_wait_s": 0.5} | settings)
+    return Trigger.from_config(config, group_size=group_size, groups_per_step=groups_per_step)
+
+
+COMPUTE, STEP, BATCH = trigger("compute"), trigger("step"), trigger("batch")
+ADAPTIVE = FeedbackConfig(
+    signal="entropy", fewest_samples=5, most_samples=60, shortest_wait_s=0.2, longest_wait_s=2.0, band=0.1
+)
+
+
+def state(*, ready: int = 0, accumulated: int = 0, since: float = 0.0, **factors: float) -> TriggerState:
+    waiting_since = since if ready else None
+    return TriggerState(num_ready=ready, num_accumulated=accumulated, waiting_since=waiting_since, **factors)
+
+
+def scaled(factor: float) -> TriggerState:
+    return state(samples_factor=factor, wait_factor=factor)
 
 
 def test_samples_are_rounded_up_to_whole_groups() -> None:
-    trigger = CountOrTimeoutTrigger.from_samples(
-        use="compute", min_samples=17, max_wait_s=1.0, group_size=8, groups_per_step=32
-    )
-    assert trigger.min_groups == 3
+    assert trigger(min_samples=17).thresholds(state()).min_groups == 3
+    assert trigger(min_samples=16).thresholds(state()).min_groups == 2
+    assert trigger(min_samples=1).thresholds(state()).min_groups == 1
 
 
 def test_waits_until_the_count_or_the_clock() -> None:
@@ -28,7 +42,8 @@ def test_waits_until_the_count_or_the_clock() -> None:
     assert waiting.num_groups == 0 and waiting.look_again_at == 1.5
     assert COMPUTE.decide(state(ready=4, since=1.0), now=1.2).num_groups == 4
     late = COMPUTE.decide(state(ready=1, since=1.0), now=1.5)
-    assert late.num_groups == 1 and not late.step and "timeout" in late.reason
+    assert late.num_groups == 1 and not late.step
+    assert late.reason == "timeout: 1 groups ready for 0.500 s of 0.5 s, 4 wanted"
 
 
 def test_nothing_ready_never_fires() -> None:
@@ -46,30 +61,72 @@ def test_step_steps_at_every_trigger() -> None:
     assert STEP.decide(state(ready=1), now=0.6).step
 
 
+def test_batch_waits_for_whole_steps_and_for_no_clock() -> None:
+    waiting = BATCH.decide(state(ready=9), now=1e9)
+    assert waiting.num_groups == 0 and waiting.look_again_at == math.inf
+    assert waiting.reason == "9 of 10 groups ready"
+    decision = BATCH.decide(state(ready=13), now=0.0)
+    assert (decision.num_groups, decision.step) == (10, True)
+    assert BATCH.thresholds(state()) == Thresholds(min_groups=10, max_wait_s=math.inf)
+
+
+def test_feedback_moves_the_thresholds_within_bounds() -> None:
+    adaptive = trigger(feedback=ADAPTIVE)
+    assert adaptive.thresholds(scaled(0.5)) == Thresholds(min_groups=2, max_wait_s=0.25)
+    assert adaptive.thresholds(scaled(0.01)) == Thresholds(min_groups=1, max_wait_s=0.2)
+    assert adaptive.thresholds(scaled(100)) == Thresholds(min_groups=8, max_wait_s=2.0)  # 60 samples are 8 groups
+    assert adaptive.decide(state(ready=2, samples_factor=0.5), now=0.0).num_groups == 2
+    assert adaptive.decide(state(ready=1, wait_factor=2.0), now=0.5).look_again_at == 1.0
+
+
+def test_without_feedback_thresholds_are_what_was_typed() -> None:
+    fixed = trigger(max_wait_s=0.001, feedback=ADAPTIVE.model_copy(update={"signal": "none"}))
+    assert fixed.thresholds(scaled(3.0)) == Thresholds(min_groups=4, max_wait_s=0.001)
+
+
+def test_the_batch_bounds_n_min_whatever_most_samples_says() -> None:
+    unbounded = trigger(feedback=FeedbackConfig(signal="entropy", most_samples=10_000))
+    assert unbounded.thresholds(scaled(100)).min_groups == 10
+
+
 @given(
-    st.sampled_from([COMPUTE, STEP]),
-    st.integers(0, 50),
-    st.integers(0, 9),
-    st.floats(0, 10),
-    st.floats(0, 10),
+    st.integers(1, 16), st.integers(1, 64), st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.floats(1e-3, 1e3), st.data()
 )
-def test_a_decision_never_exceeds_what_is_ready_or_the_batch(
-    trigger: CountOrTimeoutTrigger, ready: int, accumulated: int, since: float, later: float
+def test_thresholds_stay_within_their_bounds(
+    group_size: int, groups_per_step: int, samples: float, wait: float, max_wait_s: float, data: st.DataObject
 ) -> None:
-    if trigger.use == "step":
+    batch = group_size * groups_per_step
+    fewest = data.draw(st.integers(1, batch))
+    most = data.draw(st.one_of(st.none(), st.integers(fewest, 2 * batch)))
+    low, high = sorted(data.draw(st.tuples(st.floats(0.01, 10), st.floats(0.01, 10))))
+    feedback = FeedbackConfig(
+        signal="time", fewest_samples=fewest, most_samples=most, shortest_wait_s=low, longest_wait_s=high
+    )
+    adaptive = trigger(
+        group_size=group_size,
+        groups_per_step=groups_per_step,
+        min_samples=data.draw(st.integers(1, batch)),
+        max_wait_s=max_wait_s,
+        feedback=feedback,
+    )
+    found = adaptive.thresholds(state(samples_factor=samples, wait_factor=wait))
+    assert low <= found.max_wait_s <= high
+    assert fewest <= found.min_groups * group_size < min(most or batch, batch) + group_size
+    assert 1 <= found.min_groups <= groups_per_step
+
+
+@pytest.mark.parametrize("subject", [COMPUTE, STEP, BATCH, trigger(feedback=ADAPTIVE)], ids=lambda it: it.use)
+@given(st.integers(0, 50), st.integers(0, 9), st.floats(0, 10), st.floats(0, 10), st.floats(0.1, 10))
+def test_a_decision_never_exceeds_what_is_ready_or_the_batch(
+    subject: Trigger, ready: int, accumulated: int, since: float, later: float, factor: float
+) -> None:
+    if subject.use != "compute":
         accumulated = 0
-    decision = trigger.decide(state(ready=ready, accumulated=accumulated, since=since), now=since + later)
-    assert 0 <= decision.num_groups <= min(ready, trigger.groups_per_step - accumulated)
+    seen = state(ready=ready, accumulated=accumulated, since=since, samples_factor=factor, wait_factor=factor)
+    decision = subject.decide(seen, now=since + later)
+    assert 0 <= decision.num_groups <= min(ready, subject.groups_per_step - accumulated)
     assert decision.reason
-    if decision.num_groups and trigger.use == "compute":
-        assert decision.step == (accumulated + decision.num_groups == trigger.groups_per_step)
+    if decision.num_groups and subject.use != "step":
+        assert decision.step == (accumulated + decision.num_groups == subject.groups_per_step)
     if not decision.num_groups:
         assert not decision.step and decision.look_again_at > since + later
-
-
-@given(st.integers(0, 5), st.integers(1, 64), st.integers(0, 1000))
-def test_admission_never_overfills_the_budget(max_staleness: int, groups_per_step: int, in_flight: int) -> None:
-    policy = AdmissionPolicy(max_staleness=max_staleness, groups_per_step=groups_per_step)
-    admitted = policy.decide(num_in_flight=in_flight).num_groups
-    assert admitted >= 0
-    assert in_flight + admitted <= max(in_flight, (max_staleness + 1) * groups_per_step)

@@ -2,6 +2,13 @@
 
 from penstock.config.errors import ConfigError
 from penstock.config.load import load_config, parse_overrides
+from penstock.config.scheduling import (
+    DispatchConfig,
+    FeedbackConfig,
+    LengthConfig,
+    SchedulerConfig,
+    TriggerConfig,
+)
 from penstock.config.schema import (
     Config,
     DataConfig,
@@ -9,28 +16,39 @@ from penstock.config.schema import (
     ModelConfig,
     ObserveConfig,
     RolloutConfig,
-    SchedulerConfig,
     SupervisorConfig,
     TinyModelConfig,
     TrainerConfig,
-    TriggerConfig,
     WarmStartConfig,
+)
+from penstock.config.simulation import (
+    EngineModelConfig,
+    SimulatorConfig,
+    TrainerModelConfig,
+    WorkloadConfig,
 )
 
 __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DispatchConfig",
+    "EngineModelConfig",
     "EnvConfig",
+    "FeedbackConfig",
+    "LengthConfig",
     "ModelConfig",
     "ObserveConfig",
     "RolloutConfig",
     "SchedulerConfig",
+    "SimulatorConfig",
     "SupervisorConfig",
     "TinyModelConfig",
     "TrainerConfig",
+    "TrainerModelConfig",
     "TriggerConfig",
     "WarmStartConfig",
+    "WorkloadConfig",
     "load_config",
     "parse_overrides",
 ]

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    """Frozen, strict about names, documented by the docstrings under its fields."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
+from penstock.config.scheduling import SchedulerConfig
+from penstock.config.section import Section
+from penstock.config.simulation import SimulatorConfig
 
 
 class TinyModelConfig(Section):
@@ -64,14 +55,25 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where tasks come from."""
 
-    source: Literal["reasoning_gym", "seeds"] = "reasoning_gym"
-    """`reasoning_gym` draws from a procedural dataset; `seeds` only numbers the tasks (for games)."""
+    source: Literal["reasoning_gym", "jsonl", "seeds"] = "reasoning_gym"
+    """`reasoning_gym` draws from a procedural dataset; `jsonl` reads a file; `seeds` only numbers the tasks (for
+    games)."""
     dataset: str = "spell_backward"
     """Name of the reasoning-gym dataset."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the dataset, as its own documentation names them."""
+    path: str | None = None
+    """Of the file: one JSON object per line, which becomes the task's payload."""
+    eval_path: str | None = None
+    """Of the file with held-out tasks; None takes them from the end of `path`."""
     eval_tasks: int = Field(256, ge=0)
     """Held-out tasks played before and after training; never trained on."""
+
+    @model_validator(mode="after")
+    def _has_path(self) -> DataConfig:
+        if self.source == "jsonl" and self.path is None:
+            raise ValueError("data.source jsonl needs data.path")
+        return self
 
 
 class EnvConfig(Section):
@@ -99,36 +101,6 @@ class EnvConfig(Section):
     """An episode whose environment fails is tried this often before its group is given up."""
 
 
-class TriggerConfig(Section):
-    """When the learner gets work."""
-
-    use: Literal["compute", "step"] = "compute"
-    """`compute`: accumulate gradients as groups become ready, step at a stable batch size. `step`: every trigger is a
-    step."""
-    min_samples: int = Field(64, ge=1)
-    """N_min, rounded up to whole groups."""
-    max_wait_s: float = Field(0.5, gt=0)
-    """T_max: go on with what is ready (at least one group) after this long."""
-
-
-class SchedulerConfig(Section):
-    """Admission, order, trigger."""
-
-    dispatch: Literal["fifo"] = "fifo"
-    max_staleness: int = Field(2, ge=0)
-    """Versions. Bounds what is admitted; tokens older than this are masked out of the loss. 0 is on-policy."""
-    max_running: int | None = Field(None, ge=1)
-    """Episodes that may be generating at once; None is twice the servers' slots, so that slots never wait for a
-    group's slowest member."""
-    segment_length: int | None = Field(None, ge=1)
-    """Tokens per grant; None lets a turn finish in one grant."""
-    filter_equal_rewards: bool = True
-    """Drop groups whose rewards are all equal: their advantages are zero."""
-    max_filtered_in_a_row: int = Field(1000, ge=1)
-    """This many filtered groups without a trainable one in between end the run: there is nothing to learn."""
-    trigger: TriggerConfig = TriggerConfig()
-
-
 class RolloutConfig(Section):
     """Generation servers."""
 
@@ -148,7 +120,9 @@ class TrainerConfig(Section):
     """The learner."""
 
     steps: int = Field(100, ge=1)
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run, at most."""
+    total_samples: int | None = Field(None, ge=1)
+    """End with the step that brings the samples trained to this many, for runs whose steps differ in size."""
     groups_per_step: int = Field(32, ge=1)
     """Groups per optimizer step (B); B * group_size samples."""
     learning_rate: float = Field(3e-4, gt=0)
@@ -204,6 +178,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     observe: ObserveConfig = ObserveConfig()
+    simulator: SimulatorConfig = SimulatorConfig()
 
     @property
     def max_running(self) -> int:

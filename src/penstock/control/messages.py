@@ -90,7 +90,21 @@ class GrantRequest(Message, frozen=True, kw_only=True, tag="GRANT_REQUEST"):
     worker: str
     episode: EpisodeId
     unfinished: bool
-    """True if the last segment was cut at its length limit."""
+    """True if the last segment was cut: by its grant, or by a server that gave way."""
+    num_tokens: int
+    """Generated so far in the episode."""
+    saved: PayloadRef | None = None
+    """Where they lie, if the episode could go on elsewhere."""
+
+
+class EpisodesEnded(Message, frozen=True, kw_only=True, tag="EPISODES_ENDED"):
+    """Members of a group ended while others have not; the tokens stay with the worker until the group is whole."""
+
+    worker: str
+    group: int
+    episodes: list[EpisodeSummary]
+    saved: list[PayloadRef | None]
+    """One each; where the tokens lie, if a copy was saved."""
 
 
 class Grant(Message, frozen=True, kw_only=True, tag="GRANT"):
@@ -168,6 +182,7 @@ AnyMessage = (
     | Cancel
     | GrantRequest
     | Grant
+    | EpisodesEnded
     | DataGenerated
     | WarmStart
     | WarmStarted

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from penstock.config import ConfigError, DataConfig
 from penstock.ports import TaskSource
-from penstock.types import Task, stable_seed
+from penstock.types import EVAL_TAG, Task, stable_seed
 
 _ENDLESS = 2**31 - 1
 
@@ -33,6 +37,30 @@ class ReasoningGymSource:
         return Task(task_id=f"{self._name}/{self._tag}/{index}", tag=self._tag, index=index, payload=entry)
 
 
+class JsonLinesSource:
+    """Lines of a file, in order."""
+
+    def __init__(self, path: Path, *, tag: str, part: slice = slice(None)) -> None:
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from None
+        self._lines = list(enumerate(lines, start=1))[part]
+        if not self._lines:
+            raise ConfigError(f"data: {path} has {len(lines)} lines, none of them of tag {tag}; lower data.eval_tasks")
+        self._path, self._tag = path, tag
+
+    def task(self, index: int) -> Task | None:
+        if index >= len(self._lines):
+            return None
+        number, line = self._lines[index]
+        try:
+            payload = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"data: {self._path}, line {number}: not a JSON object: {error}") from None
+        return Task(task_id=f"{self._path.stem}/{number}", tag=self._tag, index=index, payload=payload)
+
+
 class SeedSource:
     """Tasks that are nothing but a number; the environment makes its world from the seed."""
 
@@ -52,6 +80,11 @@ class TaskStream:
         self._source, self.position = source, position
         self._held_out = {question(task) for task in held_out} - {""}
 
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks; fewer once the source is used up."""
+        tasks = (self.next() for _ in range(count))
+        return [task for task in takewhile(lambda task: task is not None, tasks) if task is not None]
+
     def next(self) -> Task | None:
         """The next task to train on; None once the source is used up."""
         for _ in range(self.max_skipped_in_a_row):
@@ -65,6 +98,15 @@ class TaskStream:
         )
 
 
+def _json_lines(config: DataConfig, *, tag: str) -> JsonLinesSource:
+    assert config.path is not None
+    path, evaluating = Path(config.path), tag == EVAL_TAG
+    if config.eval_path is not None:
+        return JsonLinesSource(Path(config.eval_path) if evaluating else path, tag=tag)
+    part = slice(-config.eval_tasks, None) if evaluating else slice(None, -config.eval_tasks or None)
+    return JsonLinesSource(path, tag=tag, part=part)
+
+
 def question(task: Task) -> str:
     """What identifies the problem itself, whatever its number; empty for tasks made from seeds alone."""
     return str(task.payload.get("question", ""))
@@ -76,6 +118,7 @@ def open_source(config: DataConfig, *, seed: int, tag: str) -> TaskSource:
         "reasoning_gym": lambda: ReasoningGymSource(
             config.dataset, config.options, seed=stable_seed(seed, tag) >> 32, tag=tag
         ),
+        "jsonl": lambda: _json_lines(config, tag=tag),
         "seeds": lambda: SeedSource(tag=tag),
     }
     return makers[config.source]()

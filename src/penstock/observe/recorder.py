@@ -74,7 +74,9 @@ class Recorder:
         self._tokens_trained += counts.get("tokens", 0)
         self._tokens_masked += counts.get("tokens_masked_stale", 0)
 
-    def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int]) -> None:
+    def stepped(
+        self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]
+    ) -> None:
         """Write the line of a step."""
         measured: dict[str, float | None] = {
             name: value for name, value in learner.metrics.items() if name not in ("tokens", "busy_s")
@@ -93,6 +95,7 @@ class Recorder:
                 "tokens_generated_total": self._total("rollout", "tokens"),
                 "tokens_trained_total": self._tokens_trained,
                 "tokens_masked_total": self._tokens_masked,
+                "tokens_masked_share": self._tokens_masked / max(self._tokens_trained + self._tokens_masked, 1.0),
                 "entropy": learner.entropy,
                 **measured,
                 "trainer_busy_s": self._busy("trainer"),
@@ -100,6 +103,7 @@ class Recorder:
                 "cpu_s": time.process_time() + sum(process.cpu_s for process in self._processes.values()),
                 "num_servers": self._number("rollout"),
                 "num_trainers": self._number("trainer"),
+                **scheduling,
                 "ledger": ledger,
             }
         )
@@ -123,6 +127,16 @@ class Recorder:
         self.event("evaluation", when=when, reward=reward, tasks=len(tasks), samples=samples)
 
     def close(self) -> None:
+        """Write every process's totals, then close the files."""
+        for name, process in self._processes.items():
+            self.event(
+                "process_totals",
+                process=name,
+                role=process.role,
+                cpu_s=process.cpu_s,
+                busy_s=process.busy_s,
+                counters=dict(process.counters),
+            )
         for writer in (self._metrics, self._events, self._timeline):
             writer.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from penstock import loop
 from penstock.config import Config, load_config
@@ -10,6 +11,7 @@ from penstock.control.bus import Bus
 from penstock.control.messages import (
     AnyMessage,
     DataGenerated,
+    EpisodesEnded,
     GrantRequest,
     Heartbeat,
     Hello,
@@ -22,7 +24,7 @@ from penstock.data.sources import TaskStream, open_source
 from penstock.deadline import Stalled
 from penstock.observe.recorder import Recorder
 from penstock.rollout.client import Servers
-from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.scheduler import Background, Scheduler
 from penstock.store.pool import ExperiencePool
 from penstock.supervisor.child import Child
 from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG
@@ -49,8 +51,12 @@ class Controller:
             case TaskRequest(worker=worker, capacity=capacity):
                 self._capacities[worker] = capacity
                 self._admit_workers()
-            case GrantRequest(episode=episode, unfinished=unfinished) if self.system:
-                self.system.scheduler.request_grant(episode, unfinished=unfinished)
+            case GrantRequest() as grant if self.system:
+                self.system.scheduler.request_grant(
+                    grant.episode, unfinished=grant.unfinished, num_tokens=grant.num_tokens, saved=grant.saved
+                )
+            case EpisodesEnded(group=group, episodes=episodes, saved=saved) if self.system:
+                self.system.scheduler.ended(group, episodes, saved)
             case DataGenerated(group=group, ref=ref, episodes=episodes) if self.system:
                 loop.collect(self.system, group, ref, episodes)
             case _:
@@ -128,11 +134,14 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
     held_out = [task for task in tasks if task is not None]
     await controller.all_joined(config.supervisor.ready_timeout_s)
     timeout_s = config.rollout.request_timeout_s
+    fits = asyncio.TaskGroup()
     servers = Servers(controller.server_urls, api_key=config.rollout.api_key, timeout_s=timeout_s)
     system = loop.System(
         config=config,
         run_dir=child.run_dir,
-        scheduler=Scheduler(config, now=asyncio.get_running_loop().time, record=recorder.decision),
+        scheduler=Scheduler(
+            config, now=asyncio.get_running_loop().time, record=recorder.decision, background=in_thread(fits)
+        ),
         tasks=TaskStream(train, held_out=held_out),
         held_out=held_out,
         workers=RemoteWorkers(bus, timeout_s=timeout_s),
@@ -143,9 +152,22 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
     )
     controller.attach(system)
     try:
-        await loop.run(system)
+        async with fits:
+            await loop.run(system)
     finally:
         await servers.close()
+
+
+def in_thread(tasks: asyncio.TaskGroup) -> Background:
+    """Length predictors are fitted beside the event loop."""
+
+    async def fit(compute: Callable[[], object], use: Callable[[object], None]) -> None:
+        use(await asyncio.to_thread(compute))
+
+    def start(compute: Callable[[], object], use: Callable[[object], None]) -> None:
+        tasks.create_task(fit(compute, use))
+
+    return start
 
 
 async def conclude(system: loop.System) -> None:

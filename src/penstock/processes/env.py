@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from penstock.config import Config, load_config
 from penstock.control.bus import CONTROLLER, Peer
-from penstock.control.messages import AnyMessage, Cancel, DataGenerated, Grant, GrantRequest, NewTask, TaskRequest
+from penstock.control.messages import (
+    AnyMessage,
+    Cancel,
+    DataGenerated,
+    EpisodesEnded,
+    Grant,
+    GrantRequest,
+    NewTask,
+    TaskRequest,
+)
+from penstock.deadline import deadline
 from penstock.envs.manager import EnvManager
 from penstock.envs.registry import environment_maker
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Work
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
+from penstock.processes.playing import PlayedGroup
+from penstock.processes.saved import Recalled, SavedEpisodes
 from penstock.rollout.client import Servers
-from penstock.store.payload import PayloadWriter
 from penstock.supervisor.child import Child
-from penstock.types import EpisodeId, SegmentGrant
+from penstock.types import EpisodeId, SegmentGrant, Trajectory
+
+GRANT_TIMEOUT_S = 3600.0
+"""For the next grant of an open episode: where phases alternate, a phase of training may lie in between."""
 
 
 class Worker:
@@ -25,11 +41,11 @@ class Worker:
 
     def __init__(self, config: Config, name: str, pool: Path, tasks: asyncio.TaskGroup) -> None:
         self._config, self._name = config, name
-        self._writer = PayloadWriter(pool, name)
+        self._saved = SavedEpisodes(config, pool, name)
         self._grants: dict[EpisodeId, asyncio.Future[SegmentGrant]] = {}
-        self._playing: dict[int, asyncio.Task[None]] = {}
-        """Groups that can still be cancelled."""
-        self._unfinished: set[asyncio.Task[None]] = set()
+        self._groups: dict[int, PlayedGroup] = {}
+        """Groups that have not been reported as a whole."""
+        self._open: set[asyncio.Task[None]] = set()
         """Groups being played or reported."""
         self._tasks = tasks
         self.manager: EnvManager | None = None
@@ -39,52 +55,101 @@ class Worker:
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
         match message:
             case NewTask(work=work):
-                group = work.leases[0].episode.group
-                task = self._tasks.create_task(self._play(group, work), name=f"group-{group}")
-                self._playing[group] = task
-                self._unfinished.add(task)
-                task.add_done_callback(self._unfinished.discard)
+                self._start(work)
             case Grant(grant=grant):
                 waiting = self._grants.get(grant.episode)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(grant)
             case Cancel(groups=groups):
-                for group in groups:
-                    if group in self._playing:
-                        self._playing[group].cancel()
+                for number in groups:
+                    if group := self._groups.pop(number, None):
+                        group.stop()
         return None
 
-    async def request(self, episode: EpisodeId, *, unfinished: bool) -> SegmentGrant:
+    async def request(self, so_far: Trajectory, *, unfinished: bool, num_tokens: int) -> SegmentGrant:
         """`Grants` of the EnvManager."""
+        episode = so_far.episode
+        saved = self._saved.save_cut(so_far) if unfinished else None
         grant: asyncio.Future[SegmentGrant] = asyncio.get_running_loop().create_future()
         self._grants[episode] = grant
         try:
-            await self.ask(GrantRequest(worker=self._name, episode=episode, unfinished=unfinished))
-            return await grant
+            await self.ask(
+                GrantRequest(
+                    worker=self._name, episode=episode, unfinished=unfinished, num_tokens=num_tokens, saved=saved
+                )
+            )
+            async with deadline(
+                GRANT_TIMEOUT_S, waiter=str(episode), resource="its next grant", holder="the scheduler"
+            ):
+                return await grant
         finally:
             del self._grants[episode]
 
-    async def _play(self, group: int, work: Work) -> None:
+    def _start(self, work: Work) -> None:
+        """Play members of a group, perhaps of one whose probe was played here before."""
+        _, number, _, attempt = work.leases[0].episode
+        group = self._groups.get(number)
+        if group is None or group.attempt != attempt:
+            if group is not None:
+                group.stop()
+            group = PlayedGroup(number=number, attempt=attempt, size=work.group_size, keep_text=work.keep_text)
+            self._groups[number] = group
+        saved = self._saved.recall(work)
+        for trajectory in saved.ended.values():
+            group.keep(trajectory, "")
+        if group.whole:
+            self._spawn(self._report(group), name=f"report-{number}")
+        else:
+            group.tasks.add(self._spawn(self._play(group, saved), name=f"group-{number}"))
+
+    async def _play(self, group: PlayedGroup, saved: Recalled) -> None:
         assert self.manager is not None
-        try:
-            played = await self.manager.play(work)
-            samples = [trajectory.flatten() for trajectory, _ in played]
-            whole = all(trajectory.status != "failed" for trajectory, _ in played)
-            ref = self._writer.append(samples) if whole and not work.keep_text else None
-            summaries = [trajectory.summary(text=text if work.keep_text else None) for trajectory, text in played]
-        finally:
-            del self._playing[group]  # before the controller hears of it: a next attempt may follow at once
-        self.num_played += len(played)
-        await self.ask(DataGenerated(worker=self._name, group=group, ref=ref, episodes=summaries))
+        await self.manager.play(saved.work, lambda *played: self._ended(group, *played), begun=saved.begun)
+
+    def _ended(self, group: PlayedGroup, trajectory: Trajectory, text: str) -> None:
+        """A member ended. All that do so in one turn of the event loop are reported together."""
+        group.keep(trajectory, text)
+        group.unreported.append(trajectory.episode.episode)
+        self.num_played += 1
+        if len(group.unreported) == 1:
+            self._spawn(self._report(group), name=f"report-{group.number}")
+
+    async def _report(self, group: PlayedGroup) -> None:
+        """Tell the controller of the members that ended, or of the whole group."""
+        if self._groups.get(group.number) is not group:
+            return  # cancelled meanwhile
+        members, group.unreported = sorted(group.unreported), []
+        if group.whole or group.failed:
+            del self._groups[group.number]  # before the controller hears of it: a next attempt may follow at once
+        if group.whole:
+            await self._report_whole(group)
+            return
+        if group.failed:
+            group.stop()  # its next attempt starts all members anew
+        saved = self._saved.save_ended(group, members)
+        await self.ask(
+            EpisodesEnded(worker=self._name, group=group.number, episodes=group.summaries(members), saved=saved)
+        )
+
+    async def _report_whole(self, group: PlayedGroup) -> None:
+        members = group.members
+        ref = None if group.failed or group.keep_text else self._saved.append(group.samples(members))
+        await self.ask(DataGenerated(worker=self._name, group=group.number, ref=ref, episodes=group.summaries(members)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        task = self._tasks.create_task(work, name=name)
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        return task
 
     def telemetry(self) -> Telemetry:
         return Telemetry(progress=self.num_played, counters={"episodes": self.num_played})
 
     def close(self) -> None:
         """Give up what is being played or reported."""
-        for task in self._unfinished:
+        for task in self._open:
             task.cancel()
-        self._writer.close()
+        self._saved.close()
 
     async def ask(self, message: AnyMessage) -> None:
         """Tell the controller, and wait until it has acted."""

@@ -14,6 +14,7 @@ from penstock.config import Config, load_config
 from penstock.control.messages import AnyMessage
 from penstock.model.chat import ChatTokenizer
 from penstock.model.load import load_policy
+from penstock.processes.cores import num_threads
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
 from penstock.rollout.engine import SlotEngine
@@ -27,7 +28,7 @@ from penstock.weights.shared_memory import layout, receive
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
-    torch.set_num_threads(config.rollout.torch_threads)
+    torch.set_num_threads(num_threads(config, config.rollout.torch_threads))
     listener = listen(child, config)
     directory = model_dir(config, child.run_dir)
     model = load_policy(directory, dtype=config.model.dtype, device=config.model.device, weights=False)
@@ -76,7 +77,11 @@ def telemetry(runner: EngineRunner) -> Telemetry:
     return Telemetry(
         progress=runner.num_generated_tokens,
         busy_s=runner.busy_s,
-        counters={"tokens": runner.num_generated_tokens, "active": runner.engine.num_active},
+        counters={
+            "tokens": runner.num_generated_tokens,
+            "active": runner.engine.num_active,
+            **runner.costs.counters(),
+        },
         spans=runner.drain_spans(),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from penstock.envs.registry import environment_maker
 from penstock.groups.local import LocalGroup
 from penstock.model.chat import ChatTokenizer
 from penstock.model.load import load_policy
+from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
 from penstock.store.payload import PayloadReader
@@ -70,7 +70,7 @@ class TrainerProcess:
         self._progress = 0
 
     def _set_threads(self) -> None:
-        torch.set_num_threads(self._config.trainer.torch_threads)
+        torch.set_num_threads(num_threads(self._config, self._config.trainer.torch_threads))
 
     def _new_group(self) -> Any:
         return LocalGroup(
@@ -79,6 +79,7 @@ class TrainerProcess:
             config=self._config.trainer,
             max_staleness=self._config.scheduler.max_staleness,
             temperature=self._config.env.temperature,
+            measure_noise=self._config.scheduler.trigger.feedback.signal == "noise_scale",
         )
 
     @property
@@ -180,15 +181,10 @@ class TrainerProcess:
         self._publisher.close()
 
 
-def num_usable_cpus() -> int:
-    """Those this process may run on, where the platform tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
-    torch.set_num_threads(config.trainer.torch_threads)
+    torch.set_num_threads(num_threads(config, config.trainer.torch_threads))
     process = TrainerProcess(config, child)
     try:
         async with membership(child, config, role="trainer", handler=process.handle, telemetry=process.telemetry):

@@ -125,6 +125,14 @@ class RolloutClient:
         """Let the server forget what is staged."""
         await self._session.call("POST", self.url, "/weights/abort", {}, dict)
 
+    async def release(self) -> None:
+        """Let the server end running requests with what they have, and free its generation memory."""
+        await self._session.call("POST", self.url, "/release_memory_occupation", wire.MemoryBody(), wire.MemoryReply)
+
+    async def resume(self) -> None:
+        """Let the server take its generation memory back."""
+        await self._session.call("POST", self.url, "/resume_memory_occupation", wire.MemoryBody(), wire.MemoryReply)
+
     async def close(self) -> None:
         """Close the session."""
         await self._session.close()
@@ -169,6 +177,14 @@ class Servers:
             await asyncio.gather(*(client.abort_weights() for client in self._clients), return_exceptions=True)
             raise
         await _settle(client.commit_weights(handle) for client in self._clients)
+
+    async def release(self) -> None:
+        """Every server gives way to the trainer."""
+        await _settle(client.release() for client in self._clients)
+
+    async def resume(self) -> None:
+        """Every server generates again."""
+        await _settle(client.resume() for client in self._clients)
 
     async def close(self) -> None:
         """Close the session."""

@@ -7,6 +7,7 @@ forward over the newest token of every active row, packed together with the prom
 Invariants: rows 0..n-1 are active and live in slots 0..n-1; every token's version span and log-probability belong
 to the weights that sampled it; nothing invalid gets past `check`, so `step` fails only on a defect or the device.
 After an update the KV of running sequences is kept: their later tokens attend to keys of the older weights.
+A released engine holds no KV memory: requests wait until `resume`, weights may be loaded meanwhile.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class SlotEngine:
         self.max_context = max_context
         self.policy_version = policy_version
         self.num_generated_tokens = 0
+        self.num_decoded = self.num_prefilled = 0
+        """Of the last step: sequences advanced by a token, and prompt tokens computed."""
+        self.released = False
         self._cache = make_cache(model, num_slots, max_context)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._rows = Rows(num_slots)
@@ -70,7 +74,7 @@ class SlotEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) and not self.released
 
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError if the request cannot be served. Reads constants only: safe from any thread."""
@@ -88,8 +92,9 @@ class SlotEngine:
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Admit what fits, generate one token for every active sequence, return the requests this completed."""
-        num_decode = len(self._rows)
+        num_decode = self.num_decoded = len(self._rows)
         admissions = self._waiting.admit(self.num_slots - num_decode)
+        self.num_prefilled = sum(len(admission.prompt_ids) for admission in admissions)
         for admission in admissions:
             for sequence in admission.sequences:
                 self._rows.append(sequence)
@@ -115,7 +120,26 @@ class SlotEngine:
 
     def abort_all(self) -> list[Finished]:
         """End every request now."""
-        return [finished for rid in list(self._requests) if (finished := self.abort(rid))]
+        waiting = (sequence for running in self._requests.values() for sequence in self._waiting.leave(running))
+        for sequence in [*self._rows.sequences, *waiting]:
+            sequence.finish("abort", self.policy_version)
+        self._close_holes(set(range(len(self._rows))))
+        return [self._take(running) for running in list(self._requests.values())]
+
+    def release(self) -> list[Finished]:
+        """End every request now and free the KV memory. Requests that come later wait for `resume`."""
+        if self.released:
+            return []
+        finished = self.abort_all()
+        self._cache.free()
+        self.released = True
+        return finished
+
+    def resume(self) -> None:
+        """Take the KV memory back and serve whatever waits."""
+        if self.released:
+            self._cache.allocate()
+            self.released = False
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The model's weights by name, tied ones once: what an update must provide."""

@@ -19,6 +19,7 @@ import torch
 
 from penstock.model.compute import compute_seconds
 from penstock.rollout.busy import BusyMeter
+from penstock.rollout.costs import StepCosts
 from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest
 from penstock.types import BusySpan, Segment
@@ -52,10 +53,11 @@ class EngineRunner:
     def __init__(self, engine: SlotEngine, *, process: str) -> None:
         self.engine = engine
         self.error: BaseException | None = None
+        self.costs = StepCosts()
         self._meter = BusyMeter(process, partial(compute_seconds, engine.model.device))
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._requests: dict[str, Pending] = {}
-        self._updates: set[asyncio.Future[None]] = set()
+        self._actions: set[asyncio.Future[None]] = set()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop
@@ -119,22 +121,36 @@ class EngineRunner:
 
     async def load_weights(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> None:
         """Replace the weights between two steps. ValueError, with nothing changed, if they do not fit."""
+
+        def load() -> None:
+            with self._meter.measure("update_weights", policy_version):
+                self.engine.load_weights(tensors, policy_version)
+
+        await self._between_steps(load)
+
+    async def release(self) -> None:
+        """Free the generation memory. Running requests return what they have first; later ones wait for `resume`."""
+        await self._between_steps(lambda: self._post(self.engine.release()))
+
+    async def resume(self) -> None:
+        """Take the generation memory back."""
+        await self._between_steps(self.engine.resume)
+
+    async def _between_steps(self, action: Command) -> None:
+        """Let the engine's thread act. A ValueError of `action` is raised here, any other error ends the engine."""
         self._check_alive()
         done: asyncio.Future[None] = self._loop.create_future()
-        self._updates.add(done)
-        self._commands.put(lambda: self._load_weights(tensors, policy_version, done))
+        self._actions.add(done)
+        self._commands.put(lambda: self._act(action, done))
         try:
             await done
         finally:
-            self._updates.discard(done)
+            self._actions.discard(done)
 
-    def _load_weights(
-        self, tensors: Mapping[str, torch.Tensor], policy_version: int, done: asyncio.Future[None]
-    ) -> None:
+    def _act(self, action: Command, done: asyncio.Future[None]) -> None:
         refusal = None
         try:
-            with self._meter.measure("update_weights", policy_version):
-                self.engine.load_weights(tensors, policy_version)
+            action()
         except ValueError as error:
             refusal = error
         self._loop.call_soon_threadsafe(_resolve, done, None, refusal)
@@ -144,11 +160,16 @@ class EngineRunner:
             while not self._stopping:
                 self._execute_commands()
                 if self.engine.has_work:
-                    with self._meter.measure("generate", self.engine.policy_version):
-                        finished = self.engine.step()
-                    self._post(finished)
+                    self._post(self._step())
         except BaseException as error:  # the boundary of the thread: recorded, and handed to everyone who waits
             self._loop.call_soon_threadsafe(self._end, error)
+
+    def _step(self) -> list[Finished]:
+        engine, busy_s = self.engine, self._meter.busy_s
+        with self._meter.measure("generate", engine.policy_version):
+            finished = engine.step()
+        self.costs.add(engine.num_decoded, engine.num_prefilled, self._meter.busy_s - busy_s)
+        return finished
 
     def _execute_commands(self) -> None:
         """All that are there; waits for one if the engine has nothing to do."""
@@ -180,8 +201,8 @@ class EngineRunner:
         self.error = self.error or error
         for pending in self._requests.values():
             _resolve(pending.result, [], self._dead())
-        for update in self._updates:
-            _resolve(update, None, self._dead())
+        for action in self._actions:
+            _resolve(action, None, self._dead())
 
     def _check_alive(self) -> None:
         if self.error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from penstock.types import FinishReason, Sampling, Segment, SegmentGrant, VersionSpan
@@ -11,28 +12,63 @@ Answer = Callable[[list[int], int], Sequence[int]]
 
 
 class ScriptedPolicy:
-    """Answers each grant with what `answer` returns, cut to the grant. Records what it was asked in `prompts`."""
+    """Answers each grant with what `answer` returns, cut to the grant, one token per turn of the event loop.
+
+    Records what it was asked in `prompts`. Tokens carry the `policy_version` at the time; it may be changed any time.
+    """
 
     def __init__(self, answer: Answer | Sequence[Sequence[int]], *, policy_version: int = 0) -> None:
         self.policy_version = policy_version
         self.prompts: list[list[int]] = []
+        self.num_sampled = 0
+        """Tokens so far."""
         self._answer = answer if callable(answer) else _in_order(answer)
+        self._num_releases = 0
+        self._serving = asyncio.Event()
+        self._serving.set()
+
+    async def release(self) -> None:
+        """End what is being generated; later requests wait for `resume`."""
+        if self._serving.is_set():
+            self._serving.clear()
+            self._num_releases += 1
+
+    async def resume(self) -> None:
+        """Answer again."""
+        self._serving.set()
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
-        """One segment per grant, without waiting."""
+        """One segment per grant; what a release interrupts is aborted."""
         self.prompts.append(list(prompt_ids))
-        return [
-            self._segment(list(self._answer(list(prompt_ids), seed)), grant.max_tokens)
-            for grant, seed in zip(grants, seeds, strict=True)
-        ]
+        answers = [list(self._answer(list(prompt_ids), seed)) for seed in seeds]
+        limits = [min(len(answer), grant.max_tokens) for answer, grant in zip(answers, grants, strict=True)]
+        versions: list[int] = []
+        await self._serving.wait()
+        num_releases = self._num_releases
+        while len(versions) < max(limits) and self._num_releases == num_releases:
+            self.num_sampled += sum(len(versions) < limit for limit in limits)
+            versions.append(self.policy_version)
+            await asyncio.sleep(0)
+        return [_segment(answer, limit, versions[:limit]) for answer, limit in zip(answers, limits, strict=True)]
 
-    def _segment(self, answer: list[int], max_tokens: int) -> Segment:
-        tokens = answer[:max_tokens]
-        reason: FinishReason = "stop" if len(answer) <= max_tokens else "length"
-        spans = [VersionSpan(self.policy_version, 0, len(tokens))] if tokens else []
-        return Segment(token_ids=tokens, logprobs=[-1.0] * len(tokens), spans=spans, finish_reason=reason)
+
+def _segment(answer: list[int], limit: int, versions: list[int]) -> Segment:
+    tokens = answer[: len(versions)]
+    reason: FinishReason = "stop" if limit == len(answer) else "length"
+    return Segment(
+        token_ids=tokens,
+        logprobs=[-1.0] * len(tokens),
+        spans=_spans(versions),
+        finish_reason=reason if len(tokens) == limit else "abort",
+    )
+
+
+def _spans(versions: list[int]) -> list[VersionSpan]:
+    starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+    ends = [*starts[1:], len(versions)]
+    return [VersionSpan(versions[start], start, end) for start, end in zip(starts, ends, strict=False)]
 
 
 def _in_order(answers: Sequence[Sequence[int]]) -> Answer:

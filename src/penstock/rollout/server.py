@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Scope, Send
 from starlette.types import Receive as ReceiveMessage
 
-from penstock.deadline import Stalled
+from penstock.deadline import Stalled, deadline
 from penstock.rollout import wire
 from penstock.rollout.convert import Tokenizer, read_request, write_replies
 from penstock.rollout.runner import EngineDead, EngineRunner, GenerationFailed
@@ -29,6 +29,8 @@ from penstock.rollout.update import Conflict, Receive, WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
 
 MAX_BODY_BYTES = 16 * 2**20
+MEMORY_TIMEOUT_S = 60.0
+"""For the engine to end its step and free or allocate."""
 HANDLE_FORMAT = (
     "weights are announced by a JSON handle with policy_version, path, num_bytes and fingerprint, "
     "where path names a safetensors file in shared memory or on disk; tensors in the body are not accepted"
@@ -104,6 +106,8 @@ class RolloutServer:
             ("/weights/begin", ["POST"], self.begin_weights),
             ("/weights/commit", ["POST"], self.commit_weights),
             ("/weights/abort", ["POST"], self.abort_weights),
+            ("/release_memory_occupation", ["POST"], self.release),
+            ("/resume_memory_occupation", ["POST"], self.resume),
         ]
 
     async def generate(self, request: Request) -> Response:
@@ -160,6 +164,20 @@ class RolloutServer:
         await self._update.abort()
         return _answer({"state": "aborted"})
 
+    async def release(self, request: Request) -> Response:
+        """Running requests end with what they have; the KV memory is freed."""
+        _check_tags(await _read(request, wire.MemoryBody))
+        async with deadline(MEMORY_TIMEOUT_S, waiter="server", resource="the release of memory", holder="the engine"):
+            await self._runner.release()
+        return _answer(wire.MemoryReply(state="released"))
+
+    async def resume(self, request: Request) -> Response:
+        """The KV memory is taken back; what waits is served."""
+        _check_tags(await _read(request, wire.MemoryBody))
+        async with deadline(MEMORY_TIMEOUT_S, waiter="server", resource="memory", holder="the engine"):
+            await self._runner.resume()
+        return _answer(wire.MemoryReply(state="resumed"))
+
     @asynccontextmanager
     async def _aborted_on_disconnect(self, request: Request, rid: str) -> AsyncIterator[None]:
         """The body is read, so all that can still arrive is the client's departure."""
@@ -200,6 +218,11 @@ async def _read(request: Request, kind: type[wire.T]) -> wire.T:
         if len(body) > MAX_BODY_BYTES:
             raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
     return wire.decode(bytes(body), kind)
+
+
+def _check_tags(body: wire.MemoryBody) -> None:
+    if body.tags is not None and body.tags != ["kv_cache"]:
+        raise ValueError(f"only the memory tagged kv_cache can be released, not {', '.join(body.tags) or 'nothing'}")
 
 
 def _answer(value: object, status: int = 200) -> Response:

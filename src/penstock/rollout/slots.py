@@ -39,10 +39,20 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_slots, num_kv_heads, max_context, head_dim)
+        self._shape = (num_layers, num_slots, num_kv_heads, max_context, head_dim)
+        self._dtype, self._device = dtype, device
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory; everything in it is forgotten."""
         # Zeros, not empty: masked positions are multiplied by 0, which uninitialised NaNs would survive.
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._keys, self._values = (torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(2))
+
+    def free(self) -> None:
+        """Give the memory back to the system; nothing may be read or written before the next `allocate`."""
+        self._keys = self._values = torch.empty(0, dtype=self._dtype, device=self._device)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
 
     def layer(self, index: int) -> LayerSlots:
         return LayerSlots(self._keys[index], self._values[index])

@@ -144,6 +144,18 @@ class CommitBody(Struct, kw_only=True):
     policy_version: int
 
 
+class MemoryBody(Struct, kw_only=True, omit_defaults=True):
+    """The request of `/release_memory_occupation` and `/resume_memory_occupation`. Only KV memory is released."""
+
+    tags: list[str] | None = None
+
+
+class MemoryReply(Struct, kw_only=True):
+    """What the generation memory is now: `released` or `resumed`."""
+
+    state: str
+
+
 class WeightsReply(Struct, kw_only=True):
     """What a step of the weights transaction reached: `staged`, `committed` or `aborted`."""
 

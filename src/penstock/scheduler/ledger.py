@@ -22,10 +22,11 @@ NEXT: Mapping[S, frozenset[S]] = {
     S.LEASED: frozenset({S.PENDING, S.UNFINISHED, S.REWARDING, S.READY, S.DISCARDED_SURPLUS}) | _LEAVES,
     S.UNFINISHED: frozenset({S.LEASED, S.PENDING}) | _LEAVES,
     S.REWARDING: frozenset({S.READY}) | _LEAVES,
-    S.READY: frozenset({S.TRAINING, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS}) | _LEAVES,
+    S.READY: frozenset({S.TRAINING, S.PENDING, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS}) | _LEAVES,
     S.TRAINING: frozenset({S.TRAINED, S.READY}) | _LEAVES,
 }
-"""Legal transitions. LEASED -> PENDING reissues a lost or failed attempt; TRAINING -> READY rewinds a lost trainer."""
+"""Legal transitions. LEASED, UNFINISHED or READY -> PENDING reissues a lost, failed or restarted attempt;
+TRAINING -> READY rewinds a lost trainer."""
 
 
 class LedgerError(RuntimeError):

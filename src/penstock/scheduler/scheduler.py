@@ -1,74 +1,39 @@
-"""The thin asynchronous shell around the pure deciders: owns the ledger, holds the groups in flight, wakes waiters.
+"""The thin asynchronous shell around the pure deciders: holds the live groups, and wakes who waits.
 
-Methods that wait re-evaluate their decider after every change and raise `Stalled` if nothing at all changes for
-`stall_s`. Everything else is synchronous, so that one event is one consistent change of state.
+Four methods wait (`room`, `next_assignments`, `next_batch`, `evaluate`); each re-evaluates its decider when something
+it depends on has changed. Everything else is synchronous, so that one event is one consistent change of state.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from penstock.config import Config
-from penstock.deadline import deadline
-from penstock.ports import Work
-from penstock.scheduler.dispatch import PendingGroup, dispatch_policy
+from penstock.scheduler.alarms import Alarms
+from penstock.scheduler.dispatcher import Assignment, Demand, Dispatcher
+from penstock.scheduler.evaluation import Evaluations
 from penstock.scheduler.filters import Drop, DropEqualRewards, GroupFilter, KeepAll
-from penstock.scheduler.ledger import Ledger
-from penstock.scheduler.staleness import AdmissionPolicy, StalenessPolicy
-from penstock.scheduler.trigger import CountOrTimeoutTrigger, TriggerState
+from penstock.scheduler.ledger import FINAL, Ledger
+from penstock.scheduler.length.estimator import LengthEstimator
+from penstock.scheduler.length.predictor import length_predictor
+from penstock.scheduler.length.trust import Trust
+from penstock.scheduler.live import LiveGroup
+from penstock.scheduler.patience import OutOfTasks, Patience
+from penstock.scheduler.supply import Supply
+from penstock.scheduler.wakeup import Progress
 from penstock.types import (
-    EVAL_TAG,
     NO_VERSION,
     EpisodeId,
-    EpisodeLease,
     EpisodeState,
     EpisodeSummary,
     GroupRef,
+    LearnerState,
     PayloadRef,
-    Sampling,
-    SegmentGrant,
     Task,
-    stable_seed,
 )
-
-
-class NothingToLearn(RuntimeError):
-    """Group after group was filtered; the message says what to change."""
-
-    self_explanatory = True
-
-
-class TooManyFailures(RuntimeError):
-    """Group after group failed in its environment; the message quotes the last error."""
-
-    self_explanatory = True
-
-
-@dataclass(slots=True, kw_only=True)
-class _Group:
-    """A live group."""
-
-    task: Task
-    size: int
-    attempt: int = 0
-    worker: str | None = None
-    generating: set[int] = field(default_factory=set)
-    """Members that hold a segment grant."""
-    summaries: Sequence[EpisodeSummary] = ()
-    ref: PayloadRef | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """The next thing to send to `worker`: a new group, or a grant for an episode that waits for one."""
-
-    worker: str
-    item: Work | SegmentGrant
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,374 +45,398 @@ class TrainBatch:
     reason: str
     discarded: tuple[int, ...] = ()
     """Groups found too old meanwhile."""
+    restarted: tuple[int, ...] = ()
+    """Groups that start over in a later round: nobody waits for their present attempt."""
 
 
 Record = Callable[[str, str, Mapping[str, Any]], None]
 """Called as record(decider, reason, inputs) with every decision."""
 
+Background = Callable[[Callable[[], object], Callable[[object], None]], None]
+"""background(compute, use): runs `compute` elsewhere, and `use` with its result on the event loop."""
+
+
+def immediate(compute: Callable[[], object], use: Callable[[object], None]) -> None:
+    """`Background` without a thread."""
+    use(compute())
+
 
 class Scheduler:
     """Admission, dispatch, collection and trigger of one run."""
 
-    max_failed_groups = 20
-    """Groups in a row that may fail before the run does."""
-
-    def __init__(self, config: Config, *, now: Callable[[], float], record: Record) -> None:
-        self._config, self._now, self._record = config, now, record
-        settings, group_size = config.scheduler, config.env.group_size
+    def __init__(
+        self, config: Config, *, now: Callable[[], float], record: Record, background: Background = immediate
+    ) -> None:
+        self._config, self._now, self._record, self._background = config, now, record, background
+        settings = config.scheduler
         self.ledger = Ledger()
-        self.evaluations = Ledger()
         self.policy_version = NO_VERSION
         """Version the servers serve; NO_VERSION before the first weights."""
-        self.trained_version = 0
-        """Version the learner is training."""
-        self._staleness = StalenessPolicy(max_staleness=settings.max_staleness)
-        self._trigger = CountOrTimeoutTrigger.from_samples(
-            use=settings.trigger.use,
-            min_samples=settings.trigger.min_samples,
-            max_wait_s=settings.trigger.max_wait_s,
-            group_size=group_size,
-            groups_per_step=config.trainer.groups_per_step,
-        )
-        smallest_step = self._trigger.min_groups if settings.trigger.use == "step" else config.trainer.groups_per_step
-        self._admission = AdmissionPolicy(max_staleness=settings.max_staleness, groups_per_step=smallest_step)
-        self._filter: GroupFilter = DropEqualRewards() if settings.filter_equal_rewards else KeepAll()
-        self._dispatch = dispatch_policy(settings.dispatch)
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, LiveGroup] = {}
         self._next_group = 0
-        self._waiting_grants: deque[tuple[EpisodeId, bool]] = deque()
-        self._workers: dict[str, int] = {}
-        """Free episode places per worker."""
-        self._running = 0
-        """Episodes that hold a segment grant."""
-        self._ready: dict[int, float] = {}
-        """Whole groups ready to train, in the order they became so, with the time."""
-        self._training: list[int] = []
-        self._num_unpublished = 0
-        """Groups trained into weights that no server serves yet."""
-        self._failed_in_a_row = self._filtered_in_a_row = 0
-        self._results: dict[int, asyncio.Future[EpisodeSummary]] = {}
-        self._hopeless: Exception | None = None
-        """Why the run cannot go on; raised by whoever waits next."""
-        self._changed = asyncio.Event()
-        self._stall_s = config.env.episode_timeout_s * config.env.max_attempts + 600.0
+        self._dispatcher = Dispatcher(config, self._groups, now=now)
+        self._lengths = _open_lengths(config)
+        self._trust = self._lengths.trust if self._lengths else Trust(settings.length)
+        """In predicted lengths, or in what probes show."""
+        self._filter: GroupFilter = DropEqualRewards() if settings.filter_equal_rewards else KeepAll()
+        self._supply = Supply(config)
+        self._discarded: list[int] = []
+        self._evaluations = Evaluations()
+        self._patience = Patience(max_filtered=settings.max_filtered_in_a_row)
+        self._out_of_tasks: str | None = None
+        self._alarms = Alarms()
+        stall_s = config.env.episode_timeout_s * config.env.max_attempts + 600.0
+        self._progress = Progress(now=now, stall_s=stall_s)
+        signal = self._progress.signal
+        self._room = signal("admission", resource="room in the look-ahead", holder="dispatch")
+        self._runnable = signal("dispatch", resource="a task, staleness budget and slots", holder="generation")
+        self._trainable = signal("the trainer", resource="ready groups", holder="the environment workers")
+        self._evaluated = signal("evaluation", resource="its episodes", holder="the environment workers")
+
+    @property
+    def evaluations(self) -> Ledger:
+        """The ledger of the evaluations."""
+        return self._evaluations.ledger
+
+    @property
+    def trained_version(self) -> int:
+        """Version the learner is training."""
+        return self._supply.trained_version
 
     # --- admission -------------------------------------------------------------------------------------------------
 
-    @property
-    def num_in_flight(self) -> int:
-        """Groups between admission and the moment the weights they trained are served."""
-        return len(self.ledger.live_groups()) + self._num_unpublished
-
-    async def admit(self, task: Task) -> int:
-        """Wait for room in the staleness budget, then take `task` in; returns its group."""
+    async def room(self) -> int:
+        """Wait for room in the look-ahead; returns for how many tasks."""
         while True:
-            decision = self._admission.decide(num_in_flight=self.num_in_flight)
-            if decision.num_groups > 0:
-                break
-            await self._change("admission", "room in the staleness budget", "the trainer")
-        self._record("admission", decision.reason, {"group": self._next_group, "task": task.task_id})
-        return self._add(task, self._config.env.group_size, self.ledger)
+            self._room.clear()
+            if (room := self._dispatcher.look_ahead - len(self._dispatcher.policy)) > 0:
+                return room
+            await self._progress.wait(self._room)
 
-    def _add(self, task: Task, size: int, ledger: Ledger) -> int:
-        group, self._next_group = self._next_group, self._next_group + 1
-        ledger.admit(group, size)
-        self._groups[group] = _Group(task=task, size=size)
-        self._dispatch.push(PendingGroup(group=group, task=task, size=size, admitted_at=self._now()))
-        self._notify()
+    def admit(self, tasks: Sequence[Task]) -> None:
+        """Take `tasks` in, one group each."""
+        room = self._dispatcher.look_ahead - len(self._dispatcher.policy)
+        predicted = self._lengths.estimate(tasks) if self._lengths else [0.0] * len(tasks)
+        for task, tokens in zip(tasks, predicted, strict=True):
+            group = self._add(task, self._config.env.group_size, self.ledger)
+            group.predicted_tokens = tokens
+            self._dispatcher.push(group)
+            inputs = {"group": group.number, "task": task.task_id, "predicted_tokens": tokens}
+            self._record("admission", f"{room} places in the look-ahead", inputs)
+        self._progress.changed(self._runnable)
+
+    def out_of_tasks(self, reason: str) -> None:
+        """No more tasks will be admitted; an error only if the trainer needs more than are left."""
+        self._out_of_tasks = reason
+        self._progress.changed(self._trainable)
+
+    def _add(self, task: Task, size: int, ledger: Ledger) -> LiveGroup:
+        number, self._next_group = self._next_group, self._next_group + 1
+        ledger.admit(number, size)
+        group = LiveGroup(number=number, task=task, size=size, ledger=ledger, admitted_at=self._now())
+        self._groups[number] = group
         return group
 
     # --- dispatch --------------------------------------------------------------------------------------------------
 
     def worker_joined(self, worker: str, capacity: int) -> None:
         """`worker` can hold `capacity` episodes."""
-        self._workers[worker] = capacity
-        self._notify()
+        self._dispatcher.places.join(worker, capacity)
+        self._progress.changed(self._runnable)
 
-    def request_grant(self, episode: EpisodeId, *, unfinished: bool) -> None:
-        """A leased episode has used its grant and wants another one. Unknown (cancelled) episodes are ignored."""
-        group = self._groups.get(episode.group)
-        if group is None or group.attempt != episode.attempt:
-            return
-        self._stop_generating(group, {episode.episode})
-        if unfinished:
-            self._ledger(group).move(episode.group, [episode.episode], EpisodeState.UNFINISHED)
-        self._waiting_grants.append((episode, unfinished))
-        self._notify()
+    def worker_lost(self, worker: str) -> None:
+        """What it played goes to others: saved episodes from where they were, the rest from the start."""
+        self._dispatcher.places.lose(worker)
+        for group in [group for group in self._groups.values() if group.worker == worker]:
+            self._record("lost", f"{worker} is lost", {"group": group.number, "saved": len(group.saved)})
+            ended = {member for member, saved in group.saved.items() if saved.ended}
+            self._dispatcher.take_back(group, keep=ended)
+            self._dispatcher.push_again(group)
+        self._progress.changed(self._runnable)
 
-    async def next_assignment(self) -> Assignment:
-        """Wait for something to run and for the slots to run it: waiting grants first, then new groups."""
+    async def next_assignments(self) -> list[Assignment]:
+        """Wait for something to run and for the slots to run it. Everything that can run now: waiting grants first,
+        then what must run again, then evaluations, then groups by the dispatch policy."""
         while True:
-            if assignment := self._next_grant() or self._next_group_start():
-                self._record("dispatch", assignment.reason, {"worker": assignment.worker})
-                return assignment
-            await self._change("dispatch", "a task and free slots", "admission or the rollout servers")
+            self._runnable.clear()
+            if found := list(self._assign()):
+                self._progress.changed(self._room)
+                return found
+            await self._progress.wait(self._runnable)
 
-    def _next_grant(self) -> Assignment | None:
-        while self._waiting_grants and self._running < self._config.max_running:
-            episode, unfinished = self._waiting_grants.popleft()
-            group = self._groups.get(episode.group)
-            if group is None or group.worker is None or group.attempt != episode.attempt:
-                continue
-            if unfinished:
-                self._ledger(group).move(episode.group, [episode.episode], EpisodeState.LEASED)
-            self._start_generating(group, {episode.episode})
-            reason = "the next segment of a cut answer" if unfinished else "the next turn of an open episode"
-            return Assignment(worker=group.worker, item=self._grant(episode), reason=reason)
-        return None
+    def _assign(self) -> Iterator[Assignment]:
+        while assignment := self._dispatcher.next(self._demand):
+            self._record("dispatch", assignment.reason, {"worker": assignment.worker})
+            yield assignment
 
-    def _next_group_start(self) -> Assignment | None:
-        worker = max(self._workers, key=lambda name: self._workers[name], default=None)
-        free = min(self._config.max_running - self._running, self._workers[worker] if worker else 0)
-        if worker is None or not len(self._dispatch) or free < self._config.env.group_size:
-            return None
-        while decision := self._dispatch.pop(now=self._now()):
-            if group := self._groups.get(decision.group.group):
-                work = self._lease(decision.group.group, group, worker)
-                return Assignment(worker=worker, item=work, reason=decision.reason)
-        return None
-
-    def _lease(self, number: int, group: _Group, worker: str) -> Work:
-        members = range(group.size)
-        self._ledger(group).move(number, members, EpisodeState.LEASED)
-        group.worker = worker
-        self._workers[worker] -= group.size
-        self._start_generating(group, set(members))
-        seed, tag, task = self._config.seed, group.task.tag, group.task
-        env_seed = stable_seed(seed, tag, task.index)
-        episodes = [EpisodeId(tag, number, member, group.attempt) for member in members]
-        evaluating = tag == EVAL_TAG
-        env = self._config.env
-        return Work(
-            task=task,
-            leases=tuple(
-                EpisodeLease(
-                    episode=episode,
-                    env_seed=env_seed,
-                    sampling_seed=stable_seed(seed, tag, task.index, episode.episode, episode.attempt),
-                    deadline_s=env.episode_timeout_s,
-                )
-                for episode in episodes
-            ),
-            grants=tuple(self._grant(episode) for episode in episodes),
-            sampling=Sampling(
-                temperature=env.eval_temperature if evaluating else env.temperature, max_new_tokens=env.max_new_tokens
-            ),
-            keep_text=evaluating,
+    @property
+    def _demand(self) -> Demand:
+        return Demand(
+            num_ready=self._supply.num_ready,
+            num_unserved=self._supply.num_unserved,
+            groups_per_step=self._supply.groups_per_step,
         )
 
-    def _grant(self, episode: EpisodeId) -> SegmentGrant:
-        tokens = self._config.env.max_new_tokens
-        return SegmentGrant(episode=episode, max_tokens=min(tokens, self._config.scheduler.segment_length or tokens))
+    @property
+    def num_in_flight(self) -> int:
+        """Training groups between their start and the moment the weights they trained are served."""
+        return self._dispatcher.num_playing + self._supply.num_ready + self._supply.num_unserved
+
+    # --- collection ------------------------------------------------------------------------------------------------
 
     def task_of(self, number: int) -> Task | None:
         """The task of a live group; None once nobody waits for it."""
         group = self._groups.get(number)
         return group.task if group else None
 
-    # --- collection ------------------------------------------------------------------------------------------------
+    def request_grant(
+        self, episode: EpisodeId, *, unfinished: bool, num_tokens: int, saved: PayloadRef | None = None
+    ) -> None:
+        """A leased episode has used its grant and wants another one. Unknown (cancelled) episodes are ignored."""
+        group = self._dispatcher.playing(episode.group, episode.attempt)
+        if group is None:
+            return
+        member = episode.episode
+        self._dispatcher.places.stop(group, [member])
+        group.num_tokens[member] = num_tokens
+        group.keep(member, saved, ended=False)
+        if unfinished:
+            group.ledger.move(group.number, [member], EpisodeState.UNFINISHED)
+        self._dispatcher.push_grant(episode)
+        self._progress.changed(self._runnable)
+
+    def ended(self, number: int, summaries: Sequence[EpisodeSummary], saved: Sequence[PayloadRef | None]) -> None:
+        """Members that ended before their group was whole, a probe among them; their tokens stay with the worker."""
+        group = self._dispatcher.playing(number, summaries[0].episode.attempt) if summaries else None
+        if group is None:
+            return
+        members = [summary.episode.episode for summary in summaries]
+        self._dispatcher.places.stop(group, members)
+        for member, ref in zip(members, saved, strict=True):
+            group.keep(member, ref, ended=True)
+        if error := _first_error(summaries):
+            self._fail(group, error)
+        else:
+            self._finish_members(group, members)
+            if group.ledger.members(number, EpisodeState.PENDING):
+                self._dispatcher.push_rest(group, summaries[0].response_tokens)
+        self._progress.changed(self._runnable)
 
     def finish(self, number: int, ref: PayloadRef | None, summaries: Sequence[EpisodeSummary]) -> EpisodeState | None:
-        """A worker played the group. Returns what its episodes are now; None if nobody waits for it any more
+        """A worker played the whole group. Returns what its episodes are now; None if nobody waits for it any more
         (cancelled, or an older attempt)."""
-        group = self._groups.get(number)
-        if group is None or not summaries or summaries[0].episode.attempt != group.attempt or group.worker is None:
+        group = self._dispatcher.playing(number, summaries[0].episode.attempt) if summaries else None
+        if group is None:
             return None
-        self._workers[group.worker] += group.size
-        self._stop_generating(group, set(range(group.size)))
-        group.worker = None
-        errors = [summary.error for summary in summaries if summary.status == "failed"]
-        if errors:
-            state = self._fail(number, group, errors[0] or "no reason given", summaries)
-        elif number in self._results:
-            state = self._evaluated(number, summaries[0])
-        else:
-            state = self._rewarded(number, group, ref, summaries)
-        self._notify()
-        return state
+        self._progress.changed(self._runnable)
+        if error := _first_error(summaries):
+            return self._fail(group, error)
+        self._dispatcher.places.release(group)
+        self._finish_members(group, range(group.size))
+        self._patience.played()
+        group.ref, group.summaries = ref, summaries
+        return self._scored(group) if number in self._evaluations else self._rewarded(group)
 
-    def _fail(self, number: int, group: _Group, error: str, summaries: Sequence[EpisodeSummary]) -> EpisodeState:
-        ledger = self._ledger(group)
-        group.attempt += 1
-        if group.attempt < self._config.env.max_attempts:
-            self._record("retry", error, {"group": number, "attempt": group.attempt})
-            ledger.move(number, ledger.members(number), EpisodeState.PENDING)
-            self._dispatch.push(PendingGroup(group=number, task=group.task, size=group.size, admitted_at=self._now()))
+    def _finish_members(self, group: LiveGroup, members: Iterable[int]) -> None:
+        playing = group.ledger.members(group.number, EpisodeState.LEASED, EpisodeState.UNFINISHED)
+        group.ledger.move(group.number, sorted(set(playing) & set(members)), EpisodeState.READY)
+
+    def _fail(self, group: LiveGroup, error: str) -> EpisodeState:
+        """Try the group again, or give it up."""
+        group.num_failures += 1
+        group.forget()
+        self._dispatcher.take_back(group)
+        if group.num_failures < self._config.env.max_attempts:
+            self._record("retry", error, {"group": group.number, "attempt": group.attempt})
+            self._dispatcher.push_again(group)
             return EpisodeState.PENDING
-        self._record("retry", f"given up after {group.attempt} attempts: {error}", {"group": number})
-        ledger.move(number, ledger.members(number), EpisodeState.FAILED)
-        del self._groups[number]
-        self._failed_in_a_row += 1
-        if number in self._results:
-            self._results.pop(number).set_result(summaries[0])
-        if self._failed_in_a_row >= self.max_failed_groups:
-            self._hopeless = TooManyFailures(
-                f"{self._failed_in_a_row} groups in a row failed; the last error was: {error}"
-            )
+        self._record("retry", f"given up after {group.num_failures} attempts: {error}", {"group": group.number})
+        group.ledger.move(group.number, range(group.size), EpisodeState.FAILED)
+        self._leave(group)
+        if group.number in self._evaluations:
+            self._evaluations.failed(group, error)
+            self._progress.changed(self._evaluated)
+        self._give_up(self._patience.failed(error))
         return EpisodeState.FAILED
 
-    def _evaluated(self, number: int, summary: EpisodeSummary) -> EpisodeState:
-        self._failed_in_a_row = 0
-        for state in (EpisodeState.READY, EpisodeState.TRAINING, EpisodeState.TRAINED):
-            self.evaluations.move(number, [0], state)
-        del self._groups[number]
-        self._results.pop(number).set_result(summary)
+    def _scored(self, group: LiveGroup) -> EpisodeState:
+        """An evaluation's episode."""
+        self._leave(group)
+        self._evaluations.played(group, group.summaries)
+        self._progress.changed(self._evaluated)
         return EpisodeState.TRAINED
 
-    def _rewarded(
-        self, number: int, group: _Group, ref: PayloadRef | None, summaries: Sequence[EpisodeSummary]
-    ) -> EpisodeState:
-        self._failed_in_a_row = 0
-        self.ledger.move(number, range(group.size), EpisodeState.READY)
-        verdict = self._filter.decide(summaries)
+    def _rewarded(self, group: LiveGroup) -> EpisodeState:
+        """A training group is whole."""
+        self._learn_lengths(group)
+        self._progress.changed(self._trainable)
+        verdict = self._filter.decide(group.summaries)
         if isinstance(verdict, Drop):
-            self._record("filter", verdict.reason, {"group": number})
-            self.ledger.move(number, range(group.size), EpisodeState.FILTERED)
-            del self._groups[number]
-            self._count_filtered(verdict.reason)
+            self._record("filter", verdict.reason, {"group": group.number})
+            group.ledger.move(group.number, range(group.size), EpisodeState.FILTERED)
+            self._leave(group)
+            self._give_up(self._patience.filtered(verdict.reason))
             return EpisodeState.FILTERED
-        self._filtered_in_a_row = 0
-        group.ref, group.summaries = ref, summaries
-        self._ready[number] = self._now()
-        return EpisodeState.READY
+        self._patience.kept()
+        self._dispatcher.stop_playing(group)
+        if num_stale := self._supply.add(group, now=self._now()):
+            self._aged(group, num_stale)
+        return EpisodeState.READY if group.number in self._groups else EpisodeState.DISCARDED_STALE
 
-    def _count_filtered(self, reason: str) -> None:
-        self._filtered_in_a_row += 1
-        if self._filtered_in_a_row >= self._config.scheduler.max_filtered_in_a_row:
-            self._hopeless = NothingToLearn(
-                f"{self._filtered_in_a_row} groups in a row were filtered, the last because {reason}: the task is too "
-                "hard or too easy for this policy. Warm-start it longer or shorter, change the task, or set "
-                "scheduler.filter_equal_rewards=false or a larger scheduler.max_filtered_in_a_row"
-            )
+    def _aged(self, group: LiveGroup, num_stale: int) -> None:
+        """Members of a ready group are too old to train."""
+        self._record("staleness", f"{num_stale} episodes too old to train", {"group": group.number})
+        if group.number not in group.ledger:
+            self._leave(group)
+            self._discarded.append(group.number)
+
+    def _learn_lengths(self, group: LiveGroup) -> None:
+        lengths = [summary.response_tokens for summary in group.summaries]
+        self._supply.bias.dispatched(lengths)
+        if self._config.scheduler.dispatch.policy == "probe" and len(lengths) > 1:
+            self._trust.add(lengths[0], fmean(lengths[1:]))
+        if self._lengths is not None:
+            self._lengths.finished(group.task, group.predicted_tokens, lengths)
+            if fit := self._lengths.due():
+                self._background(fit, self._lengths.adopt)
 
     # --- training --------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> TrainBatch:
         """Wait until the trigger fires; the groups returned are `training`."""
-        discarded: list[int] = []
         while True:
-            discarded += self._sweep()
-            state = TriggerState(
-                num_ready=len(self._ready),
-                num_accumulated=len(self._training),
-                waiting_since=next(iter(self._ready.values()), None),
-            )
-            decision = self._trigger.decide(state, now=self._now())
+            self._trainable.clear()
+            decision = self._supply.decide(now=self._now())
             if decision.num_groups:
                 break
-            await self._change("the trainer", "ready groups", "the environment workers", until=decision.look_again_at)
+            self._check_supply()
+            await self._progress.wait(self._trainable, until=decision.look_again_at)
         self._record("trigger", decision.reason, {"groups": decision.num_groups, "step": decision.step})
-        groups = tuple(self._take(number) for number in list(self._ready)[: decision.num_groups])
-        return TrainBatch(groups=groups, step=decision.step, reason=decision.reason, discarded=tuple(discarded))
+        groups = self._supply.take(decision.num_groups)
+        discarded, self._discarded = tuple(self._discarded), []
+        return TrainBatch(
+            groups=groups,
+            step=decision.step,
+            reason=decision.reason,
+            discarded=discarded,
+            restarted=self._dispatcher.restart_leftovers(),
+        )
 
-    def _take(self, number: int) -> GroupRef:
-        group = self._groups[number]
-        del self._ready[number]
-        members = self.ledger.members(number, EpisodeState.READY)
-        self.ledger.move(number, members, EpisodeState.TRAINING)
-        self._training.append(number)
-        if group.ref is None:
-            raise RuntimeError(f"group {number} is ready without a payload")
-        return GroupRef(group=number, task_id=group.task.task_id, ref=group.ref, episodes=members)
+    def _check_supply(self) -> None:
+        """Raise if what the trainer waits for can never come."""
+        if self._out_of_tasks is not None and not (self._dispatcher.num_waiting or self._dispatcher.num_playing):
+            raise OutOfTasks(self._out_of_tasks)
 
-    def _sweep(self) -> list[int]:
-        """Discard what is too old to train; returns the groups of which nothing is left."""
-        gone = []
-        for number in list(self._ready):
-            group = self._groups[number]
-            stale = [
-                member
-                for member in self.ledger.members(number, EpisodeState.READY)
-                if self._staleness.is_stale(group.summaries[member], trained_version=self.trained_version)
-            ]
-            if stale:
-                self._record("staleness", f"{len(stale)} episodes too old to train", {"group": number})
-                self.ledger.move(number, stale, EpisodeState.DISCARDED_STALE)
-            if number not in self.ledger:
-                del self._groups[number], self._ready[number]
-                gone.append(number)
-        return gone
-
-    def stepped(self, version: int) -> tuple[int, ...]:
-        """The learner made `version` from everything in training; returns those groups."""
-        trained, self._training = tuple(self._training), []
-        for number in trained:
-            self.ledger.move(number, self.ledger.members(number, EpisodeState.TRAINING), EpisodeState.TRAINED)
-            del self._groups[number]
-        self.trained_version = version
-        self._num_unpublished += len(trained)
+    def learned(self, learner: LearnerState) -> tuple[int, ...]:
+        """The learner made a new version from everything in training; returns those groups. What it tells of itself
+        moves the trigger's thresholds and the preference for short answers."""
+        trained, aged, adjustment = self._supply.learned(learner)
+        for group in trained:
+            self._leave(group)
+        for group, num_stale in aged:
+            self._aged(group, num_stale)
+        self._record("feedback", adjustment.reason, adjustment.inputs)
+        self._dispatcher.policy.adapt(preference=adjustment.preference, trusted=self._trust.trusted)
+        self._look_out()
         self.ledger.check()
-        self._notify()
-        return trained
+        self._progress.changed(self._runnable, self._trainable)
+        return tuple(group.number for group in trained)
 
     def published(self, version: int, num_groups: int) -> None:
         """Every server serves `version`: the `num_groups` it was trained on leave flight."""
         self.policy_version = version
-        self._num_unpublished -= num_groups
-        self._notify()
+        self._supply.published(num_groups)
+        self._progress.changed(self._runnable)
+
+    # --- what it shows and what survives ---------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float | None]:
+        """Of the scheduler itself, for the line of a step."""
+        thresholds = self._supply.thresholds
+        return {
+            "oldest_wait_s": self._dispatcher.policy.oldest_wait_s(self._now()),
+            "groups_pending": float(len(self._dispatcher.policy)),
+            "groups_in_flight": float(self.num_in_flight),
+            "trigger_min_samples": float(thresholds.min_groups * self._config.env.group_size),
+            "trigger_max_wait_s": thresholds.max_wait_s,
+            "sjf_preference": self._supply.preference,
+            **self._supply.bias.report(),
+            "length_tau": self._trust.tau,
+            "length_predict_us": self._lengths.predict_us if self._lengths else None,
+        }
+
+    def take_alarms(self) -> list[str]:
+        """Alarms raised since the last call."""
+        return self._alarms.take()
+
+    def _look_out(self) -> None:
+        wait_s, bound_s = self._dispatcher.policy.oldest_wait_s(self._now()), self._config.scheduler.dispatch.max_wait_s
+        starved = f"a group has waited {wait_s:.0f} s to start; scheduler.dispatch.max_wait_s is {bound_s:g}"
+        self._alarms.update("starvation", starved if wait_s > bound_s else None)
+        self._alarms.update("length bias", self._supply.bias.alarm())
+        self._alarms.update("length prediction", None if self._trust.trusted else self._trust.reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know beside the pool's index; plain values."""
+        return {"next_group": self._next_group, "feedback": self._supply.feedback.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._next_group = state["next_group"]
+        self._supply.feedback.load_state_dict(state["feedback"])
+
+    def recall(self, played: Iterable[tuple[Task, Sequence[int]]]) -> None:
+        """Learn lengths from groups that were played before: (task, response tokens of the members), in order."""
+        if self._lengths is not None:
+            self._lengths.replay(played)
 
     # --- evaluation and the end ------------------------------------------------------------------------------------
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[EpisodeSummary]:
         """Play each task once, outside the training ledger; results in the order of `tasks`, failed ones too."""
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[EpisodeSummary]] = []
-        for task in tasks:
-            number = self._add(task, 1, self.evaluations)
-            futures.append(self._results.setdefault(number, loop.create_future()))
-        while left := sum(not future.done() for future in futures):
-            await self._change("evaluation", f"{left} of {len(tasks)} episodes", "the environment workers")
-        return [future.result() for future in futures]
+        groups = [self._add(task, 1, self.evaluations) for task in tasks]
+        results = [self._evaluations.add(group) for group in groups]
+        self._dispatcher.evaluations.extend(groups)
+        self._progress.changed(self._runnable)
+        while not all(result.done() for result in results):
+            self._evaluated.clear()
+            await self._progress.wait(self._evaluated)
+        return [result.result() for result in results]
 
     def cancel_all(self) -> tuple[int, ...]:
-        """Give up everything that is still in flight; returns those groups."""
-        groups = tuple(self._groups)
-        for number in groups:
-            group = self._groups.pop(number)
-            ledger = self._ledger(group)
-            members = [m for m in range(group.size) if ledger.state(number, m) not in _FINISHED]
-            ledger.move(number, members, EpisodeState.CANCELLED)
-            if group.worker is not None:
-                self._workers[group.worker] += group.size
-            self._stop_generating(group, set(range(group.size)))
-        self._ready.clear()
-        self._training.clear()
-        self._results.clear()
-        self._notify()
-        return groups
+        """Give up everything that is still live; returns those groups."""
+        groups = list(self._groups.values())
+        for group in groups:
+            self._dispatcher.places.release(group)
+            members = [m for m in range(group.size) if group.ledger.state(group.number, m) not in FINAL]
+            group.ledger.move(group.number, members, EpisodeState.CANCELLED)
+            self._leave(group)
+        for waiting in (self._dispatcher, self._supply, self._evaluations):
+            waiting.clear()
+        self._progress.changed(self._room, self._runnable)
+        return tuple(group.number for group in groups)
 
     # --- shared ----------------------------------------------------------------------------------------------------
 
-    def _ledger(self, group: _Group) -> Ledger:
-        return self.evaluations if group.task.tag == EVAL_TAG else self.ledger
+    def _leave(self, group: LiveGroup) -> None:
+        """The group is no longer live."""
+        del self._groups[group.number]
+        self._dispatcher.stop_playing(group)
 
-    def _start_generating(self, group: _Group, members: set[int]) -> None:
-        self._running += len(members - group.generating)
-        group.generating |= members
-
-    def _stop_generating(self, group: _Group, members: set[int]) -> None:
-        self._running -= len(members & group.generating)
-        group.generating -= members
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _change(self, waiter: str, resource: str, holder: str, *, until: float = float("inf")) -> None:
-        """Until anything changes, or until the time `until`. Raises what makes the run hopeless."""
-        if self._hopeless is not None:
-            raise self._hopeless
-        changed = self._changed
-        remaining = until - self._now()
-        if remaining < self._stall_s:
-            try:
-                await asyncio.wait_for(changed.wait(), max(remaining, 0))
-            except TimeoutError:
-                return
-        else:
-            async with deadline(self._stall_s, waiter=waiter, resource=resource, holder=holder):
-                await changed.wait()
+    def _give_up(self, reason: Exception | None) -> None:
+        if reason is not None:
+            self._progress.give_up(reason)
 
 
-_FINISHED = frozenset({EpisodeState.DISCARDED_STALE})
-"""Final states a member of a live group can be in."""
+def _open_lengths(config: Config) -> LengthEstimator | None:
+    """Only policies that order by length pay for predictions."""
+    settings, env = config.scheduler, config.env
+    if settings.dispatch.policy not in ("sjf", "ljf"):
+        return None
+    longest = settings.global_max_length or env.max_turns * env.max_new_tokens
+    predictor = length_predictor(settings.length, max_new_tokens=longest, temperature=env.temperature)
+    return LengthEstimator(predictor, settings.length)
+
+
+def _first_error(summaries: Sequence[EpisodeSummary]) -> str | None:
+    return next((s.error or "no reason given" for s in summaries if s.status == "failed"), None)

@@ -1,7 +1,9 @@
 """When the learner gets work, and how much: N_min samples (whole groups), or T_max with at least one group ready.
 
 `compute` accumulates gradients as groups arrive and steps at a stable batch of `groups_per_step`;
-`step` makes every trigger an optimizer step (the design note's literal form).
+`step` makes every trigger an optimizer step (the design note's literal form);
+`batch` waits for a whole step's groups and knows no T_max (the fixed-batch baseline).
+Feedback scales N_min and T_max within hard bounds; without feedback they are what the user typed.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Literal
+
+from penstock.config.scheduling import TriggerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,9 @@ class TriggerState:
     """Groups already accumulated towards the next step."""
     waiting_since: float | None
     """When the oldest ready group became ready; None if there is none."""
+    samples_factor: float = 1.0
+    wait_factor: float = 1.0
+    """Of N_min and T_max, as feedback decided them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,43 +41,71 @@ class TriggerDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountOrTimeoutTrigger:
-    """Fires at `min_groups` ready groups, or when the oldest one has waited `max_wait_s`."""
+class Thresholds:
+    """N_min in whole groups, T_max in seconds (infinite where nothing but the count fires)."""
 
-    use: Literal["compute", "step"]
     min_groups: int
     max_wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trigger:
+    """Fires at N_min ready groups, or when the oldest one has waited T_max."""
+
+    use: Literal["compute", "step", "batch"]
+    min_samples: int
+    max_wait_s: float
+    group_size: int
     groups_per_step: int
+    adapts: bool
+    """Feedback is on: the bounds below hold."""
+    fewest_samples: int
+    most_samples: int
+    shortest_wait_s: float
+    longest_wait_s: float
 
     @classmethod
-    def from_samples(
-        cls,
-        *,
-        use: Literal["compute", "step"],
-        min_samples: int,
-        max_wait_s: float,
-        group_size: int,
-        groups_per_step: int,
-    ) -> CountOrTimeoutTrigger:
-        """N_min in samples, rounded up to whole groups."""
-        min_groups = math.ceil(min_samples / group_size)
-        return cls(use=use, min_groups=min_groups, max_wait_s=max_wait_s, groups_per_step=groups_per_step)
+    def from_config(cls, config: TriggerConfig, *, group_size: int, groups_per_step: int) -> Trigger:
+        feedback, whole = config.feedback, group_size * groups_per_step
+        return cls(
+            use=config.use,
+            min_samples=config.min_samples,
+            max_wait_s=config.max_wait_s,
+            group_size=group_size,
+            groups_per_step=groups_per_step,
+            adapts=feedback.signal != "none",
+            fewest_samples=feedback.fewest_samples,
+            most_samples=min(feedback.most_samples or whole, whole),
+            shortest_wait_s=feedback.shortest_wait_s,
+            longest_wait_s=feedback.longest_wait_s,
+        )
+
+    def thresholds(self, state: TriggerState) -> Thresholds:
+        """N_min and T_max under the state's factors. N_min is clamped in samples, then rounded up to whole groups."""
+        if self.use == "batch":
+            return Thresholds(min_groups=self.groups_per_step, max_wait_s=math.inf)
+        samples, wait_s = float(self.min_samples), self.max_wait_s
+        if self.adapts:
+            samples = min(max(samples * state.samples_factor, self.fewest_samples), self.most_samples)
+            wait_s = min(max(wait_s * state.wait_factor, self.shortest_wait_s), self.longest_wait_s)
+        # 33.000000000000004 samples, the product of two rounded numbers, are 33
+        min_groups = max(math.ceil(samples / self.group_size - 1e-9), 1)
+        return Thresholds(min_groups=min_groups, max_wait_s=wait_s)
 
     def decide(self, state: TriggerState, *, now: float) -> TriggerDecision:
-        room = self.groups_per_step - state.num_accumulated if self.use == "compute" else self.groups_per_step
-        wanted = min(self.min_groups, room)
-        take = min(state.num_ready, room)
-        if state.num_ready >= wanted:
-            return self._fire(take, room, f"count: {state.num_ready} groups ready, {wanted} wanted")
+        ready, limits = state.num_ready, self.thresholds(state)
+        room = self.groups_per_step - (0 if self.use == "step" else state.num_accumulated)
+        wanted, take = min(limits.min_groups, room), min(ready, room)
+        if ready >= wanted:
+            return self._fire(take, room, f"count: {ready} groups ready, {wanted} wanted")
         if state.waiting_since is None:
-            return TriggerDecision(num_groups=0, step=False, reason="nothing ready")
-        expires_at = state.waiting_since + self.max_wait_s
+            return TriggerDecision(num_groups=0, step=False, reason=f"nothing ready, {wanted} groups wanted")
+        expires_at = state.waiting_since + limits.max_wait_s
         if now >= expires_at:
-            return self._fire(
-                take, room, f"timeout: {state.num_ready} groups ready for {now - state.waiting_since:.3f} s"
-            )
+            waited = f"{ready} groups ready for {now - state.waiting_since:.3f} s of {limits.max_wait_s:g} s"
+            return self._fire(take, room, f"timeout: {waited}, {wanted} wanted")
         return TriggerDecision(
-            num_groups=0, step=False, reason=f"{state.num_ready} of {wanted} groups ready", look_again_at=expires_at
+            num_groups=0, step=False, reason=f"{ready} of {wanted} groups ready", look_again_at=expires_at
         )
 
     def _fire(self, take: int, room: int, reason: str) -> TriggerDecision:

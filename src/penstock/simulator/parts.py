@@ -80,6 +80,7 @@ def played(
     reward: float,
     policy_version: int = NO_VERSION,
     seconds: float = 0.0,
+    response_tokens: int = 8,
     error: str | None = None,
 ) -> EpisodeSummary:
     """The summary of an episode that ended well, or with `error`."""
@@ -89,7 +90,7 @@ def played(
         reward=reward,
         num_turns=1,
         prompt_tokens=8,
-        response_tokens=8,
+        response_tokens=response_tokens,
         version_min=policy_version,
         version_max=policy_version,
         seconds=seconds,
@@ -144,3 +145,9 @@ class ModelledServers:
     async def update_weights(self, handle: WeightsHandle) -> None:
         await asyncio.sleep(self._seconds)
         self.version = handle.policy_version
+
+    async def release(self) -> None:
+        """Nothing to free."""
+
+    async def resume(self) -> None:
+        """Nothing to take back."""

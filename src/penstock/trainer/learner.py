@@ -10,6 +10,7 @@ ratio_mean, entropy (of the full softmax, in nats), kl_engine_trainer (mean |log
 `kl_tokens` of samples that the trained version alone sampled: keys and values kept over a weight update would show as
 a difference that is none), staleness_mean, staleness_max; and tokens, tokens_masked_stale,
 samples, learning_rate, skipped (1 if the gradient was not finite), busy_s (model compute since the last step).
+With `measure_noise`, where it can be measured: noise_signal, noise_trace (see `trainer/noise.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from penstock.groups.method import Rank, Shard, add, first, reduce, remote_metho
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.forward import shares_prefixes, token_logprobs
 from penstock.trainer.losses.policy_gradient import clipped_policy_loss
+from penstock.trainer.noise import GradientNorm, first_half, gradient_norm, noise
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, micro_batches
 from penstock.trainer.statistics import StepStatistics
 from penstock.types import LearnerState
@@ -55,9 +57,11 @@ class Learner:
         max_staleness: int,
         temperature: float = 1.0,
         policy_version: int = 0,
+        measure_noise: bool = False,
         rank: Rank = Rank(0, 1),  # noqa: B008 - an immutable value
     ) -> None:
-        """`temperature` is the sampling temperature: log-probabilities are those of the policy that was sampled."""
+        """`temperature` is the sampling temperature: log-probabilities are those of the policy that was sampled.
+        `measure_noise`: the gradient's norm is also taken within a step, for the gradient noise scale."""
         if rank.size != 1:
             raise ValueError(f"the learner sums gradients within one rank, not {rank.size}")
         self.model = model
@@ -72,12 +76,29 @@ class Learner:
         self._device = self._parameters[0].device
         self._busy = BusyClock(self._device)
         self._pending = StepStatistics()
+        self._measure_noise = measure_noise
+        self._small: GradientNorm | None = None
+        """Norm over the first samples of the step."""
         self._num_steps = 0
         self._num_nonfinite = 0
 
     @remote_method(dispatch={"batch": Shard(uneven=True)}, collect=reduce(add))
     def accumulate(self, batch: Batch) -> dict[str, float]:
         """Add the gradient of a batch from `prepare`. Returns what it counted."""
+        if not self._measure_noise or self._pending.tokens:
+            return self._add(batch)
+        cut = first_half(batch["groups"])
+        counted = self._add(batch.select(range(cut)))
+        with self._busy:
+            self._small = self._norm_so_far()
+        self._pending.busy_s += self._busy.seconds
+        rest = self._add(batch.select(range(cut, len(batch))))
+        return {name: count + rest[name] for name, count in counted.items()}
+
+    def _norm_so_far(self) -> GradientNorm | None:
+        return gradient_norm(self._parameters, samples=self._pending.samples, tokens=self._pending.tokens)
+
+    def _add(self, batch: Batch) -> dict[str, float]:
         versions = flatten(batch["versions"], np.int64)
         sampled = flatten(batch["loss_mask"], np.bool_)
         staleness = self.policy_version - versions
@@ -140,8 +161,9 @@ class Learner:
     @remote_method(collect=first)
     def step(self) -> LearnerState:
         """One optimizer step over everything accumulated; ends the current policy_version."""
-        pending, self._pending = self._pending, StepStatistics()
         with self._busy:
+            noise_metrics = self._noise()
+            pending, self._pending = self._pending, StepStatistics()
             learning_rate = self._learning_rate()
             grad_norm = self._update(max(pending.tokens, 1), learning_rate) if pending.tokens else 0.0
         pending.busy_s += self._busy.seconds
@@ -156,8 +178,15 @@ class Learner:
             "learning_rate": learning_rate,
             "skipped": float(not finite),
             "busy_s": pending.busy_s,
+            **noise_metrics,
         }
         return LearnerState(policy_version=self.policy_version, entropy=metrics["entropy"], metrics=metrics)
+
+    def _noise(self) -> dict[str, float]:
+        """From the norms within this step and at its end; nothing where it cannot be measured."""
+        small, self._small = self._small, None
+        large = self._norm_so_far() if small else None
+        return noise(small, large) if small and large else {}
 
     def _update(self, num_tokens: int, learning_rate: float) -> float:
         """Normalise, clip, apply. Returns the gradient's norm; a non-finite one leaves everything untouched."""
@@ -195,7 +224,7 @@ class Learner:
         self.policy_version = state["policy_version"]
         self._num_steps = state["num_steps"]
         self._num_nonfinite = state["num_nonfinite"]
-        self._pending = StepStatistics()
+        self._pending, self._small = StepStatistics(), None
 
     def _progress(self) -> dict[str, Any]:
         return {

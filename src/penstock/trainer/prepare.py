@@ -26,7 +26,7 @@ def prepare(samples: Sequence[Sample], *, normalize: bool) -> tuple[Batch, dict[
     groups = [sample.group for sample in kept]
     advantages = group_advantages([sample.reward for sample in kept], groups, normalize=normalize)
     batch = Batch(
-        columns={"advantages": advantages},
+        columns={"advantages": advantages, "groups": np.asarray(groups, dtype=np.int64)},
         values={
             "token_ids": [sample.token_ids for sample in kept],
             "loss_mask": [sample.loss_mask for sample in kept],

@@ -1,0 +1,152 @@
+"""An episode in play: its tokens so far, what is left of its budgets, and how it ended.
+
+Budgets are pinned: tokens are counted over all segments and turns. Neither a server that gave way nor another worker
+that goes on with the episode starts the count anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config import ConfigError
+from penstock.deadline import deadline
+from penstock.scheduler.segments import SegmentDecision, SegmentPolicy
+from penstock.types import EpisodeLease, Sampling, Segment, SegmentGrant, Trajectory, TrajectoryStatus, Turn
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """The books of one. `on_end` is called exactly once, unless the episode is cancelled."""
+
+    lease: EpisodeLease
+    grant: SegmentGrant
+    task_id: str
+    sampling: Sampling
+    bounds: SegmentPolicy
+    on_end: Callable[[Episode], None]
+    started_at: float = field(default_factory=time.time)
+    remaining_s: float = 0.0
+    """What is left of the lease's time. Waiting for a grant costs none: that is the scheduler's time."""
+    env: Any = None
+    """The environment, once it is made."""
+    observation: str = ""
+    context: list[int] = field(default_factory=list)
+    """Every token so far: observations and actions."""
+    turns: list[Turn] = field(default_factory=list)
+    num_tokens: int = 0
+    """Generated so far in all turns; in the open one; its segments that used up their grant."""
+    turn_tokens: int = 0
+    turn_segments: int = 0
+    reward: float = 0.0
+    text: str = ""
+    status: TrajectoryStatus = "completed"
+    error: str | None = None
+    ended: bool = False
+    """Nothing more will happen: played to its end, or failed."""
+
+    def __post_init__(self) -> None:
+        self.remaining_s = self.lease.deadline_s
+
+    @property
+    def turn_budget(self) -> int:
+        """Tokens the next turn may generate."""
+        whole = self.bounds.global_max_length
+        most = self.bounds.max_turn_tokens
+        return most if whole is None else min(most, whole - self.num_tokens)
+
+    def within_budget(self, grant: SegmentGrant) -> SegmentGrant:
+        """The grant, cut to what the turn and the episode may still generate."""
+        left = self.bounds.grant_tokens(num_tokens=self.num_tokens, turn_tokens=self.turn_tokens)
+        return grant if grant.max_tokens <= left else SegmentGrant(episode=grant.episode, max_tokens=left)
+
+    def open_turn(self, observation_ids: list[int]) -> None:
+        self.turns.append(Turn(observation_ids=observation_ids, segments=[]))
+        self.context += observation_ids
+        self.turn_tokens = self.turn_segments = 0
+
+    def take(self, segment: Segment) -> SegmentDecision:
+        """Append a segment to the open turn; says what the answer is now."""
+        if segment.token_ids:
+            self.turns[-1].segments.append(segment)
+        self.context += segment.token_ids
+        self.num_tokens += len(segment.token_ids)
+        self.turn_tokens += len(segment.token_ids)
+        self.turn_segments += segment.finish_reason == "length"
+        return self.bounds.after(
+            finish_reason=segment.finish_reason,
+            turn_tokens=self.turn_tokens,
+            episode_tokens=self.num_tokens,
+            turn_segments=self.turn_segments,
+        )
+
+    def go_on_from(self, saved: Trajectory) -> None:
+        """Take over the one turn of an episode that another worker had begun."""
+        (turn,) = saved.turns
+        self.open_turn(turn.observation_ids)
+        for segment in turn.segments:
+            self.take(segment)
+        # Saved tokens do not tell where grants ended; whole grants' worth of them do.
+        length = self.bounds.segment_length
+        self.turn_segments = self.turn_tokens // length if length else 0
+
+    def fail(self, error: Exception) -> None:
+        if not self.ended:
+            self.status, self.error = "failed", f"{type(error).__name__}: {error}"
+            self.end()
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.on_end(self)
+
+    @contextmanager
+    def contained(self) -> Iterator[None]:
+        """The boundary between a bad environment and the run: an exception becomes the trajectory's `error`."""
+        try:
+            yield
+        except ConfigError:
+            raise  # no episode could do better: the run is told
+        except Exception as error:
+            self.fail(error)
+
+    def trajectory(self) -> Trajectory:
+        return Trajectory(
+            episode=self.lease.episode,
+            task_id=self.task_id,
+            turns=self.turns,
+            reward=self.reward,
+            status=self.status,
+            error=self.error,
+            started_at=self.started_at,
+            finished_at=time.time(),
+        )
+
+
+@contextmanager
+def contained_together(episodes: Sequence[Episode]) -> Iterator[None]:
+    """A lost server or a refused prompt fails these episodes, not the worker."""
+    try:
+        yield
+    except Exception as error:
+        for episode in episodes:
+            episode.fail(error)
+
+
+@asynccontextmanager
+async def spending(episodes: Sequence[Episode], *, resource: str, holder: str) -> AsyncIterator[None]:
+    """Charge the body's time to the leases of `episodes`; `Stalled` when one of them has none left."""
+    now = asyncio.get_running_loop().time
+    started = now()
+    waiter = f"{episodes[0].lease.episode} of {episodes[0].task_id}"
+    remaining_s = min(episode.remaining_s for episode in episodes)
+    try:
+        async with deadline(remaining_s, waiter=waiter, resource=resource, holder=holder):
+            yield
+    finally:
+        for episode in episodes:
+            episode.remaining_s -= now() - started

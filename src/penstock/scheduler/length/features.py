@@ -1,0 +1,155 @@
+"""What can be read off a task's text for next to nothing: one pass of substring searches, no regular expressions."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import NamedTuple
+
+from penstock.types import Task
+
+MAX_CHARS = 1024  # of a text that are looked at, half from each end: the instruction stands at either
+
+
+class Cue(NamedTuple):
+    """Words that tell how long the answer will be: `factor` times the length of an answer without them."""
+
+    name: str
+    factor: float
+    english: tuple[str, ...]
+    """Lower case; a leading space marks the beginning of a word."""
+    chinese: tuple[str, ...]
+
+    def occurs(self, lower: str, *, ascii_only: bool) -> bool:
+        return any(word in lower for word in self.english) or (
+            not ascii_only and any(word in lower for word in self.chinese)
+        )
+
+
+CUES = (
+    Cue("proof", 3.0, (" prove ", " proof", " derive ", " show that "), ("证明", "求证", "推导", "論證")),
+    Cue(
+        "steps",
+        2.0,
+        (" step by step", " step-by-step", " show your work", " reason carefully", " think carefully"),
+        ("一步一步", "一步步", "逐步", "详细过程", "解题过程", "思考过程"),
+    ),
+    Cue(
+        "explain",
+        1.6,
+        (" explain", " why ", " describe", " discuss", " compare", " analy"),
+        ("解释", "说明", "为什么", "分析", "讨论", "阐述"),
+    ),
+    Cue(
+        "code",
+        2.0,
+        (
+            " write a program",
+            " write a function",
+            " implement",
+            " algorithm",
+            " source code",
+            "```",
+            " def ",
+            " class ",
+        ),
+        ("写代码", "编程", "编写", "实现一个", "程序", "算法", "函数实现"),
+    ),
+    Cue(
+        "essay",
+        3.0,
+        (" essay", " write a story", " write an article", " write a report", " blog post", " poem"),
+        ("作文", "写一篇", "文章", "写一个故事", "小说", "报告"),
+    ),
+    Cue("list", 1.3, (" list all", " list the", " enumerate", " for each"), ("列出", "列举", "枚举")),
+    Cue(
+        "choice",
+        0.4,
+        (" yes or no", " true or false", " choose", " which of the following", " multiple choice", " select the"),
+        ("是否", "选择", "判断", "对还是错", "下列哪"),
+    ),
+    Cue(
+        "brief",
+        0.4,
+        (" briefly", " in one word", " one sentence", " only the ", " just the answer", " short answer", " concise"),
+        ("简要", "简短", "一句话", "只回答", "仅输出", "直接给出", "简答"),
+    ),
+    Cue("translate", 0.5, (" translate", " translation"), ("翻译", "译成", "译为")),
+)
+
+
+class Features(NamedTuple):
+    """Counts over the part of the text that is looked at, except `num_chars`."""
+
+    num_chars: int
+    num_wide: int
+    """Characters of three bytes and more in UTF-8: Chinese, Japanese, Korean."""
+    num_digits: int
+    num_lines: int
+    num_questions: int
+    num_operators: int
+    num_code_marks: int
+    cues: tuple[bool, ...]
+    """Whether any word of each cue occurs."""
+
+    @property
+    def prompt_tokens(self) -> float:
+        """About how many tokens the text is: one a wide character, one per four others."""
+        seen = min(self.num_chars, MAX_CHARS)
+        scale = self.num_chars / seen if seen else 1.0
+        return scale * (self.num_wide + (seen - self.num_wide) / 4)
+
+    @property
+    def numbers(self) -> list[float]:
+        """As inputs of a linear model: sizes as logarithms, shares as they are."""
+        seen = max(1, min(self.num_chars, MAX_CHARS))
+        counts = (self.num_digits, self.num_lines, self.num_questions, self.num_operators, self.num_code_marks)
+        return [
+            math.log1p(self.num_chars),
+            self.num_wide / seen,
+            self.num_digits / seen,
+            self.num_operators / seen,
+            *(math.log1p(count) for count in counts),
+            *map(float, self.cues),
+        ]
+
+
+def text_of(task: Task) -> str:
+    """The part of a task that tells how long its answers are: its question, else all its strings, else its name."""
+    question = task.payload.get("question")
+    if isinstance(question, str) and question:
+        return question
+    return "\n".join(value for value in task.payload.values() if isinstance(value, str)) or task.task_id
+
+
+def digest(text: str) -> bytes:
+    """Names a text; two texts share a name with probability 2**-128."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def excerpt(text: str) -> str:
+    """The part of a text that is looked at."""
+    if len(text) <= MAX_CHARS:
+        return text
+    return text[: MAX_CHARS // 2] + text[-(MAX_CHARS // 2) :]
+
+
+def features(text: str) -> Features:
+    seen = excerpt(text)
+    ascii_only = seen.isascii()
+    encoded = seen.encode("utf-8", "surrogatepass")
+    lower = f" {seen.lower()} ".replace("\n", " ")
+    return Features(
+        num_chars=len(text),
+        num_wide=(len(encoded) - len(seen)) // 2,
+        num_digits=_count(encoded, b"0123456789"),
+        num_lines=seen.count("\n"),
+        num_questions=seen.count("?") + seen.count("？"),
+        num_operators=_count(encoded, b"+-*/=^\\<>"),
+        num_code_marks=_count(encoded, b"`{}[];_"),
+        cues=tuple(cue.occurs(lower, ascii_only=ascii_only) for cue in CUES),
+    )
+
+
+def _count(encoded: bytes, marks: bytes) -> int:
+    return len(encoded) - len(encoded.translate(None, marks))

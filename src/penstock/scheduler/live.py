@@ -1,0 +1,47 @@
+"""A live group: admitted, and not yet trained, dropped or given up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.ports import SavedEpisode
+from penstock.scheduler.ledger import Ledger
+from penstock.types import EpisodeId, EpisodeSummary, PayloadRef, Task
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveGroup:
+    """What the scheduler knows of one."""
+
+    number: int
+    task: Task
+    size: int
+    ledger: Ledger
+    admitted_at: float
+    predicted_tokens: float = 0.0
+    attempt: int = 0
+    """Grows with every restart, so that messages of an earlier one are recognised."""
+    num_failures: int = 0
+    worker: str | None = None
+    """Who plays it."""
+    generating: set[int] = field(default_factory=set)
+    """Members that hold a segment grant."""
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    """Generated so far by members that asked for another grant."""
+    saved: dict[int, SavedEpisode] = field(default_factory=dict)
+    """Members whose tokens so far lie in the pool."""
+    summaries: Sequence[EpisodeSummary] = ()
+    """Of the whole group."""
+    ref: PayloadRef | None = None
+
+    def keep(self, member: int, ref: PayloadRef | None, *, ended: bool) -> None:
+        """Remember where the member's tokens lie."""
+        if ref is not None:
+            episode = EpisodeId(self.task.tag, self.number, member, self.attempt)
+            self.saved[member] = SavedEpisode(episode=episode, ref=ref, ended=ended)
+
+    def forget(self) -> None:
+        """The next attempt starts from nothing."""
+        self.saved.clear()
+        self.num_tokens.clear()

@@ -1,0 +1,105 @@
+"""All modelled servers: `ports.RolloutServers`, and requests to the least loaded of them. One timer per server at most:
+for the next moment at which a request is complete."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+
+from penstock.config import EngineModelConfig
+from penstock.simulator.engine import Request, ServerModel, Totals
+from penstock.types import WeightsHandle
+
+
+class Fleet:
+    """Lives on the running event loop's clock."""
+
+    def __init__(self, model: EngineModelConfig, *, num_servers: int, num_slots: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._model = model
+        self._servers = [ServerModel(model, num_slots) for _ in range(num_servers)]
+        self._timers: list[asyncio.TimerHandle | None] = [None] * num_servers
+        self._load = [0] * num_servers
+        self._by_load = [(0, number) for number in range(num_servers)]
+        """Heap with an entry for each present load, and outdated ones."""
+        self._number = {server: number for number, server in enumerate(self._servers)}
+
+    def submit(self, request: Request) -> None:
+        """Generate on the server with the fewest sequences."""
+        while True:
+            load, number = self._by_load[0]
+            if load == self._load[number]:
+                break
+            heappop(self._by_load)
+        self._change_load(number, len(request.lengths))
+        self._servers[number].submit(request, self._loop.time())
+        self._arm(number)
+
+    def cancel(self, requests: Iterable[Request]) -> int:
+        """Nobody waits for these any more; returns the tokens they had generated."""
+        generated = 0
+        by_server: dict[int, set[Request]] = {}
+        for request in requests:
+            if request.server is not None:
+                by_server.setdefault(self._number[request.server], set()).add(request)
+        for number, mine in by_server.items():
+            generated += self._servers[number].cancel(mine, self._loop.time())
+            self._change_load(number, -sum(len(request.lengths) for request in mine))
+            self._arm(number)
+        return generated
+
+    async def update_weights(self, handle: WeightsHandle) -> None:
+        """Every server pauses, at its own next step boundary."""
+        now = self._loop.time()
+        ends = [server.update(handle.policy_version, now, self._model.update_s) for server in self._servers]
+        await self._until(max(ends))
+
+    async def release(self) -> None:
+        """What runs ends early."""
+        now = self._loop.time()
+        await self._until(max(server.release(now) for server in self._servers))
+
+    async def resume(self) -> None:
+        """Serve again."""
+        for server in self._servers:
+            server.resume(self._loop.time())
+        self._arm_all()
+
+    def totals(self) -> Totals:
+        """Sums over all servers so far."""
+        now = self._loop.time()
+        return Totals(*map(sum, zip(*(server.totals(now) for server in self._servers), strict=True)))
+
+    async def _until(self, time: float) -> None:
+        """What completes on the way is reported on the way, and what completes then before this returns."""
+        self._arm_all()
+        await asyncio.sleep(max(time - self._loop.time(), 0.0))
+
+    def _arm_all(self) -> None:
+        for number in range(len(self._servers)):
+            self._arm(number)
+
+    def _arm(self, number: int) -> None:
+        timer, due = self._timers[number], self._servers[number].due
+        if timer is not None:
+            if timer.when() == due:
+                return
+            timer.cancel()
+        self._timers[number] = None if due is None else self._loop.call_at(due, self._report, number)
+
+    def _report(self, number: int) -> None:
+        """Requests of a server are complete."""
+        self._timers[number] = None
+        complete = self._servers[number].take()
+        self._change_load(number, -sum(len(request.lengths) for request in complete))
+        self._arm(number)
+        for request in complete:
+            request.on_done(request)
+
+    def _change_load(self, number: int, change: int) -> None:
+        self._load[number] += change
+        heappush(self._by_load, (self._load[number], number))
+        if len(self._by_load) > 16 * len(self._load) + 1024:
+            self._by_load = [(load, server) for server, load in enumerate(self._load)]
+            heapify(self._by_load)

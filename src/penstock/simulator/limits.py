@@ -1,0 +1,49 @@
+"""What no scheduler can beat: the samples per second that the modelled machines allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config import Config
+from penstock.simulator.workload import Population
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """X*, in trained samples per second, and what it is made of.
+
+        generation = kept * servers / (E[L] * d(K) / K + E[P] * prefill_token_s)
+        training   = 1 / (token_s * (E[L] + E[prompt]) + (call_s + step_s + publish_s) / samples per step)
+        X*         = min(generation, training),   or 1 / (1 / generation + 1 / training) on shared devices
+
+    K is a server's slots, or as many as its memory holds at mean length; P the tokens of prompts and contexts to be
+    computed; `kept` the share of played groups that the filter leaves.
+    """
+
+    generation: float
+    training: float
+    samples_per_s: float
+
+
+def limit(config: Config, population: Population, *, kept: float, shares_devices: bool) -> Limit:
+    """X* of the devices in `config`."""
+    generation = kept * _generation(config, population)
+    training = _training(config, population)
+    both = 1 / (1 / generation + 1 / training) if shares_devices else min(generation, training)
+    return Limit(generation=generation, training=training, samples_per_s=both)
+
+
+def _generation(config: Config, population: Population) -> float:
+    engine, slots = config.simulator.engine, float(config.rollout.slots)
+    if engine.kv_tokens is not None:
+        slots = min(slots, max(engine.kv_tokens / (population.prompt_tokens + population.mean_tokens), 1.0))
+    token_s = (engine.step_s + engine.sequence_s * slots) / slots
+    sample_s = population.mean_tokens * token_s + population.prefill_tokens * engine.prefill_token_s
+    return config.rollout.servers / sample_s
+
+
+def _training(config: Config, population: Population) -> float:
+    times, batch = config.simulator.trainer, config.trainer.groups_per_step * config.env.group_size
+    tokens = population.prompt_tokens + population.mean_tokens
+    sample_s = times.token_s * tokens + (times.call_s + times.step_s + times.publish_s) / batch
+    return 1 / max(sample_s, 1e-12)

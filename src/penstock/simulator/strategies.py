@@ -1,0 +1,147 @@
+"""The strategies that are compared, as configurations: a name becomes what a user would have to write down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.config import Config, ConfigError
+from penstock.config.simulation import Strategy
+from penstock.simulator.workload import Workload
+
+TAIL_BATCHING = 1.25
+"""RollPacker's over-sampling of prompts (arXiv 2509.21009)."""
+NO_DEADLINE_S = 1e9
+"""Modelled environments never hang, and a virtual clock makes long waits cheap."""
+
+ON_ALL_DEVICES = frozenset({"colocated", "over_sampling", "tail_batching"})
+OVERLAPPING = frozenset({"asynchronous", "segments"})
+"""Only these let a trigger take less than a whole batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """One thing to simulate."""
+
+    strategy: Strategy
+    dispatch: str
+    trigger: str
+    config: Config
+    """Complete: the engine's and the learner's times are those of this strategy's devices."""
+
+    @property
+    def name(self) -> str:
+        parts = [self.strategy, "" if self.dispatch == "fifo" else self.dispatch]
+        if self.strategy in OVERLAPPING and self.trigger != "compute":
+            parts.append(self.trigger)
+        return " ".join(part for part in parts if part)
+
+    @property
+    def shares_devices(self) -> bool:
+        """Generation and training take turns on the same devices."""
+        return self.strategy in ON_ALL_DEVICES or (
+            self.strategy == "configured" and self.config.scheduler.mode == "colocated"
+        )
+
+
+def combinations(config: Config, workload: Workload) -> list[Combination]:
+    """Every strategy with every order of dispatch and, where it means something, every trigger."""
+    return [
+        _combine(config, workload, strategy, dispatch, trigger)
+        for strategy in dict.fromkeys(config.simulator.strategies)
+        for dispatch, trigger in _variants(config, strategy)
+    ]
+
+
+def _variants(config: Config, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    if strategy == "configured":
+        yield config.scheduler.dispatch.policy, config.scheduler.trigger_use
+        return
+    for dispatch in dict.fromkeys(config.simulator.dispatch):
+        for trigger in dict.fromkeys(config.simulator.triggers) if strategy in OVERLAPPING else ["batch"]:
+            yield dispatch, trigger
+
+
+def _combine(config: Config, workload: Workload, strategy: Strategy, dispatch: str, trigger: str) -> Combination:
+    changes: dict[str, Any] = {} if strategy == "configured" else _scheduler(config, workload, strategy)
+    changes = _merge(changes, {"dispatch": {"policy": dispatch}, "trigger": {"use": trigger}})
+    tree = _merge(config.model_dump(), {"scheduler": changes, **_surroundings(config, workload, strategy)})
+    if strategy in ON_ALL_DEVICES:
+        tree = _merge(tree, _all_devices(config))
+    try:
+        complete = Config.model_validate(tree)
+    except ValidationError as error:
+        reasons = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+        raise ConfigError(f"simulator: strategy {strategy} contradicts the configuration: {reasons}") from None
+    return Combination(strategy=strategy, dispatch=dispatch, trigger=trigger, config=complete)
+
+
+def closed_set(config: Config, workload: Workload, dispatch: str, num_groups: int) -> Config:
+    """One round of `num_groups`, all there from the start and none of them dropped."""
+    simulator = config.simulator.model_copy(update={"steps": 1, "warmup_steps": 0})
+    trainer = config.trainer.model_copy(update={"groups_per_step": num_groups})
+    scheduler = config.scheduler.model_copy(update={"filter_equal_rewards": False})
+    changed = config.model_copy(update={"simulator": simulator, "trainer": trainer, "scheduler": scheduler})
+    return _combine(changed, workload, "synchronous", dispatch, "batch").config
+
+
+def _scheduler(config: Config, workload: Workload, strategy: Strategy) -> dict[str, Any]:
+    """What a strategy is, in terms of the scheduler section."""
+    user = config.scheduler
+    plain = {"over_sampling": 1.0, "segment_length": None, "max_segment_count": None}
+    match strategy:
+        case "synchronous" | "colocated":
+            return {**plain, "mode": strategy, "max_staleness": 0}
+        case "one_step_off":
+            return {**plain, "mode": "one_step_off", "max_staleness": 1}
+        case "asynchronous":
+            return {**plain, "mode": "asynchronous"}
+        case "over_sampling":
+            extra = {"over_sampling": config.simulator.over_sampling, "leftovers": "resume"}
+            return {**plain, "mode": "colocated", "max_staleness": max(1, user.max_staleness), **extra}
+        case "tail_batching":
+            extra = {"over_sampling": TAIL_BATCHING, "leftovers": "restart"}
+            return {**plain, "mode": "colocated", "max_staleness": 0, **extra}
+        case "segments":
+            length = math.ceil(workload.max_tokens / config.simulator.segments)
+            return {**plain, "mode": "asynchronous", "segment_length": length}
+        case "configured":
+            return {}
+
+
+def _surroundings(config: Config, workload: Workload, strategy: Strategy) -> dict[str, Any]:
+    """No evaluation, no deadline, and room for the longest answer unless the user's own bounds are to hold."""
+    env: dict[str, Any] = {"episode_timeout_s": NO_DEADLINE_S}
+    model: dict[str, Any] = {}
+    if strategy != "configured":
+        env |= {"max_new_tokens": workload.max_tokens, "max_turns": workload.max_turns}
+        model["max_context"] = workload.max_tokens + 1
+    steps = config.simulator.steps
+    return {
+        "env": env,
+        "model": model,
+        "data": {"eval_tasks": 0},
+        "trainer": {"steps": steps, "checkpoint_every": steps + 1},
+    }
+
+
+def _all_devices(config: Config) -> dict[str, Any]:
+    """Every device generates, then every device trains."""
+    simulator = config.simulator
+    devices = config.rollout.servers + simulator.trainer_devices
+    share = simulator.trainer_devices / devices
+    times = simulator.trainer
+    trainer = {"token_s": times.token_s * share, "call_s": times.call_s * share, "step_s": times.step_s * share}
+    return {"rollout": {"servers": devices}, "simulator": {"trainer": trainer, "trainer_devices": devices}}
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

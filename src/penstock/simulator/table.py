@@ -1,0 +1,51 @@
+"""The report as a table for people."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from penstock.simulator.report import Report, Result
+
+WASTE = ("wasted_discarded", "wasted_filtered", "wasted_restarted", "wasted_masked")
+
+
+def table(report: Report) -> Table:
+    """A line per combination."""
+    lines = Table(title="Simulated", title_justify="left", header_style="bold")
+    lines.add_column("strategy")
+    columns = ("samples/s", "X*", "of X*", "bubble", "trainer idle", "staleness", "wait p99", "wasted", "KS", "first B")
+    for column in columns:
+        lines.add_column(column, justify="right")
+    for result in report.results:
+        lines.add_row(result.name, *_cells(result))
+    return lines
+
+
+def makespans(report: Report) -> Table | None:
+    """A line per order of dispatch, if closed sets were played."""
+    if not report.makespans:
+        return None
+    lines = Table(title="Makespan of a closed set", title_justify="left", header_style="bold")
+    lines.add_column("dispatch")
+    lines.add_column("seconds", justify="right")
+    for made in report.makespans:
+        lines.add_row(made.dispatch, ", ".join(f"{seconds:,.0f}" for seconds in made.seconds))
+    return lines
+
+
+def _cells(result: Result) -> list[str]:
+    mean = {key: result.mean(key) or 0.0 for key in result.runs[0].plain()}
+    spread = f" ± {result.spread('samples_per_s'):.2g}" if len(result.runs) > 1 else ""
+    ready_s = result.mean("first_groups_s")
+    return [
+        f"{mean['samples_per_s']:,.4g}{spread}",
+        f"{mean['limit_samples_per_s']:,.4g}",
+        f"{mean['efficiency']:.1%}",
+        f"{mean['generator_bubble']:.1%}",
+        f"{mean['trainer_idle']:.1%}",
+        f"{mean['staleness_mean']:.2f}, max {mean['staleness_max']:.0f}",
+        f"{mean['wait_p99_s']:,.0f} s",
+        f"{sum(mean[kind] for kind in WASTE):.1%}",
+        f"{mean['length_ks_trained_population']:.3f}",
+        "–" if ready_s is None else f"{ready_s:,.0f} s",
+    ]

@@ -1,0 +1,164 @@
+"""Environment workers on a real bus, and a controller that only listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config, TinyModelConfig
+from penstock.control.bus import CONTROLLER, Bus, Peer
+from penstock.control.messages import (
+    AnyMessage,
+    DataGenerated,
+    EpisodesEnded,
+    Grant,
+    GrantRequest,
+    NewTask,
+    TaskRequest,
+)
+from penstock.envs.manager import EnvManager, MakeEnvironment
+from penstock.model.chat import ChatTokenizer
+from penstock.model.tiny import write_tiny_model
+from penstock.ports import SavedEpisode, Work
+from penstock.processes.env import Worker
+from penstock.rollout.scripted import ScriptedPolicy
+from penstock.types import EpisodeId, EpisodeLease, Sampling, SegmentGrant, Task
+
+
+class Quick:
+    """One turn, reward 1."""
+
+    def __init__(self, task: Task) -> None:
+        pass
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return f"say {seed}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 1.0, True, False, {}
+
+
+@dataclass(slots=True)
+class Controller:
+    """Collects what workers send, in order too."""
+
+    generated: asyncio.Queue[DataGenerated] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Queue[EpisodesEnded] = field(default_factory=asyncio.Queue)
+    requests: asyncio.Queue[GrantRequest] = field(default_factory=asyncio.Queue)
+    reports: list[str] = field(default_factory=list)
+
+    async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
+        self.reports.append(type(message).__name__)
+        match message:
+            case DataGenerated():
+                self.generated.put_nowait(message)
+            case EpisodesEnded():
+                self.ended.put_nowait(message)
+            case GrantRequest():
+                self.requests.put_nowait(message)
+        return None
+
+
+def job(
+    group: int,
+    *,
+    members: Sequence[int] = (0, 1),
+    group_size: int = 2,
+    attempt: int = 0,
+    grant: int = 8,
+    max_new_tokens: int = 8,
+    saved: Sequence[SavedEpisode] = (),
+) -> NewTask:
+    episodes = [EpisodeId("train", group, member, attempt) for member in members]
+    return NewTask(
+        work=Work(
+            task=Task(task_id="t", tag="train", index=0),
+            group_size=group_size,
+            leases=tuple(
+                EpisodeLease(episode=e, env_seed=1, sampling_seed=e.episode, deadline_s=10.0) for e in episodes
+            ),
+            grants=tuple(SegmentGrant(episode=e, max_tokens=grant) for e in episodes),
+            sampling=Sampling(max_new_tokens=max_new_tokens),
+            saved=tuple(saved),
+        )
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Stage:
+    """A bus with workers on it; all share one policy and one pool."""
+
+    directory: Path
+    controller: Controller
+    bus: Bus
+    chat: ChatTokenizer
+    policy: ScriptedPolicy
+    make: MakeEnvironment
+    config: Config
+    tasks: asyncio.TaskGroup
+    workers: dict[str, Worker] = field(default_factory=dict)
+    peers: dict[str, tuple[Peer, asyncio.Task[None]]] = field(default_factory=dict)
+
+    async def join(self, name: str) -> None:
+        """A worker starts; the bus knows it when this returns."""
+        worker = Worker(self.config, name, self.directory, self.tasks)
+        worker.peer = peer = Peer(str(self.directory), name, worker.handle)
+        worker.manager = EnvManager(self.config, make=self.make, policy=self.policy, grants=worker, chat=self.chat)
+        self.workers[name] = worker
+        self.peers[name] = peer, self.tasks.create_task(peer.run())
+        await peer.request(CONTROLLER, TaskRequest(worker=name, capacity=8), timeout_s=10)
+
+    def kill(self, name: str) -> None:
+        """A worker ends in the middle of whatever it does."""
+        self.workers.pop(name).close()
+        peer, receiving = self.peers.pop(name)
+        receiving.cancel()
+        peer.close()
+
+    async def start(self, name: str, job: NewTask) -> None:
+        await self.bus.request(name, job, timeout_s=10)
+
+    async def tell(self, name: str, message: AnyMessage) -> None:
+        await self.bus.request(name, message, timeout_s=10)
+
+    async def grant(self, name: str, request: GrantRequest, max_tokens: int) -> None:
+        """Grant what was asked for."""
+        await self.tell(name, Grant(grant=SegmentGrant(episode=request.episode, max_tokens=max_tokens)))
+
+
+@asynccontextmanager
+async def working(
+    directory: Path,
+    make: MakeEnvironment = Quick,
+    answer: str | Callable[[list[int], int], list[int]] = "ok",
+    *,
+    config: Config | None = None,
+) -> AsyncIterator[Stage]:
+    """A stage with the worker `env-0`, whose policy always gives `answer`, or what it returns."""
+    write_tiny_model(directory / "model", TinyModelConfig(), 512)
+    chat = ChatTokenizer.load(directory / "model")
+    policy = ScriptedPolicy(answer if callable(answer) else lambda _, __: [*chat.encode(answer), chat.eos_ids[0]])
+    controller = Controller()
+    bus = Bus(str(directory), controller.handle)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        stage = Stage(
+            directory=directory,
+            controller=controller,
+            bus=bus,
+            chat=chat,
+            policy=policy,
+            make=make,
+            config=config or Config(),
+            tasks=tasks,
+        )
+        receiving = tasks.create_task(bus.run())
+        await stage.join("env-0")
+        yield stage
+        for name in list(stage.workers):
+            stage.kill(name)
+        receiving.cancel()
+    bus.close()

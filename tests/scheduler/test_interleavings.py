@@ -1,0 +1,245 @@
+"""Whatever finishes, is cut, fails, crashes, is filtered or discarded, in any order: the books stay right."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.config import Config
+from penstock.ports import Work
+from penstock.scheduler.dispatcher import Assignment
+from penstock.scheduler.scheduler import Scheduler
+from penstock.simulator.clock import run_virtual
+from penstock.simulator.parts import NumberedTasks, played
+from penstock.types import EpisodeId, EpisodeSummary, LearnerState, PayloadRef, SegmentGrant
+
+GROUP_SIZE, MAX_STALENESS, MAX_WAIT_S = 3, 1, 40.0
+REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
+LIVE = ("pending", "leased", "unfinished", "rewarding", "ready", "training")
+
+MODES: dict[str, dict[str, Any]] = {
+    "asynchronous": {"mode": "asynchronous", "max_staleness": MAX_STALENESS},
+    "one step off": {"mode": "one_step_off", "max_staleness": MAX_STALENESS},
+    "synchronous": {"mode": "synchronous", "max_staleness": 0},
+    "resumed leftovers": {"mode": "colocated", "over_sampling": 1.5, "max_staleness": MAX_STALENESS},
+    "restarted leftovers": {"mode": "colocated", "over_sampling": 1.5, "max_staleness": 0, "leftovers": "restart"},
+}
+
+
+class Play:
+    """Workers, servers and a learner that do whatever Hypothesis draws."""
+
+    def __init__(self, draw: st.DataObject, mode: dict[str, Any], policy: str) -> None:
+        self.draw = draw
+        self.config = Config.model_validate(
+            {
+                "env": {"group_size": GROUP_SIZE, "max_attempts": 2},
+                "scheduler": mode
+                | {
+                    "segment_length": 8,
+                    "max_running": 7,
+                    "dispatch": {"policy": policy, "look_ahead": 6, "max_wait_s": MAX_WAIT_S},
+                    "length": {"predictor": "heuristic"},
+                    "trigger": {"min_samples": 3, "max_wait_s": 5.0},
+                },
+                "trainer": {"groups_per_step": 3},
+            }
+        )
+        self.scheduler = Scheduler(self.config, now=asyncio.get_running_loop().time, record=lambda *decision: None)
+        self.workers = ["a", "b"]
+        for worker in self.workers:
+            self.scheduler.worker_joined(worker, 12)
+        self.scheduler.published(0, 0)
+        self.tasks = NumberedTasks("train")
+        self.num_tasks = 0
+        self.works: dict[int, str] = {}
+        """Group -> its worker."""
+        self.generating: dict[EpisodeId, int] = {}
+        """Episodes that hold a grant, with the version served when they got it."""
+        self.waiting: set[EpisodeId] = set()
+        self.ended: dict[int, dict[int, EpisodeSummary]] = {}
+        self.trained: set[tuple[int, int]] = set()
+        self.versions: dict[tuple[int, int], int] = {}
+        """Version that ended each episode."""
+        self.stepping = self.closing = False
+        self.version = self.unserved = 0
+
+    def pick(self, items: Any) -> Any:
+        return self.draw.draw(st.sampled_from(sorted(items)))
+
+    async def fill(self) -> None:
+        room = await self.scheduler.room() if len(self.scheduler._dispatcher.policy) < 6 else 0
+        tasks = [task for i in range(room) if (task := self.tasks.task(self.num_tasks + i))]
+        self.num_tasks += len(tasks)
+        if tasks:
+            self.scheduler.admit(tasks)
+
+    async def dispatch(self) -> None:
+        for assignment in await soon(self.scheduler.next_assignments()) or ():
+            self._assigned(assignment)
+
+    def _assigned(self, assignment: Assignment) -> None:
+        item = assignment.item
+        episodes = [item.episode] if isinstance(item, SegmentGrant) else self._work(assignment.worker, item)
+        for episode in episodes:
+            self.waiting.discard(episode)
+            self.generating[episode] = self.scheduler.policy_version
+        assert len(self.generating) <= 7, "more episodes generate than may"
+
+    def _work(self, worker: str, work: Work) -> list[EpisodeId]:
+        episodes = [lease.episode for lease in work.leases]
+        group = episodes[0].group
+        self.works[group] = worker
+        over = {saved.episode for saved in work.saved if saved.ended}
+        kept = self.ended.setdefault(group, {})
+        for episode in over:
+            kept[episode.episode] = self._summary(episode, version=self.scheduler.policy_version)
+        return [episode for episode in episodes if episode not in over]
+
+    def _summary(self, episode: EpisodeId, *, version: int, error: str | None = None) -> EpisodeSummary:
+        reward = float(episode.episode % 2 if self.closing else self.draw.draw(st.booleans()))
+        self.versions[episode.group, episode.episode] = version
+        return played(episode, reward=reward, policy_version=version, response_tokens=8, error=error)
+
+    def cut(self) -> None:
+        episode = self.pick(self.generating)
+        del self.generating[episode]
+        self.waiting.add(episode)
+        saved = REF if self.draw.draw(st.booleans()) else None
+        self.scheduler.request_grant(episode, unfinished=True, num_tokens=8, saved=saved)
+
+    def end(self, *, error: str | None = None) -> None:
+        """A member ends; with it perhaps its group."""
+        episode = min(self.generating) if self.closing else self.pick(self.generating)
+        summary = self._summary(episode, version=self.generating.pop(episode), error=error)
+        ended = self.ended.setdefault(episode.group, {})
+        ended[episode.episode] = summary
+        if error:
+            self._forget(episode.group)
+            self.scheduler.ended(episode.group, [summary], [None])
+        elif len(ended) == GROUP_SIZE:
+            self._forget(episode.group)
+            self.scheduler.finish(episode.group, REF, [ended[member] for member in sorted(ended)])
+        else:
+            self.scheduler.ended(episode.group, [summary], [REF])
+
+    def _forget(self, group: int) -> None:
+        self.works.pop(group, None)
+        self.ended.pop(group, None)
+        self.generating = {e: v for e, v in self.generating.items() if e.group != group}
+        self.waiting = {e for e in self.waiting if e.group != group}
+
+    def crash(self) -> None:
+        worker = self.pick(self.workers)
+        for group in [group for group, owner in self.works.items() if owner == worker]:
+            self._forget(group)
+        self.scheduler.worker_lost(worker)
+        self.scheduler.worker_joined(worker, 12)
+
+    async def train(self) -> None:
+        batch = await soon(self.scheduler.next_batch())
+        if batch is None:
+            return
+        for group in batch.restarted:
+            self._forget(group)
+        for ref in batch.groups:
+            for member in ref.episodes:
+                assert (ref.group, member) not in self.trained, "trained twice"
+                self.trained.add((ref.group, member))
+                age = self.scheduler.trained_version - self.versions[ref.group, member]
+                assert age <= self.config.scheduler.max_staleness, "too old to train"
+        if batch.step:
+            self.version += 1
+            groups = self.scheduler.learned(LearnerState(policy_version=self.version, entropy=1.0))
+            self.unserved = len(groups)
+            self.stepping = True
+
+    def serve(self) -> None:
+        self.scheduler.published(self.version, self.unserved)
+        self.stepping = False
+
+    def actions(self) -> list[str]:
+        possible = ["fill", "dispatch", "wait"]
+        if self.generating:
+            possible += ["cut", "end", "end", "end", "fail"]
+        if self.works:
+            possible += ["crash"]
+        return [*possible, "serve" if self.stepping else "train"]
+
+    async def act(self) -> None:
+        match self.draw.draw(st.sampled_from(self.actions())):
+            case "fill":
+                await self.fill()
+            case "dispatch":
+                await self.dispatch()
+            case "cut":
+                self.cut()
+            case "end":
+                self.end()
+            case "fail":
+                self.end(error="ValueError: broke")
+            case "crash":
+                self.crash()
+            case "train":
+                await self.train()
+            case "serve":
+                self.serve()
+            case "wait":
+                await asyncio.sleep(3.0)
+        self.check()
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        scheduler.ledger.check()
+        assert scheduler._dispatcher.places.free_grants == 7 - len(self.generating)
+        counts = scheduler.ledger.counts()
+        assert counts["unfinished"] == len(self.waiting)
+        assert counts["trained"] + counts["training"] == len(self.trained)
+
+    async def finish_everything(self) -> None:
+        """No interleaving leads into a dead end: the run can always go on to its next step."""
+        self.closing = True
+        target = self.version + 2
+        for _ in range(400):
+            if self.stepping:
+                self.serve()
+            if self.version >= target:
+                return
+            await self.fill()
+            await self.dispatch()
+            while self.generating:
+                self.end()
+            await self.train()
+            await asyncio.sleep(1.0)
+        raise AssertionError(f"no step any more: {self.scheduler.ledger.counts()}")
+
+
+async def soon(waiting: Any) -> Any:
+    """The result, if it is there now."""
+    try:
+        async with asyncio.timeout(0.001):
+            return await waiting
+    except TimeoutError:
+        return None
+
+
+@pytest.mark.parametrize("policy", ["fifo", "sjf", "ljf", "probe"])
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(draw=st.data())
+def test_any_interleaving(mode: str, policy: str, draw: st.DataObject) -> None:
+    async def main() -> None:
+        play = Play(draw, MODES[mode], policy)
+        for _ in range(draw.draw(st.integers(10, 60))):
+            await play.act()
+        await play.finish_everything()
+        play.scheduler.cancel_all()
+        counts = play.scheduler.ledger.counts()
+        assert not any(counts[state] for state in LIVE)
+        assert counts["trained"] == len(play.trained)
+
+    run_virtual(main())

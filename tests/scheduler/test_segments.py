@@ -1,0 +1,104 @@
+"""Cases A, B and C, and budgets that hold whatever servers do."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import Config
+from penstock.scheduler.segments import SegmentDecision, SegmentPolicy
+from penstock.types import FinishReason
+
+
+def policy(**bounds: Any) -> SegmentPolicy:
+    return SegmentPolicy(
+        **{"segment_length": None, "max_segment_count": None, "global_max_length": None, "max_new_tokens": 100} | bounds
+    )
+
+
+def after(subject: SegmentPolicy, reason: FinishReason, turn: int, episode: int, segments: int) -> SegmentDecision:
+    return subject.after(finish_reason=reason, turn_tokens=turn, episode_tokens=episode, turn_segments=segments)
+
+
+def test_the_bounds_come_from_the_configuration() -> None:
+    config = Config.model_validate(
+        {
+            "env": {"max_new_tokens": 90},
+            "scheduler": {"segment_length": 16, "max_segment_count": 4, "global_max_length": 128},
+        }
+    )
+    assert SegmentPolicy.from_config(config) == policy(
+        segment_length=16, max_segment_count=4, global_max_length=128, max_new_tokens=90
+    )
+
+
+def test_a_grant_is_the_least_of_what_is_left() -> None:
+    assert policy().grant_tokens(num_tokens=30) == 100
+    subject = policy(segment_length=40, global_max_length=250, max_segment_count=3)
+    assert subject.grant_tokens(num_tokens=0) == 40
+    assert subject.grant_tokens(num_tokens=240) == 10
+    assert subject.grant_tokens(num_tokens=85, turn_tokens=85) == 15
+    assert subject.grant_tokens(num_tokens=300) == 0
+    assert policy(segment_length=40, max_segment_count=2).max_turn_tokens == 80
+
+
+@pytest.mark.parametrize(
+    ("reason", "turn", "episode", "segments", "case", "why"),
+    [
+        ("stop", 25, 125, 0, "finished", "ended by itself after 25 tokens"),
+        ("stop", 90, 200, 3, "finished", "ended by itself"),
+        ("length", 30, 130, 1, "cut", "segment 1 was full after 30 tokens"),
+        ("abort", 20, 20, 0, "cut", "the server gave way after 20 tokens"),
+        ("length", 30, 200, 1, "truncated", "global_max_length is 200"),
+        ("abort", 30, 200, 1, "truncated", "global_max_length is 200"),
+        ("length", 90, 150, 3, "truncated", "max_segment_count is 3"),
+        ("abort", 90, 150, 2, "truncated", "its segments allow 90"),
+        ("length", 100, 150, 2, "truncated", "max_new_tokens is 100"),
+    ],
+)
+def test_after_a_segment(reason: FinishReason, turn: int, episode: int, segments: int, case: str, why: str) -> None:
+    subject = policy(segment_length=30, max_segment_count=3, global_max_length=200)
+    decision = after(subject, reason, turn, episode, segments)
+    assert decision.case == case and why in decision.reason
+
+
+BOUND = st.one_of(st.none(), st.integers(1, 60))
+
+
+@given(
+    segment_length=BOUND,
+    max_segment_count=st.one_of(st.none(), st.integers(1, 6)),
+    global_max_length=BOUND,
+    max_new_tokens=st.integers(1, 60),
+    answers=st.lists(st.integers(1, 80), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_budgets_hold_whatever_servers_do(answers: list[int], seed: int, **bounds: Any) -> None:
+    """Plays turns of given lengths; servers give way at random, also before the first token."""
+    subject, chance = policy(**bounds), random.Random(seed)
+    generated = 0
+    for answer in answers:
+        turn = segments = 0
+        while True:
+            granted = subject.grant_tokens(num_tokens=generated, turn_tokens=turn)
+            assert granted >= 1, "asked only while something is left"
+            tokens = min(granted, answer - turn)
+            reason: FinishReason = "stop" if tokens == answer - turn else "length"
+            if chance.random() < 0.4:
+                tokens, reason = chance.randrange(tokens), "abort"
+            turn, generated, segments = turn + tokens, generated + tokens, segments + (reason == "length")
+            decision = after(subject, reason, turn, generated, segments)
+            if decision.case != "cut":
+                break
+        assert turn <= subject.max_turn_tokens <= subject.max_new_tokens
+        if subject.segment_length and subject.max_segment_count:
+            assert turn <= subject.segment_length * subject.max_segment_count
+        if subject.global_max_length:
+            assert generated <= subject.global_max_length
+        left = (subject.global_max_length or 10**6) - (generated - turn)
+        if answer < min(subject.max_turn_tokens, left):
+            assert decision.case == "finished" and turn == answer
+        if decision.case == "truncated" or generated == subject.global_max_length:
+            return

@@ -1,0 +1,80 @@
+"""Values that change shape lose nothing on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.types import EpisodeId, FinishReason, Sample, Segment, Trajectory, Turn, VersionSpan
+
+token_ids = st.integers(0, 2**31 - 1)
+logprobs = st.floats(-50, 0, width=32)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    lengths = draw(st.lists(st.integers(1, 4), max_size=3))
+    versions = draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
+    starts = np.cumsum([0, *lengths]).tolist()
+    reason: FinishReason = draw(st.sampled_from(["stop", "length", "abort"]))
+    return Segment(
+        token_ids=draw(st.lists(token_ids, min_size=starts[-1], max_size=starts[-1])),
+        logprobs=draw(st.lists(logprobs, min_size=starts[-1], max_size=starts[-1])),
+        spans=[VersionSpan(v, a, a + n) for v, a, n in zip(versions, starts, lengths, strict=False)],
+        finish_reason=reason,
+    )
+
+
+turns = st.builds(Turn, observation_ids=st.lists(token_ids, max_size=4), segments=st.lists(segments(), max_size=3))
+
+
+def fields(sample: Sample) -> dict[str, Any]:
+    return {
+        name: (value.dtype, value.tolist()) if isinstance(value := getattr(sample, name), np.ndarray) else value
+        for name in Sample.__dataclass_fields__
+    }
+
+
+@given(
+    turns=st.lists(turns, max_size=4),
+    reward=st.floats(-10, 10),
+    ended=st.sampled_from(["completed", "truncated", None]),
+)
+def test_a_flattened_trajectory_comes_back(turns: list[Turn], reward: float, ended: Any) -> None:
+    episode = EpisodeId("train", 7, 3, 1)
+    whole = Trajectory(episode=episode, task_id="t", turns=turns, reward=reward, status=ended or "aborted")
+    flat = whole.flatten()
+    again = Trajectory.unflatten(flat, episode=episode, task_id="t", ended=ended is not None)
+    assert fields(again.flatten()) == fields(flat)
+    assert again.status == whole.status
+    for name in ("prompt_tokens", "response_tokens", "version_min", "version_max"):
+        assert getattr(again.summary(), name) == getattr(whole.summary(), name)
+    for turn in again.turns:
+        for segment in turn.segments:
+            ends = [span.end for span in segment.spans]
+            assert [span.start for span in segment.spans] == [0, *ends[:-1]] and ends[-1] == len(segment.token_ids)
+
+
+def test_a_saved_single_turn_is_one_turn() -> None:
+    cut = [
+        Segment(token_ids=[5, 6], logprobs=[-1.0, -2.0], spans=[VersionSpan(3, 0, 2)], finish_reason="length"),
+        Segment(token_ids=[7], logprobs=[-3.0], spans=[VersionSpan(4, 0, 1)], finish_reason="abort"),
+    ]
+    episode = EpisodeId("train", 0, 0, 0)
+    turn = Turn(observation_ids=[1, 2], segments=cut)
+    whole = Trajectory(episode=episode, task_id="t", turns=[turn], reward=0.0, status="completed")
+    again = Trajectory.unflatten(whole.flatten(), episode=episode, task_id="t", ended=False)
+    (turn,) = again.turns
+    (segment,) = turn.segments
+    assert (turn.observation_ids, segment.token_ids, segment.logprobs) == ([1, 2], [5, 6, 7], [-1.0, -2.0, -3.0])
+    assert segment.spans == [VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)]
+
+
+def test_a_prompt_without_an_answer_is_one_open_turn() -> None:
+    episode = EpisodeId("train", 0, 0, 0)
+    turn = Turn(observation_ids=[1, 2], segments=[])
+    whole = Trajectory(episode=episode, task_id="t", turns=[turn], reward=0.0, status="completed")
+    assert Trajectory.unflatten(whole.flatten(), episode=episode, task_id="t", ended=False).turns == [turn]
