@@ -213,9 +213,9 @@ async def checkpoint(system: System) -> None:
 
 def cancel_rest(system: System) -> None:
     """Give up what is still in flight."""
-    groups = system.scheduler.cancel_all()
-    system.workers.cancel(groups)
-    system.pool.mark(groups, EpisodeState.CANCELLED)
+    attempts = system.scheduler.cancel_all()
+    system.workers.cancel(attempts)
+    system.pool.mark([attempt.group for attempt in attempts], EpisodeState.CANCELLED)
 
 
 async def never_returns(name: str, loop: Awaitable[None]) -> NoReturn:

@@ -15,6 +15,7 @@ from penstock.types import (
     EpisodeId,
     EpisodeLease,
     EpisodeSummary,
+    GroupAttempt,
     GroupRef,
     LearnerState,
     PayloadRef,
@@ -111,8 +112,8 @@ class Workers(Protocol):
         """Let a waiting episode generate again."""
         ...
 
-    def cancel(self, groups: Sequence[int]) -> None:
-        """Nobody waits for these groups any more."""
+    def cancel(self, attempts: Sequence[GroupAttempt]) -> None:
+        """Nobody waits for these any more."""
         ...
 
 

@@ -87,6 +87,13 @@ class EpisodeId(NamedTuple):
         return f"{self.tag}/{self.group}/{self.episode}/{self.attempt}"
 
 
+class GroupAttempt(NamedTuple):
+    """One try at a group; a later one has a higher number."""
+
+    group: int
+    attempt: int
+
+
 def stable_seed(*parts: object) -> int:
     """A 63-bit seed from any printable parts; equal on every machine and Python version."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()

@@ -13,7 +13,7 @@ import pytest
 from penstock.control.bus import CONTROLLER, Bus, Fault, Peer, RequestRefused
 from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat
 from penstock.deadline import Stalled
-from penstock.types import EpisodeId
+from penstock.types import EpisodeId, GroupAttempt
 
 
 class Counting:
@@ -37,7 +37,7 @@ class Counting:
 
 
 def request(number: int) -> GrantRequest:
-    return GrantRequest(worker="env-0", episode=EpisodeId("train", number, 0, 0), unfinished=False)
+    return GrantRequest(worker="env-0", episode=EpisodeId("train", number, 0, 0), unfinished=False, num_tokens=0)
 
 
 @asynccontextmanager
@@ -122,7 +122,7 @@ async def test_broadcasts_reach_everyone(tmp_path: Path) -> None:
     async with connected(tmp_path, controller=controller, peer=worker) as (bus, peer):
         await peer.request(CONTROLLER, request(1), timeout_s=5)
         while not worker.cancelled.is_set():
-            bus.broadcast(Cancel(groups=[1]))
+            bus.broadcast(Cancel(attempts=[GroupAttempt(1, 0)]))
             await asyncio.sleep(0.01)
 
 

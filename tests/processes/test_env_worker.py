@@ -11,7 +11,7 @@ from stage import Quick, job, working
 from penstock.config import Config
 from penstock.control.messages import Cancel
 from penstock.store.payload import PayloadReader
-from penstock.types import Task
+from penstock.types import GroupAttempt, Task
 
 
 class Unbuildable(Quick):
@@ -58,7 +58,7 @@ async def test_a_grant_after_the_cancel_hurts_nobody(tmp_path: Path) -> None:
         await stage.start("env-0", job(1, grant=2))
         waiting = [await stage.controller.requests.get() for _ in range(2)]
         assert [request.num_tokens for request in waiting] == [2, 2]
-        await stage.tell("env-0", Cancel(groups=[1, 5]))
+        await stage.tell("env-0", Cancel(attempts=[GroupAttempt(1, 0), GroupAttempt(5, 0)]))
         for request in waiting:
             await stage.grant("env-0", request, 2)
         await stage.start("env-0", job(2))
@@ -136,7 +136,7 @@ async def test_a_newer_attempt_and_a_cancel_drop_what_was_kept(tmp_path: Path) -
         await stage.start("env-0", job(1, members=[1], group_size=2, attempt=1))
         report = await stage.controller.ended.get()
         assert [str(e.episode) for e in report.episodes] == ["train/1/1/1"]
-        await stage.tell("env-0", Cancel(groups=[1]))
+        await stage.tell("env-0", Cancel(attempts=[GroupAttempt(1, 1)]))
         await stage.start("env-0", job(1, members=[0], group_size=2, attempt=1))
         report = await stage.controller.ended.get()
         assert [str(e.episode) for e in report.episodes] == ["train/1/0/1"]

@@ -144,7 +144,7 @@ class Play:
         batch = await soon(self.scheduler.next_batch())
         if batch is None:
             return
-        for group in batch.restarted:
+        for group, _ in batch.restarted:
             self._forget(group)
         for ref in batch.groups:
             for member in ref.episodes:

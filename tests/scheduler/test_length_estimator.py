@@ -66,7 +66,9 @@ def test_trust_is_given_lost_and_won_back_with_a_margin() -> None:
     estimator = estimator_of(min_tau=0.2, window=32)
     assert estimator.trust.trusted and "too few groups" in estimator.trust.reason
     feed(estimator, agreeing(16))
-    assert estimator.trust.trusted and estimator.trust.reason.startswith("Kendall tau 1.00 over 16 groups is at least 0.2")
+    assert estimator.trust.trusted and estimator.trust.reason.startswith(
+        "Kendall tau 1.00 over 16 groups is at least 0.2"
+    )
     feed(estimator, contrary(32))
     assert not estimator.trust.trusted
     assert estimator.trust.reason == "Kendall tau -1.00 over 32 groups is below 0.2: first come, first served"

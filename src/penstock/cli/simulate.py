@@ -22,6 +22,8 @@ from penstock.simulator.report import Report, Watch, predict
 from penstock.supervisor.run_directory import new_run_id, publishable
 
 CONFIG_ERROR = 2
+FILE_WIDTH = 120
+"""Characters of a line where the output is no terminal."""
 
 
 def simulate(path: Path, overrides: Sequence[str], *, json: Path | None, plot: Path | None) -> int:
@@ -66,6 +68,8 @@ def run(config: Config) -> Report:
 def show(report: Report) -> None:
     """Print the tables."""
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     console.print(table.table(report))
     if (makespans := table.makespans(report)) is not None:
         console.print(makespans)

@@ -14,6 +14,7 @@ from penstock.types import (
     BusySpan,
     EpisodeId,
     EpisodeSummary,
+    GroupAttempt,
     GroupRef,
     LearnerState,
     PayloadRef,
@@ -79,9 +80,9 @@ class NewTask(Message, frozen=True, kw_only=True, tag="NEW_TASK"):
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="CANCEL"):
-    """Nobody waits for these groups any more."""
+    """Nobody waits for these any more."""
 
-    groups: list[int]
+    attempts: list[GroupAttempt]
 
 
 class GrantRequest(Message, frozen=True, kw_only=True, tag="GRANT_REQUEST"):

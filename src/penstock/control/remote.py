@@ -23,7 +23,7 @@ from penstock.control.messages import (
     WarmStarted,
 )
 from penstock.ports import Work
-from penstock.types import GroupRef, LearnerState, SegmentGrant, WeightsHandle
+from penstock.types import GroupAttempt, GroupRef, LearnerState, SegmentGrant, WeightsHandle
 
 Reply = TypeVar("Reply", bound=AnyMessage)
 
@@ -70,5 +70,5 @@ class RemoteWorkers:
     async def grant(self, worker: str, grant: SegmentGrant) -> None:
         await self._bus.request(worker, Grant(grant=grant), timeout_s=self._timeout_s)
 
-    def cancel(self, groups: Sequence[int]) -> None:
-        self._bus.broadcast(Cancel(groups=list(groups)))
+    def cancel(self, attempts: Sequence[GroupAttempt]) -> None:
+        self._bus.broadcast(Cancel(attempts=list(attempts)))

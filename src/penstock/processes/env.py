@@ -60,9 +60,10 @@ class Worker:
                 waiting = self._grants.get(grant.episode)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(grant)
-            case Cancel(groups=groups):
-                for number in groups:
-                    if group := self._groups.pop(number, None):
+            case Cancel(attempts=attempts):
+                for number, attempt in attempts:
+                    if (group := self._groups.get(number)) and group.attempt <= attempt:
+                        del self._groups[number]
                         group.stop()
         return None
 

@@ -16,7 +16,7 @@ from penstock.scheduler.leases import Leases
 from penstock.scheduler.live import LiveGroup
 from penstock.scheduler.pacing import PacingPolicy, PacingState
 from penstock.scheduler.places import Places
-from penstock.types import EpisodeId, EpisodeState, SegmentGrant
+from penstock.types import EpisodeId, EpisodeState, GroupAttempt, SegmentGrant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +108,20 @@ class Dispatcher:
         kept = {*keep, *group.ledger.members(group.number, EpisodeState.PENDING)}
         group.ledger.move(group.number, [m for m in range(group.size) if m not in kept], EpisodeState.PENDING)
 
-    def restart_leftovers(self) -> tuple[int, ...]:
-        """With leftovers `restart`, what still plays when a batch is whole starts over in a later round."""
+    def restart_leftovers(self) -> tuple[GroupAttempt, ...]:
+        """With leftovers `restart`, what still plays when a batch is whole starts over in a later round. Returns the
+        attempts that end here."""
         if not self._restarts:
             return ()
         playing = [self._groups[number] for number in sorted(self._playing)]
+        attempts = tuple(GroupAttempt(group.number, group.attempt) for group in playing)
         self._again = deque(group for group in self._again if group.number not in self._playing)
         for group in playing:
             group.forget()
             self.take_back(group)
             self.stop_playing(group)
         self._leftovers.extend(playing)
-        return tuple(group.number for group in playing)
+        return attempts
 
     def clear(self) -> None:
         """Nobody waits for anything any more."""

@@ -29,6 +29,7 @@ from penstock.types import (
     EpisodeId,
     EpisodeState,
     EpisodeSummary,
+    GroupAttempt,
     GroupRef,
     LearnerState,
     PayloadRef,
@@ -45,8 +46,8 @@ class TrainBatch:
     reason: str
     discarded: tuple[int, ...] = ()
     """Groups found too old meanwhile."""
-    restarted: tuple[int, ...] = ()
-    """Groups that start over in a later round: nobody waits for their present attempt."""
+    restarted: tuple[GroupAttempt, ...] = ()
+    """Attempts nobody waits for any more: their groups start over in a later round."""
 
 
 Record = Callable[[str, str, Mapping[str, Any]], None]
@@ -403,8 +404,8 @@ class Scheduler:
             await self._progress.wait(self._evaluated)
         return [result.result() for result in results]
 
-    def cancel_all(self) -> tuple[int, ...]:
-        """Give up everything that is still live; returns those groups."""
+    def cancel_all(self) -> tuple[GroupAttempt, ...]:
+        """Give up everything that is still live; returns what that was."""
         groups = list(self._groups.values())
         for group in groups:
             self._dispatcher.places.release(group)
@@ -414,7 +415,7 @@ class Scheduler:
         for waiting in (self._dispatcher, self._supply, self._evaluations):
             waiting.clear()
         self._progress.changed(self._room, self._runnable)
-        return tuple(group.number for group in groups)
+        return tuple(GroupAttempt(group.number, group.attempt) for group in groups)
 
     # --- shared ----------------------------------------------------------------------------------------------------
 

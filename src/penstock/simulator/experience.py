@@ -29,8 +29,9 @@ class Cost(NamedTuple):
     """What a group costs the learner."""
 
     tokens: int
-    """Prompt and response."""
+    """Prompt and response, of all members."""
     response_tokens: int
+    """Of the members that are trained."""
     masked_tokens: int
     """Response tokens too old to train."""
 
@@ -48,11 +49,14 @@ class Experience:
         self.tokens: Counter[str] = Counter()
         """Response tokens by what became of them: trained, masked, or the final state of their group."""
         self.num_samples = self.num_groups = self.num_filtered = 0
+        self.played_s = 0.0
+        """Sum over all episodes of the time they took."""
 
     def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
         """A played group."""
         self._held[group] = Held(episodes, self.pieces.pop(group))
         self.played_lengths.extend([episode.response_tokens for episode in episodes])
+        self.played_s += sum([episode.seconds for episode in episodes])
         self.num_groups += 1
 
     def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
@@ -65,27 +69,25 @@ class Experience:
             self.tokens[state] += sum(episode.response_tokens for episode in held.episodes)
 
     def train(self, ref: GroupRef, version: int) -> Cost:
-        """The learner at `version` takes the members of `ref`."""
+        """The learner at `version` takes the members of `ref`; it reads the whole group."""
         held = self._held[ref.group]
         oldest_allowed = version - self._max_staleness
-        tokens = masked = 0
+        response = masked = 0
         for member in ref.episodes:
             episode = held.episodes[member]
-            length = episode.response_tokens
-            tokens += length + episode.prompt_tokens
-            self.trained_lengths.append(length)
+            response += episode.response_tokens
+            self.trained_lengths.append(episode.response_tokens)
             if episode.version_min != NO_VERSION:
                 self.staleness[version - episode.version_min] += 1
                 if episode.version_min < oldest_allowed:
                     masked += sum(r.num_older(s, oldest_allowed) for r, s in held.pieces[member])
-        response = tokens - sum(held.episodes[member].prompt_tokens for member in ref.episodes)
+        whole = sum([episode.response_tokens for episode in held.episodes])
         self.num_samples += len(ref.episodes)
         self.tokens["trained"] += response - masked
         self.tokens["masked"] += masked
-        if len(ref.episodes) < len(held.episodes):
-            whole = sum(episode.response_tokens for episode in held.episodes)
-            self.tokens[EpisodeState.DISCARDED_STALE] += whole - response
-        return Cost(tokens, response, masked)
+        self.tokens[EpisodeState.DISCARDED_STALE] += whole - response
+        prompts = sum([episode.prompt_tokens for episode in held.episodes])
+        return Cost(whole + prompts, response, masked)
 
     def sync(self) -> None:
         """Nothing is durable here."""

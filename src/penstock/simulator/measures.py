@@ -67,6 +67,8 @@ class Measures:
     """Until a quarter of the samples of a step had their last token."""
     first_samples_length_ratio: float | None
     """Mean length of the groups whole by `first_groups_s` / population: the price of an early start."""
+    episode_s: float
+    """Mean time between the start of an episode and its answer."""
     step_s: float
     """Mean time of an optimizer step."""
     steps: int
@@ -102,6 +104,7 @@ def measure(outcome: Outcome, workload: Workload, *, shares_devices: bool) -> Me
         first_groups_s=_nth(whole, batch),
         first_samples_s=_nth(ended, max(batch * config.env.group_size // 4, 1)),
         first_samples_length_ratio=_early_lengths(outcome, people),
+        episode_s=experience.played_s / max(len(experience.played_lengths), 1),
         step_s=(last.time - first.time) / max(len(outcome.marks) - 1 - config.simulator.warmup_steps, 1),
         steps=len(outcome.marks) - 1,
         simulated_s=last.time,

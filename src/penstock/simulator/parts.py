@@ -12,6 +12,7 @@ from penstock.types import (
     NO_VERSION,
     EpisodeId,
     EpisodeSummary,
+    GroupAttempt,
     GroupRef,
     LearnerState,
     PayloadRef,
@@ -56,8 +57,8 @@ class ModelledWorkers:
     async def grant(self, worker: str, grant: SegmentGrant) -> None:
         """Nothing waits: modelled groups finish in one grant."""
 
-    def cancel(self, groups: Sequence[int]) -> None:
-        for group in groups:
+    def cancel(self, attempts: Sequence[GroupAttempt]) -> None:
+        for group, _ in attempts:
             if task := self._playing.pop(group, None):
                 task.cancel()
 

@@ -30,6 +30,10 @@ Progress = Callable[[int], None]
 """Called with the number of optimizer steps taken."""
 
 
+def _silent(step: int) -> None:
+    """Nobody watches."""
+
+
 class StepMark(NamedTuple):
     """The state of things when an optimizer step was over."""
 
@@ -101,17 +105,84 @@ class Admissions:
         return found
 
 
+class Simulation:
+    """The system and its modelled parts. To be made and run on a virtual event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        workload: Workload,
+        *,
+        seed: int,
+        num_tasks: int | None = None,
+        progress: Progress = _silent,
+    ) -> None:
+        now = asyncio.get_running_loop().time
+        self.config = config
+        self.fleet = Fleet(config.simulator.engine, num_servers=config.rollout.servers, num_slots=config.rollout.slots)
+        self.experience = Experience(max_staleness=config.scheduler.max_staleness)
+        self.trainer = TrainerModel(config.simulator.trainer, self.experience)
+        scheduler = Scheduler(config, now=now, record=lambda decider, reason, inputs: None)
+        self.workers = FleetWorkers(
+            config,
+            fleet=self.fleet,
+            workload=workload,
+            experience=self.experience,
+            collect=lambda *played: loop.collect(self.system, *played),
+            ended=scheduler.ended,
+            request_grant=scheduler.request_grant,
+        )
+        self.observer = Marks(self._mark, progress)
+        self._admissions = Admissions(Tasks(workload, seed=seed, size=num_tasks))
+        self.system = loop.System(
+            config=config,
+            run_dir=Path(),
+            scheduler=scheduler,
+            tasks=TaskStream(self._admissions),
+            held_out=(),
+            workers=self.workers,
+            trainer=self.trainer,
+            servers=self.fleet,
+            pool=self.experience,
+            recorder=self.observer,
+        )
+        scheduler.worker_joined(WORKER, CAPACITY)
+
+    async def run(self) -> Outcome:
+        """To the last optimizer step."""
+        await loop.run(self.system)
+        admitted_at = self._admissions.admitted_at
+        return Outcome(
+            config=self.config,
+            marks=self.observer.marks,
+            experience=self.experience,
+            num_tasks=len(admitted_at),
+            waits=[started - admitted_at[index] for index, started in self.workers.started_at.items()],
+            ended_at=self.workers.ended_at,
+            whole_at=self.workers.whole_at,
+        )
+
+    def _mark(self, step: int) -> StepMark:
+        ends = (self.config.simulator.warmup_steps, self.config.trainer.steps)
+        return StepMark(
+            time=asyncio.get_running_loop().time(),
+            num_samples=self.experience.num_samples,
+            trainer_busy_s=self.trainer.busy_s,
+            cancelled_tokens=self.workers.cancelled_tokens,
+            totals=self.fleet.totals() if step in ends else None,
+        )
+
+
 def simulate(
-    config: Config,
-    workload: Workload,
-    *,
-    seed: int,
-    num_tasks: int | None = None,
-    progress: Progress = lambda step: None,
+    config: Config, workload: Workload, *, seed: int, num_tasks: int | None = None, progress: Progress = _silent
 ) -> Outcome:
     """Run `config` to its last optimizer step on a virtual clock, on `num_tasks` tasks or as many as it takes."""
+
+    async def main() -> Outcome:
+        return await Simulation(config, workload, seed=seed, num_tasks=num_tasks, progress=progress).run()
+
     with _rare_collection():
-        return run_virtual(_simulate(config, workload, seed, num_tasks, progress))
+        return run_virtual(main())
 
 
 @contextmanager
@@ -124,53 +195,3 @@ def _rare_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*usual)
-
-
-async def _simulate(
-    config: Config, workload: Workload, seed: int, num_tasks: int | None, progress: Progress
-) -> Outcome:
-    simulator, now = config.simulator, asyncio.get_running_loop().time
-    fleet = Fleet(simulator.engine, num_servers=config.rollout.servers, num_slots=config.rollout.slots)
-    experience = Experience(max_staleness=config.scheduler.max_staleness)
-    trainer = TrainerModel(simulator.trainer, experience)
-    ends = (simulator.warmup_steps, config.trainer.steps)
-
-    def mark(step: int) -> StepMark:
-        totals = fleet.totals() if step in ends else None
-        return StepMark(now(), experience.num_samples, trainer.busy_s, workers.cancelled_tokens, totals)
-
-    scheduler = Scheduler(config, now=now, record=lambda decider, reason, inputs: None)
-    workers = FleetWorkers(
-        config,
-        fleet=fleet,
-        workload=workload,
-        experience=experience,
-        collect=lambda *played: loop.collect(system, *played),
-        ended=scheduler.ended,
-        request_grant=scheduler.request_grant,
-    )
-    observer = Marks(mark, progress)
-    source = Admissions(Tasks(workload, seed=seed, size=num_tasks))
-    system = loop.System(
-        config=config,
-        run_dir=Path(),
-        scheduler=scheduler,
-        tasks=TaskStream(source),
-        held_out=(),
-        workers=workers,
-        trainer=trainer,
-        servers=fleet,
-        pool=experience,
-        recorder=observer,
-    )
-    scheduler.worker_joined(WORKER, CAPACITY)
-    await loop.run(system)
-    return Outcome(
-        config=config,
-        marks=observer.marks,
-        experience=experience,
-        num_tasks=len(source.admitted_at),
-        waits=[started - source.admitted_at[index] for index, started in workers.started_at.items()],
-        ended_at=workers.ended_at,
-        whole_at=workers.whole_at,
-    )

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE
 from rich.table import Table
 
+from penstock.simulator.calibration import FIGURES, Comparison
 from penstock.simulator.report import Report, Result
 
 WASTE = ("wasted_discarded", "wasted_filtered", "wasted_restarted", "wasted_masked")
 
 
+COLUMNS = ("samples/s", "of X*", "bubble", "trainer idle", "staleness", "wait p99", "wasted", "KS", "first B")
+
+
 def table(report: Report) -> Table:
     """A line per combination."""
-    lines = Table(title="Simulated", title_justify="left", header_style="bold")
-    lines.add_column("strategy")
-    columns = ("samples/s", "X*", "of X*", "bubble", "trainer idle", "staleness", "wait p99", "wasted", "KS", "first B")
-    for column in columns:
+    lines = Table(title="Simulated", title_justify="left", header_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
+    lines.caption_justify = "left"
+    lines.add_column("strategy", no_wrap=True)
+    for column in COLUMNS:
         lines.add_column(column, justify="right")
     for result in report.results:
         lines.add_row(result.name, *_cells(result))
+    lines.caption = (
+        "X*: what the machines allow; staleness: mean and largest; KS: distance of trained lengths from all; "
+        "first B: until a step's groups were whole"
+    )
     return lines
 
 
@@ -25,11 +34,22 @@ def makespans(report: Report) -> Table | None:
     """A line per order of dispatch, if closed sets were played."""
     if not report.makespans:
         return None
-    lines = Table(title="Makespan of a closed set", title_justify="left", header_style="bold")
+    lines = Table(title="Makespan of a closed set", title_justify="left", header_style="bold", box=SIMPLE)
     lines.add_column("dispatch")
     lines.add_column("seconds", justify="right")
     for made in report.makespans:
         lines.add_row(made.dispatch, ", ".join(f"{seconds:,.0f}" for seconds in made.seconds))
+    return lines
+
+
+def comparison(found: Comparison) -> Table:
+    """A run against its simulation."""
+    lines = Table(title="Calibrated", title_justify="left", header_style="bold", box=SIMPLE)
+    for column in ("", "measured", "simulated", "error"):
+        lines.add_column(column, justify="right" if column else "left")
+    for figure in FIGURES:
+        pair = (f"{side[figure]:,.4g}" for side in (found.measured, found.predicted))
+        lines.add_row(figure.replace("_", " "), *pair, f"{found.error(figure):+.1%}")
     return lines
 
 
@@ -39,13 +59,12 @@ def _cells(result: Result) -> list[str]:
     ready_s = result.mean("first_groups_s")
     return [
         f"{mean['samples_per_s']:,.4g}{spread}",
-        f"{mean['limit_samples_per_s']:,.4g}",
         f"{mean['efficiency']:.1%}",
-        f"{mean['generator_bubble']:.1%}",
-        f"{mean['trainer_idle']:.1%}",
-        f"{mean['staleness_mean']:.2f}, max {mean['staleness_max']:.0f}",
-        f"{mean['wait_p99_s']:,.0f} s",
+        f"{mean['generator_bubble']:.0%}",
+        f"{mean['trainer_idle']:.0%}",
+        f"{mean['staleness_mean']:.2f}/{mean['staleness_max']:.0f}",
+        f"{mean['wait_p99_s']:,.0f}s",
         f"{sum(mean[kind] for kind in WASTE):.1%}",
         f"{mean['length_ks_trained_population']:.3f}",
-        "–" if ready_s is None else f"{ready_s:,.0f} s",
+        "–" if ready_s is None else f"{ready_s:,.0f}s",
     ]

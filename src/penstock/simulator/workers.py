@@ -23,6 +23,7 @@ from penstock.types import (
     EpisodeId,
     EpisodeLease,
     EpisodeSummary,
+    GroupAttempt,
     PayloadRef,
     SegmentGrant,
     TrajectoryStatus,
@@ -122,9 +123,13 @@ class FleetWorkers:
         if playing is not None and playing.attempt == grant.episode.attempt:
             self._generate(playing, [playing.episodes[grant.episode.episode]], [grant.max_tokens])
 
-    def cancel(self, groups: Sequence[int]) -> None:
+    def cancel(self, attempts: Sequence[GroupAttempt]) -> None:
         """Free their slots."""
-        gone = [playing for group in groups if (playing := self._playing.pop(group, None))]
+        of_old = (self._playing.get(group) for group, _ in attempts)
+        last = dict(attempts)
+        gone = [playing for playing in of_old if playing is not None and playing.attempt <= last[playing.group]]
+        for playing in gone:
+            del self._playing[playing.group]
         self.cancelled_tokens += sum(e.num_tokens for playing in gone for e in playing.episodes.values())
         self.cancelled_tokens += self._fleet.cancel(request for playing in gone for request in playing.requests)
 

@@ -1,0 +1,181 @@
+"""`penstock simulate --calibrate RUN`: fit the models to a run, simulate that run, and say how far off that is.
+
+Engine: least squares over its decode steps (sums the servers keep), stretched from the clock of those sums to the
+seconds that steps took in the end. Trainer: least squares over optimizer steps, plus what lies between two calls even
+when nobody waits. Whatever episodes took beyond that becomes `latency_s`, so that simulated episodes last as long as
+the measured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.config import Config, EngineModelConfig, SimulatorConfig, TrainerModelConfig, WorkloadConfig
+from penstock.simulator.measures import Measures
+from penstock.simulator.recorded import RecordedRun, read
+from penstock.simulator.report import predict
+
+MAX_STEPS = 100
+"""Optimizer steps simulated; the rates of a longer run settle long before."""
+LATENCY_TRIES, LATENCY_TOLERANCE = 4, 0.02
+FIGURES = ("samples_per_s", "generator_busy", "trainer_busy", "episode_s")
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The run against its simulation."""
+
+    config: Config
+    """The run's, with the fitted `simulator` section."""
+    measured: dict[str, float]
+    predicted: dict[str, float]
+
+    def error(self, figure: str) -> float:
+        """Of the prediction, relative to what was measured."""
+        measured = self.measured[figure]
+        return (self.predicted[figure] - measured) / measured if measured else 0.0
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "measured": self.measured,
+            "predicted": self.predicted,
+            "error": {figure: self.error(figure) for figure in FIGURES},
+            "simulator": self.config.simulator.model_dump(mode="json"),
+        }
+
+
+def calibrate(run_dir: Path) -> SimulatorConfig:
+    """The `simulator` section that fits a finished run. Raises `ConfigError` if the run does not tell enough."""
+    return _fit(read(run_dir)).simulator
+
+
+def compare(run_dir: Path) -> Comparison:
+    """Calibrate, simulate the run's own configuration, and put measured and predicted side by side."""
+    run = read(run_dir)
+    config = _fit(run)
+    return Comparison(config=config, measured=measured(run), predicted=predicted(config))
+
+
+def measured(run: RecordedRun) -> dict[str, float]:
+    """What the run did after its first tenth."""
+    first, last = run.metrics[_warmup(len(run.metrics)) - 1], run.metrics[-1]
+    start, end = first["time"], last["time"]
+    servers = run.config.rollout.servers
+    return {
+        "samples_per_s": (last["ledger"]["trained"] - first["ledger"]["trained"]) / (end - start),
+        "generator_busy": run.busy_within(["generate"], start, end) / (end - start) / servers,
+        "trainer_busy": run.busy_within(["train", "step", "publish"], start, end) / (end - start),
+        "episode_s": run.mean_episode_s(),
+    }
+
+
+def predicted(config: Config) -> dict[str, float]:
+    """The same of a simulation of `config`."""
+    measures = _simulated(config)
+    return {
+        "samples_per_s": measures.samples_per_s,
+        "generator_busy": 1 - measures.generator_idle,
+        "trainer_busy": 1 - measures.trainer_idle,
+        "episode_s": measures.episode_s,
+    }
+
+
+def _simulated(config: Config) -> Measures:
+    (result,) = predict(config).results
+    return result.runs[0]
+
+
+def _fit(run: RecordedRun) -> Config:
+    steps = min(len(run.metrics), MAX_STEPS)
+    simulator = SimulatorConfig(
+        engine=fit_engine(run),
+        trainer=fit_trainer(run),
+        workload=WorkloadConfig(source="run", path=str(run.run_dir)),
+        strategies=["configured"],
+        steps=steps,
+        warmup_steps=_warmup(steps),
+    )
+    config = run.config.model_copy(update={"simulator": simulator})
+    return _with_latency(config, run.mean_episode_s(), _grants_per_episode(run))
+
+
+def _warmup(steps: int) -> int:
+    return max(steps // 10, 1)
+
+
+def fit_engine(run: RecordedRun) -> EngineModelConfig:
+    """Seconds of a step as a linear function of active sequences and prompt tokens."""
+    s = run.sums
+    matrix = np.array([[s["n"], s["b"], s["p"]], [s["b"], s["bb"], s["bp"]], [s["p"], s["bp"], s["pp"]]])
+    step_s, sequence_s, prefill_s = non_negative(matrix, np.array([s["y"], s["by"], s["py"]]))
+    spans_s = sum(run.durations("generate"))
+    stretch = max(spans_s / run.busy_s, 1.0) if run.busy_s else 1.0
+    return EngineModelConfig(
+        step_s=max(step_s * stretch, 1e-9),
+        sequence_s=sequence_s * stretch,
+        prefill_token_s=prefill_s * stretch,
+        update_s=_mean(run.durations("update_weights")),
+        admit_together=max(run.config.rollout.slots // 8, 1),
+    )
+
+
+def fit_trainer(run: RecordedRun) -> TrainerModelConfig:
+    """Seconds of an optimizer step's gradients as a linear function of calls and tokens."""
+    rows = np.array([row[:2] for row in run.training()], dtype=np.float64).reshape(-1, 2)
+    seconds = np.array([row[2] for row in run.training()], dtype=np.float64)
+    call_s, token_s = non_negative(rows.T @ rows, rows.T @ seconds)
+    between_s = run.between_calls_s()
+    return TrainerModelConfig(
+        token_s=token_s,
+        call_s=call_s + between_s,
+        step_s=_mean(run.durations("step")) + between_s,
+        publish_s=_mean(run.durations("publish")) + between_s,
+    )
+
+
+def non_negative(matrix: Floats, vector: Floats) -> list[float]:
+    """argmin x'Mx - 2v'x over x >= 0, by trying every set of unknowns that may be positive: there are three at most."""
+    best, found = 0.0, np.zeros(len(vector))
+    scale = np.sqrt(np.maximum(np.diag(matrix), 1e-300))
+    scaled, target = matrix / np.outer(scale, scale), vector / scale
+    for size in range(1, len(vector) + 1):
+        for chosen in combinations(range(len(vector)), size):
+            part = np.ix_(chosen, chosen)
+            values = np.linalg.lstsq(scaled[part], target[list(chosen)], rcond=1e-12)[0]
+            loss = float(values @ scaled[part] @ values - 2 * target[list(chosen)] @ values)
+            if (values >= 0).all() and loss < best - 1e-12 * abs(best):
+                best, found = loss, np.zeros(len(vector))
+                found[list(chosen)] = values
+    return [float(value) for value in found / scale]
+
+
+def _with_latency(config: Config, episode_s: float, grants: float) -> Config:
+    """Raise latency_s until simulated episodes take as long as measured ones."""
+    for _ in range(LATENCY_TRIES):
+        missing_s = episode_s - _simulated(config).episode_s
+        latency_s = max(config.simulator.engine.latency_s + missing_s / grants, 0.0)
+        if abs(missing_s) <= LATENCY_TOLERANCE * episode_s or latency_s == config.simulator.engine.latency_s:
+            break
+        engine = config.simulator.engine.model_copy(update={"latency_s": latency_s})
+        config = config.model_copy(update={"simulator": config.simulator.model_copy(update={"engine": engine})})
+    return config
+
+
+def _grants_per_episode(run: RecordedRun) -> float:
+    turns = [episode.num_turns for group in run.groups for episode in group.episodes]
+    return max(_mean(turns), 1.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

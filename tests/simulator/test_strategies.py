@@ -1,0 +1,175 @@
+"""Whole simulated runs: what theory says must come out of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.config import Config, ConfigError
+from penstock.simulator.measures import Measures
+from penstock.simulator.report import predict
+from penstock.simulator.simulation import simulate
+from penstock.simulator.strategies import combinations
+from penstock.simulator.trace import open_workload
+
+
+def config(**changes: Any) -> Config:
+    """Generation bounds everything; nothing is filtered."""
+    tree: dict[str, Any] = {
+        "env": {"group_size": 4},
+        "rollout": {"servers": 2, "slots": 16},
+        "trainer": {"groups_per_step": 16},
+        "scheduler": {"filter_equal_rewards": False, "trigger": {"min_samples": 16}},
+        "simulator": {
+            "engine": {"step_s": 0.01, "sequence_s": 0.0, "prefill_token_s": 0.0, "update_s": 0.0},
+            "trainer": {"token_s": 0.0, "step_s": 0.0},
+            "workload": {"median_tokens": 200.0, "max_tokens": 2000, "prompt_tokens": 20},
+            "strategies": ["asynchronous"],
+            "steps": 12,
+            "warmup_steps": 2,
+        },
+    }
+    return Config.model_validate(_merge(tree, changes))
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    return base | {
+        key: _merge(base.get(key, {}), value) if isinstance(value, dict) else value for key, value in over.items()
+    }
+
+
+def measures(settings: Config) -> dict[str, Measures]:
+    """By combination; the first seed."""
+    return {result.name: result.runs[0] for result in predict(settings).results}
+
+
+LONG_TAIL = {"median_tokens": 100.0, "between_sigma": 0.2, "within_sigma": 0.2, "runaway_share": 0.05}
+
+
+def test_the_bubble_of_lock_step_is_what_the_lengths_say() -> None:
+    """All start at once and wait for the longest: 1 - E[L] / L_max, with constant time per step."""
+    settings = config(
+        simulator={"strategies": ["synchronous"], "workload": LONG_TAIL}, rollout={"servers": 1, "slots": 64}
+    )
+    workload = open_workload(settings.simulator.workload, group_size=4, seed=0)
+    (combination,) = combinations(settings, workload)
+    outcome = simulate(combination.config, workload, seed=0)
+    lengths = outcome.experience.played_lengths[2 * 64 :]
+    rounds = [lengths[first : first + 64] for first in range(0, len(lengths), 64)]
+    expected = 1 - sum(map(sum, rounds)) / sum(64 * max(each) for each in rounds)
+    found = measures(settings)["synchronous"]
+    assert found.generator_bubble == pytest.approx(expected, abs=1e-6)
+    assert found.generator_bubble > 0.8 and found.generator_idle == pytest.approx(0.0, abs=1e-6)
+    assert found.staleness_max == 0
+
+
+@pytest.mark.parametrize("bound", ["generation", "training"])
+def test_asynchronous_reaches_the_limit(bound: str) -> None:
+    token_s = 0.0 if bound == "generation" else 1.5e-3
+    settings = config(
+        scheduler={"max_staleness": 4},
+        simulator={
+            "workload": {"median_tokens": 50.0},
+            "engine": {"sequence_s": 0.001},
+            "trainer": {"token_s": token_s},
+            "steps": 40,
+        },
+    )
+    found = measures(settings)["asynchronous"]
+    assert (found.limit_training < found.limit_generation) == (bound == "training")
+    assert 0.93 < found.efficiency < 1.03
+
+
+def test_order_changes_no_steady_throughput() -> None:
+    """In an endless stream every order keeps the slots full."""
+    settings = config(
+        scheduler={"max_staleness": 7, "max_running": 40, "dispatch": {"look_ahead": 64}},
+        simulator={"dispatch": ["fifo", "sjf", "ljf"], "workload": {"tasks": 40}, "steps": 20},
+    )
+    found = measures(settings)
+    assert set(found) == {"asynchronous", "asynchronous sjf", "asynchronous ljf"}
+    assert all(run.generator_bubble < 0.01 for run in found.values())
+
+
+def test_overlap_and_over_sampling_beat_lock_step_on_a_long_tail() -> None:
+    settings = config(
+        simulator={
+            "strategies": ["synchronous", "colocated", "over_sampling", "asynchronous", "segments"],
+            "workload": LONG_TAIL,
+            "trainer_devices": 1,
+        }
+    )
+    found = measures(settings)
+    assert found["over_sampling"].samples_per_s > 1.5 * found["colocated"].samples_per_s
+    assert found["asynchronous"].samples_per_s > 1.5 * found["synchronous"].samples_per_s
+    assert found["segments"].samples_per_s > 1.5 * found["synchronous"].samples_per_s
+    assert found["colocated"].samples_per_s > found["synchronous"].samples_per_s, "it has one more server"
+
+
+def test_restarted_leftovers_waste_what_resumed_ones_keep() -> None:
+    strategies = ["over_sampling", "tail_batching"]
+    found = measures(config(simulator={"strategies": strategies, "workload": LONG_TAIL, "trainer_devices": 1}))
+    assert found["over_sampling"].wasted_restarted == 0
+    assert found["tail_batching"].wasted_restarted > 0.05
+    assert found["tail_batching"].staleness_max == 0 < found["over_sampling"].staleness_max
+
+
+def test_segments_end_exactly_where_uncut_answers_do() -> None:
+    settings = config(simulator={"strategies": ["segments"], "segments": 8, "workload": {"turns": 3}})
+    workload = open_workload(settings.simulator.workload, group_size=4, seed=0)
+    (combination,) = combinations(settings, workload)
+    outcome = simulate(combination.config, workload, seed=0)
+    planned = sorted(length for index in range(outcome.num_tasks) for length in workload.plan(index, 0).lengths)
+    played = sorted(outcome.experience.played_lengths)
+    assert set(played) <= set(planned)
+    assert combination.config.scheduler.segment_length == 250
+
+
+@pytest.mark.parametrize("dispatch", ["probe", "sjf", "ljf"])
+@pytest.mark.parametrize("strategy", ["synchronous", "one_step_off", "over_sampling", "segments"])
+def test_every_order_works_with_every_strategy(strategy: str, dispatch: str) -> None:
+    simulator = {"strategies": [strategy], "dispatch": [dispatch], "steps": 4, "workload": {"turns": 2, "tasks": 30}}
+    (found,) = measures(config(simulator={**simulator, "engine": {"latency_s": 0.05}})).values()
+    assert found.steps == 4 and found.samples_per_s > 0
+    assert found.staleness_max <= 4
+
+
+def test_tokens_too_old_are_masked_and_counted() -> None:
+    """One version is trained every few answers' time: long answers span more of them than allowed."""
+    settings = config(
+        scheduler={"max_staleness": 1},
+        simulator={"strategies": ["segments"], "workload": LONG_TAIL, "steps": 20},
+    )
+    found = measures(settings)["segments"]
+    assert found.staleness_max > 1 and found.wasted_masked > 0
+
+
+def test_equal_seeds_give_equal_reports() -> None:
+    settings = config(simulator={"strategies": ["asynchronous", "over_sampling"], "seeds": 2, "steps": 5})
+    first, again = predict(settings), predict(settings)
+    assert first == again
+    assert first.results[0].runs[0] != first.results[0].runs[1]
+    assert first["asynchronous"].spread("samples_per_s") > 0
+
+
+def test_a_closed_set_ends_sooner_with_the_longest_first() -> None:
+    simulator = {"dispatch": ["fifo", "probe"], "makespan_groups": 60, "steps": 3, "workload": {"within_sigma": 0.05}}
+    settings = config(scheduler={"max_running": 32}, simulator=simulator)
+    fifo, probe = predict(settings).makespans
+    assert probe.seconds[0] < fifo.seconds[0]
+
+
+def test_memory_bounds_what_is_active() -> None:
+    roomy = measures(config(simulator={"steps": 6}))["asynchronous"]
+    tight = measures(config(simulator={"steps": 6, "engine": {"kv_tokens": 2020}}))["asynchronous"]
+    assert tight.samples_per_s < 0.7 * roomy.samples_per_s
+    with pytest.raises(ConfigError, match="does not hold the longest sequence"):
+        predict(config(simulator={"engine": {"kv_tokens": 2000}}))
+
+
+def test_a_strategy_that_contradicts_the_rest_is_refused() -> None:
+    settings = config(scheduler={"max_staleness": 0}, simulator={"strategies": ["one_step_off"]})
+    assert predict(settings).results[0].runs[0].staleness_max == 1, "it says itself what staleness it needs"
+    with pytest.raises(ValueError, match="leaves nothing"):
+        config(simulator={"steps": 2, "warmup_steps": 2})
