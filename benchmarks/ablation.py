@@ -25,15 +25,21 @@ import yaml
 from long_answers import write_tasks
 from report import publish
 
+from penstock.config import Config
+from penstock.simulator.calibration import compare, measured, predicted
+from penstock.simulator.recorded import read
+from penstock.simulator.report import predict
+
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "quickstart" / "run.yaml"
 SEEDS = (0, 1, 2)
+STEPS, SHORT_STEPS = 40, 25
 FIRST_SAMPLES = 256
 SKIPPED_STEPS = 5
 """At the beginning of a run, before rates are taken."""
 
 LONG: dict[str, Any] = {
-    "model": {"max_context": 288, "warm_start": {"steps": 30}},
+    "model": {"max_context": 288, "warm_start": {"steps": 200}},
     "data": {"source": "jsonl", "eval_tasks": 0},
     "env": {"name": "long_answers:Think", "group_size": 8, "max_new_tokens": 256},
     "scheduler": {"max_staleness": 1, "filter_equal_rewards": False},
@@ -73,12 +79,44 @@ TRIGGERS = {
         for signal in ("entropy", "time", "noise_scale")
     },
 }
+TRIGGERS["step_time"].append("trainer.steps=226")  # about as many as its thresholds take for the samples
 ELSEWHERE = {
     "few_slots": ["rollout.slots=24"],
     "large_batch": ["trainer.groups_per_step=32", "scheduler.max_staleness=2"],
     "sync_split": MODES["sync_split"],
 }
 """Configurations whose throughput the calibrated simulator predicts."""
+
+SIMULATED: dict[str, Any] = {
+    "env": {"group_size": 16},
+    "rollout": {"servers": 768, "slots": 64},
+    "trainer": {"groups_per_step": 512},
+    "scheduler": {
+        "max_staleness": 2,
+        "filter_equal_rewards": False,
+        "dispatch": {"aging_s": 600.0, "max_wait_s": 3600.0},
+        "trigger": {"min_samples": 512, "max_wait_s": 30.0},
+    },
+    "simulator": {
+        "trainer_devices": 256,
+        "trainer": {"token_s": 4.2e-7, "step_s": 2.0, "publish_s": 1.0},
+        "engine": {"step_s": 0.012, "sequence_s": 2e-4, "update_s": 2.0},
+        "workload": {"median_tokens": 9000.0, "max_tokens": 16_000, "prompt_tokens": 400, "tasks": 4096},
+        "strategies": [
+            "synchronous",
+            "colocated",
+            "one_step_off",
+            "asynchronous",
+            "over_sampling",
+            "tail_batching",
+            "segments",
+        ],
+        "dispatch": ["fifo", "sjf", "ljf", "probe"],
+        "triggers": ["compute", "step", "batch"],
+        "makespan_groups": 8192,
+    },
+}
+"""1,024 accelerators on a reasoning model's lengths (DeepCoder's, as published with PolyTrace), balanced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +141,8 @@ class Lab:
     def quickstart(self, name: str, overrides: Iterable[str], *, samples: int) -> list[Path]:
         """Runs of the quickstart's task over the same number of samples."""
         samples = 2048 if self.quick else samples
-        settings = [f"trainer.total_samples={samples}", "observe.plots=false", "observe.progress=false", *overrides]
+        quiet = ["observe.plots=false", "observe.progress=false", "data.eval_tasks=1024"]
+        settings = [f"trainer.total_samples={samples}", *quiet, *overrides]
         return [self._train(EXAMPLE, name, seed, settings) for seed in self.seeds]
 
     def _config(self) -> Path:
@@ -218,26 +257,50 @@ class Figures(dict[str, float]):
 
 def overlap(lab: Lab, figures: Figures) -> None:
     """Asynchronous against both synchronous baselines, and against what the split allows."""
-    rates = {name: [samples_per_s(run) for run in lab.long(name, MODES[name], steps=60)] for name in MODES}
+    rates = {name: [samples_per_s(run) for run in lab.long(name, MODES[name], steps=STEPS)] for name in MODES}
     for name, values in rates.items():
         figures.over(f"{name}_samples_per_s", values)
     for name in ("sync_split", "sync_all_cores"):
         pairs = zip(rates["async"], rates[name], strict=True)
         figures.over(f"async_speedup_over_{name}", (ours / theirs for ours, theirs in pairs))
-    figures.of_runs("share_of_bound", lab.long("async", MODES["async"], steps=60), share_of_bound)
+    runs = lab.long("async", MODES["async"], steps=STEPS)
+    figures.of_runs("share_of_bound", runs, share_of_bound)
+    figures.of_runs("busier_half_busy", runs, busier_half)
 
 
 def share_of_bound(run_dir: Path) -> float:
-    """Samples per second over what its busier half could do alone, at its measured speed."""
+    """Samples per second over X* of the model that is calibrated on the run: what its machine, split in this way, would
+    do if servers decoded with full slots all the time, or the learner never waited, whichever is less."""
+    (result,) = predict(compare(run_dir).config).results
+    return samples_per_s(run_dir) / result.runs[0].limit_samples_per_s
+
+
+def busier_half(run_dir: Path) -> float:
+    """Busy fraction of learner or generator, whichever is larger."""
     metrics = lines(run_dir / "metrics.jsonl")[SKIPPED_STEPS - 1 :]
     seconds = metrics[-1]["time"] - metrics[0]["time"]
     return max((metrics[-1][key] - metrics[0][key]) / seconds for key in ("trainer_busy_s", "generator_busy_s"))
 
 
+def calibration(lab: Lab, figures: Figures) -> None:
+    """The simulator, calibrated on one run, predicts runs that are configured differently."""
+    fitted = compare(lab.long("async", [], steps=STEPS)[0]).config.simulator
+    errors = []
+    for name, overrides in ELSEWHERE.items():
+        runs = lab.long(name, overrides, steps=STEPS if name in MODES else SHORT_STEPS)
+        rates = [measured(read(run))["samples_per_s"] for run in runs]
+        config = read(runs[0]).config.model_copy(update={"simulator": fitted})
+        error = abs(predicted(config)["samples_per_s"] / fmean(rates) - 1)
+        figures[f"{name}_prediction_error"] = error
+        figures[f"{name}_run_to_run_spread"] = (max(rates) - min(rates)) / fmean(rates)
+        errors.append(error)
+    figures["calibration_error"] = max(errors)
+
+
 def order(lab: Lab, figures: Figures) -> None:
     """Dispatch policies: early supply, throughput and bias in a stream; makespan of a closed batch."""
     for name, policy in POLICIES.items():
-        streams = lab.long(f"stream_{name}", [*ORDERED, *policy], steps=40)
+        streams = lab.long(f"stream_{name}", [*ORDERED, *policy], steps=SHORT_STEPS)
         figures.of_runs(f"{name}_first_{FIRST_SAMPLES}_samples_s", streams, first_samples_s)
         figures.of_runs(f"{name}_samples_per_s", streams, samples_per_s)
         figures.of_runs(f"{name}_length_ks", streams, last_metric("length_ks"))
@@ -245,7 +308,7 @@ def order(lab: Lab, figures: Figures) -> None:
         if name != "fifo":
             figures.of_runs(f"{name}_tau", streams, last_metric("length_tau"))
         if name != "sjf_without_aging":
-            batches = lab.long(f"batch_{name}", [*ORDERED, *policy, *MODES["sync_split"]], steps=20)
+            batches = lab.long(f"batch_{name}", [*ORDERED, *policy, *MODES["sync_split"]], steps=15)
             figures.of_runs(f"{name}_makespan_s", batches, makespan_s)
 
 
@@ -264,7 +327,33 @@ def last_wall_s(run_dir: Path) -> float:
     return float(metrics[-1]["time"] - metrics[0]["time"])
 
 
-STUDIES = {"overlap": overlap, "order": order, "triggers": triggers}
+def simulated(lab: Lab, figures: Figures) -> None:
+    """The same strategies, orders and triggers at 1,024 accelerators."""
+    steps = 6 if lab.quick else 16
+    tree = SIMULATED | {"simulator": SIMULATED["simulator"] | {"steps": steps, "seeds": len(lab.seeds)}}
+    report = predict(Config.model_validate(tree))
+    for result in report.results:
+        name = "sim_" + result.name.replace(" ", "_")
+        for key in ("efficiency", "samples_per_s", "trainer_idle", "staleness_mean", "length_ks_trained_population"):
+            figures[f"{name}_{key}"] = result.mean(key) or 0.0
+        if result.strategy == "asynchronous":
+            figures[f"{name}_first_samples_s"] = result.mean("first_samples_s") or 0.0
+            figures[f"{name}_first_samples_length_ratio"] = result.mean("first_samples_length_ratio") or 0.0
+    for made in report.makespans:
+        figures[f"sim_{made.dispatch}_makespan_s"] = fmean(made.seconds)
+    ours = figures["sim_asynchronous_samples_per_s"]
+    figures["sim_async_speedup_over_sync_split"] = ours / figures["sim_synchronous_samples_per_s"]
+    figures["sim_async_speedup_over_sync_all_cores"] = ours / figures["sim_colocated_samples_per_s"]
+    figures["sim_share_of_bound"] = figures["sim_asynchronous_efficiency"]
+
+
+STUDIES = {
+    "overlap": overlap,
+    "calibration": calibration,
+    "order": order,
+    "triggers": triggers,
+    "simulated": simulated,
+}
 
 
 def main() -> None:

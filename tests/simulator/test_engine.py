@@ -99,7 +99,8 @@ def drive(
             server.submit(touch, at)
         else:
             version, seconds = touch  # type: ignore[misc]
-            server.update(version, at, seconds)
+            ended_at = server.update(version, at, seconds)
+            assert ended_at >= at + seconds - 1e-9
     deliver(float("inf"))
     return requests, done, server
 
@@ -201,3 +202,12 @@ def test_a_sequence_that_can_never_fit_is_refused() -> None:
     server = ServerModel(EngineModelConfig(kv_tokens=10), 1)
     with pytest.raises(ValueError, match="exceeds kv_tokens"):
         server.submit(Request([9], 2, lambda r: None), 0.0)
+
+
+@pytest.mark.parametrize("num_waiting", [0, 3])
+def test_an_update_is_over_after_the_step_in_progress_and_its_pause(num_waiting: int) -> None:
+    server = ServerModel(EngineModelConfig(step_s=1.0, sequence_s=0.0, prefill_token_s=0.0), 2)
+    for length in [50, 60, *[70] * num_waiting]:
+        server.submit(Request([length], 0, lambda r: None), 0.0)
+    assert server.update(1, 10.5, 2.0) == pytest.approx(13.0)
+    assert server.due == pytest.approx(52.0)

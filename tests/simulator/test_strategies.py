@@ -84,12 +84,12 @@ def test_asynchronous_reaches_the_limit(bound: str) -> None:
 def test_order_changes_no_steady_throughput() -> None:
     """In an endless stream every order keeps the slots full."""
     settings = config(
-        scheduler={"max_staleness": 7, "max_running": 40, "dispatch": {"look_ahead": 64}},
+        scheduler={"max_staleness": 7, "dispatch": {"look_ahead": 64}},
         simulator={"dispatch": ["fifo", "sjf", "ljf"], "workload": {"tasks": 40}, "steps": 20},
     )
     found = measures(settings)
     assert set(found) == {"asynchronous", "asynchronous sjf", "asynchronous ljf"}
-    assert all(run.generator_bubble < 0.01 for run in found.values())
+    assert [round(run.generator_bubble, 2) for run in found.values()] == [0, 0, 0]
 
 
 def test_overlap_and_over_sampling_beat_lock_step_on_a_long_tail() -> None:
@@ -153,11 +153,16 @@ def test_equal_seeds_give_equal_reports() -> None:
     assert first["asynchronous"].spread("samples_per_s") > 0
 
 
-def test_a_closed_set_ends_sooner_with_the_longest_first() -> None:
-    simulator = {"dispatch": ["fifo", "probe"], "makespan_groups": 60, "steps": 3, "workload": {"within_sigma": 0.05}}
-    settings = config(scheduler={"max_running": 32}, simulator=simulator)
-    fifo, probe = predict(settings).makespans
-    assert probe.seconds[0] < fifo.seconds[0]
+def test_a_closed_set_takes_what_list_scheduling_allows() -> None:
+    """Between the lower bound and (2 - 1/K) times it (Graham); a probe may add the longest answer once more."""
+    simulator = {"dispatch": ["fifo", "probe"], "makespan_groups": 50, "steps": 3}
+    settings = config(rollout={"servers": 1}, simulator=simulator)
+    workload = open_workload(settings.simulator.workload, group_size=4, seed=0)
+    lengths = [length for index in range(50) for length in workload.plan(index, 0).lengths]
+    bound, longest = 0.01 * max(sum(lengths) / 16, max(lengths)), 0.01 * max(lengths)
+    fifo, probe = (made.seconds[0] for made in predict(settings).makespans)
+    assert bound <= fifo <= (2 - 1 / 16) * bound
+    assert bound <= probe <= (2 - 1 / 16) * bound + longest
 
 
 def test_memory_bounds_what_is_active() -> None:
@@ -169,7 +174,8 @@ def test_memory_bounds_what_is_active() -> None:
 
 
 def test_a_strategy_that_contradicts_the_rest_is_refused() -> None:
-    settings = config(scheduler={"max_staleness": 0}, simulator={"strategies": ["one_step_off"]})
+    simulator = {"strategies": ["one_step_off"], "trainer": {"step_s": 5.0}}
+    settings = config(scheduler={"max_staleness": 0}, simulator=simulator)
     assert predict(settings).results[0].runs[0].staleness_max == 1, "it says itself what staleness it needs"
     with pytest.raises(ValueError, match="leaves nothing"):
         config(simulator={"steps": 2, "warmup_steps": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -185,6 +186,12 @@ class Config(Section):
         """Episodes that may generate at once, over all servers."""
         return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.servers
 
+    @property
+    def max_open(self) -> int:
+        """Episodes that may be open at once, generating or not: what pacing lets start, or what may generate."""
+        groups = max(self.scheduler.max_staleness + 1, math.ceil(self.scheduler.over_sampling))
+        return max(groups * self.trainer.groups_per_step * self.env.group_size, self.max_running)
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         if self.env.max_new_tokens >= self.model.max_context:
@@ -205,6 +212,12 @@ class Config(Section):
         if self.scheduler.trigger.min_samples > batch:
             raise ValueError(
                 f"scheduler.trigger.min_samples ({self.scheduler.trigger.min_samples}) exceeds the samples of a step "
+                f"(trainer.groups_per_step * env.group_size = {batch})"
+            )
+        fewest = self.scheduler.trigger.feedback.fewest_samples
+        if fewest > batch:
+            raise ValueError(
+                f"scheduler.trigger.feedback.fewest_samples ({fewest}) exceeds the samples of a step "
                 f"(trainer.groups_per_step * env.group_size = {batch})"
             )
         if self.rollout.port and self.rollout.port + self.rollout.servers - 1 > 65535:

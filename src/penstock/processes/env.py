@@ -174,7 +174,7 @@ async def serve(child: Child) -> None:
                 welcome.server_urls, api_key=config.rollout.api_key, timeout_s=config.rollout.request_timeout_s
             )
             worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat)
-            await worker.ask(TaskRequest(worker=child.name, capacity=config.max_running))
+            await worker.ask(TaskRequest(worker=child.name, capacity=config.max_open))
             child.report_ready()
             await stop.wait()
             worker.close()

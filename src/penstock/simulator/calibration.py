@@ -25,7 +25,9 @@ from penstock.simulator.report import predict
 
 MAX_STEPS = 100
 """Optimizer steps simulated; the rates of a longer run settle long before."""
-LATENCY_TRIES, LATENCY_TOLERANCE = 4, 0.02
+LATENCY_TRIES, LATENCY_TOLERANCE = 4, 0.01
+LATENCY_SHOWS = 0.3
+"""Least share of an added latency by which episodes must become longer."""
 FIGURES = ("samples_per_s", "generator_busy", "trainer_busy", "episode_s")
 
 Floats = npt.NDArray[np.float64]
@@ -161,15 +163,26 @@ def non_negative(matrix: Floats, vector: Floats) -> list[float]:
 
 
 def _with_latency(config: Config, episode_s: float, grants: float) -> Config:
-    """Raise latency_s until simulated episodes take as long as measured ones."""
+    """Raise latency_s until simulated episodes take as long as measured ones. Where slots are short it shows in no
+    episode: then there is none to be found, and none is assumed."""
+    simulated_s = _simulated(config).episode_s
     for _ in range(LATENCY_TRIES):
-        missing_s = episode_s - _simulated(config).episode_s
-        latency_s = max(config.simulator.engine.latency_s + missing_s / grants, 0.0)
-        if abs(missing_s) <= LATENCY_TOLERANCE * episode_s or latency_s == config.simulator.engine.latency_s:
+        missing_s = episode_s - simulated_s
+        added_s = max(missing_s / grants, -config.simulator.engine.latency_s)
+        if abs(missing_s) <= LATENCY_TOLERANCE * episode_s or added_s == 0:
             break
-        engine = config.simulator.engine.model_copy(update={"latency_s": latency_s})
-        config = config.model_copy(update={"simulator": config.simulator.model_copy(update={"engine": engine})})
+        changed = _later(config, added_s)
+        before_s, simulated_s = simulated_s, _simulated(changed).episode_s
+        if (simulated_s - before_s) / (added_s * grants) < LATENCY_SHOWS:
+            break
+        config = changed
     return config
+
+
+def _later(config: Config, added_s: float) -> Config:
+    engine = config.simulator.engine
+    engine = engine.model_copy(update={"latency_s": engine.latency_s + added_s})
+    return config.model_copy(update={"simulator": config.simulator.model_copy(update={"engine": engine})})
 
 
 def _grants_per_episode(run: RecordedRun) -> float:

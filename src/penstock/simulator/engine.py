@@ -4,9 +4,10 @@ A step takes d(b) = step_s + sequence_s * b with b active sequences and gives ea
 after as many steps as it has tokens. Sequences enter at step boundaries. Time is counted in tokens (steps since the
 start): while nothing enters or ends, n steps take n * d(b), so whole stretches are replayed at once.
 
-Nobody outside needs to hear of a sequence, only of a request whose sequences have all ended. So the server runs ahead
-to the next such moment, `due`, and keeps the state it started from: whoever touches it earlier (another request, a
-weight update, a release) makes it go back and replay up to the touch. Pure: `now` is passed in.
+Nobody outside needs to hear of a sequence, only of a request whose sequences have all ended: the next such moment is
+`due`. While nobody waits in line it can be foreseen from the ends of those that are active. Otherwise the server runs
+ahead to it and keeps the state it started from: whoever touches it earlier (another request, a weight update, a
+release) makes it go back and replay up to the touch. Pure: `now` is passed in.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ class Request:
     def all_versions(self) -> list[tuple[int, int]]:
         """`versions` of all sequences, none of which was cut."""
         assert self.server is not None
-        at = self.server.version_at
-        return [(at(start + 1), at(start + length)) for start, length in zip(self.start, self.lengths, strict=True)]
+        return self.server.versions_between(self.start, self.lengths)
 
     def num_older(self, sequence: int, version: int) -> int:
         """Tokens sampled by versions before `version`."""
@@ -135,6 +135,8 @@ class ServerModel:
 
     def take(self) -> list[Request]:
         """The requests complete at `due`."""
+        if self._base is None and self.due is not None:
+            self._run(self.due)
         complete, self._complete = self._complete, []
         self._base = None
         self._ended_ahead.clear()
@@ -148,8 +150,9 @@ class ServerModel:
         self._served.append(version)
         self._since.append(self._tau)
         self._time += seconds
+        ends_at = self._time
         self._look_ahead()
-        return self._time
+        return ends_at
 
     def release(self, now: float) -> float:
         """End everything with what it has, at the next step boundary, which is returned; then stand still."""
@@ -209,6 +212,14 @@ class ServerModel:
         position = bisect_left(self._since, tau)
         return self._served[position - 1] if position else NO_VERSION
 
+    def versions_between(self, starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+        """Versions of the first and the last of so many tokens, for each start of the token clock."""
+        since, served = [-1, *self._since], [NO_VERSION, *self._served]
+        return [
+            (served[bisect_left(since, start + 1) - 1], served[bisect_left(since, start + length) - 1])
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+
     def tokens_before(self, version: int) -> int:
         """Token clock at which `version`, or a newer one, was first served."""
         position = bisect_left(self._served, version)
@@ -230,9 +241,12 @@ class ServerModel:
             self.due = self._time
 
     def _look_ahead(self) -> None:
-        """Run to the next moment at which a request is complete."""
+        """Find the next moment at which a request is complete."""
         if self._complete:
             self.due = self._time if self.due is None else min(self.due, self._time)
+            return
+        if self._head == len(self._line):
+            self.due = self._foresee()
             return
         if self._head:
             del self._line[: self._head]
@@ -240,6 +254,22 @@ class ServerModel:
         self._base = _State(self._time, self._tau, self._active.copy(), 0, self._member, self._kv_used, self._totals)
         self._run(math.inf)
         self.due = self._time if self._complete else None
+
+    def _foresee(self) -> float | None:
+        """When the first request is complete, if nothing else enters."""
+        ends = sorted(self._active)
+        last_end = {request: finish for finish, _, request, _ in ends}
+        if not last_end:
+            return None
+        soonest, time, tau, num_active = min(last_end.values()), self._time, self._tau, len(ends)
+        for finish, _, _, _ in ends:
+            if finish > tau:
+                time += (finish - tau) * self._cost[num_active]
+                tau = finish
+                if finish == soonest:
+                    break
+            num_active -= 1
+        return time
 
     def _go_back(self, base: _State) -> None:
         self._time, self._tau, self._active, self._head, self._member, self._kv_used, self._totals = base

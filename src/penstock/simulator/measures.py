@@ -35,6 +35,7 @@ class Measures:
     generator_idle: float
     """Share of the servers' time without any step."""
     trainer_idle: float
+    """Share of the time in which the learner did nothing; on shared devices that is when the servers had them."""
     staleness_mean: float
     staleness_max: int
     staleness_histogram: dict[int, int]

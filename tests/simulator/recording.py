@@ -1,0 +1,137 @@
+"""A simulated run that leaves behind the files of a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.config import Config
+from penstock.observe.jsonl import JsonLinesWriter
+from penstock.ports import Trainer
+from penstock.simulator.clock import run_virtual
+from penstock.simulator.simulation import Simulation
+from penstock.simulator.trace import open_workload
+from penstock.store.pool import ExperiencePool
+from penstock.types import EpisodeSummary, GroupRef, LearnerState, PayloadRef, Task, WeightsHandle
+
+
+class TeePool:
+    """Everything goes to both pools."""
+
+    def __init__(self, *pools: Any) -> None:
+        self._pools = pools
+
+    def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
+        for pool in self._pools:
+            pool.add(group, task, ref, episodes)
+
+    def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
+        for pool in self._pools:
+            pool.mark(groups, state, trained_in=trained_in)
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TimedTrainer:
+    """Writes a span for every call of another trainer."""
+
+    def __init__(self, trainer: Trainer, timeline: JsonLinesWriter) -> None:
+        self._trainer, self._timeline, self._version = trainer, timeline, 0
+
+    async def warm_start(self) -> Mapping[str, float]:
+        return {}
+
+    async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
+        start = now()
+        counts = await self._trainer.accumulate(groups)
+        self._write("train", start)
+        return counts
+
+    async def step(self) -> LearnerState:
+        start = now()
+        state = await self._trainer.step()
+        self._version = state.policy_version
+        self._write("step", start)
+        return state
+
+    async def publish(self) -> WeightsHandle:
+        start = now()
+        handle = await self._trainer.publish()
+        self._write("publish", start)
+        return handle
+
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None: ...
+
+    def _write(self, kind: str, start: float) -> None:
+        span = {"process": "trainer-0", "kind": kind, "start": start, "end": now()}
+        self._timeline.write({**span, "policy_version": self._version})
+
+
+class StepLines:
+    """An observer that writes a line per step, on virtual time."""
+
+    def __init__(self, simulation: Simulation, metrics: JsonLinesWriter) -> None:
+        self._simulation, self._metrics = simulation, metrics
+
+    def stepped(
+        self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]
+    ) -> None:
+        self._metrics.write({"step": step, "time": now(), "ledger": dict(ledger)})
+        self._simulation.observer.stepped(step, learner, ledger, scheduling)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._simulation.observer, name)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def record(run_dir: Path, config: Config, *, seed: int = 0) -> None:
+    """Simulate the configuration as it stands, and write what a run would have written."""
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude={"simulator"})))
+    workload = open_workload(config.simulator.workload, group_size=config.env.group_size, seed=seed)
+    timeline, metrics = (JsonLinesWriter(run_dir / name) for name in ("timeline.jsonl", "metrics.jsonl"))
+    events = JsonLinesWriter(run_dir / "events.jsonl")
+    pool = ExperiencePool(run_dir / "pool")
+
+    async def main() -> None:
+        simulation = Simulation(config, workload, seed=seed)
+        system = simulation.system
+        system.pool = TeePool(simulation.experience, pool)
+        system.trainer = TimedTrainer(system.trainer, timeline)
+        system.recorder = StepLines(simulation, metrics)  # type: ignore[assignment]
+        await simulation.run()
+        totals, engine = simulation.fleet.totals(), config.simulator.engine
+        busy_s = totals.busy_s(engine)
+        x = (engine.step_s, engine.sequence_s, engine.prefill_token_s)
+        sums = totals._asdict() | {
+            "y": busy_s,
+            "by": x[0] * totals.b + x[1] * totals.bb + x[2] * totals.bp,
+            "py": x[0] * totals.p + x[1] * totals.bp + x[2] * totals.pp,
+        }
+        events.write(
+            {
+                "event": "process_totals",
+                "process": "rollout-0",
+                "role": "rollout",
+                "busy_s": busy_s,
+                "cpu_s": busy_s,
+                "counters": {f"cost_{name}": value for name, value in sums.items()},
+            }
+        )
+        span = {"process": "rollout-0", "start": 0.0, "end": engine.update_s, "policy_version": 0}
+        timeline.write({**span, "kind": "update_weights"})
+        timeline.write({**span, "kind": "generate", "end": busy_s})
+
+    run_virtual(main())
+    pool.close()
+    for writer in (timeline, metrics, events):
+        writer.close()

@@ -1,0 +1,112 @@
+"""Known parameters, a run recorded with them, and the parameters back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from recording import record
+
+from penstock.config import Config, ConfigError
+from penstock.observe import jsonl
+from penstock.simulator.calibration import calibrate, compare, non_negative
+from penstock.simulator.report import predict
+from penstock.store.index import PoolIndex
+
+ENGINE = {"step_s": 0.02, "sequence_s": 0.001, "prefill_token_s": 1e-4, "update_s": 0.5, "latency_s": 0.4}
+TRAINER = {"token_s": 2e-4, "call_s": 0.05, "step_s": 0.3, "publish_s": 0.1}
+
+
+def config(**scheduler: Any) -> Config:
+    return Config.model_validate(
+        {
+            "env": {"group_size": 4, "max_new_tokens": 400},
+            "model": {"max_context": 512},
+            "data": {"eval_tasks": 0},
+            "rollout": {"slots": 16},
+            "trainer": {"steps": 30, "groups_per_step": 8, "checkpoint_every": 100},
+            "scheduler": {"trigger": {"min_samples": 8}, "max_running": 12, **scheduler},
+            "simulator": {
+                "engine": {**ENGINE, "admit_together": 2},
+                "trainer": TRAINER,
+                "workload": {"median_tokens": 80.0, "max_tokens": 400, "prompt_tokens": 30},
+                "strategies": ["configured"],
+                "steps": 30,
+            },
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs") / "recorded"
+    record(directory, config())
+    return directory
+
+
+def test_parameters_come_back(run_dir: Path) -> None:
+    found = calibrate(run_dir)
+    for name, value in ENGINE.items():
+        tolerance = 0.25 if name == "latency_s" else 0.01
+        assert getattr(found.engine, name) == pytest.approx(value, rel=tolerance), name
+    assert found.engine.admit_together == 2
+    for name, value in TRAINER.items():
+        assert getattr(found.trainer, name) == pytest.approx(value, rel=0.02), name
+    assert found.strategies == ["configured"]
+
+
+def test_the_prediction_is_near_what_was_measured(run_dir: Path) -> None:
+    found = compare(run_dir)
+    assert abs(found.error("samples_per_s")) < 0.05
+    assert abs(found.error("trainer_busy")) < 0.05
+    assert abs(found.error("episode_s")) < 0.05
+    assert Config.model_validate(found.config.model_dump()) == found.config
+
+
+def test_latency_that_shows_nowhere_is_not_assumed(tmp_path: Path) -> None:
+    record(tmp_path / "saturated", config(max_running=200, max_staleness=6))
+    assert calibrate(tmp_path / "saturated").engine.latency_s == 0
+
+
+def test_the_fit_predicts_another_configuration(run_dir: Path, tmp_path: Path) -> None:
+    """Lengths, times and rewards from one run; mode and trigger from another."""
+    other = config(mode="synchronous", max_staleness=0)
+    record(tmp_path / "other", other, seed=1)
+    lines = jsonl.read(tmp_path / "other" / "metrics.jsonl")
+    trained = lines[-1]["ledger"]["trained"] - lines[2]["ledger"]["trained"]
+    expected = trained / (lines[-1]["time"] - lines[2]["time"])
+    (result,) = predict(other.model_copy(update={"simulator": calibrate(run_dir)})).results
+    assert result.mean("samples_per_s") == pytest.approx(expected, rel=0.1)
+
+
+def test_runs_that_do_not_tell_enough(tmp_path: Path, run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="it has no config"):
+        calibrate(tmp_path)
+    (tmp_path / "config.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match="0 optimizer steps"):
+        calibrate(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
+    with pytest.raises(ConfigError, match="no decode costs"):
+        calibrate(tmp_path)
+
+
+def test_reading_a_run_leaves_its_pool_alone(run_dir: Path) -> None:
+    index = PoolIndex(run_dir / "pool")
+    before = len(list(index))
+    index.close()
+    calibrate(run_dir)
+    index = PoolIndex(run_dir / "pool")
+    assert len(list(index)) == before
+    index.close()
+
+
+def test_least_squares_stay_non_negative() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.random((200, 3)) * [1.0, 50.0, 1000.0]
+    assert non_negative(x.T @ x, x.T @ (x @ [0.5, 0.02, 1e-4])) == pytest.approx([0.5, 0.02, 1e-4])
+    y = x @ np.array([0.5, 0.02, -1e-4])
+    found = non_negative(x.T @ x, x.T @ y)
+    assert found[2] == 0.0 and min(found) >= 0
+    assert non_negative(np.zeros((2, 2)), np.zeros(2)) == [0.0, 0.0]
