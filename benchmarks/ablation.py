@@ -166,7 +166,8 @@ class Lab:
                 [sys.executable, "-m", "penstock.cli.main", "train", str(config), *words],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": str(HERE)},
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])},
             )
         if result.returncode:
             sys.exit(f"{run_dir.name} failed: see {log.name}")

@@ -11,9 +11,8 @@ from recording import record
 
 from penstock.config import Config, ConfigError
 from penstock.observe import jsonl
-from penstock.simulator.calibration import calibrate, compare, non_negative
+from penstock.simulator.calibration import Comparison, calibrate, compare, non_negative
 from penstock.simulator.report import predict
-from penstock.store.index import PoolIndex
 
 ENGINE = {"step_s": 0.02, "sequence_s": 0.001, "prefill_token_s": 1e-4, "update_s": 0.5, "latency_s": 0.4}
 TRAINER = {"token_s": 2e-4, "call_s": 0.05, "step_s": 0.3, "publish_s": 0.1}
@@ -46,8 +45,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_parameters_come_back(run_dir: Path) -> None:
-    found = calibrate(run_dir)
+@pytest.fixture(scope="module")
+def comparison(run_dir: Path) -> Comparison:
+    return compare(run_dir)
+
+
+def test_parameters_come_back(comparison: Comparison) -> None:
+    found = comparison.config.simulator
     for name, value in ENGINE.items():
         tolerance = 0.25 if name == "latency_s" else 0.01
         assert getattr(found.engine, name) == pytest.approx(value, rel=tolerance), name
@@ -57,8 +61,8 @@ def test_parameters_come_back(run_dir: Path) -> None:
     assert found.strategies == ["configured"]
 
 
-def test_the_prediction_is_near_what_was_measured(run_dir: Path) -> None:
-    found = compare(run_dir)
+def test_the_prediction_is_near_what_was_measured(comparison: Comparison) -> None:
+    found = comparison
     assert abs(found.error("samples_per_s")) < 0.05
     assert abs(found.error("trainer_busy")) < 0.05
     assert abs(found.error("episode_s")) < 0.05
@@ -70,14 +74,14 @@ def test_latency_that_shows_nowhere_is_not_assumed(tmp_path: Path) -> None:
     assert calibrate(tmp_path / "saturated").engine.latency_s == 0
 
 
-def test_the_fit_predicts_another_configuration(run_dir: Path, tmp_path: Path) -> None:
+def test_the_fit_predicts_another_configuration(comparison: Comparison, tmp_path: Path) -> None:
     """Lengths, times and rewards from one run; mode and trigger from another."""
     other = config(mode="synchronous", max_staleness=0)
     record(tmp_path / "other", other, seed=1)
     lines = jsonl.read(tmp_path / "other" / "metrics.jsonl")
     trained = lines[-1]["ledger"]["trained"] - lines[2]["ledger"]["trained"]
     expected = trained / (lines[-1]["time"] - lines[2]["time"])
-    (result,) = predict(other.model_copy(update={"simulator": calibrate(run_dir)})).results
+    (result,) = predict(other.model_copy(update={"simulator": comparison.config.simulator})).results
     assert result.mean("samples_per_s") == pytest.approx(expected, rel=0.1)
 
 
@@ -90,16 +94,6 @@ def test_runs_that_do_not_tell_enough(tmp_path: Path, run_dir: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
     with pytest.raises(ConfigError, match="no decode costs"):
         calibrate(tmp_path)
-
-
-def test_reading_a_run_leaves_its_pool_alone(run_dir: Path) -> None:
-    index = PoolIndex(run_dir / "pool")
-    before = len(list(index))
-    index.close()
-    calibrate(run_dir)
-    index = PoolIndex(run_dir / "pool")
-    assert len(list(index)) == before
-    index.close()
 
 
 def test_least_squares_stay_non_negative() -> None:
