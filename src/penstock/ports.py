@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from penstock.types import (
     EpisodeId,
     EpisodeLease,
@@ -24,6 +26,7 @@ from penstock.types import (
     SegmentGrant,
     Task,
     WeightsHandle,
+    nth_seed,
 )
 
 
@@ -73,8 +76,7 @@ class RolloutServers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedEpisode:
+class SavedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """An episode's tokens so far, in the pool; of a group that is not whole yet."""
 
     episode: EpisodeId
@@ -82,8 +84,7 @@ class SavedEpisode:
     ended: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Members of a group handed to an environment worker: one lease and one first grant each.
 
     A worker that has played all `group_size` members, in one piece of work or two (a probe, then the rest), reports the
@@ -91,14 +92,47 @@ class Work:
     """
 
     task: Task
+    group: int
+    attempt: int
     group_size: int
-    leases: tuple[EpisodeLease, ...]
-    grants: tuple[SegmentGrant, ...]
+    members: tuple[int, ...]
+    max_tokens: tuple[int, ...]
+    """Of each member's first grant."""
+    env_seed: int
+    """Shared by all members and attempts: they meet the same world."""
+    sampling_seed: int
+    """Of this attempt; each member's own follows from it."""
+    deadline_s: float
+    """Seconds after which a lease is void and its episode counts as failed."""
     sampling: Sampling
     saved: tuple[SavedEpisode, ...] = ()
     """Members that another worker had begun or ended: they go on from there instead of starting over."""
     keep_text: bool = False
     """Return the decoded last action with the summary (evaluation samples)."""
+
+    @property
+    def episodes(self) -> list[EpisodeId]:
+        """The members, as episodes."""
+        return [EpisodeId(self.task.tag, self.group, member, self.attempt) for member in self.members]
+
+    @property
+    def leases(self) -> list[EpisodeLease]:
+        """One per member."""
+        return [
+            EpisodeLease(
+                episode=episode,
+                env_seed=self.env_seed,
+                sampling_seed=nth_seed(self.sampling_seed, episode.episode),
+                deadline_s=self.deadline_s,
+            )
+            for episode in self.episodes
+        ]
+
+    @property
+    def grants(self) -> list[SegmentGrant]:
+        """The first one of each member."""
+        pairs = zip(self.episodes, self.max_tokens, strict=True)
+        return [SegmentGrant(episode=episode, max_tokens=max_tokens) for episode, max_tokens in pairs]
 
 
 class Workers(Protocol):

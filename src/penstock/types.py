@@ -1,6 +1,7 @@
 """The vocabulary: every noun that crosses a boundary, once.
 
-Frozen, slotted, keyword-only, importable without torch. One word per idea:
+Frozen, slotted, keyword-only, importable without torch; what is made per episode is a msgspec struct, ten times cheaper
+than a frozen dataclass. One word per idea:
 
 * a *task* is one problem; a *group* is the G *episodes* of one task whose rewards are compared;
 * an *episode* is one attempt in an environment, a *turn* is observation -> action;
@@ -18,6 +19,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -60,6 +62,8 @@ class EpisodeState(StrEnum):
     CANCELLED = "cancelled"
     """Given up because the run stopped."""
 
+    __hash__ = str.__hash__  # an Enum's own is a Python function, and the ledger counts by state
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -100,6 +104,14 @@ def stable_seed(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def nth_seed(seed: int, number: int) -> int:
+    """The `number`-th of a family of 63-bit seeds that share no stream (a step of SplitMix64, Steele et al. 2014)."""
+    mixed = (seed + (number + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the actions of an episode are sampled. `temperature` 0 is greedy."""
@@ -109,8 +121,7 @@ class Sampling:
     """Per turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLease:
+class EpisodeLease(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to play one episode. Ends in exactly one trajectory, whatever happens."""
 
     episode: EpisodeId
@@ -122,8 +133,7 @@ class EpisodeLease:
     """Seconds after which the lease is void and the episode counts as failed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentGrant:
+class SegmentGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to generate up to `max_tokens` in one generate call of a leased episode."""
 
     episode: EpisodeId
@@ -259,8 +269,7 @@ def _segment(sample: Sample, start: int, end: int) -> Segment:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PayloadRef:
+class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where a group's tokens lie: one checksummed record in a worker-owned segment file of the pool."""
 
     file: str
@@ -271,8 +280,7 @@ class PayloadRef:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeSummary:
+class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What the controller needs to know of a finished episode; the tokens stay in the pool."""
 
     episode: EpisodeId
@@ -291,8 +299,7 @@ class EpisodeSummary:
     """Decoded last action; only asked for where people read it (evaluation)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRef:
+class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
     """A whole, rewarded group on its way to the trainer."""
 
     group: int

@@ -14,7 +14,7 @@ from penstock.model.tiny import write_tiny_model
 from penstock.ports import Work
 from penstock.rollout.scripted import ScriptedPolicy
 from penstock.simulator.clock import run_virtual
-from penstock.types import EpisodeId, EpisodeLease, Sampling, SegmentGrant, Task, Trajectory, VersionSpan
+from penstock.types import Sampling, SegmentGrant, Task, Trajectory, VersionSpan
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -63,12 +63,17 @@ def settings(*, max_turns: int = 1, max_new_tokens: int = 20, **scheduler: Any) 
 
 
 def work(config: Config, *, size: int = 1, grant: int) -> Work:
-    episodes = [EpisodeId("train", 1, member, 0) for member in range(size)]
+    chosen = tuple(range(size))
     return Work(
         task=Task(task_id="t", tag="train", index=0),
         group_size=size,
-        leases=tuple(EpisodeLease(episode=e, env_seed=7, sampling_seed=e.episode, deadline_s=5.0) for e in episodes),
-        grants=tuple(SegmentGrant(episode=e, max_tokens=grant) for e in episodes),
+        group=1,
+        attempt=0,
+        members=chosen,
+        max_tokens=(grant,) * len(chosen),
+        env_seed=7,
+        sampling_seed=0,
+        deadline_s=5.0,
         sampling=Sampling(max_new_tokens=config.env.max_new_tokens),
     )
 

@@ -16,7 +16,7 @@ from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.ports import Environment, Work
 from penstock.rollout.scripted import ScriptedPolicy
-from penstock.types import EpisodeId, EpisodeLease, Sampling, SegmentGrant, Task, Trajectory
+from penstock.types import Sampling, SegmentGrant, Task, Trajectory
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,17 @@ class Always:
 
 
 def work(size: int = 2, *, max_new_tokens: int = 8, grant: int = 8, deadline_s: float = 5.0, seed: int = 7) -> Work:
-    episodes = [EpisodeId("train", 1, member, 0) for member in range(size)]
+    chosen = tuple(range(size))
     return Work(
         task=Task(task_id="t", tag="train", index=0),
         group_size=size,
-        leases=tuple(
-            EpisodeLease(episode=e, env_seed=seed, sampling_seed=e.episode, deadline_s=deadline_s) for e in episodes
-        ),
-        grants=tuple(SegmentGrant(episode=e, max_tokens=grant) for e in episodes),
+        group=1,
+        attempt=0,
+        members=chosen,
+        max_tokens=(grant,) * len(chosen),
+        env_seed=seed,
+        sampling_seed=0,
+        deadline_s=deadline_s,
         sampling=Sampling(max_new_tokens=max_new_tokens),
     )
 

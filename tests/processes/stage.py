@@ -26,7 +26,7 @@ from penstock.model.tiny import write_tiny_model
 from penstock.ports import SavedEpisode, Work
 from penstock.processes.env import Worker
 from penstock.rollout.scripted import ScriptedPolicy
-from penstock.types import EpisodeId, EpisodeLease, Sampling, SegmentGrant, Task
+from penstock.types import Sampling, SegmentGrant, Task
 
 
 class Quick:
@@ -73,15 +73,18 @@ def job(
     max_new_tokens: int = 8,
     saved: Sequence[SavedEpisode] = (),
 ) -> NewTask:
-    episodes = [EpisodeId("train", group, member, attempt) for member in members]
+    chosen = tuple(members)
     return NewTask(
         work=Work(
             task=Task(task_id="t", tag="train", index=0),
             group_size=group_size,
-            leases=tuple(
-                EpisodeLease(episode=e, env_seed=1, sampling_seed=e.episode, deadline_s=10.0) for e in episodes
-            ),
-            grants=tuple(SegmentGrant(episode=e, max_tokens=grant) for e in episodes),
+            group=group,
+            attempt=attempt,
+            members=chosen,
+            max_tokens=(grant,) * len(chosen),
+            env_seed=1,
+            sampling_seed=0,
+            deadline_s=10.0,
             sampling=Sampling(max_new_tokens=max_new_tokens),
             saved=tuple(saved),
         )

@@ -13,7 +13,7 @@ from penstock.config import Config
 from penstock.control.messages import DataGenerated, GrantRequest
 from penstock.ports import SavedEpisode
 from penstock.store.payload import PayloadReader
-from penstock.types import Sample, Task
+from penstock.types import Sample, Task, nth_seed
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -78,8 +78,8 @@ async def test_a_cut_episode_survives_the_crash_of_its_worker(tmp_path: Path) ->
     samples = PayloadReader(tmp_path).read(played.ref)
     for member, (sample, saved) in enumerate(zip(samples, before, strict=True)):
         prompt = int((sample.loss_mask == 0).sum())
-        assert sampled(saved) == tokens([0] * prompt, member)[:8], "what the first worker generated"
-        assert sampled(sample) == tokens([0] * prompt, member)[:18], "then what the second did, to the global maximum"
+        assert sampled(saved) == tokens([0] * prompt, nth_seed(0, member))[:8], "what the first worker generated"
+        assert sampled(sample) == tokens([0] * prompt, nth_seed(0, member))[:18], "then what the second did, to the global maximum"
         versions = sample.versions[sample.loss_mask == 1].tolist()
         assert versions[:12] == [0] * 4 + [1] * 4 + [7] * 4 and min(versions[12:]) > 7
         assert sample.truncated
@@ -88,7 +88,7 @@ async def test_a_cut_episode_survives_the_crash_of_its_worker(tmp_path: Path) ->
 
 async def test_members_that_ended_are_taken_as_they_are(tmp_path: Path) -> None:
     def short_first(prompt_ids: list[int], seed: int) -> list[int]:
-        return tokens(prompt_ids, seed)[: 3 if seed == 0 else None]
+        return tokens(prompt_ids, seed)[: 3 if seed == nth_seed(0, 0) else None]
 
     async with working(tmp_path, answer=short_first, config=settings()) as stage:
         await stage.start("env-0", job(1, grant=4, max_new_tokens=20))

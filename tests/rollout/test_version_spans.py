@@ -18,7 +18,7 @@ from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.ports import Work
 from penstock.rollout.client import Servers
-from penstock.types import EpisodeId, EpisodeLease, Sampling, Segment, SegmentGrant, Task, Trajectory
+from penstock.types import Sampling, Segment, SegmentGrant, Task, Trajectory
 
 NUM_MEMBERS = 2
 SEGMENT = 7
@@ -60,12 +60,17 @@ class Updates:
 
 
 def work() -> Work:
-    episodes = [EpisodeId("train", 1, member, 0) for member in range(NUM_MEMBERS)]
+    chosen = tuple(range(NUM_MEMBERS))
     return Work(
         task=Task(task_id="t", tag="train", index=0),
         group_size=NUM_MEMBERS,
-        leases=tuple(EpisodeLease(episode=e, env_seed=7, sampling_seed=e.episode, deadline_s=20.0) for e in episodes),
-        grants=tuple(SegmentGrant(episode=e, max_tokens=SEGMENT) for e in episodes),
+        group=1,
+        attempt=0,
+        members=chosen,
+        max_tokens=(SEGMENT,) * len(chosen),
+        env_seed=7,
+        sampling_seed=0,
+        deadline_s=20.0,
         sampling=Sampling(max_new_tokens=30),
     )
 

@@ -88,7 +88,7 @@ class Worker:
 
     def _start(self, work: Work) -> None:
         """Play members of a group, perhaps of one whose probe was played here before."""
-        _, number, _, attempt = work.leases[0].episode
+        number, attempt = work.group, work.attempt
         group = self._groups.get(number)
         if group is None or group.attempt != attempt:
             if group is not None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from penstock.config import Config
 from penstock.ports import SavedEpisode, Work
@@ -76,8 +78,10 @@ class SavedEpisodes:
 
 
 def _without(work: Work, members: dict[int, Trajectory]) -> Work:
-    """`work` less the leases of `members`."""
+    """`work` less `members`."""
     if not members:
         return work
-    left = [pair for pair in zip(work.leases, work.grants, strict=True) if pair[0].episode.episode not in members]
-    return replace(work, leases=tuple(lease for lease, _ in left), grants=tuple(grant for _, grant in left))
+    left = [pair for pair in zip(work.members, work.max_tokens, strict=True) if pair[0] not in members]
+    return msgspec.structs.replace(
+        work, members=tuple(member for member, _ in left), max_tokens=tuple(tokens for _, tokens in left)
+    )

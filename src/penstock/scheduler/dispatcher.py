@@ -205,7 +205,7 @@ class Dispatcher:
 
     def _give(self, group: LiveGroup, members: Sequence[int], reason: str) -> Assignment:
         assert group.worker is not None
-        pending = [m for m in members if group.ledger.state(group.number, m) is EpisodeState.PENDING]
+        pending = [m for m in group.ledger.members(group.number, EpisodeState.PENDING) if m in members]
         group.ledger.move(group.number, pending, EpisodeState.LEASED)
         self.places.generate(group, pending)
         return Assignment(worker=group.worker, item=self._leases.work(group, members), reason=reason)

@@ -52,15 +52,17 @@ class Ledger:
     def move(self, group: int, episodes: Iterable[int], to: S) -> None:
         """Move members of `group`; all of them or, on an illegal transition, none."""
         states = self._group(group)
-        episodes = tuple(episodes)
-        for episode in episodes:
-            if to not in NEXT.get(states[episode], ()):
-                raise LedgerError(f"episode {group}/{episode} cannot go from {states[episode]} to {to}")
-        for episode in episodes:
-            self._counts[states[episode]] -= 1
-            self._counts[to] += 1
+        moved = dict.fromkeys(episodes)
+        before = [states[episode] for episode in moved]
+        for state in dict.fromkeys(before):
+            if to not in NEXT.get(state, ()):
+                episode = next(episode for episode in moved if states[episode] is state)
+                raise LedgerError(f"episode {group}/{episode} cannot go from {state} to {to}")
+            self._counts[state] -= before.count(state)
+        self._counts[to] += len(before)
+        for episode in moved:
             states[episode] = to
-        if all(state in FINAL for state in states):
+        if to in FINAL and all(state in FINAL for state in states):
             del self._live[group]
 
     def state(self, group: int, episode: int) -> S:
@@ -69,7 +71,10 @@ class Ledger:
 
     def members(self, group: int, *states: S) -> tuple[int, ...]:
         """Members of a live group that are in one of `states` (all members if none is named)."""
-        return tuple(i for i, state in enumerate(self._group(group)) if not states or state in states)
+        held = self._group(group)
+        if not states or (held.count(held[0]) == len(held) and held[0] in states):
+            return tuple(range(len(held)))
+        return tuple(i for i, state in enumerate(held) if state in states)
 
     def __contains__(self, group: int) -> bool:
         """Is the group still live?"""

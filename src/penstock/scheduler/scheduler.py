@@ -6,6 +6,7 @@ it depends on has changed. Everything else is synchronous, so that one event is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -107,16 +108,22 @@ class Scheduler:
     # --- admission -------------------------------------------------------------------------------------------------
 
     async def room(self) -> int:
-        """Wait for room in the look-ahead; returns for how many tasks."""
+        """Wait until an eighth of the look-ahead is free; returns for how many tasks. Several at once are cheaper, and
+        so is predicting their lengths."""
+        enough = math.ceil(self._dispatcher.look_ahead / 8)
         while True:
             self._room.clear()
-            if (room := self._dispatcher.look_ahead - len(self._dispatcher.policy)) > 0:
+            if (room := self._free_look_ahead) >= enough:
                 return room
             await self._progress.wait(self._room)
 
+    @property
+    def _free_look_ahead(self) -> int:
+        return self._dispatcher.look_ahead - len(self._dispatcher.policy)
+
     def admit(self, tasks: Sequence[Task]) -> None:
         """Take `tasks` in, one group each."""
-        room = self._dispatcher.look_ahead - len(self._dispatcher.policy)
+        room = self._free_look_ahead
         predicted = self._lengths.estimate(tasks) if self._lengths else [0.0] * len(tasks)
         for task, tokens in zip(tasks, predicted, strict=True):
             group = self._add(task, self._config.env.group_size, self.ledger)
@@ -161,7 +168,8 @@ class Scheduler:
         while True:
             self._runnable.clear()
             if found := list(self._assign()):
-                self._progress.changed(self._room)
+                if self._free_look_ahead * 8 >= self._dispatcher.look_ahead:
+                    self._progress.changed(self._room)
                 return found
             await self._progress.wait(self._runnable)
 
@@ -270,19 +278,25 @@ class Scheduler:
     def _rewarded(self, group: LiveGroup) -> EpisodeState:
         """A training group is whole."""
         self._learn_lengths(group)
-        self._progress.changed(self._trainable)
         verdict = self._filter.decide(group.summaries)
         if isinstance(verdict, Drop):
             self._record("filter", verdict.reason, {"group": group.number})
             group.ledger.move(group.number, range(group.size), EpisodeState.FILTERED)
             self._leave(group)
             self._give_up(self._patience.filtered(verdict.reason))
+            self._notify_trainer()
             return EpisodeState.FILTERED
         self._patience.kept()
         self._dispatcher.stop_playing(group)
         if num_stale := self._supply.add(group, now=self._now()):
             self._aged(group, num_stale)
+        self._notify_trainer()
         return EpisodeState.READY if group.number in self._groups else EpisodeState.DISCARDED_STALE
+
+    def _notify_trainer(self) -> None:
+        """Wake it for work, for a deadline that has begun to run, or for want of tasks; not for every group."""
+        if self._supply.num_ready <= 1 or self._out_of_tasks or self._supply.decide(now=self._now()).num_groups:
+            self._progress.changed(self._trainable)
 
     def _aged(self, group: LiveGroup, num_stale: int) -> None:
         """Members of a ready group are too old to train."""

@@ -50,7 +50,7 @@ class ModelledWorkers:
         """Policy version each group was played with."""
 
     async def start(self, worker: str, work: Work) -> None:
-        group = work.leases[0].episode.group
+        group = work.group
         self.num_started += 1
         self._playing[group] = asyncio.create_task(self._run(group, work))
 
@@ -68,8 +68,8 @@ class ModelledWorkers:
         await asyncio.sleep(seconds)
         self._playing.pop(group, None)
         summaries = [
-            played(lease.episode, reward=reward, policy_version=version, seconds=seconds)
-            for lease, reward in zip(work.leases, rewards, strict=True)
+            played(episode, reward=reward, policy_version=version, seconds=seconds)
+            for episode, reward in zip(work.episodes, rewards, strict=True)
         ]
         ref = None if work.keep_text else PayloadRef(file="none", offset=0, length=0, crc32=0)
         self._collect(group, ref, summaries)

@@ -21,7 +21,6 @@ from penstock.simulator.workload import Plan, Turn, Workload
 from penstock.types import (
     NO_VERSION,
     EpisodeId,
-    EpisodeLease,
     EpisodeSummary,
     GroupAttempt,
     PayloadRef,
@@ -103,19 +102,18 @@ class FleetWorkers:
 
     async def start(self, worker: str, work: Work) -> None:
         """Play `work`; a second part of a group joins the first."""
-        first = work.leases[0].episode
-        playing = self._playing.get(first.group)
-        if playing is None or playing.attempt != first.attempt:
+        playing = self._playing.get(work.group)
+        if playing is None or playing.attempt != work.attempt:
             now = self._loop.time()
             self.started_at.setdefault(work.task.index, now)
-            plan = self._workload.plan(work.task.index, first.attempt)
-            playing = _Playing(first.group, first.attempt, work.group_size, plan, now)
-            self._playing[first.group] = playing
-            if len(work.leases) == work.group_size and _fit(plan, work.grants):
-                self._request(playing, plan.lengths, plan.prompt_tokens, self._played_at_once, work.leases)
+            plan = self._workload.plan(work.task.index, work.attempt)
+            playing = _Playing(work.group, work.attempt, work.group_size, plan, now)
+            self._playing[work.group] = playing
+            if len(work.members) == work.group_size and _fit(plan, work.max_tokens):
+                self._request(playing, plan.lengths, plan.prompt_tokens, self._played_at_once, work)
                 return
-        episodes = playing.join([lease.episode for lease in work.leases])
-        self._generate(playing, episodes, [grant.max_tokens for grant in work.grants])
+        episodes = playing.join(work.episodes)
+        self._generate(playing, episodes, work.max_tokens)
 
     async def grant(self, worker: str, grant: SegmentGrant) -> None:
         """Go on with one episode."""
@@ -155,10 +153,10 @@ class FleetWorkers:
 
     def _played_at_once(self, request: Request) -> None:
         """A whole group is complete, or was cut."""
-        leases: Sequence[EpisodeLease] = request.key  # type: ignore[assignment]
-        playing = self._playing[leases[0].episode.group]
+        work: Work = request.key  # type: ignore[assignment]
+        playing = self._playing[work.group]
         if request.generated is not request.lengths:
-            request.key = playing.join([lease.episode for lease in leases])
+            request.key = playing.join(work.episodes)
             self._generated(request)
             return
         request.key = None
@@ -166,7 +164,7 @@ class FleetWorkers:
         prompt_tokens = plan.prompt_tokens
         summaries = [
             EpisodeSummary(
-                episode=lease.episode,
+                episode=episode,
                 status="completed",
                 reward=reward,
                 num_turns=1,
@@ -176,8 +174,8 @@ class FleetWorkers:
                 version_max=newest,
                 seconds=seconds,
             )
-            for lease, reward, length, (oldest, newest) in zip(
-                leases, plan.rewards, plan.lengths, request.all_versions(), strict=True
+            for episode, reward, length, (oldest, newest) in zip(
+                work.episodes, plan.rewards, plan.lengths, request.all_versions(), strict=True
             )
         ]
         self.ended_at.extend(request.ended)
@@ -269,6 +267,6 @@ class FleetWorkers:
         playing.episodes.clear()
 
 
-def _fit(plan: Plan, grants: Sequence[SegmentGrant]) -> bool:
+def _fit(plan: Plan, max_tokens: Sequence[int]) -> bool:
     """Whether no answer will be cut or have another turn."""
-    return plan.turns is None and max(plan.lengths) <= min([grant.max_tokens for grant in grants])
+    return plan.turns is None and max(plan.lengths) <= min(max_tokens)
