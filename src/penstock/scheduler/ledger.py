@@ -54,10 +54,12 @@ class Ledger:
         states = self._group(group)
         moved = dict.fromkeys(episodes)
         before = [states[episode] for episode in moved]
-        for state in dict.fromkeys(before):
+        kinds = dict.fromkeys(before)
+        for state in kinds:
             if to not in NEXT.get(state, ()):
                 episode = next(episode for episode in moved if states[episode] is state)
                 raise LedgerError(f"episode {group}/{episode} cannot go from {state} to {to}")
+        for state in kinds:
             self._counts[state] -= before.count(state)
         self._counts[to] += len(before)
         for episode in moved:
