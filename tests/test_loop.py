@@ -20,10 +20,12 @@ from penstock.ports import Work
 from penstock.scheduler.patience import NothingToLearn, OutOfTasks, Patience, TooManyFailures
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
+from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play, played
 from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
-from penstock.types import EVAL_TAG, TRAIN_TAG
+from penstock.types import EVAL_TAG, TRAIN_TAG, EpisodeSummary, PayloadRef
+
+REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
 
 
 def config(**changes: Any) -> Config:
@@ -225,8 +227,6 @@ def test_a_finite_source_that_runs_dry_says_so(tmp_path: Path) -> None:
 
 
 def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
-    from penstock.simulator.parts import played
-
     run = Run(tmp_path, config(data={"eval_tasks": 0}), mixed(4))
 
     async def break_workers() -> None:
@@ -245,6 +245,52 @@ def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     assert isinstance(root, TooManyFailures) and "no such key" in str(root)
     run.scheduler.ledger.check()
     assert run.scheduler.ledger.counts()["failed"] >= Patience.max_failed * 4
+
+
+def test_the_last_group_of_a_finite_source_may_fail(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(data={"eval_tasks": 0}, env={"group_size": 4, "max_attempts": 1}), mixed(4))
+
+    async def fail(worker: str, work: Work) -> None:
+        episodes = [played(episode, reward=0.0, error="ValueError: no such key") for episode in work.episodes]
+        loop.collect(run.system, work.group, None, episodes)
+
+    async def one_task() -> None:
+        task = asyncio.create_task(run.go())
+        await asyncio.sleep(0)
+        run.system.tasks = TaskStream(NumberedTasks(TRAIN_TAG, size=1))
+        run.workers.start = fail  # type: ignore[method-assign]
+        async with asyncio.timeout(10):
+            await task
+
+    with pytest.raises(ExceptionGroup) as failure:
+        run_virtual(one_task())
+    assert isinstance(_root(failure.value), OutOfTasks)
+
+
+def test_a_late_result_of_an_older_attempt_is_not_written_down(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(data={"eval_tasks": 0}), mixed(4))
+    late: list[tuple[int, list[EpisodeSummary]]] = []
+
+    async def lose_the_first_attempt() -> None:
+        task = asyncio.create_task(run.go())
+        await asyncio.sleep(0)
+        start = run.workers.start
+
+        async def start_badly(worker: str, work: Work) -> None:
+            if work.group == 0 and work.attempt == 0:
+                failed = [played(episode, reward=0.0, error="OSError: gone") for episode in work.episodes]
+                loop.collect(run.system, 0, None, failed)
+                late.append((0, [played(episode, reward=0.5) for episode in work.episodes]))
+                loop.collect(run.system, 0, REF, late[0][1])
+                assert run.system.pool.get(0) is None  # type: ignore[attr-defined]
+            else:
+                await start(worker, work)
+
+        run.workers.start = start_badly  # type: ignore[method-assign]
+        await task
+
+    run_virtual(lose_the_first_attempt())
+    assert late and run.scheduler.ledger.counts()["trained"] == 5 * 8 * 4
 
 
 def _root(error: BaseException) -> BaseException:

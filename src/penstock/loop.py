@@ -50,16 +50,14 @@ class System:
     recorder: Observer
     num_steps: int = 0
     """Optimizer steps taken so far."""
-    num_samples: int = 0
-    """Samples trained so far."""
     stepping: asyncio.Task[tuple[LearnerState, int]] | None = None
     """The latest optimizer step."""
 
     @property
     def done(self) -> bool:
         """The last optimizer step is taken."""
-        settings = self.config.trainer
-        return self.num_steps >= settings.steps or self.num_samples >= (settings.total_samples or math.inf)
+        settings, num_samples = self.config.trainer, self.scheduler.ledger.count(EpisodeState.TRAINED)
+        return self.num_steps >= settings.steps or num_samples >= (settings.total_samples or math.inf)
 
 
 async def run(system: System) -> None:
@@ -122,7 +120,7 @@ async def send(system: System, assignment: Assignment) -> None:
 
 def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
     """A group was played. Its index entry exists before the scheduler hears of it."""
-    task = system.scheduler.task_of(group)
+    task = system.scheduler.task_of(group, episodes[0].episode.attempt) if episodes else None
     if task is None:
         return
     if ref is not None:
@@ -168,7 +166,6 @@ async def step(system: System) -> tuple[LearnerState, int]:
     groups = system.scheduler.learned(learner)
     system.pool.mark(groups, EpisodeState.TRAINED, trained_in=learner.policy_version)
     system.num_steps += 1
-    system.num_samples += len(groups) * system.config.env.group_size
     return learner, len(groups)
 
 
@@ -216,6 +213,7 @@ def cancel_rest(system: System) -> None:
     attempts = system.scheduler.cancel_all()
     system.workers.cancel(attempts)
     system.pool.mark([attempt.group for attempt in attempts], EpisodeState.CANCELLED)
+    system.pool.mark(system.scheduler.take_discarded(), EpisodeState.DISCARDED_STALE)
 
 
 async def never_returns(name: str, loop: Awaitable[None]) -> NoReturn:

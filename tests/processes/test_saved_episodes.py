@@ -79,7 +79,9 @@ async def test_a_cut_episode_survives_the_crash_of_its_worker(tmp_path: Path) ->
     for member, (sample, saved) in enumerate(zip(samples, before, strict=True)):
         prompt = int((sample.loss_mask == 0).sum())
         assert sampled(saved) == tokens([0] * prompt, nth_seed(0, member))[:8], "what the first worker generated"
-        assert sampled(sample) == tokens([0] * prompt, nth_seed(0, member))[:18], "then what the second did, to the global maximum"
+        assert sampled(sample) == tokens([0] * prompt, nth_seed(0, member))[:18], (
+            "then what the second did, to the global maximum"
+        )
         versions = sample.versions[sample.loss_mask == 1].tolist()
         assert versions[:12] == [0] * 4 + [1] * 4 + [7] * 4 and min(versions[12:]) > 7
         assert sample.truncated

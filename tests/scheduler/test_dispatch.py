@@ -323,3 +323,30 @@ def test_an_untrusted_probe_does_not_order_the_rests() -> None:
 
 def test_a_group_of_one_needs_no_probe() -> None:
     assert take(policy_of("probe", groups=[pending(0, size=1)])).part == "whole"
+
+
+@pytest.mark.parametrize("look_ahead", [3, 1000])
+def test_better_predictions_change_the_order_of_what_waits(look_ahead: int) -> None:
+    waiting = [pending(number, tokens=100.0) for number in range(6)]
+    policy = policy_of("sjf", look_ahead=look_ahead, groups=waiting)
+    policy.revise({0: 900.0, 2: 5.0, 5: 1.0})
+    assert sorted(group.group for group in policy.pending()) == list(range(6))
+    assert drain(policy) == ([5, 2, 1, 3, 4, 0] if look_ahead > 6 else [2, 1, 3, 5, 4, 0])
+
+
+@given(arrived=arrivals, later=st.lists(tokens, min_size=30, max_size=30))
+def test_revised_groups_are_ordered_as_if_they_had_come_like_that(
+    arrived: list[tuple[float, float]], later: list[float]
+) -> None:
+    revised = policy_of("sjf", groups=groups_of(arrived))
+    revised.revise(dict(enumerate(later)))
+    fresh = groups_of([(at, tokens) for (at, _), tokens in zip(arrived, later, strict=False)])
+    scale = sum(group.predicted_tokens for group in fresh) / len(fresh)
+
+    def score(group: PendingGroup) -> float:
+        return (group.predicted_tokens / scale if scale else 0.0) + group.admitted_at / 60.0
+
+    scores = {group.group: score(group) for group in fresh}
+    taken = drain(revised)
+    assert sorted(taken) == sorted(scores)
+    assert all(scores[a] <= scores[b] + 1e-9 for a, b in zip(taken, taken[1:], strict=False))

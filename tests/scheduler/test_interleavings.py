@@ -56,6 +56,10 @@ class Play:
         self.scheduler.published(0, 0)
         self.tasks = NumberedTasks("train")
         self.num_tasks = 0
+        self.unstarted: dict[int, float] = {}
+        """Groups nobody has played yet, with the time of their admission."""
+        self.past: list[EpisodeId] = []
+        """Episodes of attempts that nobody waits for any more."""
         self.works: dict[int, str] = {}
         """Group -> its worker."""
         self.generating: dict[EpisodeId, int] = {}
@@ -74,7 +78,9 @@ class Play:
     async def fill(self) -> None:
         room = await self.scheduler.room() if len(self.scheduler._dispatcher.policy) < 6 else 0
         tasks = [task for i in range(room) if (task := self.tasks.task(self.num_tasks + i))]
-        self.num_tasks += len(tasks)
+        for _ in tasks:  # groups are numbered in the order of their admission
+            self.unstarted[self.num_tasks] = asyncio.get_running_loop().time()
+            self.num_tasks += 1
         if tasks:
             self.scheduler.admit(tasks)
 
@@ -93,12 +99,20 @@ class Play:
     def _work(self, worker: str, work: Work) -> list[EpisodeId]:
         episodes = [lease.episode for lease in work.leases]
         group = episodes[0].group
+        self._started(group)
         self.works[group] = worker
         over = {saved.episode for saved in work.saved if saved.ended}
         kept = self.ended.setdefault(group, {})
         for episode in over:
             kept[episode.episode] = self._summary(episode, version=self.scheduler.policy_version)
         return [episode for episode in episodes if episode not in over]
+
+    def _started(self, group: int) -> None:
+        """Nobody starves: who has waited too long starts before all others."""
+        since = self.unstarted.pop(group, None)
+        if since is not None and self.unstarted:
+            waited = asyncio.get_running_loop().time() - min(self.unstarted.values())
+            assert waited < MAX_WAIT_S or since <= min(self.unstarted.values()), "an older group was passed over"
 
     def _summary(self, episode: EpisodeId, *, version: int, error: str | None = None) -> EpisodeSummary:
         reward = float(episode.episode % 2 if self.closing else self.draw.draw(st.booleans()))
@@ -129,6 +143,7 @@ class Play:
 
     def _forget(self, group: int) -> None:
         self.works.pop(group, None)
+        self.past += [episode for episode in (*self.generating, *self.waiting) if episode.group == group]
         self.ended.pop(group, None)
         self.generating = {e: v for e, v in self.generating.items() if e.group != group}
         self.waiting = {e for e in self.waiting if e.group != group}
@@ -139,6 +154,17 @@ class Play:
             self._forget(group)
         self.scheduler.worker_lost(worker)
         self.scheduler.worker_joined(worker, 12)
+
+    def late(self) -> None:
+        """Messages about an attempt of the past change nothing."""
+        before = self.scheduler.ledger.counts(), self.scheduler.num_in_flight
+        episode = self.pick(self.past)
+        summary = played(episode, reward=1.0)
+        assert self.scheduler.task_of(episode.group, episode.attempt) is None
+        assert self.scheduler.finish(episode.group, REF, [summary]) is None
+        self.scheduler.ended(episode.group, [summary], [REF])
+        self.scheduler.request_grant(episode, unfinished=True, num_tokens=8)
+        assert before == (self.scheduler.ledger.counts(), self.scheduler.num_in_flight)
 
     async def train(self) -> None:
         batch = await soon(self.scheduler.next_batch())
@@ -168,6 +194,8 @@ class Play:
             possible += ["cut", "end", "end", "end", "fail"]
         if self.works:
             possible += ["crash"]
+        if self.past:
+            possible += ["late"]
         return [*possible, "serve" if self.stepping else "train"]
 
     async def act(self) -> None:
@@ -184,12 +212,14 @@ class Play:
                 self.end(error="ValueError: broke")
             case "crash":
                 self.crash()
+            case "late":
+                self.late()
             case "train":
                 await self.train()
             case "serve":
                 self.serve()
             case "wait":
-                await asyncio.sleep(3.0)
+                await asyncio.sleep(9.0)
         self.check()
 
     def check(self) -> None:
@@ -229,7 +259,7 @@ async def soon(waiting: Any) -> Any:
 
 @pytest.mark.parametrize("policy", ["fifo", "sjf", "ljf", "probe"])
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(draw=st.data())
 def test_any_interleaving(mode: str, policy: str, draw: st.DataObject) -> None:
     async def main() -> None:

@@ -42,6 +42,8 @@ class LengthConfig(Section):
     """Groups between two fits of the classifier."""
     max_entries: int = Field(100_000, ge=1)
     """Tasks the history remembers; the longest unseen go first."""
+    learn_from: str | None = None
+    """Directory of an earlier run on the same data, whose lengths are learnt before the first prediction."""
     embedding: str = "ngrams"
     """Of the history: `ngrams` (hashed character n-grams), or `package.module:function`, from a list of texts to an
     array [n, d]."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from penstock import loop
-from penstock.config import Config, load_config
+from penstock.config import Config, ConfigError, load_config
 from penstock.control.bus import Bus
 from penstock.control.messages import (
     AnyMessage,
@@ -23,11 +25,16 @@ from penstock.control.remote import RemoteTrainer, RemoteWorkers
 from penstock.data.sources import TaskStream, open_source
 from penstock.deadline import Stalled
 from penstock.observe.recorder import Recorder
+from penstock.ports import TaskSource
 from penstock.rollout.client import Servers
 from penstock.scheduler.scheduler import Background, Scheduler
+from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
 from penstock.supervisor.child import Child
-from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG
+from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
+
+LEARNT_GROUPS = 20_000
+"""Of another run: enough for any predictor, and no more than a minute of reading."""
 
 
 class Controller:
@@ -150,12 +157,31 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
         pool=ExperiencePool(child.run_dir / "pool"),
         recorder=recorder,
     )
+    if config.scheduler.length.learn_from is not None:
+        played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=LEARNT_GROUPS)
+        await asyncio.to_thread(system.scheduler.recall, played)
     controller.attach(system)
     try:
         async with fits:
             await loop.run(system)
     finally:
         await servers.close()
+
+
+def played_before(run_dir: Path, source: TaskSource, *, max_groups: int) -> list[tuple[Task, list[int]]]:
+    """The latest groups that another run on the same data played: (task, response tokens of its members)."""
+    if not (run_dir / "pool" / "index").exists():
+        raise ConfigError(f"scheduler.length.learn_from: {run_dir} is not the directory of a run: it has no pool/index")
+    index = PoolIndex(run_dir / "pool")
+    try:
+        records = deque(index, maxlen=max_groups)
+    finally:
+        index.close()
+    return [
+        (task, [episode.response_tokens for episode in record.episodes])
+        for record in records
+        if (task := source.task(record.task_index)) is not None and task.task_id == record.task_id
+    ]
 
 
 def in_thread(tasks: asyncio.TaskGroup) -> Background:
@@ -165,7 +191,11 @@ def in_thread(tasks: asyncio.TaskGroup) -> Background:
         use(await asyncio.to_thread(compute))
 
     def start(compute: Callable[[], object], use: Callable[[object], None]) -> None:
-        tasks.create_task(fit(compute, use))
+        fitting = fit(compute, use)
+        try:
+            tasks.create_task(fitting)
+        except RuntimeError:  # the run has ended: nobody needs better predictions any more
+            fitting.close()
 
     return start
 

@@ -6,6 +6,7 @@ compete; and a group is never passed over because a smaller one would fit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -59,6 +60,14 @@ class DispatchPolicy(Protocol):
         """Let `sjf` count predicted lengths `preference` times; come first, go first while they are not `trusted`."""
         ...
 
+    def pending(self) -> list[PendingGroup]:
+        """Those whose order follows from predicted lengths."""
+        ...
+
+    def revise(self, predicted_tokens: Mapping[int, float]) -> None:
+        """Better predictions for pending groups, by group."""
+        ...
+
     def oldest_wait_s(self, now: float) -> float:
         """How long the oldest pending group has waited."""
         ...
@@ -92,6 +101,12 @@ class WholeGroups:
     def adapt(self, *, preference: float, trusted: bool) -> None:
         self._trusted = trusted
         self._order.adapt(0.0 if not trusted else preference if self._policy == "sjf" else 1.0)
+
+    def pending(self) -> list[PendingGroup]:
+        return [waiting.item for waiting in self._order.waiting()]
+
+    def revise(self, predicted_tokens: Mapping[int, float]) -> None:
+        self._order.revise(predicted_tokens)
 
     def oldest_wait_s(self, now: float) -> float:
         return _wait_s(self._order, now)
@@ -131,6 +146,12 @@ class Probe:
     def adapt(self, *, preference: float, trusted: bool) -> None:
         self._trusted = trusted
         self._rests.adapt(1.0 if trusted else 0.0)
+
+    def pending(self) -> list[PendingGroup]:
+        return []
+
+    def revise(self, predicted_tokens: Mapping[int, float]) -> None:
+        """What a probe showed is not predicted."""
 
     def oldest_wait_s(self, now: float) -> float:
         self._seen = max(self._seen, now)

@@ -91,6 +91,11 @@ class Dispatcher:
         """A started group that lost its worker or failed."""
         self._again.append(group)
 
+    def oldest_wait_s(self, now: float) -> float:
+        """How long the oldest group that is to be started, or started again, has waited since its admission."""
+        queued = [*self._leftovers, *self._again]
+        return max([self.policy.oldest_wait_s(now), *(now - group.admitted_at for group in queued)])
+
     def playing(self, number: int, attempt: int) -> LiveGroup | None:
         """The group that a worker's message about `attempt` speaks of; None if nobody waits for that."""
         group = self._groups.get(number)
@@ -105,6 +110,7 @@ class Dispatcher:
         """All members but those to keep are pending again, under a new attempt."""
         self.places.release(group)
         group.attempt += 1
+        group.num_tokens = {member: group.num_tokens[member] for member in group.saved if member in group.num_tokens}
         kept = {*keep, *group.ledger.members(group.number, EpisodeState.PENDING)}
         group.ledger.move(group.number, [m for m in range(group.size) if m not in kept], EpisodeState.PENDING)
 

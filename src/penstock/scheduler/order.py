@@ -11,6 +11,7 @@ that have left the window: they are skipped, and swept when they are the majorit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
@@ -97,6 +98,25 @@ class Order(Generic[T]):
         if self._sign and factor != self._factor:
             self._factor = factor
             self._outdated = True
+
+    def revise(self, tokens: Mapping[int, float]) -> None:
+        """New `tokens` for the entries with these numbers."""
+        for waiting in self.waiting():
+            if waiting.number in tokens:
+                self._replace(waiting, waiting._replace(tokens=tokens[waiting.number]))
+        if len(self):
+            self._mean = sum(waiting.tokens for waiting in self.waiting()) / len(self)
+        self._outdated = True
+
+    def waiting(self) -> list[Waiting[T]]:
+        """All entries, in no order."""
+        return [*self._window.values(), *self._backlog]
+
+    def _replace(self, old: Waiting[T], new: Waiting[T]) -> None:
+        if old.serial in self._window:
+            self._window[old.serial] = new
+        else:
+            self._backlog[self._backlog.index(old)] = new  # its age is the same: still a heap
 
     def __len__(self) -> int:
         return len(self._window) + len(self._backlog)

@@ -1,8 +1,11 @@
-"""How many new groups may start now, so that no more is in flight than the staleness bound can train.
+"""How many new groups may start now, so that no more is in flight than the staleness bound can train in steps of N_min.
 
-It paces; it never drops. The sweep and the token mask are the guarantee; pacing only saves the compute of work
-that would be swept. A filtered or failed group leaves flight and is replaced, so that no mode waits for a batch that
-cannot fill: with nothing playing, less than a batch ready and nothing unserved, something may start.
+It paces; it never drops. The sweep and the token mask are the guarantee; pacing only saves the compute of work that
+would be swept. A filtered or failed group leaves flight and is replaced, so that no mode waits for a batch that cannot
+fill: with nothing playing, less than a batch ready and nothing unserved, something may start.
+
+A trigger of use `step` that T_max lets fire below N_min makes versions faster than pacing reckons with: then the sweep
+discards, and the scheduler raises an alarm that says so.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from penstock.config import Config
+from penstock.ports import Work
 from penstock.scheduler.alarms import Alarms
 from penstock.scheduler.dispatcher import Assignment, Demand, Dispatcher
 from penstock.scheduler.evaluation import Evaluations
@@ -51,6 +52,9 @@ class TrainBatch:
     """Attempts nobody waits for any more: their groups start over in a later round."""
 
 
+MAX_STALE_SHARE = 0.1
+"""Of what a step trains: more than this too old to train raises an alarm."""
+
 Record = Callable[[str, str, Mapping[str, Any]], None]
 """Called as record(decider, reason, inputs) with every decision."""
 
@@ -80,6 +84,8 @@ class Scheduler:
         self._lengths = _open_lengths(config)
         self._trust = self._lengths.trust if self._lengths else Trust(settings.length)
         """In predicted lengths, or in what probes show."""
+        self._trusted = True
+        """What the dispatch policy was told of it."""
         self._filter: GroupFilter = DropEqualRewards() if settings.filter_equal_rewards else KeepAll()
         self._supply = Supply(config)
         self._discarded: list[int] = []
@@ -131,6 +137,7 @@ class Scheduler:
             self._dispatcher.push(group)
             inputs = {"group": group.number, "task": task.task_id, "predicted_tokens": tokens}
             self._record("admission", f"{room} places in the look-ahead", inputs)
+            self._supply.bias.admitted(group.number, tokens if self._lengths else None)
         self._progress.changed(self._runnable)
 
     def out_of_tasks(self, reason: str) -> None:
@@ -167,15 +174,26 @@ class Scheduler:
         then what must run again, then evaluations, then groups by the dispatch policy."""
         while True:
             self._runnable.clear()
-            if found := list(self._assign()):
-                if self._free_look_ahead * 8 >= self._dispatcher.look_ahead:
-                    self._progress.changed(self._room)
+            found = list(self._assign())
+            if self._free_look_ahead * 8 >= self._dispatcher.look_ahead:
+                self._progress.changed(self._room)
+            if found:
                 return found
             await self._progress.wait(self._runnable)
 
     def _assign(self) -> Iterator[Assignment]:
         while assignment := self._dispatcher.next(self._demand):
-            self._record("dispatch", assignment.reason, {"worker": assignment.worker})
+            item = assignment.item
+            what = (item.group, len(item.members)) if isinstance(item, Work) else (item.episode.group, 1)
+            inputs = {
+                "worker": assignment.worker,
+                "group": what[0],
+                "episodes": what[1],
+                "free_grants": self._dispatcher.places.free_grants,
+                "in_flight": self.num_in_flight,
+                "unserved": self._supply.num_unserved,
+            }
+            self._record("dispatch", assignment.reason, inputs)
             yield assignment
 
     @property
@@ -193,9 +211,9 @@ class Scheduler:
 
     # --- collection ------------------------------------------------------------------------------------------------
 
-    def task_of(self, number: int) -> Task | None:
-        """The task of a live group; None once nobody waits for it."""
-        group = self._groups.get(number)
+    def task_of(self, number: int, attempt: int) -> Task | None:
+        """The task of a group that is being played; None if nobody waits for this attempt at it."""
+        group = self._dispatcher.playing(number, attempt)
         return group.task if group else None
 
     def request_grant(
@@ -211,6 +229,8 @@ class Scheduler:
         group.keep(member, saved, ended=False)
         if unfinished:
             group.ledger.move(group.number, [member], EpisodeState.UNFINISHED)
+            inputs = {"group": group.number, "episode": member, "tokens": num_tokens, "saved": saved is not None}
+            self._record("segment", f"cut after {num_tokens} tokens: goes on with its next grant", inputs)
         self._dispatcher.push_grant(episode)
         self._progress.changed(self._runnable)
 
@@ -247,8 +267,8 @@ class Scheduler:
         return self._scored(group) if number in self._evaluations else self._rewarded(group)
 
     def _finish_members(self, group: LiveGroup, members: Iterable[int]) -> None:
-        playing = group.ledger.members(group.number, EpisodeState.LEASED, EpisodeState.UNFINISHED)
-        group.ledger.move(group.number, sorted(set(playing) & set(members)), EpisodeState.READY)
+        known = group.ledger.members(group.number, EpisodeState.READY)
+        group.ledger.move(group.number, [member for member in members if member not in known], EpisodeState.READY)
 
     def _fail(self, group: LiveGroup, error: str) -> EpisodeState:
         """Try the group again, or give it up."""
@@ -266,6 +286,7 @@ class Scheduler:
             self._evaluations.failed(group, error)
             self._progress.changed(self._evaluated)
         self._give_up(self._patience.failed(error))
+        self._notify_trainer()
         return EpisodeState.FAILED
 
     def _scored(self, group: LiveGroup) -> EpisodeState:
@@ -307,13 +328,30 @@ class Scheduler:
 
     def _learn_lengths(self, group: LiveGroup) -> None:
         lengths = [summary.response_tokens for summary in group.summaries]
-        self._supply.bias.dispatched(lengths)
+        self._supply.bias.played(group.number, lengths)
+        if truncated := sum(summary.status == "truncated" for summary in group.summaries):
+            self._record("segment", f"{truncated} answers reached their maximum", {"group": group.number})
         if self._config.scheduler.dispatch.policy == "probe" and len(lengths) > 1:
             self._trust.add(lengths[0], fmean(lengths[1:]))
         if self._lengths is not None:
             self._lengths.finished(group.task, group.predicted_tokens, lengths)
             if fit := self._lengths.due():
                 self._background(fit, self._lengths.adopt)
+        if self._trust.trusted != self._trusted:
+            self._trusted = self._trust.trusted
+            self._record("trust", self._trust.reason, {"tau": self._trust.tau})
+            self._order()
+
+    def _order(self) -> None:
+        """Let the dispatch policy know what is known by now."""
+        self._dispatcher.policy.adapt(preference=self._supply.preference, trusted=self._trusted)
+        if self._lengths is not None and (pending := self._dispatcher.policy.pending()):
+            tokens = self._lengths.estimate([waiting.task for waiting in pending])
+            revised = {waiting.group: value for waiting, value in zip(pending, tokens, strict=True)}
+            self._dispatcher.policy.revise(revised)
+            for number, value in revised.items():
+                if group := self._groups.get(number):
+                    group.predicted_tokens = value
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -328,14 +366,22 @@ class Scheduler:
             await self._progress.wait(self._trainable, until=decision.look_again_at)
         self._record("trigger", decision.reason, {"groups": decision.num_groups, "step": decision.step})
         groups = self._supply.take(decision.num_groups)
-        discarded, self._discarded = tuple(self._discarded), []
+        restarted = self._dispatcher.restart_leftovers()
+        if restarted:
+            reason = f"{len(restarted)} unfinished groups start over in a later round"
+            self._record("restart", reason, {"groups": [attempt.group for attempt in restarted]})
         return TrainBatch(
             groups=groups,
             step=decision.step,
             reason=decision.reason,
-            discarded=discarded,
-            restarted=self._dispatcher.restart_leftovers(),
+            discarded=self.take_discarded(),
+            restarted=restarted,
         )
+
+    def take_discarded(self) -> tuple[int, ...]:
+        """Groups found too old since the last call."""
+        discarded, self._discarded = tuple(self._discarded), []
+        return discarded
 
     def _check_supply(self) -> None:
         """Raise if what the trainer waits for can never come."""
@@ -351,8 +397,8 @@ class Scheduler:
         for group, num_stale in aged:
             self._aged(group, num_stale)
         self._record("feedback", adjustment.reason, adjustment.inputs)
-        self._dispatcher.policy.adapt(preference=adjustment.preference, trusted=self._trust.trusted)
-        self._look_out()
+        self._order()
+        self._look_out(learner, num_aged=sum(count for _, count in aged))
         self.ledger.check()
         self._progress.changed(self._runnable, self._trainable)
         return tuple(group.number for group in trained)
@@ -369,7 +415,7 @@ class Scheduler:
         """Of the scheduler itself, for the line of a step."""
         thresholds = self._supply.thresholds
         return {
-            "oldest_wait_s": self._dispatcher.policy.oldest_wait_s(self._now()),
+            "oldest_wait_s": self._dispatcher.oldest_wait_s(self._now()),
             "groups_pending": float(len(self._dispatcher.policy)),
             "groups_in_flight": float(self.num_in_flight),
             "trigger_min_samples": float(thresholds.min_groups * self._config.env.group_size),
@@ -384,12 +430,18 @@ class Scheduler:
         """Alarms raised since the last call."""
         return self._alarms.take()
 
-    def _look_out(self) -> None:
-        wait_s, bound_s = self._dispatcher.policy.oldest_wait_s(self._now()), self._config.scheduler.dispatch.max_wait_s
+    def _look_out(self, learner: LearnerState, *, num_aged: int) -> None:
+        wait_s, bound_s = self._dispatcher.oldest_wait_s(self._now()), self._config.scheduler.dispatch.max_wait_s
         starved = f"a group has waited {wait_s:.0f} s to start; scheduler.dispatch.max_wait_s is {bound_s:g}"
         self._alarms.update("starvation", starved if wait_s > bound_s else None)
         self._alarms.update("length bias", self._supply.bias.alarm())
-        self._alarms.update("length prediction", None if self._trust.trusted else self._trust.reason)
+        self._alarms.update("length prediction", None if self._trusted else self._trust.reason)
+        masked, trained = learner.metrics.get("tokens_masked_stale", 0.0), learner.metrics.get("tokens", 0.0)
+        share = masked / max(masked + trained, 1.0)
+        wasted = f"{share:.0%} of the tokens of this step and {num_aged} ready episodes were too old to train"
+        remedy = "raise scheduler.trigger.max_wait_s and min_samples, or scheduler.max_staleness"
+        too_much = share > MAX_STALE_SHARE or num_aged > MAX_STALE_SHARE * learner.metrics.get("samples", math.inf)
+        self._alarms.update("stale work", f"{wasted}: {remedy}" if too_much else None)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run must know beside the pool's index; plain values."""

@@ -23,6 +23,10 @@ class ExperiencePool:
     def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
         self._index.mark(groups, state, trained_in=trained_in)
 
+    def get(self, group: int) -> GroupRecord | None:
+        """What is known of a played group."""
+        return self._index.get(group)
+
     def sync(self) -> None:
         self._index.sync()
 
