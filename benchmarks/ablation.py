@@ -25,23 +25,25 @@ import yaml
 from long_answers import write_tasks
 from report import publish
 
-from penstock.config import Config
+from penstock.config import Config, SimulatorConfig
 from penstock.simulator.calibration import compare, measured, predicted
 from penstock.simulator.recorded import read
 from penstock.simulator.report import predict
+from penstock.store.index import PoolIndex
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "quickstart" / "run.yaml"
 SEEDS = (0, 1, 2)
 STEPS, SHORT_STEPS = 40, 25
 FIRST_SAMPLES = 256
+GROUP_SIZE = 8
 SKIPPED_STEPS = 5
 """At the beginning of a run, before rates are taken."""
 
 LONG: dict[str, Any] = {
     "model": {"max_context": 288, "warm_start": {"steps": 200}},
     "data": {"source": "jsonl", "eval_tasks": 0},
-    "env": {"name": "long_answers:Think", "group_size": 8, "max_new_tokens": 256},
+    "env": {"name": "long_answers:Think", "group_size": GROUP_SIZE, "max_new_tokens": 256},
     "scheduler": {"max_staleness": 1, "filter_equal_rewards": False},
     "rollout": {"slots": 64},
     "trainer": {"groups_per_step": 16, "learning_rate": 1e-7, "checkpoint_every": 1000},
@@ -66,20 +68,25 @@ POLICIES = {
 }
 ORDERED = ["scheduler.max_running=64", "scheduler.dispatch.look_ahead=48", "scheduler.dispatch.aging_s=5.0"]
 """Slots are scarce, so that an order means something."""
+CLOSED_GROUPS = 48
+CLOSED = [
+    "scheduler.mode=synchronous",
+    "scheduler.max_staleness=0",
+    f"trainer.groups_per_step={CLOSED_GROUPS}",
+    f"scheduler.dispatch.look_ahead={CLOSED_GROUPS}",
+]
+"""One batch, all of it there from the start."""
+STEP = ["scheduler.trigger.use=step", "scheduler.trigger.min_samples=128", "scheduler.max_staleness=3"]
+"""Half the samples of a step of the others at twice the staleness: as many groups in flight."""
 TRIGGERS = {
     "fixed_batch": ["scheduler.trigger.use=batch"],
     "compute": [],
-    "step_fixed": ["scheduler.trigger.use=step", "scheduler.trigger.min_samples=128"],
-    **{
-        f"step_{signal}": [
-            "scheduler.trigger.use=step",
-            "scheduler.trigger.min_samples=128",
-            f"scheduler.trigger.feedback.signal={signal}",
-        ]
-        for signal in ("entropy", "time", "noise_scale")
-    },
+    "step_fixed": STEP,
+    "step_entropy": [*STEP, "scheduler.trigger.feedback.signal=entropy"],
+    "step_time": [*STEP, "scheduler.trigger.feedback.signal=time", "trainer.steps=222"],
+    "step_noise_scale": [*STEP, "scheduler.trigger.feedback.signal=noise_scale"],
 }
-TRIGGERS["step_time"].append("trainer.steps=226")  # about as many as its thresholds take for the samples
+"""A schedule over time must know the steps there will be: 222 of 64 to 256 samples are the samples of the others."""
 ELSEWHERE = {
     "few_slots": ["rollout.slots=24"],
     "large_batch": ["trainer.groups_per_step=32", "scheduler.max_staleness=2"],
@@ -112,11 +119,23 @@ SIMULATED: dict[str, Any] = {
             "segments",
         ],
         "dispatch": ["fifo", "sjf", "ljf", "probe"],
-        "triggers": ["compute", "step", "batch"],
-        "makespan_groups": 8192,
+        "triggers": ["compute", "batch"],
+        "known_lengths": "history",
+        "makespan_groups": 4096,
     },
 }
 """1,024 accelerators on a reasoning model's lengths (DeepCoder's, as published with PolyTrace), balanced."""
+SIMULATED_FIGURES = (
+    "efficiency",
+    "samples_per_s",
+    "trainer_idle",
+    "staleness_mean",
+    "wait_max_s",
+    "length_ks_trained_population",
+    "first_samples_s",
+    "first_samples_length_ratio",
+    "refill_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +161,18 @@ class Lab:
         """Runs of the quickstart's task over the same number of samples."""
         samples = 2048 if self.quick else samples
         quiet = ["observe.plots=false", "observe.progress=false", "data.eval_tasks=1024"]
-        settings = [f"trainer.total_samples={samples}", *quiet, *overrides]
+        settings = [f"trainer.total_samples={samples}", "trainer.steps=2000", *quiet, *overrides]
         return [self._train(EXAMPLE, name, seed, settings) for seed in self.seeds]
+
+    @property
+    def closed_set(self) -> Path:
+        """The first tasks alone, under the names they have in the whole file."""
+        file = self.runs / "closed" / "tasks.jsonl"
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            lines = (self.runs / "tasks.jsonl").read_text().splitlines(keepends=True)
+            file.write_text("".join(lines[:CLOSED_GROUPS]))
+        return file
 
     def _config(self) -> Path:
         file = self.runs / "long.yaml"
@@ -209,35 +238,60 @@ def decisions(run_dir: Path, decider: str) -> list[dict[str, Any]]:
     return [line for line in lines(run_dir / "timeline.jsonl") if line.get("decider") == decider]
 
 
+def ready_times(run_dir: Path) -> list[tuple[float, int]]:
+    """(when it became ready, group), in order."""
+    kept = (line for line in decisions(run_dir, "filter") if line["reason"] == "kept")
+    return [(line["time"], line["group"]) for line in kept]
+
+
 def first_samples_s(run_dir: Path) -> float:
-    """From the first dispatch until the learner has been given the first samples."""
-    start, given = decisions(run_dir, "dispatch")[0]["time"], 0
-    for trigger in decisions(run_dir, "trigger"):
-        given += 8 * trigger["groups"]
-        if given >= FIRST_SAMPLES:
-            return float(trigger["time"] - start)
-    raise ValueError(f"{run_dir} trained {given} samples")
+    """From the first dispatch until so many samples are ready, whatever the learner does with them."""
+    ready = ready_times(run_dir)[FIRST_SAMPLES // GROUP_SIZE - 1]
+    return float(ready[0] - decisions(run_dir, "dispatch")[0]["time"])
 
 
 def makespan_s(run_dir: Path) -> float:
-    """Mean time from the first dispatch of a batch until all of it is ready; for runs whose phases alternate."""
-    starts = [line["time"] for line in decisions(run_dir, "dispatch")]
-    ends = [line["time"] for line in decisions(run_dir, "trigger")]
-    spans, begun = [], 0
-    for end in ends:
-        spans.append(end - starts[begun])
-        begun = next((i for i, start in enumerate(starts) if start > end), begun)
-    return fmean(spans[1:])
+    """From the first dispatch until every group is ready; for a closed set."""
+    return float(ready_times(run_dir)[-1][0] - decisions(run_dir, "dispatch")[0]["time"])
 
 
-def last_metric(key: str) -> Callable[[Path], float]:
-    return lambda run_dir: float(lines(run_dir / "metrics.jsonl")[-1][key] or 0.0)
+def refill_s(run_dir: Path) -> float:
+    """Mean time from a weight update until the next groups for an optimizer step are ready."""
+    times = [time for time, _ in ready_times(run_dir)]
+    spans = [line for line in lines(run_dir / "timeline.jsonl") if line.get("kind") == "update_weights"]
+    waits = []
+    for updated_at in (span["end"] for span in spans[SKIPPED_STEPS:]):
+        later = [time for time in times if time > updated_at]
+        if len(later) >= LONG["trainer"]["groups_per_step"]:
+            waits.append(later[LONG["trainer"]["groups_per_step"] - 1] - updated_at)
+    return fmean(waits)
 
 
-def short_bias(run_dir: Path) -> float:
-    """Median length of the first trained samples over the median of all: below 1, short answers were trained first."""
-    metrics = lines(run_dir / "metrics.jsonl")
-    return float(metrics[1]["length_p50_trained"] / metrics[-1]["length_p50_trained"])
+def first_lengths(run_dir: Path) -> float:
+    """Mean length of the first samples that are ready."""
+    index = PoolIndex(run_dir / "pool")
+    try:
+        records = [index.get(group) for _, group in ready_times(run_dir)[: FIRST_SAMPLES // GROUP_SIZE]]
+    finally:
+        index.close()
+    return fmean(episode.response_tokens for record in records if record for episode in record.episodes)
+
+
+def mean_length(run_dir: Path) -> float:
+    """Of all episodes played."""
+    index = PoolIndex(run_dir / "pool")
+    try:
+        return fmean(episode.response_tokens for record in index for episode in record.episodes)
+    finally:
+        index.close()
+
+
+def last_metric(key: str) -> Callable[[Path], float | None]:
+    return lambda run_dir: lines(run_dir / "metrics.jsonl")[-1][key]
+
+
+def trained(run_dir: Path) -> float:
+    return float(lines(run_dir / "metrics.jsonl")[-1]["ledger"]["trained"])
 
 
 # --- the studies ---------------------------------------------------------------------------------------------------
@@ -246,13 +300,15 @@ def short_bias(run_dir: Path) -> float:
 class Figures(dict[str, float]):
     """Means and spreads over seeds."""
 
-    def over(self, key: str, values: Iterable[float]) -> None:
-        listed = list(values)
+    def over(self, key: str, values: Iterable[float | None]) -> None:
+        listed = [value for value in values if value is not None]
+        if not listed:
+            return
         self[key] = fmean(listed)
         if len(listed) > 1:
             self[f"{key}_spread"] = max(listed) - min(listed)
 
-    def of_runs(self, key: str, runs: Iterable[Path], measure: Callable[[Path], float]) -> None:
+    def of_runs(self, key: str, runs: Iterable[Path], measure: Callable[[Path], float | None]) -> None:
         self.over(key, (measure(run) for run in runs))
 
 
@@ -266,13 +322,18 @@ def overlap(lab: Lab, figures: Figures) -> None:
         figures.over(f"async_speedup_over_{name}", (ours / theirs for ours, theirs in pairs))
     runs = lab.long("async", MODES["async"], steps=STEPS)
     figures.of_runs("share_of_bound", runs, share_of_bound)
+    alone = compare(lab.long("sync_split", MODES["sync_split"], steps=STEPS)[0]).config.simulator
+    figures.of_runs("share_of_bound_of_halves_alone", runs, lambda run: share_of_bound(run, alone))
     figures.of_runs("busier_half_busy", runs, busier_half)
 
 
-def share_of_bound(run_dir: Path) -> float:
-    """Samples per second over X* of the model that is calibrated on the run: what its machine, split in this way, would
-    do if servers decoded with full slots all the time, or the learner never waited, whichever is less."""
-    (result,) = predict(compare(run_dir).config).results
+def share_of_bound(run_dir: Path, fitted: SimulatorConfig | None = None) -> float:
+    """Samples per second over X*: what its machine, split in this way, would do if servers decoded with full slots all
+    the time, or the learner never waited, whichever is less. At the speeds of this very run, or at those `fitted` to
+    one in which the halves never work at the same time."""
+    simulator = fitted or compare(run_dir).config.simulator
+    config = read(run_dir).config.model_copy(update={"simulator": simulator})
+    (result,) = predict(config).results
     return samples_per_s(run_dir) / result.runs[0].limit_samples_per_s
 
 
@@ -294,23 +355,30 @@ def calibration(lab: Lab, figures: Figures) -> None:
         error = abs(predicted(config)["samples_per_s"] / fmean(rates) - 1)
         figures[f"{name}_prediction_error"] = error
         figures[f"{name}_run_to_run_spread"] = (max(rates) - min(rates)) / fmean(rates)
+        figures[f"{name}_allowed_error"] = max(0.1, 2 * figures[f"{name}_run_to_run_spread"])
         errors.append(error)
     figures["calibration_error"] = max(errors)
 
 
 def order(lab: Lab, figures: Figures) -> None:
-    """Dispatch policies: early supply, throughput and bias in a stream; makespan of a closed batch."""
+    """Dispatch policies: early supply, refill, throughput and bias in a stream; makespan of a closed set. Lengths are
+    known from an earlier run on the same tasks, as in a second epoch."""
+    (earlier, *_) = lab.long("async", MODES["async"], steps=STEPS)
+    known = f"scheduler.length.learn_from={earlier}"
+    usual = mean_length(earlier)
     for name, policy in POLICIES.items():
-        streams = lab.long(f"stream_{name}", [*ORDERED, *policy], steps=SHORT_STEPS)
+        streams = lab.long(f"stream_{name}", [*ORDERED, *policy, known], steps=SHORT_STEPS)
         figures.of_runs(f"{name}_first_{FIRST_SAMPLES}_samples_s", streams, first_samples_s)
+        figures.over(f"{name}_first_{FIRST_SAMPLES}_samples_length_ratio", (first_lengths(r) / usual for r in streams))
+        figures.of_runs(f"{name}_refill_s", streams, refill_s)
         figures.of_runs(f"{name}_samples_per_s", streams, samples_per_s)
         figures.of_runs(f"{name}_length_ks", streams, last_metric("length_ks"))
-        figures.of_runs(f"{name}_early_median_length", streams, short_bias)
-        if name != "fifo":
-            figures.of_runs(f"{name}_tau", streams, last_metric("length_tau"))
+        figures.of_runs(f"{name}_oldest_wait_s", streams, last_metric("oldest_wait_s"))
+        figures.of_runs(f"{name}_tau", streams, last_metric("length_tau"))
         if name != "sjf_without_aging":
-            batches = lab.long(f"batch_{name}", [*ORDERED, *policy, *MODES["sync_split"]], steps=15)
-            figures.of_runs(f"{name}_makespan_s", batches, makespan_s)
+            tasks = f"data.path={lab.closed_set}"
+            closed = lab.long(f"closed_{name}", [*ORDERED, *policy, *CLOSED, known, tasks], steps=1)
+            figures.of_runs(f"{name}_makespan_s", closed, makespan_s)
 
 
 def triggers(lab: Lab, figures: Figures) -> None:
@@ -320,6 +388,7 @@ def triggers(lab: Lab, figures: Figures) -> None:
         figures.of_runs(f"{name}_eval_after", runs, eval_after)
         figures.of_runs(f"{name}_idle_fraction", runs, idle_fraction)
         figures.of_runs(f"{name}_steps", runs, last_metric("step"))
+        figures.of_runs(f"{name}_samples", runs, trained)
         figures.of_runs(f"{name}_wall_s", runs, last_wall_s)
 
 
@@ -330,22 +399,28 @@ def last_wall_s(run_dir: Path) -> float:
 
 def simulated(lab: Lab, figures: Figures) -> None:
     """The same strategies, orders and triggers at 1,024 accelerators."""
-    steps = 6 if lab.quick else 16
-    tree = SIMULATED | {"simulator": SIMULATED["simulator"] | {"steps": steps, "seeds": len(lab.seeds)}}
-    report = predict(Config.model_validate(tree))
-    for result in report.results:
+    steps = {"steps": 6 if lab.quick else 16, "seeds": len(lab.seeds)}
+    report = predict(_simulated(**steps))
+    whole_steps = {"trigger": {"use": "step", "min_samples": 8192, "max_wait_s": 600.0}}
+    by_step = predict(_simulated({"scheduler": whole_steps}, strategies=["asynchronous"], triggers=["step"], **steps))
+    for result in (*report.results, *by_step.results):
         name = "sim_" + result.name.replace(" ", "_")
-        for key in ("efficiency", "samples_per_s", "trainer_idle", "staleness_mean", "length_ks_trained_population"):
-            figures[f"{name}_{key}"] = result.mean(key) or 0.0
-        if result.strategy == "asynchronous":
-            figures[f"{name}_first_samples_s"] = result.mean("first_samples_s") or 0.0
-            figures[f"{name}_first_samples_length_ratio"] = result.mean("first_samples_length_ratio") or 0.0
+        for key in SIMULATED_FIGURES:
+            if (value := result.mean(key)) is not None:
+                figures[f"{name}_{key}"] = value
     for made in report.makespans:
         figures[f"sim_{made.dispatch}_makespan_s"] = fmean(made.seconds)
     ours = figures["sim_asynchronous_samples_per_s"]
     figures["sim_async_speedup_over_sync_split"] = ours / figures["sim_synchronous_samples_per_s"]
     figures["sim_async_speedup_over_sync_all_cores"] = ours / figures["sim_colocated_samples_per_s"]
     figures["sim_share_of_bound"] = figures["sim_asynchronous_efficiency"]
+
+
+def _simulated(changes: dict[str, Any] | None = None, **simulator: Any) -> Config:
+    tree = {**SIMULATED, "simulator": SIMULATED["simulator"] | simulator}
+    for section, values in (changes or {}).items():
+        tree[section] = tree[section] | values
+    return Config.model_validate(tree)
 
 
 STUDIES = {

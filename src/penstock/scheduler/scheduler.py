@@ -307,6 +307,7 @@ class Scheduler:
             self._give_up(self._patience.filtered(verdict.reason))
             self._notify_trainer()
             return EpisodeState.FILTERED
+        self._record("filter", "kept", {"group": group.number})
         self._patience.kept()
         self._dispatcher.stop_playing(group)
         if num_stale := self._supply.add(group, now=self._now()):
