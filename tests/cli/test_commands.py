@@ -152,3 +152,19 @@ def test_a_detached_run_outlives_the_command_that_started_it(config: Path, tmp_p
     while "pool" not in log.read_text():
         assert time.monotonic() < give_up, log.read_text()
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.source=jsonl", "data.path=nowhere.jsonl"], "data.path: there is no file nowhere.jsonl"),
+        (["scheduler.length.learn_from=nowhere"], "nowhere is not the directory of a run"),
+        (["scheduler.dispatch.policy=sjf", "scheduler.length.embedding=no_such:thing"], "cannot be imported"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_starts(
+    config: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    result = penstock("train", config, *overrides)
+    assert result.exit_code == 1 and message in result.stderr
+    assert not (tmp_path / "runs").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.envs.registry import locate
 from penstock.model.files import has_weights
+from penstock.scheduler.length.predictor import length_predictor
 
 
 class Refused(RuntimeError):
@@ -19,9 +20,22 @@ def check(config: Config) -> None:
     if config.model.path != "tiny":
         check_model(Path(config.model.path))
     locate(config.env.name)
+    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
+        if config.data.source == "jsonl" and path is not None and not Path(path).is_file():
+            raise Refused(f"{key}: there is no file {path}")
+    earlier = config.scheduler.length.learn_from
+    if earlier is not None and not (Path(earlier) / "pool" / "index").is_dir():
+        raise Refused(f"scheduler.length.learn_from: {earlier} is not the directory of a run: it has no pool/index")
+    if config.scheduler.dispatch.policy in ("sjf", "ljf"):
+        check_predictor(config)
     if config.rollout.port:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
+
+
+def check_predictor(config: Config) -> None:
+    """Whether lengths can be predicted as asked; a missing package or function is a `ConfigError`."""
+    length_predictor(config.scheduler.length, max_new_tokens=config.env.max_new_tokens, temperature=1.0)
 
 
 def check_model(directory: Path) -> None:

@@ -160,6 +160,7 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
     if config.scheduler.length.learn_from is not None:
         played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=LEARNT_GROUPS)
         await asyncio.to_thread(system.scheduler.recall, played)
+        recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     controller.attach(system)
     try:
         async with fits:
