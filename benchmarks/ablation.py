@@ -153,7 +153,7 @@ class Lab:
         """Runs of the long-tailed task, one per seed, from one warm-started policy."""
         warm = self._train(self._config(), "warm", 0, ["trainer.steps=1"])
         policy = f"model.path={warm / 'checkpoints' / 'step_1'}"
-        steps = 12 if self.quick else steps
+        steps = min(steps, 12) if self.quick else steps
         settings = [policy, "model.warm_start.steps=0", f"trainer.steps={steps}", *overrides]
         return [self._train(self._config(), name, seed, settings) for seed in self.seeds]
 

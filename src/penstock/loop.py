@@ -99,8 +99,8 @@ async def admit(system: System) -> None:
         if len(tasks) < room:
             break
     system.scheduler.out_of_tasks(
-        f"data: the task source is used up after {system.tasks.position - 1} tasks, at step {system.num_steps} of "
-        f"{system.config.trainer.steps}: give it more tasks or lower trainer.steps"
+        f"data: the task source is used up after {system.tasks.position - 1} tasks, before the last of "
+        f"{system.config.trainer.steps} optimizer steps: give it more tasks or lower trainer.steps"
     )
 
 
