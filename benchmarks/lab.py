@@ -1,0 +1,193 @@
+"""Where benchmarks make real runs, and what those runs say of themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+from long_answers import write_tasks
+
+from penstock.store.index import PoolIndex
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples" / "quickstart" / "run.yaml"
+SEEDS = (0, 1, 2)
+CLOSED_GROUPS = 48
+"""Of the closed set."""
+FIRST_SAMPLES = 256
+GROUP_SIZE = 8
+SKIPPED_STEPS = 5
+"""At the beginning of a run, before rates are taken."""
+
+LONG: dict[str, Any] = {
+    "model": {"max_context": 288, "warm_start": {"steps": 200}},
+    "data": {"source": "jsonl", "eval_tasks": 0},
+    "env": {"name": "long_answers:Think", "group_size": GROUP_SIZE, "max_new_tokens": 256},
+    "scheduler": {"max_staleness": 1, "filter_equal_rewards": False},
+    "rollout": {"slots": 64},
+    "trainer": {"groups_per_step": 16, "learning_rate": 1e-7, "checkpoint_every": 1000},
+    "observe": {"progress": False, "plots": False, "samples": 0},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lab:
+    """Where runs are made."""
+
+    runs: Path
+    quick: bool
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return SEEDS[:1] if self.quick else SEEDS
+
+    def long(self, name: str, overrides: Iterable[str], *, steps: int) -> list[Path]:
+        """Runs of the long-tailed task, one per seed, from one warm-started policy."""
+        warm = self._train(self._config(), "warm", 0, ["trainer.steps=1"])
+        policy = f"model.path={warm / 'checkpoints' / 'step_1'}"
+        steps = min(steps, 12) if self.quick else steps
+        settings = [policy, "model.warm_start.steps=0", f"trainer.steps={steps}", *overrides]
+        return [self._train(self._config(), name, seed, settings) for seed in self.seeds]
+
+    def quickstart(self, name: str, overrides: Iterable[str], *, samples: int) -> list[Path]:
+        """Runs of the quickstart's task over the same number of samples."""
+        samples = 2048 if self.quick else samples
+        quiet = ["observe.plots=false", "observe.progress=false", "data.eval_tasks=1024"]
+        settings = [f"trainer.total_samples={samples}", "trainer.steps=2000", *quiet, *overrides]
+        return [self._train(EXAMPLE, name, seed, settings) for seed in self.seeds]
+
+    @property
+    def closed_set(self) -> Path:
+        """The first tasks alone, under the names they have in the whole file."""
+        file = self.runs / "closed" / "tasks.jsonl"
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            lines = (self.runs / "tasks.jsonl").read_text().splitlines(keepends=True)
+            file.write_text("".join(lines[:CLOSED_GROUPS]))
+        return file
+
+    def _config(self) -> Path:
+        file = self.runs / "long.yaml"
+        if not file.exists():
+            self.runs.mkdir(parents=True, exist_ok=True)
+            write_tasks(self.runs / "tasks.jsonl", count=30_000, seed=0)
+            tree = LONG | {"data": LONG["data"] | {"path": str(self.runs / "tasks.jsonl")}}
+            file.write_text(yaml.safe_dump(tree))
+        return file
+
+    def _train(self, config: Path, name: str, seed: int, overrides: Iterable[str]) -> Path:
+        run_dir = self.runs / f"{name}-{seed}"
+        if _completed(run_dir):
+            return run_dir
+        shutil.rmtree(run_dir, ignore_errors=True)
+        words = [f"run_id={run_dir.name}", f"runs_dir={self.runs}", f"seed={seed}", *overrides]
+        started = time.monotonic()
+        with (self.runs / f"{run_dir.name}.log").open("w") as log:
+            result = subprocess.run(
+                [sys.executable, "-m", "penstock.cli.main", "train", str(config), *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])},
+            )
+        if result.returncode:
+            sys.exit(f"{run_dir.name} failed: see {log.name}")
+        print(f"{run_dir.name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        return run_dir
+
+
+def _completed(run_dir: Path) -> bool:
+    try:
+        return bool(json.loads((run_dir / "summary.json").read_text())["status"] == "completed")
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def samples_per_s(run_dir: Path) -> float:
+    """Samples trained per second, after the first steps."""
+    metrics = lines(run_dir / "metrics.jsonl")[SKIPPED_STEPS - 1 :]
+    seconds = metrics[-1]["time"] - metrics[0]["time"]
+    return float((metrics[-1]["ledger"]["trained"] - metrics[0]["ledger"]["trained"]) / seconds)
+
+
+def idle_fraction(run_dir: Path) -> float:
+    """Of the learner."""
+    return 1.0 - float(json.loads((run_dir / "summary.json").read_text())["trainer_busy_fraction"])
+
+
+def eval_after(run_dir: Path) -> float:
+    return float(json.loads((run_dir / "summary.json").read_text())["eval_after"])
+
+
+def decisions(run_dir: Path, decider: str) -> list[dict[str, Any]]:
+    return [line for line in lines(run_dir / "timeline.jsonl") if line.get("decider") == decider]
+
+
+def ready_times(run_dir: Path) -> list[tuple[float, int]]:
+    """(when it became ready, group), in order."""
+    kept = (line for line in decisions(run_dir, "filter") if line["reason"] == "kept")
+    return [(line["time"], line["group"]) for line in kept]
+
+
+def first_samples_s(run_dir: Path) -> float:
+    """From the first dispatch until so many samples are ready, whatever the learner does with them."""
+    ready = ready_times(run_dir)[FIRST_SAMPLES // GROUP_SIZE - 1]
+    return float(ready[0] - decisions(run_dir, "dispatch")[0]["time"])
+
+
+def makespan_s(run_dir: Path) -> float:
+    """From the first dispatch until every group is ready; for a closed set."""
+    return float(ready_times(run_dir)[-1][0] - decisions(run_dir, "dispatch")[0]["time"])
+
+
+def refill_s(run_dir: Path) -> float:
+    """Mean time from a weight update until the next groups for an optimizer step are ready."""
+    times = [time for time, _ in ready_times(run_dir)]
+    spans = [line for line in lines(run_dir / "timeline.jsonl") if line.get("kind") == "update_weights"]
+    waits = []
+    for updated_at in (span["end"] for span in spans[SKIPPED_STEPS:]):
+        later = [time for time in times if time > updated_at]
+        if len(later) >= LONG["trainer"]["groups_per_step"]:
+            waits.append(later[LONG["trainer"]["groups_per_step"] - 1] - updated_at)
+    return fmean(waits)
+
+
+def first_lengths(run_dir: Path) -> float:
+    """Mean length of the first samples that are ready."""
+    index = PoolIndex(run_dir / "pool")
+    try:
+        records = [index.get(group) for _, group in ready_times(run_dir)[: FIRST_SAMPLES // GROUP_SIZE]]
+    finally:
+        index.close()
+    return fmean(episode.response_tokens for record in records if record for episode in record.episodes)
+
+
+def mean_length(run_dir: Path) -> float:
+    """Of all episodes played."""
+    index = PoolIndex(run_dir / "pool")
+    try:
+        return fmean(episode.response_tokens for record in index for episode in record.episodes)
+    finally:
+        index.close()
+
+
+def last_metric(key: str) -> Callable[[Path], float | None]:
+    return lambda run_dir: lines(run_dir / "metrics.jsonl")[-1][key]
+
+
+def trained(run_dir: Path) -> float:
+    return float(lines(run_dir / "metrics.jsonl")[-1]["ledger"]["trained"])
