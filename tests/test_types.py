@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,28 @@ def test_a_flattened_trajectory_comes_back(turns: list[Turn], reward: float, end
         for segment in turn.segments:
             ends = [span.end for span in segment.spans]
             assert [span.start for span in segment.spans] == [0, *ends[:-1]] and ends[-1] == len(segment.token_ids)
+
+
+def part(sample: Sample, start: int, end: int) -> Sample:
+    return replace(
+        sample,
+        token_ids=sample.token_ids[start:end],
+        loss_mask=sample.loss_mask[start:end],
+        logprobs=sample.logprobs[start:end],
+        versions=sample.versions[start:end],
+    )
+
+
+@given(turns=st.lists(turns, max_size=4), cuts=st.lists(st.integers(0, 60), max_size=4))
+def test_joined_pieces_are_the_whole(turns: list[Turn], cuts: list[int]) -> None:
+    episode = EpisodeId("train", 7, 3, 1)
+    whole = Trajectory(episode=episode, task_id="t", turns=turns, reward=0.5, status="truncated").flatten()
+    length = len(whole.token_ids)
+    bounds = [0, *sorted(min(cut, length) for cut in cuts)]
+    begun = replace(whole, reward=0.0, truncated=False)
+    pieces = [part(begun, start, end) for start, end in pairwise(bounds)]
+    pieces.append(part(whole, bounds[-1], length))
+    assert fields(Sample.joined(pieces)) == fields(whole)
 
 
 def test_a_saved_single_turn_is_one_turn() -> None:

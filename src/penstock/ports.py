@@ -56,7 +56,10 @@ class PolicyClient(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
-        """One segment per grant for the same prompt (one request with n = len(grants))."""
+        """One segment per grant for the same prompt (one request with n = len(grants)).
+
+        A server that gave way answers at once, with empty segments that end in `abort`.
+        """
         ...
 
 
@@ -68,7 +71,8 @@ class RolloutServers(Protocol):
         ...
 
     async def release(self) -> None:
-        """Give way to the trainer: running requests end early with what they have, generation memory is freed."""
+        """Give way to the trainer: running requests end early with what they have, later ones at once with nothing;
+        generation memory is freed."""
         ...
 
     async def resume(self) -> None:
@@ -77,10 +81,16 @@ class RolloutServers(Protocol):
 
 
 class SavedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode's tokens so far, in the pool; of a group that is not whole yet."""
+    """An episode's tokens so far, in the pool; of a group that is not whole yet.
+
+    Episodes are saved only where groups stay open for long: with `scheduler.segment_length` set, or colocated with
+    over-sampling. Members that ended always are then, cut ones only if the environment is single-turn.
+    """
 
     episode: EpisodeId
-    ref: PayloadRef
+    refs: tuple[PayloadRef, ...]
+    """Of one that ended: the record of the whole. Of a cut one: a record per cut with what was new, in order; one that
+    begins with an observation begins the episode anew, and what lies before it no longer counts."""
     ended: bool
 
 
@@ -88,7 +98,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Members of a group handed to an environment worker: one lease and one first grant each.
 
     A worker that has played all `group_size` members, in one piece of work or two (a probe, then the rest), reports the
-    group; whatever members end before that are reported one by one, and kept.
+    group; whatever members end before that are reported as they do, and kept: always by the worker, and also in the
+    pool, where another worker finds them, if `SavedEpisode` says that such episodes are saved.
     """
 
     task: Task
@@ -106,7 +117,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a lease is void and its episode counts as failed."""
     sampling: Sampling
     saved: tuple[SavedEpisode, ...] = ()
-    """Members that another worker had begun or ended: they go on from there instead of starting over."""
+    """Members that another worker had begun or ended: they go on from there instead of starting over. Where nothing is
+    saved there are none, and a lost worker's groups start over."""
     keep_text: bool = False
     """Return the decoded last action with the summary (evaluation samples)."""
 

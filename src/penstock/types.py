@@ -14,7 +14,8 @@ than a frozen dataclass. One word per idea:
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -255,6 +256,17 @@ class Sample:
     loss_mask: npt.NDArray[np.uint8]  # [T], 1 on sampled tokens
     logprobs: npt.NDArray[np.float32]  # [T], behaviour log-probabilities, 0 where the mask is 0
     versions: npt.NDArray[np.int32]  # [T], policy_version per sampled token, NO_VERSION where the mask is 0
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Sample]) -> Sample:
+        """A sample from its consecutive pieces; how it ended is what the last one says."""
+        return replace(
+            pieces[-1],
+            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+            loss_mask=np.concatenate([piece.loss_mask for piece in pieces]),
+            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+            versions=np.concatenate([piece.versions for piece in pieces]),
+        )
 
 
 def _segment(sample: Sample, start: int, end: int) -> Segment:

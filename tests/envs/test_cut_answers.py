@@ -14,7 +14,7 @@ from penstock.model.tiny import write_tiny_model
 from penstock.ports import Work
 from penstock.rollout.scripted import ScriptedPolicy
 from penstock.simulator.clock import run_virtual
-from penstock.types import Sampling, SegmentGrant, Task, Trajectory, VersionSpan
+from penstock.types import NO_VERSION, Sampling, SegmentGrant, Task, Trajectory, VersionSpan
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -172,18 +172,67 @@ async def test_a_server_that_gives_way_cuts_and_does_not_count(chat: ChatTokeniz
     assert grants.asked == [(True, 3), (True, 3), (True, 11), (True, 11)]
 
 
-async def test_giving_way_before_the_first_token_loses_nothing(chat: ChatTokenizer) -> None:
-    config = settings()
-    grants = Grants(20, between=lambda: stage.policy.resume())
-    stage = Stage(chat, config, grants, answer="abc")
-    playing = asyncio.create_task(stage.play(work(config, grant=20)))
+async def test_a_server_that_gave_way_is_asked_once_per_grant(chat: ChatTokenizer) -> None:
+    config = settings(segment_length=4, max_segment_count=2)
+    granted = asyncio.Semaphore(0)
+    grants = Grants(4, between=granted.acquire)
+    stage = Stage(chat, config, grants, answer=LETTERS[:7])
+    await stage.policy.release()
+    playing = asyncio.create_task(stage.play(work(config, size=3, grant=4)))
     async with asyncio.timeout(5):
-        while not stage.policy.prompts:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        for num_rounds in range(1, 4):
+            while len(grants.asked) < 3 * num_rounds:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert len(stage.policy.prompts) == 1 + 3 * (num_rounds - 1), "nobody asks again before the next grant"
+            if num_rounds == 3:
+                await stage.policy.resume()
+            for _ in range(3):
+                granted.release()
+        for _ in range(3):
+            granted.release()
+        trajectories = await playing
+    assert grants.asked == [(True, 0)] * 9 + [(True, 4)] * 3
+    assert {tuple(prompt[: len(stage.policy.prompts[0])]) for prompt in stage.policy.prompts} == {
+        tuple(stage.policy.prompts[0])
+    }
+    for trajectory in trajectories:
+        assert lengths(trajectory) == [[4, 4]], "segments without a token leave nothing, and do not count"
+        summary = trajectory.summary()
+        assert (summary.status, summary.num_turns, summary.response_tokens) == ("completed", 1, 8)
+        assert (summary.version_min, summary.version_max) == (0, 0)
+        assert len(trajectory.flatten().token_ids) == summary.prompt_tokens + 8
+
+
+async def test_an_episode_that_has_no_token_yet_is_a_prompt(chat: ChatTokenizer) -> None:
+    class Watching(Grants):
+        async def request(self, so_far: Trajectory, *, unfinished: bool, num_tokens: int) -> SegmentGrant:
+            self.summary, self.flat = so_far.summary(), so_far.flatten()
+            await stage.policy.resume()
+            return await super().request(so_far, unfinished=unfinished, num_tokens=num_tokens)
+
+    config, grants = settings(), Watching(20)
+    stage = Stage(chat, config, grants, answer="abc")
+    await stage.policy.release()
+    (trajectory,) = await stage.play(work(config, grant=20))
+    assert (grants.summary.num_turns, grants.summary.response_tokens, grants.summary.version_min) == (1, 0, NO_VERSION)
+    assert grants.flat.token_ids.tolist() == stage.policy.prompts[0] and not grants.flat.loss_mask.any()
+    assert lengths(trajectory) == [[4]] and trajectory.status == "completed"
+
+
+def test_a_server_that_gave_way_costs_the_lease_nothing(chat: ChatTokenizer) -> None:
+    async def play() -> list[Trajectory]:
+        async def phase_of_training() -> None:
+            await asyncio.sleep(1000)
+            await stage.policy.resume()
+
+        config = settings()
+        stage = Stage(chat, config, Grants(20, between=phase_of_training), answer="abc")
         await stage.policy.release()
-        await stage.policy.resume()
-        (trajectory,) = await playing
-    assert sum(lengths(trajectory)[0]) == 4 and trajectory.status == "completed"
+        return await stage.play(work(config, size=2, grant=20))
+
+    assert [(t.status, lengths(t)) for t in run_virtual(play())] == [("completed", [[4]])] * 2
 
 
 async def test_spans_follow_the_versions(chat: ChatTokenizer) -> None:

@@ -6,10 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from stage import Quick, job, working
 
 from penstock.config import Config
 from penstock.control.messages import Cancel
+from penstock.processes import env
 from penstock.store.payload import PayloadReader
 from penstock.types import GroupAttempt, Task
 
@@ -129,6 +131,22 @@ async def test_a_failed_member_ends_its_groups_attempt(tmp_path: Path) -> None:
         assert stage.controller.generated.empty() and stage.controller.ended.empty()
 
 
+async def test_a_cancel_that_overtakes_its_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "REMEMBERED_CANCELS", 2)
+    async with working(tmp_path) as stage:
+        await stage.tell("env-0", Cancel(attempts=[GroupAttempt(1, 2), GroupAttempt(1, 1)]))
+        for attempt in (0, 2):
+            await stage.start("env-0", job(1, attempt=attempt))
+        assert not stage.policy.prompts
+        await stage.start("env-0", job(1, attempt=3))
+        assert {e.episode.attempt for e in (await stage.controller.generated.get()).episodes} == {3}
+        await stage.tell("env-0", Cancel(attempts=[GroupAttempt(group, 0) for group in (2, 3, 4)]))
+        for group in (3, 4, 2):
+            await stage.start("env-0", job(group))
+        assert (await stage.controller.generated.get()).group == 2, "remembered for a while, not for ever"
+        assert stage.controller.generated.empty()
+
+
 async def test_a_newer_attempt_and_a_cancel_drop_what_was_kept(tmp_path: Path) -> None:
     async with working(tmp_path) as stage:
         await stage.start("env-0", job(1, members=[0], group_size=2))
@@ -137,7 +155,7 @@ async def test_a_newer_attempt_and_a_cancel_drop_what_was_kept(tmp_path: Path) -
         report = await stage.controller.ended.get()
         assert [str(e.episode) for e in report.episodes] == ["train/1/1/1"]
         await stage.tell("env-0", Cancel(attempts=[GroupAttempt(1, 1)]))
-        await stage.start("env-0", job(1, members=[0], group_size=2, attempt=1))
+        await stage.start("env-0", job(1, members=[0], group_size=2, attempt=2))
         report = await stage.controller.ended.get()
-        assert [str(e.episode) for e in report.episodes] == ["train/1/0/1"]
+        assert [str(e.episode) for e in report.episodes] == ["train/1/0/2"]
         assert stage.controller.generated.empty()

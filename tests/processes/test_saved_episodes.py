@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from stage import Quick, Stage, job, working
 
 from penstock.config import Config
-from penstock.control.messages import DataGenerated, GrantRequest
-from penstock.ports import SavedEpisode
+from penstock.control.messages import DataGenerated, GrantRequest, NewTask
+from penstock.ports import SavedEpisode, Work
+from penstock.processes.saved import piece
+from penstock.scheduler.ledger import Ledger
+from penstock.scheduler.live import LiveGroup
+from penstock.scheduler.scheduler import Scheduler
 from penstock.store.payload import PayloadReader
-from penstock.types import Sample, Task, nth_seed
+from penstock.types import EpisodeId, PayloadRef, Sample, Segment, Task, Trajectory, Turn, VersionSpan, nth_seed
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -23,10 +31,18 @@ def settings(max_turns: int = 1, **scheduler: Any) -> Config:
     return Config.model_validate({"env": env, "scheduler": {"segment_length": 4, **scheduler}})
 
 
-def save(request: GrantRequest) -> SavedEpisode:
-    """What the scheduler keeps of a grant request, for the next attempt."""
-    assert request.saved is not None
-    return SavedEpisode(episode=request.episode._replace(attempt=1), ref=request.saved, ended=False)
+def save(*requests: GrantRequest, attempt: int = 1) -> list[SavedEpisode]:
+    """What the scheduler keeps of grant requests, for the next attempt."""
+    group = live_group(attempt)
+    for request in requests:
+        assert request.saved is not None
+        group.keep(request.episode.episode, request.saved, ended=False)
+    return list(group.saved.values())
+
+
+def live_group(attempt: int) -> LiveGroup:
+    task = Task(task_id="t", tag="train", index=0)
+    return LiveGroup(number=1, task=task, size=2, ledger=Ledger(), admitted_at=0.0, attempt=attempt)
 
 
 def tokens(prompt_ids: list[int], seed: int) -> list[int]:
@@ -35,15 +51,23 @@ def tokens(prompt_ids: list[int], seed: int) -> list[int]:
 
 
 async def play_until_cut(stage: Stage, *, num_cuts: int) -> list[GrantRequest]:
-    """Worker env-0 plays two members under versions 0, 1, ...; returns their last requests."""
+    """Worker env-0 plays two members under versions 0, 1, ...; returns their requests, in order."""
     await stage.start("env-0", job(1, grant=4, max_new_tokens=20))
-    last = [await stage.controller.requests.get() for _ in range(2)]
+    return await cut_again(stage, "env-0", num_cuts=num_cuts)
+
+
+async def cut_again(stage: Stage, name: str, *, num_cuts: int) -> list[GrantRequest]:
+    requests = [await stage.controller.requests.get() for _ in range(2)]
     for _ in range(num_cuts - 1):
         stage.policy.policy_version += 1
-        for request in last:
-            await stage.grant("env-0", request, 4)
-        last = [await stage.controller.requests.get() for _ in range(2)]
-    return sorted(last, key=lambda request: request.episode)
+        for request in requests[-2:]:
+            await stage.grant(name, request, 4)
+        requests += [await stage.controller.requests.get() for _ in range(2)]
+    return sorted(requests, key=lambda request: request.episode)
+
+
+def pieces(pool: Path, saved: SavedEpisode) -> list[Sample]:
+    return [sample for ref in saved.refs for sample in PayloadReader(pool).read(ref)]
 
 
 def sampled(sample: Sample) -> list[int]:
@@ -67,21 +91,20 @@ async def finish(stage: Stage, name: str) -> DataGenerated:
 async def test_a_cut_episode_survives_the_crash_of_its_worker(tmp_path: Path) -> None:
     async with working(tmp_path, answer=tokens, config=settings(global_max_length=18)) as stage:
         requests = await play_until_cut(stage, num_cuts=2)
-        assert [(r.unfinished, r.num_tokens) for r in requests] == [(True, 8), (True, 8)]
-        before = [PayloadReader(tmp_path).read(r.saved)[0] for r in requests if r.saved]
+        assert [(r.unfinished, r.num_tokens) for r in requests] == [(True, 4), (True, 8)] * 2
+        before = [pieces(tmp_path, saved) for saved in save(*requests)]
         stage.kill("env-0")
         stage.policy.policy_version = 7
         await stage.join("env-1")
-        await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=[save(r) for r in requests]))
+        await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=save(*requests)))
         played = await finish(stage, "env-1")
     assert played.ref is not None and played.ref.file.startswith("env-1")
     samples = PayloadReader(tmp_path).read(played.ref)
     for member, (sample, saved) in enumerate(zip(samples, before, strict=True)):
         prompt = int((sample.loss_mask == 0).sum())
-        assert sampled(saved) == tokens([0] * prompt, nth_seed(0, member))[:8], "what the first worker generated"
-        assert sampled(sample) == tokens([0] * prompt, nth_seed(0, member))[:18], (
-            "then what the second did, to the global maximum"
-        )
+        answer = tokens([0] * prompt, nth_seed(0, member))
+        assert sampled(Sample.joined(saved)) == answer[:8], "what the first worker generated"
+        assert sampled(sample) == answer[:18], "then what the second did, to the global maximum"
         versions = sample.versions[sample.loss_mask == 1].tolist()
         assert versions[:12] == [0] * 4 + [1] * 4 + [7] * 4 and min(versions[12:]) > 7
         assert sample.truncated
@@ -98,9 +121,9 @@ async def test_members_that_ended_are_taken_as_they_are(tmp_path: Path) -> None:
         stage.kill("env-0")
         (ref,) = ended.saved
         assert ref is not None
-        done = SavedEpisode(episode=ended.episodes[0].episode._replace(attempt=1), ref=ref, ended=True)
+        done = SavedEpisode(episode=ended.episodes[0].episode._replace(attempt=1), refs=(ref,), ended=True)
         await stage.join("env-1")
-        await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=[done, save(cut)]))
+        await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=[done, *save(cut)]))
         played = await finish(stage, "env-1")
         prompts = stage.policy.prompts
     assert [(e.response_tokens, e.status, e.reward) for e in played.episodes] == [
@@ -119,7 +142,7 @@ async def test_the_segments_already_used_count(tmp_path: Path) -> None:
         requests = await play_until_cut(stage, num_cuts=2)
         stage.kill("env-0")
         await stage.join("env-1")
-        await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=[save(r) for r in requests]))
+        await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=save(*requests)))
         played = await finish(stage, "env-1")
     assert [(e.response_tokens, e.status) for e in played.episodes] == [(12, "truncated")] * 2
 
@@ -140,16 +163,138 @@ async def test_what_could_go_on_elsewhere_is_saved(tmp_path: Path, config: Confi
     assert [request.saved is not None for request in requests] == [saves, saves]
 
 
-async def test_an_unreadable_record_starts_the_episode_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_every_token_is_saved_once_whoever_plays(tmp_path: Path) -> None:
     async with working(tmp_path, answer=tokens, config=settings()) as stage:
-        requests = await play_until_cut(stage, num_cuts=1)
+        first = await play_until_cut(stage, num_cuts=2)
+        stage.kill("env-0")
+        for name in ("env-1", "env-2"):
+            await stage.join(name)
+        await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=save(*first)))
+        second = await cut_again(stage, "env-1", num_cuts=2)
+        stage.kill("env-1")
+        chains = save(*first, *second, attempt=2)
+        await stage.start("env-2", job(1, attempt=2, grant=4, max_new_tokens=20, saved=chains))
+        played = await finish(stage, "env-2")
+        observation = stage.policy.prompts[0]
+    for chain in chains:
+        written = [sample.loss_mask.tolist() for sample in pieces(tmp_path, chain)]
+        assert written == [[0] * len(observation) + [1] * 4, [1] * 4, [1] * 4, [1] * 4]
+    assert played.ref is not None
+    for member, sample in enumerate(PayloadReader(tmp_path).read(played.ref)):
+        assert sampled(sample) == tokens(observation, nth_seed(0, member))[:20]
+
+
+async def test_nothing_new_is_not_saved(tmp_path: Path) -> None:
+    async with working(tmp_path, answer=tokens, config=settings()) as stage:
+        await stage.policy.release()
+        requests = await play_until_cut(stage, num_cuts=2)
+        assert [(r.unfinished, r.num_tokens, r.saved) for r in requests] == [(True, 0, None)] * 4
+        await stage.policy.resume()
+        for request in requests[1::2]:
+            await stage.grant("env-0", request, 4)
+        (first, second) = await cut_again(stage, "env-0", num_cuts=1)
+        assert [sampled(Sample.joined(pieces(tmp_path, saved))) for saved in save(first, second)] == [
+            tokens(stage.policy.prompts[0], nth_seed(0, member))[:4] for member in range(2)
+        ]
+
+
+async def test_an_unreadable_cut_episode_starts_over_with_its_whole_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(max_segment_count=3)
+    async with working(tmp_path, answer=tokens, config=config) as stage:
+        before = await play_until_cut(stage, num_cuts=2)
         stage.kill("env-0")
         (tmp_path / "env-0-00000.seg").write_bytes(b"")
         await stage.join("env-1")
-        await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=[save(r) for r in requests]))
-        played = await finish(stage, "env-1")
-    assert [e.response_tokens for e in played.episodes] == [20, 20]
-    assert "train/1/0/1 starts over" in capsys.readouterr().err
+        await stage.start("env-1", job(1, attempt=1, grant=1, max_new_tokens=20, saved=save(*before)))
+        after = await cut_again(stage, "env-1", num_cuts=2)
+        assert [request.num_tokens for request in after] == [1, 5] * 2
+        stage.kill("env-1")
+        await stage.join("env-2")
+        chains = save(*before, *after, attempt=2)
+        await stage.start("env-2", job(1, attempt=2, grant=4, max_new_tokens=20, saved=chains))
+        played = await finish(stage, "env-2")
+    assert [e.response_tokens for e in played.episodes] == [12, 12], "three segments' worth, the first one was short"
+    assert capsys.readouterr().err.count("train/1/0/1 starts over") == 1
+    assert played.ref is not None
+    for member, sample in enumerate(PayloadReader(tmp_path).read(played.ref)):
+        prompt = int((sample.loss_mask == 0).sum())
+        assert sampled(sample) == tokens([0] * prompt, nth_seed(0, member))[:12], "what was lost is not gone on with"
+
+
+@pytest.mark.parametrize("num_members", [1, 2])
+async def test_a_lost_record_of_an_ended_member_fails_its_group(tmp_path: Path, num_members: int) -> None:
+    async with working(tmp_path, answer=tokens, config=settings()) as stage:
+        lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, crc32=1)
+        saved = [
+            SavedEpisode(episode=EpisodeId("train", 1, member, 1), refs=(lost,), ended=True)
+            for member in range(num_members)
+        ]
+        await stage.start("env-0", job(1, attempt=1, grant=4, max_new_tokens=20, saved=saved))
+        whole = num_members == 2
+        report = await (stage.controller.generated if whole else stage.controller.ended).get()
+        assert not stage.policy.prompts, "nothing is played of it"
+        await stage.start("env-0", job(1, attempt=2, grant=4, max_new_tokens=20))
+        played = await finish(stage, "env-0")
+    assert [(e.episode.episode, e.episode.attempt, e.status) for e in report.episodes] == [
+        (member, 1, "failed") for member in range(num_members)
+    ]
+    error = "the group of train/1/0/1 starts over: PayloadError: pool file gone-00000.seg"
+    assert error in str(report.episodes[0].error)
+    assert [(e.episode.attempt, e.response_tokens) for e in played.episodes] == [(2, 20), (2, 20)]
+
+
+async def test_the_scheduler_plays_the_whole_group_again_for_a_lost_record(tmp_path: Path) -> None:
+    scheduler = Scheduler(settings(), now=lambda: 0.0, record=lambda *_: None)
+    scheduler.worker_joined("env-0", 64)
+    scheduler.published(0, 0)
+    scheduler.admit([Task(task_id="t", tag="train", index=0)])
+    (first,) = [assignment.item for assignment in await scheduler.next_assignments()]
+    assert isinstance(first, Work)
+    lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, crc32=1)
+    ended = Trajectory(episode=first.episodes[0], task_id="t", turns=[], reward=1.0, status="completed")
+    scheduler.ended(first.group, [ended.summary()], [lost])
+    scheduler.worker_joined("env-1", 64)
+    scheduler.worker_lost("env-0")
+    (again,) = [assignment.item for assignment in await scheduler.next_assignments()]
+    assert isinstance(again, Work) and [saved.refs for saved in again.saved] == [(lost,)]
+    async with working(tmp_path, answer=tokens, config=settings()) as stage:
+        await stage.start("env-0", NewTask(work=again))
+        report = await stage.controller.ended.get()
+    scheduler.ended(report.group, report.episodes, report.saved)
+    (third,) = [assignment.item for assignment in await scheduler.next_assignments()]
+    assert isinstance(third, Work)
+    assert (third.attempt, third.members, third.saved) == (2, first.members, ())
+    scheduler.ledger.check()
+
+
+segments = st.integers(1, 4).flatmap(
+    lambda length: st.builds(
+        Segment,
+        token_ids=st.lists(st.integers(0, 99), min_size=length, max_size=length),
+        logprobs=st.lists(st.floats(-9, 0, width=32), min_size=length, max_size=length),
+        spans=st.integers(0, 5).map(lambda version: [VersionSpan(version, 0, length)]),
+        finish_reason=st.just("length"),
+    )
+)
+
+
+@given(st.lists(segments, min_size=1, max_size=8), st.sets(st.integers(1, 7)))
+def test_the_pieces_of_an_answer_are_the_answer(segments: list[Segment], cuts: set[int]) -> None:
+    turn = Turn(observation_ids=[1, 2], segments=segments)
+    episode = EpisodeId("train", 1, 0, 0)
+    whole = Trajectory(episode=episode, task_id="t", turns=[turn], reward=0.0, status="aborted")
+    starts = sorted({0} | {cut for cut in cuts if cut < len(segments)})
+    ends = [*starts[1:], len(segments)]
+    written = [
+        piece(replace(whole, turns=[replace(turn, segments=segments[:end])]), start=start)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    assert [bool(part.loss_mask[0]) for part in written] == [False] + [True] * (len(written) - 1)
+    joined, expected = Sample.joined(written), whole.flatten()
+    for name in ("token_ids", "loss_mask", "logprobs", "versions"):
+        np.testing.assert_array_equal(getattr(joined, name), getattr(expected, name), strict=True)
 
 
 async def test_a_world_that_cannot_be_repeated_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -164,7 +309,7 @@ async def test_a_world_that_cannot_be_repeated_is_not_gone_on_with(tmp_path: Pat
 
     async with working(tmp_path, Fickle, answer=tokens, config=settings()) as stage:
         requests = await play_until_cut(stage, num_cuts=1)
-        await stage.start("env-0", job(1, attempt=1, grant=4, max_new_tokens=20, saved=[save(r) for r in requests]))
+        await stage.start("env-0", job(1, attempt=1, grant=4, max_new_tokens=20, saved=save(*requests)))
         played = await stage.controller.generated.get()
     assert {e.status for e in played.episodes} == {"failed"}
     assert "the same seed shows another first observation" in str(played.episodes[0].error)

@@ -30,7 +30,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from penstock.rollout.engine import SlotEngine
+from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.types import Segment, VersionSpan
 
@@ -301,14 +301,14 @@ def test_release_ends_running_and_waiting_requests_with_what_they_have(engine: S
         assert part.token_ids == full.token_ids[: len(part.token_ids)]
 
 
-def test_what_arrives_while_released_waits_and_meets_the_new_weights(engine: SlotEngine) -> None:
+def test_what_arrives_while_released_ends_at_once_without_a_token(engine: SlotEngine) -> None:
     engine.release()
-    engine.submit(make_request("early", [5], seeds=(1,)))
-    engine.submit(make_request("given up", [5], seeds=(1,)))
-    assert not engine.has_work
+    request = make_request("early", [5], seeds=(1, 2, 3, 4, 5))
+    early = engine.submit(request)
+    nothing = Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
+    assert early == Finished(request=request, segments=[nothing] * 5)
+    assert (engine.has_work, engine.num_waiting, engine.step()) == (False, 0, [])
     engine.load_weights(weights(3), 4)
-    given_up = engine.abort("given up")
-    assert given_up is not None and given_up.segments[0].token_ids == []
     engine.resume()
     (late,) = run(engine, make_request("late", [5], seeds=(1,)))["late"]
     assert late.spans == [VersionSpan(4, 0, 8)]

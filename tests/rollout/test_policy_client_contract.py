@@ -17,6 +17,7 @@ from penstock.types import EpisodeId, Sampling, Segment, SegmentGrant, VersionSp
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=16)
 LONG = 90
+NOTHING = Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
 
 
 def scripted_answer(prompt_ids: list[int], seed: int) -> list[int]:
@@ -103,14 +104,13 @@ async def test_giving_way_ends_requests_with_what_they_have(
     await policy.release()
     parts = await running
     assert "abort" in {part.finish_reason for part in parts}
-    waiting = asyncio.create_task(ask([3, 4], LONG, seeds))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not waiting.done(), "whoever asks meanwhile waits"
+    async with asyncio.timeout(5):  # whoever asks meanwhile is told at once
+        assert await ask([3, 4], LONG, seeds) == [NOTHING] * len(seeds)
+        assert await ask([3, 4, 5], 1, [10]) == [NOTHING]
     await policy.release()
     await policy.resume()
     await policy.resume()
-    for part, whole, seed in zip(parts, await waiting, seeds, strict=True):
+    for part, whole, seed in zip(parts, await ask([3, 4], LONG, seeds), seeds, strict=True):
         assert len(part.logprobs) == len(part.token_ids)
         assert [span.end for span in part.spans[-1:]] == [len(part.token_ids)][: len(part.spans)]
         if part.finish_reason != "abort":

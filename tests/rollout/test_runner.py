@@ -103,7 +103,7 @@ async def test_stop_fails_what_is_pending(engine: SlotEngine) -> None:
         await task
 
 
-async def test_release_returns_what_there_is_and_resume_serves_what_waits(runner: EngineRunner) -> None:
+async def test_a_released_engine_answers_at_once_and_serves_again_after_resuming(runner: EngineRunner) -> None:
     request = make_request("a", [5], max_new_tokens=LONG)
     (whole,) = run(make_engine(), request)["a"]
     running = asyncio.create_task(runner.generate(request))
@@ -113,13 +113,13 @@ async def test_release_returns_what_there_is_and_resume_serves_what_waits(runner
     assert running.done(), "the answer comes before the release is reported"
     (part,) = running.result()
     assert (part.finish_reason, part.token_ids) == ("abort", whole.token_ids[: len(part.token_ids)])
-    waiting = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
-    await until(lambda: runner.engine.num_waiting)
+    async with asyncio.timeout(5):
+        early = await runner.generate(make_request("b", [5], max_new_tokens=LONG, seeds=(1, 2, 3)))
+    assert [(segment.token_ids, segment.spans, segment.finish_reason) for segment in early] == [([], [], "abort")] * 3
     await runner.load_weights(weights(0), 1)
-    assert not waiting.done() and runner.engine.num_active == 0
     await runner.resume()
     await runner.resume()
-    (again,) = await waiting
+    (again,) = await runner.generate(make_request("a", [5], max_new_tokens=LONG))
     assert again.token_ids == whole.token_ids and {span.policy_version for span in again.spans} == {1}
 
 

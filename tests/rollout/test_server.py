@@ -282,11 +282,12 @@ async def test_memory_is_released_and_taken_back(http: Http, runner: EngineRunne
     assert (status, part["meta_info"]["finish_reason"]["type"]) == (200, "abort")
     assert part["output_ids"] == whole["output_ids"][: len(part["output_ids"])]
     assert (await http.get("/ready"))[1]["state"] == "serving"
-    waiting = asyncio.create_task(http.post("/generate", body))
-    await until(lambda: runner.engine.num_waiting)
+    status, early = await http.post("/generate", body)
+    assert (status, early["output_ids"], early["meta_info"]["finish_reason"]["type"]) == (200, [], "abort")
+    assert (early["meta_info"]["weight_version"], early["meta_info"]["weight_versions"]) == ("", [])
     for _ in range(2):
         assert await http.post("/resume_memory_occupation", {}) == (200, {"state": "resumed"})
-    assert (await waiting)[1]["output_ids"] == whole["output_ids"]
+    assert (await http.post("/generate", body))[1]["output_ids"] == whole["output_ids"]
 
 
 async def test_a_client_that_leaves_frees_its_slots(http: Http, runner: EngineRunner) -> None:

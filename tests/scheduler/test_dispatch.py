@@ -1,5 +1,6 @@
 """The order of pending groups: what every policy promises, and what each one is for."""
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -349,4 +350,4 @@ def test_revised_groups_are_ordered_as_if_they_had_come_like_that(
     scores = {group.group: score(group) for group in fresh}
     taken = drain(revised)
     assert sorted(taken) == sorted(scores)
-    assert all(scores[a] <= scores[b] + 1e-9 for a, b in zip(taken, taken[1:], strict=False))
+    assert all(scores[a] <= scores[b] + 1e-9 for a, b in itertools.pairwise(taken))

@@ -18,6 +18,29 @@ from penstock.simulator.trace import open_workload
 from penstock.store.pool import ExperiencePool
 from penstock.types import EpisodeSummary, GroupRef, LearnerState, PayloadRef, Task, WeightsHandle
 
+ENGINE = {"step_s": 0.02, "sequence_s": 0.001, "prefill_token_s": 1e-4, "update_s": 0.5, "latency_s": 0.4}
+TRAINER = {"token_s": 2e-4, "call_s": 0.05, "step_s": 0.3, "publish_s": 0.1}
+
+
+def config(**scheduler: Any) -> Config:
+    return Config.model_validate(
+        {
+            "env": {"group_size": 4, "max_new_tokens": 400},
+            "model": {"max_context": 512},
+            "data": {"eval_tasks": 0},
+            "rollout": {"slots": 16},
+            "trainer": {"steps": 20, "groups_per_step": 8, "checkpoint_every": 100},
+            "scheduler": {"trigger": {"min_samples": 8}, "max_running": 12, **scheduler},
+            "simulator": {
+                "engine": {**ENGINE, "admit_share": 0.125, "admit_tokens": 4096},
+                "trainer": TRAINER,
+                "workload": {"median_tokens": 80.0, "max_tokens": 400, "prompt_tokens": 30},
+                "strategies": ["configured"],
+                "steps": 20,
+            },
+        }
+    )
+
 
 class TeePool:
     """Everything goes to both pools."""

@@ -3,46 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from recording import record
+from recording import ENGINE, TRAINER, config, record
 
 from penstock.config import Config, ConfigError
 from penstock.observe import jsonl
 from penstock.simulator.calibration import Comparison, calibrate, compare, non_negative
 from penstock.simulator.report import predict
-
-ENGINE = {"step_s": 0.02, "sequence_s": 0.001, "prefill_token_s": 1e-4, "update_s": 0.5, "latency_s": 0.4}
-TRAINER = {"token_s": 2e-4, "call_s": 0.05, "step_s": 0.3, "publish_s": 0.1}
-
-
-def config(**scheduler: Any) -> Config:
-    return Config.model_validate(
-        {
-            "env": {"group_size": 4, "max_new_tokens": 400},
-            "model": {"max_context": 512},
-            "data": {"eval_tasks": 0},
-            "rollout": {"slots": 16},
-            "trainer": {"steps": 30, "groups_per_step": 8, "checkpoint_every": 100},
-            "scheduler": {"trigger": {"min_samples": 8}, "max_running": 12, **scheduler},
-            "simulator": {
-                "engine": {**ENGINE, "admit_together": 2},
-                "trainer": TRAINER,
-                "workload": {"median_tokens": 80.0, "max_tokens": 400, "prompt_tokens": 30},
-                "strategies": ["configured"],
-                "steps": 30,
-            },
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("runs") / "recorded"
-    record(directory, config())
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +24,7 @@ def test_parameters_come_back(comparison: Comparison) -> None:
     for name, value in ENGINE.items():
         tolerance = 0.25 if name == "latency_s" else 0.01
         assert getattr(found.engine, name) == pytest.approx(value, rel=tolerance), name
-    assert found.engine.admit_together == 2
+    assert (found.engine.admit_share, found.engine.admit_tokens) == (0.125, 4096)
     for name, value in TRAINER.items():
         assert getattr(found.trainer, name) == pytest.approx(value, rel=0.02), name
     assert found.strategies == ["configured"]

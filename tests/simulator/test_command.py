@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from recording import record
-from test_calibration import config as recorded_config
 from typer.testing import CliRunner, Result
 
 from penstock.cli.main import app
@@ -85,9 +83,8 @@ def test_either_a_configuration_or_a_run(path: Path) -> None:
     assert penstock("simulate", path, "--calibrate", path).exit_code == 2
 
 
-def test_calibration_prints_what_to_paste(tmp_path: Path) -> None:
-    record(tmp_path / "run", recorded_config())
-    result = penstock("simulate", "--calibrate", tmp_path / "run", "--json", tmp_path / "fit.json")
+def test_calibration_prints_what_to_paste(run_dir: Path, tmp_path: Path) -> None:
+    result = penstock("simulate", "--calibrate", run_dir, "--json", tmp_path / "fit.json")
     assert result.exit_code == 0, result.output
     table, _, pasted = result.stdout.partition("simulator:")
     assert "samples per s" in table and "measured" in table

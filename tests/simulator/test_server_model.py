@@ -28,11 +28,13 @@ def step_by_step(
     """Admit, pay for the prompts, take one step; again and again."""
     time, version, active = 0.0, 0, list[list[int]]()  # [arrival, sequence, tokens left]
     line, coming, swaps = list[int](), list(range(len(arrivals))), list(updates)
+    together = max(int(model.admit_share * num_slots), 1)
     for arrival in arrivals:
         arrival.waiting = list(range(len(arrival.lengths)))
     while active or line or coming:
         if not active and not line:
             time = max(time, min([arrivals[coming[0]].at, *(at for at, _, _ in swaps[:1])]))
+        prompts = list[int]()
         while True:
             tokens = 0
             while swaps and swaps[0][0] <= time + 1e-9:
@@ -43,7 +45,9 @@ def step_by_step(
             while line:
                 arrival = arrivals[line[0]]
                 part = min(len(arrival.waiting), num_slots - len(active))
-                if part == 0 or part < min(len(arrival.waiting), model.admit_together, num_slots):
+                if part == 0 or part < min(len(arrival.waiting), together):
+                    break
+                if prompts and model.admit_tokens is not None and sum(prompts) + arrival.context > model.admit_tokens:
                     break
                 held = sum(arrivals[a].context + arrivals[a].lengths[s] for a, s, _ in active)
                 fits = 0
@@ -55,6 +59,7 @@ def step_by_step(
                 if fits == 0:
                     break
                 tokens += arrival.context
+                prompts.append(arrival.context)
                 for sequence in arrival.waiting[:fits]:
                     active.append([line[0], sequence, arrival.lengths[sequence]])
                 del arrival.waiting[:fits]
@@ -116,7 +121,8 @@ def cases(draw: st.DrawFn) -> tuple[EngineModelConfig, int, list[Arrival], list[
         sequence_s=draw(st.sampled_from([0.0, 0.037, 0.5])),
         prefill_token_s=draw(st.sampled_from([0.0, 0.013])),
         kv_tokens=draw(st.sampled_from([None, 30, 45])),
-        admit_together=draw(st.integers(1, 3)),
+        admit_share=draw(st.sampled_from([0.0, 0.4, 0.6, 1.0])),
+        admit_tokens=draw(st.sampled_from([None, 5, 12])),
     )
     moments = st.floats(0.0, 30.0).map(lambda x: round(x, 3) + 1e-4)
     arrivals = [
@@ -185,6 +191,23 @@ def test_a_release_cuts_what_runs_and_a_resume_goes_on() -> None:
     assert server.due is None
     server.resume(9.0)
     assert server.due == pytest.approx(13.0)
+
+
+def ends(model: EngineModelConfig, num_slots: int, *arrivals: Arrival) -> list[list[float]]:
+    requests, _, _ = drive(model, num_slots, list(arrivals), [])
+    return [request.ended for request in requests]
+
+
+def test_answers_wait_for_a_share_of_whatever_slots_there_are() -> None:
+    model = EngineModelConfig(step_s=1.0, sequence_s=0.0, prefill_token_s=0.0, admit_share=0.5)
+    assert ends(model, 4, Arrival(0.0, [2, 4, 6, 8]), Arrival(0.0, [1] * 4))[1] == [5.0, 5.0, 6.0, 6.0]
+    assert ends(model, 2, Arrival(0.0, [2, 4]), Arrival(0.0, [1] * 2))[1] == [3.0, 4.0]
+
+
+def test_a_step_takes_no_more_prompt_tokens_than_its_budget() -> None:
+    model = EngineModelConfig(step_s=1.0, sequence_s=0.0, prefill_token_s=0.0, admit_tokens=10)
+    arrivals = [Arrival(0.0, [1], context=context) for context in (30, 4, 6, 1)]
+    assert ends(model, 8, *arrivals) == [[1.0], [2.0], [2.0], [3.0]], "a long one enters alone"
 
 
 def test_a_cancelled_request_frees_its_slots() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.config import Config, ConfigError
-from penstock.simulator.measures import Measures
+from penstock.simulator.measures import Measures, refill
 from penstock.simulator.report import predict
 from penstock.simulator.simulation import simulate
 from penstock.simulator.strategies import combinations
@@ -85,7 +86,7 @@ def test_order_changes_no_steady_throughput() -> None:
     """In an endless stream every order keeps the slots full."""
     settings = config(
         scheduler={"max_staleness": 7, "dispatch": {"look_ahead": 64}},
-        simulator={"dispatch": ["fifo", "sjf", "ljf"], "workload": {"tasks": 40}, "steps": 20},
+        simulator={"dispatch": ["fifo", "sjf", "ljf"], "workload": {"tasks": 40}, "steps": 12},
     )
     found = measures(settings)
     assert set(found) == {"asynchronous", "asynchronous sjf", "asynchronous ljf"}
@@ -126,20 +127,24 @@ def test_segments_end_exactly_where_uncut_answers_do() -> None:
     assert combination.config.scheduler.segment_length == 250
 
 
-@pytest.mark.parametrize("dispatch", ["probe", "sjf", "ljf"])
-@pytest.mark.parametrize("strategy", ["synchronous", "one_step_off", "over_sampling", "segments"])
-def test_every_order_works_with_every_strategy(strategy: str, dispatch: str) -> None:
-    simulator = {"strategies": [strategy], "dispatch": [dispatch], "steps": 4, "workload": {"turns": 2, "tasks": 30}}
-    (found,) = measures(config(simulator={**simulator, "engine": {"latency_s": 0.05}})).values()
-    assert found.steps == 4 and found.samples_per_s > 0
-    assert found.staleness_max <= 4
+@pytest.mark.parametrize(
+    "strategy", ["synchronous", "colocated", "one_step_off", "over_sampling", "tail_batching", "segments"]
+)
+def test_every_order_works_with_every_strategy(strategy: str) -> None:
+    simulator = {"strategies": [strategy], "dispatch": ["probe", "sjf", "ljf"], "steps": 4}
+    workload, engine = {"turns": 2, "tasks": 30}, {"latency_s": 0.05}
+    every = measures(config(simulator={**simulator, "workload": workload, "engine": engine}))
+    assert set(every) == {f"{strategy} {dispatch}" for dispatch in ("probe", "sjf", "ljf")}
+    for found in every.values():
+        assert found.steps == 4 and found.samples_per_s > 0
+        assert found.staleness_max <= 4
 
 
 def test_tokens_too_old_are_masked_and_counted() -> None:
     """One version is trained every few answers' time: long answers span more of them than allowed."""
     settings = config(
         scheduler={"max_staleness": 1},
-        simulator={"strategies": ["segments"], "workload": LONG_TAIL, "steps": 20},
+        simulator={"strategies": ["segments"], "workload": LONG_TAIL, "steps": 12},
     )
     found = measures(settings)["segments"]
     assert found.staleness_max > 1 and found.wasted_masked > 0
@@ -163,6 +168,63 @@ def test_a_closed_set_takes_what_list_scheduling_allows() -> None:
     fifo, probe = (made.seconds[0] for made in predict(settings).makespans)
     assert bound <= fifo <= (2 - 1 / 16) * bound
     assert bound <= probe <= (2 - 1 / 16) * bound + longest
+
+
+@pytest.mark.parametrize("known", ["history", "oracle"])
+def test_known_lengths_order_a_closed_set(known: str) -> None:
+    """The long ones first: shorter in all. The short ones first: an early supply, of short answers."""
+    simulator = {
+        "strategies": ["synchronous"],
+        "dispatch": ["fifo", "sjf", "ljf"],
+        "makespan_groups": 60,
+        "known_lengths": known,
+        "workload": {"between_sigma": 0.9, "max_tokens": 4000},
+        "steps": 3,
+    }
+    report = predict(config(rollout={"servers": 1}, scheduler={"dispatch": {"look_ahead": 64}}, simulator=simulator))
+    seconds = {made.dispatch: made.seconds[0] for made in report.makespans}
+    assert seconds["ljf"] < 0.9 * seconds["fifo"] and seconds["fifo"] <= seconds["sjf"]
+    fifo, sjf = report["synchronous"].runs[0], report["synchronous sjf"].runs[0]
+    assert fifo.first_samples_s and sjf.first_samples_s and sjf.first_samples_s < 0.5 * fifo.first_samples_s
+    assert sjf.first_samples_length_ratio and sjf.first_samples_length_ratio < 0.5
+    assert fifo.refill_s and sjf.refill_s and sjf.refill_s < fifo.refill_s
+
+
+def test_unknown_lengths_leave_a_closed_set_as_it_came() -> None:
+    simulator = {"dispatch": ["fifo", "sjf"], "makespan_groups": 30, "steps": 3}
+    fifo, sjf = (made.seconds for made in predict(config(simulator=simulator)).makespans)
+    assert fifo == sjf
+
+
+def test_known_tasks_that_repeat_are_trusted_all_along() -> None:
+    simulator = {"dispatch": ["sjf"], "known_lengths": "history", "workload": {"tasks": 40}, "steps": 6}
+    found = measures(config(scheduler={"dispatch": {"look_ahead": 40}}, simulator=simulator))["asynchronous sjf"]
+    assert found.first_samples_length_ratio and found.first_samples_length_ratio < 0.7
+
+
+def test_a_refill_after_an_update_takes_as_long_as_its_answers() -> None:
+    even = {"median_tokens": 200.0, "between_sigma": 0.0, "within_sigma": 0.0}
+    simulator = {"strategies": ["synchronous"], "workload": even, "steps": 4}
+    found = measures(config(rollout={"servers": 1, "slots": 64}, simulator=simulator))["synchronous"]
+    assert found.refill_s == pytest.approx(200 * 0.01)
+
+
+def test_refills_that_never_came_do_not_count() -> None:
+    whole = np.array([1.0, 2.0, 3.0, 4.0])
+    assert refill(whole, [0.0, 2.5, 3.5], 2, since=0.0) == pytest.approx((2.0 + 1.5) / 2)
+    assert refill(whole, [0.0, 2.5, 3.5], 2, since=1.0) == pytest.approx(1.5)
+    assert refill(whole, [3.5], 2, since=0.0) is None
+
+
+def test_the_end_of_a_run_is_the_simulators_own() -> None:
+    found = measures(config(trainer={"total_samples": 1}, simulator={"steps": 4}))["asynchronous"]
+    assert found.steps == 4
+
+
+@pytest.mark.parametrize("name", ["strategies", "dispatch", "triggers"])
+def test_nothing_to_compare_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="at least 1 item"):
+        config(simulator={name: []})
 
 
 def test_memory_bounds_what_is_active() -> None:

@@ -48,7 +48,7 @@ def test_lengths_follow_the_hierarchical_model() -> None:
 
 
 def test_plans_depend_on_seed_task_and_attempt_alone() -> None:
-    config = WorkloadConfig(turns=3)
+    config = WorkloadConfig(turns=3, median_tokens=40.0)
     one, two = (open_workload(config, group_size=4, seed=1) for _ in range(2))
     for index in (5000, 0, 77):
         assert one.plan(index, 0) == two.plan(index, 0)

@@ -31,9 +31,12 @@ class EngineModelConfig(Section):
     prefill_token_s: float = Field(5e-6, ge=0)
     """Added by each token of a prompt when it enters, and by each token of a context that goes on in another grant:
     every generate call computes its whole context. Members of a group that enter together share it."""
-    admit_together: int = Field(1, ge=1)
-    """Answers to one prompt that enter together, if so many are left; 1 fills every slot at once. Penstock's own
-    engine takes an eighth of its slots, so as to compute prompts rarely."""
+    admit_share: float = Field(0.0, ge=0, le=1)
+    """Share of the slots that must be free before answers to the first prompt in line enter, unless fewer are left of
+    it; 0 fills every slot at once. Penstock's own engine waits for an eighth, so as to compute prompts rarely."""
+    admit_tokens: int | None = Field(None, ge=1)
+    """Prompt tokens that enter in one step, unless a single prompt is longer; None is no limit. Penstock's own engine
+    takes 4096."""
     kv_tokens: int | None = Field(None, ge=1)
     """Tokens of all active sequences, at their final length, that fit into memory; None is no limit."""
     update_s: float = Field(1.0, ge=0)
@@ -101,9 +104,12 @@ class SimulatorConfig(Section):
     engine: EngineModelConfig = EngineModelConfig()
     trainer: TrainerModelConfig = TrainerModelConfig()
     workload: WorkloadConfig = WorkloadConfig()
-    strategies: list[Strategy] = Field(["synchronous", "one_step_off", "asynchronous"])
-    dispatch: list[Literal["fifo", "sjf", "ljf", "probe"]] = Field(["fifo"])
-    triggers: list[Literal["compute", "step", "batch"]] = Field(["compute"])
+    strategies: list[Strategy] = Field(["synchronous", "one_step_off", "asynchronous"], min_length=1)
+    dispatch: list[Literal["fifo", "sjf", "ljf", "probe"]] = Field(["fifo"], min_length=1)
+    triggers: list[Literal["compute", "step", "batch"]] = Field(["compute"], min_length=1)
+    known_lengths: Literal["none", "history", "oracle"] = "none"
+    """What the length predictor has seen before it is asked about a task: nothing but this run; other answers to the
+    same task; or the very lengths it will have, as a mean."""
     over_sampling: float = Field(1.5, gt=1)
     """Of strategy over_sampling; tail_batching starts 1.25 times the prompts."""
     segments: int = Field(4, ge=2)

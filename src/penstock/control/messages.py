@@ -80,7 +80,7 @@ class NewTask(Message, frozen=True, kw_only=True, tag="NEW_TASK"):
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="CANCEL"):
-    """Nobody waits for these any more."""
+    """Nobody waits for these any more. Broadcast, so it may overtake the `NewTask` it speaks of."""
 
     attempts: list[GroupAttempt]
 
@@ -95,17 +95,19 @@ class GrantRequest(Message, frozen=True, kw_only=True, tag="GRANT_REQUEST"):
     num_tokens: int
     """Generated so far in the episode."""
     saved: PayloadRef | None = None
-    """Where they lie, if the episode could go on elsewhere."""
+    """Where those lie that are new since the last one, if cut episodes are saved (see `ports.SavedEpisode`)."""
 
 
 class EpisodesEnded(Message, frozen=True, kw_only=True, tag="EPISODES_ENDED"):
-    """Members of a group ended while others have not; the tokens stay with the worker until the group is whole."""
+    """Members of a group ended while others have not; the tokens stay with the worker until the group is whole.
+
+    A member whose saved record could not be read ended too: it failed."""
 
     worker: str
     group: int
     episodes: list[EpisodeSummary]
     saved: list[PayloadRef | None]
-    """One each; where the tokens lie, if a copy was saved."""
+    """One each; where all its tokens lie, if a copy was saved."""
 
 
 class Grant(Message, frozen=True, kw_only=True, tag="GRANT"):

@@ -39,9 +39,8 @@ class Episode:
     """Every token so far: observations and actions."""
     turns: list[Turn] = field(default_factory=list)
     num_tokens: int = 0
-    """Generated so far in all turns; in the open one; its segments that used up their grant."""
+    """Generated so far in all turns, and in the open one."""
     turn_tokens: int = 0
-    turn_segments: int = 0
     reward: float = 0.0
     text: str = ""
     status: TrajectoryStatus = "completed"
@@ -51,6 +50,13 @@ class Episode:
 
     def __post_init__(self) -> None:
         self.remaining_s = self.lease.deadline_s
+
+    @property
+    def turn_segments(self) -> int:
+        """Segments' worth of tokens in the open turn: a grant that was short, or that a server cut short, does not cost
+        a whole segment."""
+        length = self.bounds.segment_length
+        return self.turn_tokens // length if length else 0
 
     @property
     def turn_budget(self) -> int:
@@ -67,7 +73,7 @@ class Episode:
     def open_turn(self, observation_ids: list[int]) -> None:
         self.turns.append(Turn(observation_ids=observation_ids, segments=[]))
         self.context += observation_ids
-        self.turn_tokens = self.turn_segments = 0
+        self.turn_tokens = 0
 
     def take(self, segment: Segment) -> SegmentDecision:
         """Append a segment to the open turn; says what the answer is now."""
@@ -76,7 +82,6 @@ class Episode:
         self.context += segment.token_ids
         self.num_tokens += len(segment.token_ids)
         self.turn_tokens += len(segment.token_ids)
-        self.turn_segments += segment.finish_reason == "length"
         return self.bounds.after(
             finish_reason=segment.finish_reason,
             turn_tokens=self.turn_tokens,
@@ -90,9 +95,6 @@ class Episode:
         self.open_turn(turn.observation_ids)
         for segment in turn.segments:
             self.take(segment)
-        # Saved tokens do not tell where grants ended; whole grants' worth of them do.
-        length = self.bounds.segment_length
-        self.turn_segments = self.turn_tokens // length if length else 0
 
     def fail(self, error: Exception) -> None:
         if not self.ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,12 @@ from penstock.processes.playing import PlayedGroup
 from penstock.processes.saved import Recalled, SavedEpisodes
 from penstock.rollout.client import Servers
 from penstock.supervisor.child import Child
-from penstock.types import EpisodeId, SegmentGrant, Trajectory
+from penstock.types import EpisodeId, GroupAttempt, SegmentGrant, Trajectory
 
 GRANT_TIMEOUT_S = 3600.0
 """For the next grant of an open episode: where phases alternate, a phase of training may lie in between."""
+REMEMBERED_CANCELS = 16384
+"""Far more groups than can be on their way to one worker."""
 
 
 class Worker:
@@ -45,6 +48,8 @@ class Worker:
         self._grants: dict[EpisodeId, asyncio.Future[SegmentGrant]] = {}
         self._groups: dict[int, PlayedGroup] = {}
         """Groups that have not been reported as a whole."""
+        self._cancelled: OrderedDict[int, int] = OrderedDict()
+        """Highest cancelled attempt of the groups cancelled last."""
         self._open: set[asyncio.Task[None]] = set()
         """Groups being played or reported."""
         self._tasks = tasks
@@ -61,16 +66,27 @@ class Worker:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(grant)
             case Cancel(attempts=attempts):
-                for number, attempt in attempts:
-                    if (group := self._groups.get(number)) and group.attempt <= attempt:
-                        del self._groups[number]
-                        group.stop()
+                for attempt in attempts:
+                    self._cancel(attempt)
         return None
+
+    def _cancel(self, cancelled: GroupAttempt) -> None:
+        """Play it no more. What has not arrived yet is remembered: broadcasts and requests overtake each other."""
+        number, attempt = cancelled
+        if (group := self._groups.get(number)) and group.attempt <= attempt:
+            del self._groups[number]
+            group.stop()
+        self._cancelled[number] = max(attempt, self._cancelled.get(number, attempt))
+        self._cancelled.move_to_end(number)
+        if len(self._cancelled) > REMEMBERED_CANCELS:
+            self._cancelled.popitem(last=False)
 
     async def request(self, so_far: Trajectory, *, unfinished: bool, num_tokens: int) -> SegmentGrant:
         """`Grants` of the EnvManager."""
         episode = so_far.episode
-        saved = self._saved.save_cut(so_far) if unfinished else None
+        group = self._groups.get(episode.group)
+        current = group is not None and group.attempt == episode.attempt
+        saved = self._saved.save_cut(group, so_far) if unfinished and group and current else None
         grant: asyncio.Future[SegmentGrant] = asyncio.get_running_loop().create_future()
         self._grants[episode] = grant
         try:
@@ -89,6 +105,8 @@ class Worker:
     def _start(self, work: Work) -> None:
         """Play members of a group, perhaps of one whose probe was played here before."""
         number, attempt = work.group, work.attempt
+        if attempt <= self._cancelled.get(number, -1):
+            return
         group = self._groups.get(number)
         if group is None or group.attempt != attempt:
             if group is not None:
@@ -98,7 +116,9 @@ class Worker:
         saved = self._saved.recall(work)
         for trajectory in saved.ended.values():
             group.keep(trajectory, "")
-        if group.whole:
+        group.unreported += saved.failed
+        group.num_saved |= {member: len(begun.turns[0].segments) for member, begun in saved.begun.items()}
+        if group.whole or group.failed:
             self._spawn(self._report(group), name=f"report-{number}")
         else:
             group.tasks.add(self._spawn(self._play(group, saved), name=f"group-{number}"))

@@ -20,6 +20,8 @@ class PlayedGroup:
     """What plays its members."""
     unreported: list[int] = field(default_factory=list)
     """Members that ended since the last report."""
+    num_saved: dict[int, int] = field(default_factory=dict)
+    """Segments of cut members that lie in the pool."""
     _ended: dict[int, tuple[Trajectory, str]] = field(default_factory=dict)
 
     @property

@@ -2,13 +2,14 @@
 
 Saved episodes survive their worker. A cut answer of a single-turn episode goes on from its tokens on any server; what
 happened in a multi-turn environment cannot be repeated, so there only members that ended are worth saving.
+Every token of a cut answer is saved once, however often it is cut; an answer that ended is saved whole.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from penstock.config import Config
 from penstock.ports import SavedEpisode, Work
 from penstock.processes.playing import PlayedGroup
 from penstock.store.payload import PayloadError, PayloadReader, PayloadWriter
-from penstock.types import PayloadRef, Sample, Trajectory
+from penstock.types import PayloadRef, Sample, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,11 @@ class Recalled:
     """Members of `work` that go on from here."""
     ended: dict[int, Trajectory]
     """Members that are no longer part of `work`."""
+
+    @property
+    def failed(self) -> list[int]:
+        """Members that ended, and whose tokens are lost."""
+        return [member for member, trajectory in self.ended.items() if trajectory.status == "failed"]
 
 
 class SavedEpisodes:
@@ -46,9 +52,15 @@ class SavedEpisodes:
         """The record of a whole group."""
         return self._writer.append(samples)
 
-    def save_cut(self, so_far: Trajectory) -> PayloadRef | None:
-        """An episode whose answer was cut."""
-        return self._writer.append([so_far.flatten()]) if self._saves_cut else None
+    def save_cut(self, group: PlayedGroup, so_far: Trajectory) -> PayloadRef | None:
+        """What is new of a member whose answer was cut; None if nothing is."""
+        member, num_segments = so_far.episode.episode, len(so_far.turns[-1].segments)
+        num_saved = group.num_saved.get(member, 0)
+        if not self._saves_cut or num_segments == num_saved:
+            return None
+        ref = self._writer.append([piece(so_far, start=num_saved)])
+        group.num_saved[member] = num_segments
+        return ref
 
     def save_ended(self, group: PlayedGroup, members: list[int]) -> list[PayloadRef | None]:
         """Members that ended before their group was whole; a group that failed starts from nothing."""
@@ -57,24 +69,61 @@ class SavedEpisodes:
         return [self._writer.append([sample]) for sample in group.samples(members)]
 
     def recall(self, work: Work) -> Recalled:
-        """Read what was saved of `work`. An episode whose record is unreadable is played from its start."""
+        """Read what was saved of `work`.
+
+        An unreadable cut episode is played from its start. One that ended counts as such with the scheduler, so if it
+        is unreadable it has failed, and its group with it.
+        """
         begun: dict[int, Trajectory] = {}
         ended: dict[int, Trajectory] = {}
         for saved in work.saved:
-            if trajectory := self._read(saved, work.task.task_id):
-                (ended if saved.ended else begun)[saved.episode.episode] = trajectory
+            episode, task_id = saved.episode, work.task.task_id
+            try:
+                sample = self._read(saved.refs)
+            except PayloadError as error:
+                print(f"warning: {_starts_over(saved)}: {error}", file=sys.stderr, flush=True)
+                if saved.ended:
+                    ended[episode.episode] = _lost(saved, task_id, error)
+            else:
+                trajectory = Trajectory.unflatten(sample, episode=episode, task_id=task_id, ended=saved.ended)
+                (ended if saved.ended else begun)[episode.episode] = trajectory
         return Recalled(work=_without(work, ended), begun=begun, ended=ended)
 
-    def _read(self, saved: SavedEpisode, task_id: str) -> Trajectory | None:
-        try:
-            (sample,) = self._reader.read(saved.ref)
-        except PayloadError as error:
-            print(f"warning: {saved.episode} starts over: {error}", file=sys.stderr, flush=True)
-            return None
-        return Trajectory.unflatten(sample, episode=saved.episode, task_id=task_id, ended=saved.ended)
+    def _read(self, refs: Sequence[PayloadRef]) -> Sample:
+        """The pieces from the last one on that begins the episode."""
+        pieces: list[Sample] = []
+        for ref in reversed(refs):
+            (sample,) = self._reader.read(ref)
+            pieces.append(sample)
+            if not sample.loss_mask[0]:
+                return Sample.joined(pieces[::-1])
+        raise PayloadError("its first piece is missing")
 
     def close(self) -> None:
         self._writer.close()
+
+
+def piece(so_far: Trajectory, *, start: int) -> Sample:
+    """A single-turn trajectory from segment `start` on; the first piece has the observation."""
+    (turn,) = so_far.turns
+    observation_ids = [] if start else turn.observation_ids
+    return replace(so_far, turns=[Turn(observation_ids=observation_ids, segments=turn.segments[start:])]).flatten()
+
+
+def _starts_over(saved: SavedEpisode) -> str:
+    return f"{'the group of ' if saved.ended else ''}{saved.episode} starts over"
+
+
+def _lost(saved: SavedEpisode, task_id: str, error: PayloadError) -> Trajectory:
+    """An episode that ended, and whose tokens are lost."""
+    return Trajectory(
+        episode=saved.episode,
+        task_id=task_id,
+        turns=[],
+        reward=0.0,
+        status="failed",
+        error=f"{_starts_over(saved)}: {type(error).__name__}: {error}",
+    )
 
 
 def _without(work: Work, members: dict[int, Trajectory]) -> Work:

@@ -126,7 +126,7 @@ class RolloutClient:
         await self._session.call("POST", self.url, "/weights/abort", {}, dict)
 
     async def release(self) -> None:
-        """Let the server end running requests with what they have, and free its generation memory."""
+        """Let the server end running requests with what they have, later ones with nothing, and free its memory."""
         await self._session.call("POST", self.url, "/release_memory_occupation", wire.MemoryBody(), wire.MemoryReply)
 
     async def resume(self) -> None:

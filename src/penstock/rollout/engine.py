@@ -7,7 +7,7 @@ forward over the newest token of every active row, packed together with the prom
 Invariants: rows 0..n-1 are active and live in slots 0..n-1; every token's version span and log-probability belong
 to the weights that sampled it; nothing invalid gets past `check`, so `step` fails only on a defect or the device.
 After an update the KV of running sequences is kept: their later tokens attend to keys of the older weights.
-A released engine holds no KV memory: requests wait until `resume`, weights may be loaded meanwhile.
+A released engine holds no KV memory and no requests: whoever asks is told `abort` at once; weights may be loaded.
 """
 
 from __future__ import annotations
@@ -74,20 +74,21 @@ class SlotEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests) and not self.released
+        return bool(self._requests)
 
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError if the request cannot be served. Reads constants only: safe from any thread."""
         request.check(vocab_size=self._vocab_size, max_context=self.max_context)
 
-    def submit(self, request: GenerateRequest) -> None:
-        """Queue a request; its segments come out of a later `step` or `abort`."""
+    def submit(self, request: GenerateRequest) -> Finished | None:
+        """Queue a request; its segments come out of a later `step` or `abort`. A released engine ends it here."""
         self.check(request)
         if request.rid in self._requests:
             raise ValueError(f"request {request.rid} is already being served")
         running = Running(request)
         self._requests[request.rid] = running
         self._waiting.add(running)
+        return self.abort(request.rid) if self.released else None
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -127,7 +128,7 @@ class SlotEngine:
         return [self._take(running) for running in list(self._requests.values())]
 
     def release(self) -> list[Finished]:
-        """End every request now and free the KV memory. Requests that come later wait for `resume`."""
+        """End every request now and free the KV memory. Requests that come later end at once, until `resume`."""
         if self.released:
             return []
         finished = self.abort_all()
@@ -136,7 +137,7 @@ class SlotEngine:
         return finished
 
     def resume(self) -> None:
-        """Take the KV memory back and serve whatever waits."""
+        """Take the KV memory back and serve again."""
         if self.released:
             self._cache.allocate()
             self.released = False

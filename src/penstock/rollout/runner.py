@@ -93,13 +93,14 @@ class EngineRunner:
         self._end(RuntimeError("the engine has been stopped"))
 
     async def generate(self, request: GenerateRequest) -> list[Segment]:
-        """One segment per seed. ValueError for a bad request; cancelling this call aborts the request."""
+        """One segment per seed; while the engine is released, empty ones at once. ValueError for a bad request;
+        cancelling this call aborts the request."""
         self._check_alive()
         self.engine.check(request)
         if request.rid in self._requests:
             raise ValueError(f"request {request.rid} is already being served")
         pending = self._requests[request.rid] = Pending(request=request, result=self._loop.create_future())
-        self._commands.put(lambda: self.engine.submit(request))
+        self._commands.put(lambda: self._post_one(self.engine.submit(request)))
         try:
             return await pending.result
         except asyncio.CancelledError:
@@ -112,7 +113,7 @@ class EngineRunner:
         """End a request early: its `generate` returns what there is. False if there is no such request."""
         if rid not in self._requests:
             return False
-        self._commands.put(lambda: self._post([finished] if (finished := self.engine.abort(rid)) else []))
+        self._commands.put(lambda: self._post_one(self.engine.abort(rid)))
         return True
 
     def abort_all(self) -> int:
@@ -129,7 +130,7 @@ class EngineRunner:
         await self._between_steps(load)
 
     async def release(self) -> None:
-        """Free the generation memory. Running requests return what they have first; later ones wait for `resume`."""
+        """Free the generation memory. Running requests return what they have first, later ones nothing."""
         await self._between_steps(lambda: self._post(self.engine.release()))
 
     async def resume(self) -> None:
@@ -184,6 +185,9 @@ class EngineRunner:
 
     def _request_stop(self) -> None:
         self._stopping = True
+
+    def _post_one(self, finished: Finished | None) -> None:
+        self._post([finished] if finished else [])
 
     def _post(self, finished: list[Finished]) -> None:
         if finished:

@@ -23,29 +23,29 @@ class ScriptedPolicy:
         self.num_sampled = 0
         """Tokens so far."""
         self._answer = answer if callable(answer) else _in_order(answer)
+        self._released = False
         self._num_releases = 0
-        self._serving = asyncio.Event()
-        self._serving.set()
 
     async def release(self) -> None:
-        """End what is being generated; later requests wait for `resume`."""
-        if self._serving.is_set():
-            self._serving.clear()
-            self._num_releases += 1
+        """End what is being generated; later requests are aborted before their first token, until `resume`."""
+        self._num_releases += not self._released
+        self._released = True
 
     async def resume(self) -> None:
         """Answer again."""
-        self._serving.set()
+        self._released = False
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
-        """One segment per grant; what a release interrupts is aborted."""
+        """One segment per grant; what a release interrupts or precedes is aborted."""
         self.prompts.append(list(prompt_ids))
+        if self._released:
+            await asyncio.sleep(0)
+            return [_segment([], grant.max_tokens, []) for grant in grants]
         answers = [list(self._answer(list(prompt_ids), seed)) for seed in seeds]
         limits = [min(len(answer), grant.max_tokens) for answer, grant in zip(answers, grants, strict=True)]
         versions: list[int] = []
-        await self._serving.wait()
         num_releases = self._num_releases
         while len(versions) < max(limits) and self._num_releases == num_releases:
             self.num_sampled += sum(len(versions) < limit for limit in limits)

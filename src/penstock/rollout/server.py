@@ -165,14 +165,14 @@ class RolloutServer:
         return _answer({"state": "aborted"})
 
     async def release(self, request: Request) -> Response:
-        """Running requests end with what they have; the KV memory is freed."""
+        """Running requests end with what they have, later ones with nothing; the KV memory is freed."""
         _check_tags(await _read(request, wire.MemoryBody))
         async with deadline(MEMORY_TIMEOUT_S, waiter="server", resource="the release of memory", holder="the engine"):
             await self._runner.release()
         return _answer(wire.MemoryReply(state="released"))
 
     async def resume(self, request: Request) -> Response:
-        """The KV memory is taken back; what waits is served."""
+        """The KV memory is taken back; requests are served again."""
         _check_tags(await _read(request, wire.MemoryBody))
         async with deadline(MEMORY_TIMEOUT_S, waiter="server", resource="memory", holder="the engine"):
             await self._runner.resume()

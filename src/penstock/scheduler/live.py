@@ -36,10 +36,11 @@ class LiveGroup:
     ref: PayloadRef | None = None
 
     def keep(self, member: int, ref: PayloadRef | None, *, ended: bool) -> None:
-        """Remember where the member's tokens lie."""
+        """Remember where the member's tokens lie: a whole record once it ended, else one more piece."""
         if ref is not None:
             episode = EpisodeId(self.task.tag, self.number, member, self.attempt)
-            self.saved[member] = SavedEpisode(episode=episode, ref=ref, ended=ended)
+            pieces = self.saved[member].refs if member in self.saved and not ended else ()
+            self.saved[member] = SavedEpisode(episode=episode, refs=(*pieces, ref), ended=ended)
 
     def forget(self) -> None:
         """The next attempt starts from nothing."""

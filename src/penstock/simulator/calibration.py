@@ -28,6 +28,8 @@ MAX_STEPS = 100
 LATENCY_TRIES, LATENCY_TOLERANCE = 4, 0.01
 LATENCY_SHOWS = 0.3
 """Least share of an added latency by which episodes must become longer."""
+ADMIT_SHARE, ADMIT_TOKENS = 0.125, 4096
+"""How the engine fills its slots; see `rollout/admission.py`."""
 FIGURES = ("samples_per_s", "generator_busy", "trainer_busy", "episode_s")
 
 Floats = npt.NDArray[np.float64]
@@ -59,14 +61,14 @@ class Comparison:
 
 def calibrate(run_dir: Path) -> SimulatorConfig:
     """The `simulator` section that fits a finished run. Raises `ConfigError` if the run does not tell enough."""
-    return _fit(read(run_dir)).simulator
+    return _fit(read(run_dir))[0].simulator
 
 
 def compare(run_dir: Path) -> Comparison:
     """Calibrate, simulate the run's own configuration, and put measured and predicted side by side."""
     run = read(run_dir)
-    config = _fit(run)
-    return Comparison(config=config, measured=measured(run), predicted=predicted(config))
+    config, measures = _fit(run)
+    return Comparison(config=config, measured=measured(run), predicted=predicted(measures))
 
 
 def measured(run: RecordedRun) -> dict[str, float]:
@@ -82,9 +84,8 @@ def measured(run: RecordedRun) -> dict[str, float]:
     }
 
 
-def predicted(config: Config) -> dict[str, float]:
-    """The same of a simulation of `config`."""
-    measures = _simulated(config)
+def predicted(measures: Measures) -> dict[str, float]:
+    """The same of a simulation."""
     return {
         "samples_per_s": measures.samples_per_s,
         "generator_busy": 1 - measures.generator_idle,
@@ -98,7 +99,8 @@ def _simulated(config: Config) -> Measures:
     return result.runs[0]
 
 
-def _fit(run: RecordedRun) -> Config:
+def _fit(run: RecordedRun) -> tuple[Config, Measures]:
+    """The run's configuration with the fitted section, and its simulation."""
     steps = min(len(run.metrics), MAX_STEPS)
     simulator = SimulatorConfig(
         engine=fit_engine(run),
@@ -128,7 +130,8 @@ def fit_engine(run: RecordedRun) -> EngineModelConfig:
         sequence_s=sequence_s * stretch,
         prefill_token_s=prefill_s * stretch,
         update_s=_mean(run.durations("update_weights")),
-        admit_together=max(run.config.rollout.slots // 8, 1),
+        admit_share=ADMIT_SHARE,
+        admit_tokens=ADMIT_TOKENS,
     )
 
 
@@ -162,21 +165,21 @@ def non_negative(matrix: Floats, vector: Floats) -> list[float]:
     return [float(value) for value in found / scale]
 
 
-def _with_latency(config: Config, episode_s: float, grants: float) -> Config:
+def _with_latency(config: Config, episode_s: float, grants: float) -> tuple[Config, Measures]:
     """Raise latency_s until simulated episodes take as long as measured ones. Where slots are short it shows in no
     episode: then there is none to be found, and none is assumed."""
-    simulated_s = _simulated(config).episode_s
+    measures = _simulated(config)
     for _ in range(LATENCY_TRIES):
-        missing_s = episode_s - simulated_s
+        missing_s = episode_s - measures.episode_s
         added_s = max(missing_s / grants, -config.simulator.engine.latency_s)
         if abs(missing_s) <= LATENCY_TOLERANCE * episode_s or added_s == 0:
             break
-        changed = _later(config, added_s)
-        before_s, simulated_s = simulated_s, _simulated(changed).episode_s
-        if (simulated_s - before_s) / (added_s * grants) < LATENCY_SHOWS:
+        later = _later(config, added_s)
+        found = _simulated(later)
+        if (found.episode_s - measures.episode_s) / (added_s * grants) < LATENCY_SHOWS:
             break
-        config = changed
-    return config
+        config, measures = later, found
+    return config, measures
 
 
 def _later(config: Config, added_s: float) -> Config:

@@ -5,17 +5,17 @@ after as many steps as it has tokens. Sequences enter at step boundaries. Time i
 start): while nothing enters or ends, n steps take n * d(b), so whole stretches are replayed at once.
 
 Nobody outside needs to hear of a sequence, only of a request whose sequences have all ended: the next such moment is
-`due`. While nobody waits in line it can be foreseen from the ends of those that are active. Otherwise the server runs
-ahead to it and keeps the state it started from: whoever touches it earlier (another request, a weight update, a
-release) makes it go back and replay up to the touch. Pure: `now` is passed in.
+`due`. Once nobody waits in line it can be foreseen from the ends of those that are active. Until then the server runs
+ahead, and keeps the state it started from: whoever touches it earlier makes it go back and replay up to the touch. One
+more in the line is no touch: it enters after the others. Pure: `now` is passed in.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Sequence
-from heapq import heapify, heappop, heappush
+from operator import add
 from typing import NamedTuple
 
 from penstock.config import EngineModelConfig
@@ -85,19 +85,21 @@ class _State(NamedTuple):
     time: float
     tau: int
     active: list[tuple[int, int, Request, int]]
-    head: int
     member: int
     kv_used: int
-    totals: tuple[int, int, int, int, int, int]
+    entered: tuple[int, int]
+    steps: tuple[int, int, int]
+    prompts: tuple[int, int, int]
 
 
 class ServerModel:
     """One server. `due` is when the next request is complete, if nobody touches the server before."""
 
     def __init__(self, model: EngineModelConfig, num_slots: int) -> None:
-        self._slots, self._together = num_slots, min(model.admit_together, num_slots)
+        self._slots, self._together = num_slots, max(int(model.admit_share * num_slots), 1)
         self._cost = [model.step_s + model.sequence_s * active for active in range(num_slots + 1)]
         self._prefill_s, self._kv_tokens = model.prefill_token_s, model.kv_tokens
+        self._admit_tokens = model.admit_tokens
         self.due: float | None = None
         self.version = NO_VERSION
         self.released = False
@@ -108,15 +110,21 @@ class ServerModel:
         self._time, self._tau = 0.0, 0
         """The last step boundary, in seconds and in steps."""
         self._active: list[tuple[int, int, Request, int]] = []
-        """Heap of (token clock at its end, serial, request, sequence)."""
+        """(-token clock at its end, -serial, request, sequence), ascending: the first to end is the last."""
+        self._soonest: int | None = None
+        """Token clock at which the first request is complete, if nobody waits in line; None if not known."""
         self._line: list[Request] = []
         self._head = self._member = 0
         """The first of the line that waits, and its first sequence that does."""
         self._kv_used = self._serial = 0
-        self._totals = (0, 0, 0, 0, 0, 0)
+        self._entered = (-1, 0)
+        """Token clock of the last step at which somebody entered, and the prompt tokens that did."""
+        self._steps = self._prompts = (0, 0, 0)
+        """Sums of steps and of prompts; see `Totals`."""
         self._complete: list[Request] = []
         self._base: _State | None = None
-        """Where the run ahead began; None if the state is that of the last touch."""
+        """Where the run ahead began; None if the state is that of the last touch. It ends when a request is complete or
+        when nobody waits any more."""
         self._ended_ahead: list[Request] = []
 
     # --- from outside ----------------------------------------------------------------------------------------------
@@ -126,19 +134,22 @@ class ServerModel:
         if self._kv_tokens is not None and request.context + max(request.lengths) > self._kv_tokens:
             raise ValueError(f"a sequence of {request.context} + {max(request.lengths)} tokens exceeds kv_tokens")
         request.server = self
-        if self._base is not None and self._head < len(self._line):
-            self._line.append(request)  # somebody waits before it until `due`: nothing changes before that
+        if self._base is None or self._is_past(now):
+            self._settle(now)
+            self._line.append(request)
+            self._look_ahead()
             return
-        self._settle(now)
         self._line.append(request)
-        self._look_ahead()
+        if not self._complete:
+            self._run_ahead()
 
     def take(self) -> list[Request]:
         """The requests complete at `due`."""
-        if self._base is None and self.due is not None:
+        self._base = None
+        if not self._complete and self.due is not None:
             self._run(self.due)
         complete, self._complete = self._complete, []
-        self._base = None
+        self._soonest = None
         self._ended_ahead.clear()
         self._look_ahead()
         return complete
@@ -158,12 +169,13 @@ class ServerModel:
         """End everything with what it has, at the next step boundary, which is returned; then stand still."""
         self._settle(now)
         for finish, _, request, sequence in self._active:
-            self._cut(request, sequence, request.lengths[sequence] - (finish - self._tau))
+            self._cut(request, sequence, request.lengths[sequence] + (finish + self._tau))
         for position, request in enumerate(self._line[self._head :]):
             for sequence in range(0 if position else self._member, len(request.lengths)):
                 self._cut(request, sequence, 0)
         self._active, self._line = [], []
         self._head = self._member = self._kv_used = 0
+        self._soonest = None
         self.released = True
         self._look_ahead()
         return self._time
@@ -181,7 +193,7 @@ class ServerModel:
         gone = [entry for entry in self._active if entry[2] in requests]
         self._kv_used -= sum(request.context + request.lengths[sequence] for _, _, request, sequence in gone)
         self._active = [entry for entry in self._active if entry[2] not in requests]
-        heapify(self._active)
+        self._soonest = None
         waiting = self._line[self._head :]
         if waiting and waiting[0] in requests:
             self._member = 0
@@ -194,13 +206,13 @@ class ServerModel:
     def totals(self, now: float) -> Totals:
         """Sums up to the first step boundary at or after `now`."""
         self._settle(now)
-        totals = Totals(*self._totals)
+        totals = Totals(*self._steps, *self._prompts)
         self._look_ahead()
         return totals
 
     def _progress(self, request: Request) -> int:
         """Tokens that a request of this server has at the last step boundary."""
-        left = sum(finish - self._tau for finish, _, running, _ in self._active if running is request)
+        left = sum(-finish - self._tau for finish, _, running, _ in self._active if running is request)
         waiting = 0
         if request in self._line[self._head :]:
             first = self._member if self._line[self._head] is request else 0
@@ -214,11 +226,17 @@ class ServerModel:
 
     def versions_between(self, starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Versions of the first and the last of so many tokens, for each start of the token clock."""
-        since, served = [-1, *self._since], [NO_VERSION, *self._served]
-        return [
-            (served[bisect_left(since, start + 1) - 1], served[bisect_left(since, start + length) - 1])
-            for start, length in zip(starts, lengths, strict=True)
-        ]
+        since, served, earliest = self._since, self._served, min(starts)
+        before = bisect_left(since, earliest + 1)
+        if before == len(since) or since[before] >= max(map(add, starts, lengths)):
+            version = served[before - 1] if before else NO_VERSION
+            return [(version, version)] * len(starts)
+        named = [NO_VERSION, *served]
+        lasts = [named[bisect_left(since, tau, before)] for tau in map(add, starts, lengths)]
+        if earliest == max(starts):
+            return [(named[before], last) for last in lasts]
+        firsts = [named[bisect_left(since, start + 1, before)] for start in starts]
+        return list(zip(firsts, lasts, strict=True))
 
     def tokens_before(self, version: int) -> int:
         """Token clock at which `version`, or a newer one, was first served."""
@@ -229,10 +247,11 @@ class ServerModel:
 
     def _settle(self, now: float) -> None:
         """Bring the state to the first step boundary at or after `now`, or to `due` if that is the one."""
-        if self._base is not None:
+        if self._base is not None and not self._is_past(now):
             self._go_back(self._base)
         elif self._complete:
             return
+        self._base = None
         self._run(now)
         self._ended_ahead.clear()
         if not self._active:
@@ -245,26 +264,37 @@ class ServerModel:
         if self._complete:
             self.due = self._time if self.due is None else min(self.due, self._time)
             return
-        if self._head == len(self._line):
-            self.due = self._foresee()
-            return
+        if self._head < len(self._line) and not self.released:
+            self._time += self._admit(self._tau) * self._prefill_s
         if self._head:
             del self._line[: self._head]
             self._head = 0
-        self._base = _State(self._time, self._tau, self._active.copy(), 0, self._member, self._kv_used, self._totals)
+        if not self._line:
+            self.due = self._foresee()
+            return
+        place = (self._time, self._tau, self._active.copy(), self._member, self._kv_used)
+        self._base = _State(*place, self._entered, self._steps, self._prompts)
+        self._run_ahead()
+
+    def _run_ahead(self) -> None:
         self._run(math.inf)
-        self.due = self._time if self._complete else None
+        self.due = self._time if self._complete else self._foresee()
+
+    def _is_past(self, now: float) -> bool:
+        """Whether the run ahead has ended before `now`, because nobody waits any more."""
+        return self._head == len(self._line) and not self._complete and now > self._time
 
     def _foresee(self) -> float | None:
         """When the first request is complete, if nothing else enters."""
-        ends = sorted(self._active)
-        last_end = {request: finish for finish, _, request, _ in ends}
-        if not last_end:
+        active = self._active
+        if not active:
             return None
-        soonest, time, tau, num_active = min(last_end.values()), self._time, self._tau, len(ends)
-        for finish, _, _, _ in ends:
-            if finish > tau:
-                time += (finish - tau) * self._cost[num_active]
+        if self._soonest is None:
+            self._soonest = min({request: -finish for finish, _, request, _ in reversed(active)}.values())
+        soonest, cost, time, tau, num_active = self._soonest, self._cost, self._time, self._tau, len(active)
+        for entry in reversed(active):
+            if (finish := -entry[0]) > tau:
+                time += (finish - tau) * cost[num_active]
                 tau = finish
                 if finish == soonest:
                     break
@@ -272,7 +302,9 @@ class ServerModel:
         return time
 
     def _go_back(self, base: _State) -> None:
-        self._time, self._tau, self._active, self._head, self._member, self._kv_used, self._totals = base
+        self._time, self._tau, self._active, self._member, self._kv_used = base[:5]
+        self._entered, self._steps, self._prompts = base[5:]
+        self._head, self._soonest = 0, None
         for request in self._ended_ahead:
             request.num_open += 1
         self._ended_ahead.clear()
@@ -281,56 +313,82 @@ class ServerModel:
 
     def _run(self, until: float) -> None:
         """Whole steps up to the first boundary at or after `until`, or to one at which a request is complete."""
-        cost, tau, time = self._cost, self._tau, self._time
-        n, b, bb, p, bp, pp = self._totals
-        while not self._complete:
-            if self._head < len(self._line) and not self.released:
-                tokens = self._admit(tau)
-                num_active = len(self._active)
-                time += tokens * self._prefill_s
-                p, bp, pp = p + tokens, bp + tokens * num_active, pp + tokens * tokens
-            if not self._active:
+        cost, slots, tau, time = self._cost, self._slots, self._tau, self._time
+        active, line, complete = self._active, self._line, self._complete
+        (n, b, bb), released, going_ahead = self._steps, self.released, self._base is not None
+        while not complete:
+            held_back = False
+            if self._head < len(line) and len(active) < slots and not released:
+                time += self._admit(tau) * self._prefill_s
+                if going_ahead and self._head == len(line):
+                    break
+                held_back = self._is_held_back(tau)
+            if not active:
                 break
-            num_active = len(self._active)
-            step_s, steps = cost[num_active], self._active[0][0] - tau
+            num_active, finish = len(active), -active[-1][0]
+            step_s, steps = cost[num_active], 1 if held_back else finish - tau
             left = (until - time) / step_s - SLACK
-            if left <= steps - 1:
+            reached = left <= steps - 1
+            if reached:
                 steps = max(math.ceil(left), 0)
-                until = -math.inf
             n, b, bb = n + steps, b + steps * num_active, bb + steps * num_active * num_active
             tau += steps
             time += steps * step_s
-            if self._active[0][0] == tau:
+            if finish == tau:
                 self._end(tau, time)
-            if until == -math.inf:
+            if reached:
                 break
-        self._tau, self._time, self._totals = tau, time, (n, b, bb, p, bp, pp)
+        self._tau, self._time, self._steps = tau, time, (n, b, bb)
+
+    def _is_held_back(self, tau: int) -> bool:
+        """Whether the first in line waits for nothing but the next step's share of prompts."""
+        if self._admit_tokens is None or self._head == len(self._line) or self._entered[0] != tau:
+            return False
+        return self._line[self._head].context > self._admit_tokens - self._entered[1]
 
     def _admit(self, tau: int) -> int:
         """Fill free slots from the line; returns the prompt tokens that this adds to the step."""
-        line, active = self._line, self._active
-        free, prefill, serial = self._slots - len(active), 0, self._serial
-        while self._head < len(line):
-            request = line[self._head]
-            first = self._member
+        line, active, limit = self._line, self._active, self._admit_tokens
+        free, tokens = self._slots - len(active), 0
+        while free and self._head < len(line):
+            request, first = line[self._head], self._member
             left = len(request.lengths) - first
-            if free < min(left, self._together):
+            if free < self._together and free < left:
                 break
-            num_new = self._num_that_fit(request, first, min(left, free))
+            if limit is not None and self._entered[0] == tau and request.context > limit - self._entered[1]:
+                break
+            num_new = left if left < free else free
+            if self._kv_tokens is not None:
+                num_new = self._num_that_fit(request, first, num_new)
             if num_new == 0:
                 break
-            for sequence in range(first, first + num_new):
-                serial += 1
-                heappush(active, (tau + request.lengths[sequence], serial, request, sequence))
-                request.start[sequence] = tau
-            prefill += request.context
+            self._place(request, first, num_new, tau)
+            tokens += request.context
             free -= num_new
+            self._entered = tau, request.context + (self._entered[1] if self._entered[0] == tau else 0)
             if num_new == left:
                 self._head, self._member = self._head + 1, 0
             else:
                 self._member += num_new
-        self._serial = serial
-        return prefill
+        if tokens:
+            p, bp, pp = self._prompts
+            self._prompts = p + tokens, bp + tokens * len(active), pp + tokens * tokens
+        return tokens
+
+    def _place(self, request: Request, first: int, num_new: int, tau: int) -> None:
+        """Sequences of `request` from `first` on become active."""
+        active, lengths, serial = self._active, request.lengths, self._serial
+        self._serial += len(lengths)
+        if num_new == 1:
+            insort(active, (-tau - lengths[first], -serial - first, request, first))
+            request.start[first] = tau
+        else:
+            sequences = range(first, first + num_new)
+            active.extend([(-tau - lengths[sequence], -serial - sequence, request, sequence) for sequence in sequences])
+            active.sort()
+            request.start[first : first + num_new] = [tau] * num_new
+        if self._soonest is not None:
+            self._soonest = min(self._soonest, tau + max(lengths)) if num_new == len(lengths) else None
 
     def _num_that_fit(self, request: Request, first: int, most: int) -> int:
         """How many of the next `most` sequences of `request` the memory takes; it is theirs from now on."""
@@ -344,12 +402,13 @@ class ServerModel:
         return fits
 
     def _end(self, tau: int, time: float) -> None:
-        active, ahead = self._active, self._ended_ahead
-        while active and active[0][0] == tau:
-            _, _, request, sequence = heappop(active)
+        active, going_back = self._active, self._base is not None
+        while active and active[-1][0] == -tau:
+            _, _, request, sequence = active.pop()
             request.ended[sequence] = time
             request.num_open -= 1
-            ahead.append(request)
+            if going_back:
+                self._ended_ahead.append(request)
             if self._kv_tokens is not None:
                 self._kv_used -= request.context + request.lengths[sequence]
             if not request.num_open:

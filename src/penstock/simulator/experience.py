@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from penstock.simulator.engine import Request
 from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, GroupRef, PayloadRef, Task
@@ -17,12 +17,29 @@ Piece = tuple[Request, int]
 """A generate call of an episode: the request, and which of its sequences."""
 
 
+class Pieces(Protocol):
+    """Of each member of a group."""
+
+    def __getitem__(self, member: int, /) -> Sequence[Piece]: ...
+
+
+class OneRequest:
+    """`Pieces` of a group that was answered at once."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def __getitem__(self, member: int) -> Sequence[Piece]:
+        return ((self._request, member),)
+
+
 class Held(NamedTuple):
     """A played group until it is trained or dropped."""
 
     episodes: Sequence[EpisodeSummary]
-    pieces: Sequence[Sequence[Piece]]
-    """Of each episode."""
+    pieces: Pieces
 
 
 class Cost(NamedTuple):
@@ -42,7 +59,7 @@ class Experience:
     def __init__(self, *, max_staleness: int) -> None:
         self._max_staleness = max_staleness
         self._held: dict[int, Held] = {}
-        self.pieces: dict[int, Sequence[Sequence[Piece]]] = {}
+        self.pieces: dict[int, Pieces] = {}
         self.played_lengths, self.trained_lengths = array("l"), array("l")
         self.staleness: Counter[int] = Counter()
         """Episodes trained, by (version being trained - version of their oldest token)."""
@@ -61,27 +78,27 @@ class Experience:
 
     def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
         """What became of them."""
-        for group in groups:
-            held = self._held.pop(group, None)
-            if held is None or state == EpisodeState.TRAINED:
-                continue
-            self.num_filtered += state == EpisodeState.FILTERED
-            self.tokens[state] += sum(episode.response_tokens for episode in held.episodes)
+        held = [found for group in groups if (found := self._held.pop(group, None)) is not None]
+        if state == EpisodeState.TRAINED:
+            return
+        if state == EpisodeState.FILTERED:
+            self.num_filtered += len(held)
+        self.tokens[state] += sum([episode.response_tokens for each in held for episode in each.episodes])
 
     def train(self, ref: GroupRef, version: int) -> Cost:
         """The learner at `version` takes the members of `ref`; it reads the whole group."""
         held = self._held[ref.group]
+        lengths = [episode.response_tokens for episode in held.episodes]
+        oldest = [episode.version_min for episode in held.episodes]
+        whole = response = sum(lengths)
+        if len(ref.episodes) < len(lengths):
+            lengths, oldest = ([values[member] for member in ref.episodes] for values in (lengths, oldest))
+            response = sum(lengths)
+        self.trained_lengths.extend(lengths)
+        self.staleness.update([version - made for made in oldest if made != NO_VERSION])
         oldest_allowed = version - self._max_staleness
-        response = masked = 0
-        for member in ref.episodes:
-            episode = held.episodes[member]
-            response += episode.response_tokens
-            self.trained_lengths.append(episode.response_tokens)
-            if episode.version_min != NO_VERSION:
-                self.staleness[version - episode.version_min] += 1
-                if episode.version_min < oldest_allowed:
-                    masked += sum(r.num_older(s, oldest_allowed) for r, s in held.pieces[member])
-        whole = sum([episode.response_tokens for episode in held.episodes])
+        old = [member for member, made in zip(ref.episodes, oldest, strict=True) if NO_VERSION != made < oldest_allowed]
+        masked = sum([r.num_older(s, oldest_allowed) for member in old for r, s in held.pieces[member]])
         self.num_samples += len(ref.episodes)
         self.tokens["trained"] += response - masked
         self.tokens["masked"] += masked

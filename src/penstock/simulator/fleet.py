@@ -23,6 +23,8 @@ class Fleet:
         self._load = [0] * num_servers
         self._by_load = [(0, number) for number in range(num_servers)]
         """Heap with an entry for each present load, and outdated ones."""
+        self.served_at: list[float] = []
+        """When every server served new weights."""
         self._number = {server: number for number, server in enumerate(self._servers)}
 
     def submit(self, request: Request) -> None:
@@ -54,6 +56,7 @@ class Fleet:
         now = self._loop.time()
         ends = [server.update(handle.policy_version, now, self._model.update_s) for server in self._servers]
         await self._until(max(ends))
+        self.served_at.append(self._loop.time())
 
     async def release(self) -> None:
         """What runs ends early."""

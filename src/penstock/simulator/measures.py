@@ -68,6 +68,8 @@ class Measures:
     """Until a quarter of the samples of a step had their last token."""
     first_samples_length_ratio: float | None
     """Mean length of the groups whole by `first_groups_s` / population: the price of an early start."""
+    refill_s: float | None
+    """Mean time from the moment new weights are served until the next groups of an optimizer step are whole."""
     episode_s: float
     """Mean time between the start of an episode and its answer."""
     step_s: float
@@ -105,6 +107,7 @@ def measure(outcome: Outcome, workload: Workload, *, shares_devices: bool) -> Me
         first_groups_s=_nth(whole, batch),
         first_samples_s=_nth(ended, max(batch * config.env.group_size // 4, 1)),
         first_samples_length_ratio=_early_lengths(outcome, people),
+        refill_s=refill(whole, outcome.served_at, batch, since=first.time),
         episode_s=experience.played_s / max(len(experience.played_lengths), 1),
         step_s=(last.time - first.time) / max(len(outcome.marks) - 1 - config.simulator.warmup_steps, 1),
         steps=len(outcome.marks) - 1,
@@ -180,6 +183,15 @@ def _sorted(values: Sequence[int]) -> Floats:
 
 def _nth(ascending: Floats, number: int) -> float | None:
     return float(ascending[number - 1]) if len(ascending) >= number else None
+
+
+def refill(whole: Floats, served_at: Sequence[float], batch: int, *, since: float) -> float | None:
+    """Mean time from a moment of `served_at` until `batch` more are whole; `whole` is ascending. What the run ended too
+    soon for does not count."""
+    served = np.asarray([moment for moment in served_at if moment >= since])
+    last = np.searchsorted(whole, served, side="right") + batch - 1
+    filled = last < len(whole)
+    return float((whole[last[filled]] - served[filled]).mean()) if filled.any() else None
 
 
 def _early_lengths(outcome: Outcome, people: Population) -> float | None:

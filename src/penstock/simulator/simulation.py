@@ -18,6 +18,7 @@ from penstock.simulator.clock import run_virtual
 from penstock.simulator.engine import Totals
 from penstock.simulator.experience import Experience
 from penstock.simulator.fleet import Fleet
+from penstock.simulator.past import Lengths, Past, other_answers, true_mean
 from penstock.simulator.trainer import TrainerModel
 from penstock.simulator.workers import FleetWorkers
 from penstock.simulator.workload import Tasks, Workload
@@ -25,6 +26,8 @@ from penstock.types import EpisodeSummary, LearnerState, Task
 
 WORKER, CAPACITY = "env-0", 1 << 40
 """One modelled worker plays everything; what bounds it is the grants."""
+
+KNOWN_LENGTHS: Mapping[str, Lengths | None] = {"none": None, "history": other_answers, "oracle": true_mean}
 
 Progress = Callable[[int], None]
 """Called with the number of optimizer steps taken."""
@@ -59,6 +62,8 @@ class Outcome:
     """Admitted."""
     waits: Sequence[float]
     """Of each group, between its admission and its start."""
+    served_at: Sequence[float]
+    """When every server served new weights; the first ones included."""
     ended_at: Sequence[float]
     """When each episode had its last token."""
     whole_at: Sequence[float]
@@ -94,11 +99,13 @@ class Marks:
 class Admissions:
     """`TaskSource` that notes when each task was asked for, which is when it is admitted."""
 
-    def __init__(self, tasks: Tasks) -> None:
-        self._tasks = tasks
+    def __init__(self, tasks: Tasks, past: Past | None) -> None:
+        self._tasks, self._past = tasks, past
         self.admitted_at: list[float] = []
 
     def task(self, index: int) -> Task | None:
+        if self._past is not None:
+            self._past.reach(index)
         found = self._tasks.task(index)
         if found is not None:
             self.admitted_at.append(asyncio.get_running_loop().time())
@@ -133,7 +140,9 @@ class Simulation:
             request_grant=scheduler.request_grant,
         )
         self.observer = Marks(self._mark, progress)
-        self._admissions = Admissions(Tasks(workload, seed=seed, size=num_tasks))
+        tasks, known = Tasks(workload, seed=seed, size=num_tasks), KNOWN_LENGTHS[config.simulator.known_lengths]
+        past = None if known is None else Past(workload, tasks, known, scheduler.recall)
+        self._admissions = Admissions(tasks, past)
         self.system = loop.System(
             config=config,
             run_dir=Path(),
@@ -157,6 +166,7 @@ class Simulation:
             marks=self.observer.marks,
             experience=self.experience,
             num_tasks=len(admitted_at),
+            served_at=self.fleet.served_at,
             waits=[started - admitted_at[index] for index, started in self.workers.started_at.items()],
             ended_at=self.workers.ended_at,
             whole_at=self.workers.whole_at,

@@ -80,13 +80,14 @@ def _combine(config: Config, workload: Workload, strategy: Strategy, dispatch: s
     return Combination(strategy=strategy, dispatch=dispatch, trigger=trigger, config=complete)
 
 
-def closed_set(config: Config, workload: Workload, dispatch: str, num_groups: int) -> Config:
+def closed_set(config: Config, workload: Workload, policy: str, num_groups: int) -> Config:
     """One round of `num_groups`, all there from the start and none of them dropped."""
     simulator = config.simulator.model_copy(update={"steps": 1, "warmup_steps": 0})
     trainer = config.trainer.model_copy(update={"groups_per_step": num_groups})
-    scheduler = config.scheduler.model_copy(update={"filter_equal_rewards": False})
+    dispatch = config.scheduler.dispatch.model_copy(update={"look_ahead": None})
+    scheduler = config.scheduler.model_copy(update={"filter_equal_rewards": False, "dispatch": dispatch})
     changed = config.model_copy(update={"simulator": simulator, "trainer": trainer, "scheduler": scheduler})
-    return _combine(changed, workload, "synchronous", dispatch, "batch").config
+    return _combine(changed, workload, "synchronous", policy, "batch").config
 
 
 def _scheduler(config: Config, workload: Workload, strategy: Strategy) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def _surroundings(config: Config, workload: Workload, strategy: Strategy) -> dic
         "env": env,
         "model": model,
         "data": {"eval_tasks": 0},
-        "trainer": {"steps": steps, "checkpoint_every": steps + 1},
+        "trainer": {"steps": steps, "total_samples": None, "checkpoint_every": steps + 1},
     }
 
 

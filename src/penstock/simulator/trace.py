@@ -199,5 +199,7 @@ def _groups(run_dir: Path) -> Iterator[PlayedTask]:
 
 def _even_turns(tokens: int, num_turns: int) -> list[Turn]:
     """The index knows only how many turns there were: equal ones, and tools that take no time."""
+    if num_turns <= 1:
+        return [Turn(tokens, 0.0)]
     bounds = np.linspace(0, tokens, max(min(num_turns, tokens), 1) + 1).astype(int)
     return [Turn(int(count), 0.0) for count in np.diff(bounds)]

@@ -15,7 +15,7 @@ from penstock.config import Config
 from penstock.ports import Work
 from penstock.scheduler.segments import SegmentPolicy
 from penstock.simulator.engine import Request
-from penstock.simulator.experience import REF, Experience, Piece
+from penstock.simulator.experience import REF, Experience, OneRequest, Piece, Pieces
 from penstock.simulator.fleet import Fleet
 from penstock.simulator.workload import Plan, Turn, Workload
 from penstock.types import (
@@ -179,7 +179,7 @@ class FleetWorkers:
             )
         ]
         self.ended_at.extend(request.ended)
-        self._whole(playing, summaries, [((request, sequence),) for sequence in range(playing.size)])
+        self._whole(playing, summaries, OneRequest(request))
 
     def _generated(self, request: Request) -> None:
         """A request is complete: every episode in it goes its own way."""
@@ -257,7 +257,7 @@ class FleetWorkers:
         if news and self._playing.get(playing.group) is playing:
             self._ended(playing.group, news, [None] * len(news))
 
-    def _whole(self, playing: _Playing, episodes: Sequence[EpisodeSummary], pieces: Sequence[Sequence[Piece]]) -> None:
+    def _whole(self, playing: _Playing, episodes: Sequence[EpisodeSummary], pieces: Pieces) -> None:
         del self._playing[playing.group]
         playing.news = []
         self.whole_at.append(self._loop.time())

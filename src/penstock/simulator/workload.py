@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -134,8 +135,8 @@ class LogNormalWorkload:
     def _split_one(self, rng: np.random.Generator, length: int) -> list[Turn]:
         config = self._config
         num_turns = min(int(rng.integers(1, config.turns, endpoint=True)), length)
-        cuts = np.sort(rng.choice(length - 1, num_turns - 1, replace=False) + 1)
-        tokens = np.diff(cuts, prepend=0, append=length).tolist()
+        cuts = sorted((rng.choice(length - 1, num_turns - 1, replace=False) + 1).tolist())
+        tokens = [end - start for start, end in pairwise([0, *cuts, length])]
         tools = config.tool_median_s * np.exp(rng.normal(0.0, config.tool_sigma, num_turns))
         return [Turn(count, tool_s) for count, tool_s in zip(tokens, tools.tolist(), strict=True)]
 
