@@ -198,29 +198,44 @@ async def test_nothing_new_is_not_saved(tmp_path: Path) -> None:
         ]
 
 
+async def lose_cut_answers(stage: Stage) -> list[GrantRequest]:
+    """Worker env-0 saves two pieces of each, and is lost with its file; env-1 is there."""
+    requests = await play_until_cut(stage, num_cuts=2)
+    stage.kill("env-0")
+    (stage.directory / "env-0-00000.seg").write_bytes(b"")
+    await stage.join("env-1")
+    return requests
+
+
 async def test_an_unreadable_cut_episode_starts_over_with_its_whole_budget(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = settings(max_segment_count=3)
-    async with working(tmp_path, answer=tokens, config=config) as stage:
-        before = await play_until_cut(stage, num_cuts=2)
-        stage.kill("env-0")
-        (tmp_path / "env-0-00000.seg").write_bytes(b"")
-        await stage.join("env-1")
-        await stage.start("env-1", job(1, attempt=1, grant=1, max_new_tokens=20, saved=save(*before)))
-        after = await cut_again(stage, "env-1", num_cuts=2)
-        assert [request.num_tokens for request in after] == [1, 5] * 2
+    async with working(tmp_path, answer=tokens, config=settings(max_segment_count=3)) as stage:
+        lost = await lose_cut_answers(stage)
+        stage.policy.policy_version = 7
+        await stage.start("env-1", job(1, attempt=1, grant=1, max_new_tokens=20, saved=save(*lost)))
+        played = await finish(stage, "env-1")
+    assert "train/1/0/1 starts over: pool file env-0-00000.seg" in capsys.readouterr().err
+    assert [e.response_tokens for e in played.episodes] == [12, 12], "three segments' worth, though the first was short"
+    assert {e.version_min for e in played.episodes} == {7}, "nothing is left of what was lost"
+
+
+async def test_an_episode_that_started_over_is_saved_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with working(tmp_path, answer=tokens, config=settings()) as stage:
+        lost = await lose_cut_answers(stage)
+        await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=save(*lost)))
+        anew = await cut_again(stage, "env-1", num_cuts=2)
         stage.kill("env-1")
         await stage.join("env-2")
-        chains = save(*before, *after, attempt=2)
+        stage.policy.policy_version = 7
+        chains = save(*lost, *anew, attempt=2)
         await stage.start("env-2", job(1, attempt=2, grant=4, max_new_tokens=20, saved=chains))
         played = await finish(stage, "env-2")
-    assert [e.response_tokens for e in played.episodes] == [12, 12], "three segments' worth, the first one was short"
-    assert capsys.readouterr().err.count("train/1/0/1 starts over") == 1
+    assert capsys.readouterr().err.count("starts over") == 2, "both members, once"
     assert played.ref is not None
-    for member, sample in enumerate(PayloadReader(tmp_path).read(played.ref)):
-        prompt = int((sample.loss_mask == 0).sum())
-        assert sampled(sample) == tokens([0] * prompt, nth_seed(0, member))[:12], "what was lost is not gone on with"
+    for sample in PayloadReader(tmp_path).read(played.ref):
+        versions = sample.versions[sample.loss_mask == 1].tolist()
+        assert max(versions[:8]) < 7 and len(versions) == 20, "what env-1 saved is gone on with"
 
 
 @pytest.mark.parametrize("num_members", [1, 2])
