@@ -120,9 +120,9 @@ def cases(draw: st.DrawFn) -> tuple[EngineModelConfig, int, list[Arrival], list[
         step_s=draw(durations),
         sequence_s=draw(st.sampled_from([0.0, 0.037, 0.5])),
         prefill_token_s=draw(st.sampled_from([0.0, 0.013])),
-        kv_tokens=draw(st.sampled_from([None, 30, 45])),
-        admit_share=draw(st.sampled_from([0.0, 0.4, 0.6, 1.0])),
-        admit_tokens=draw(st.sampled_from([None, 5, 12])),
+        kv_tokens=draw(st.sampled_from([None, None, 30, 45])),
+        admit_share=draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
+        admit_tokens=draw(st.sampled_from([None, None, 5, 12])),
     )
     moments = st.floats(0.0, 30.0).map(lambda x: round(x, 3) + 1e-4)
     arrivals = [

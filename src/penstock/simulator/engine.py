@@ -100,6 +100,8 @@ class ServerModel:
         self._cost = [model.step_s + model.sequence_s * active for active in range(num_slots + 1)]
         self._prefill_s, self._kv_tokens = model.prefill_token_s, model.kv_tokens
         self._admit_tokens = model.admit_tokens
+        self._is_simple = model.kv_tokens is None and model.admit_tokens is None and self._together == 1 < num_slots
+        """Whoever is next in line enters any free slot."""
         self.due: float | None = None
         self.version = NO_VERSION
         self.released = False
@@ -313,6 +315,8 @@ class ServerModel:
 
     def _run(self, until: float) -> None:
         """Whole steps up to the first boundary at or after `until`, or to one at which a request is complete."""
+        if self._is_simple and len(self._active) == self._slots and self._head < len(self._line):
+            self._exchange(until)
         cost, slots, tau, time = self._cost, self._slots, self._tau, self._time
         active, line, complete = self._active, self._line, self._complete
         (n, b, bb), released, going_ahead = self._steps, self.released, self._base is not None
@@ -339,6 +343,48 @@ class ServerModel:
             if reached:
                 break
         self._tau, self._time, self._steps = tau, time, (n, b, bb)
+
+    def _exchange(self, until: float) -> None:
+        """`_run` while every slot is taken and one sequence enters wherever one ends: nearly all that happens to a
+        server with a line. Stops where that is no longer so."""
+        active, line, slots, head, member = self._active, self._line, self._slots, self._head, self._member
+        time, prefill_s, step_s, serial = self._time, self._prefill_s, self._cost[slots], self._serial
+        tau = first_tau = self._tau
+        p = pp = 0
+        going_ahead, ahead, last = self._base is not None, self._ended_ahead, len(line) - 1
+        while head < last or member < len(line[head].lengths) - 1:
+            finish = -active[-1][0]
+            steps = finish - tau
+            if active[-2][0] == -finish or (until - time) / step_s - SLACK <= steps - 1:
+                break
+            if active[-1][2].num_open == 1:
+                break
+            _, _, ended, sequence = active.pop()
+            tau = finish
+            time += steps * step_s
+            ended.ended[sequence] = time
+            ended.num_open -= 1
+            if going_ahead:
+                ahead.append(ended)
+            request = line[head]
+            insort(active, (-tau - request.lengths[member], -serial - member, request, member))
+            serial += len(request.lengths)
+            request.start[member] = tau
+            context = request.context
+            time += context * prefill_s
+            p, pp = p + context, pp + context * context
+            member += 1
+            if member == len(request.lengths):
+                head, member = head + 1, 0
+        if tau > first_tau:
+            self._count(tau - first_tau, slots, p, pp)
+            self._tau, self._time, self._head, self._member, self._serial = tau, time, head, member, serial
+            self._soonest = None
+
+    def _count(self, steps: int, num_active: int, p: int, pp: int) -> None:
+        (n, b, bb), (tokens, by_active, squared) = self._steps, self._prompts
+        self._steps = n + steps, b + steps * num_active, bb + steps * num_active * num_active
+        self._prompts = tokens + p, by_active + p * num_active, squared + pp
 
     def _is_held_back(self, tau: int) -> bool:
         """Whether the first in line waits for nothing but the next step's share of prompts."""

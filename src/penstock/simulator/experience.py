@@ -36,9 +36,14 @@ class OneRequest:
 
 
 class Held(NamedTuple):
-    """A played group until it is trained or dropped."""
+    """What is needed of a played group until it is trained or dropped; read off while its summaries are at hand."""
 
-    episodes: Sequence[EpisodeSummary]
+    lengths: array[int]
+    """Response tokens of each member."""
+    oldest: Sequence[int]
+    """Policy version of each member's oldest token."""
+    prompt_tokens: int
+    """Of all members."""
     pieces: Pieces
 
 
@@ -71,8 +76,11 @@ class Experience:
 
     def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
         """A played group."""
-        self._held[group] = Held(episodes, self.pieces.pop(group))
-        self.played_lengths.extend([episode.response_tokens for episode in episodes])
+        lengths = array("l", [episode.response_tokens for episode in episodes])
+        oldest = [episode.version_min for episode in episodes]
+        prompt_tokens = sum([episode.prompt_tokens for episode in episodes])
+        self._held[group] = Held(lengths, oldest, prompt_tokens, self.pieces.pop(group))
+        self.played_lengths.extend(lengths)
         self.played_s += sum([episode.seconds for episode in episodes])
         self.num_groups += 1
 
@@ -83,16 +91,16 @@ class Experience:
             return
         if state == EpisodeState.FILTERED:
             self.num_filtered += len(held)
-        self.tokens[state] += sum([episode.response_tokens for each in held for episode in each.episodes])
+        self.tokens[state] += sum([sum(each.lengths) for each in held])
 
     def train(self, ref: GroupRef, version: int) -> Cost:
         """The learner at `version` takes the members of `ref`; it reads the whole group."""
         held = self._held[ref.group]
-        lengths = [episode.response_tokens for episode in held.episodes]
-        oldest = [episode.version_min for episode in held.episodes]
+        lengths, oldest = held.lengths, held.oldest
         whole = response = sum(lengths)
         if len(ref.episodes) < len(lengths):
-            lengths, oldest = ([values[member] for member in ref.episodes] for values in (lengths, oldest))
+            lengths = array("l", [lengths[member] for member in ref.episodes])
+            oldest = [oldest[member] for member in ref.episodes]
             response = sum(lengths)
         self.trained_lengths.extend(lengths)
         self.staleness.update([version - made for made in oldest if made != NO_VERSION])
@@ -103,8 +111,7 @@ class Experience:
         self.tokens["trained"] += response - masked
         self.tokens["masked"] += masked
         self.tokens[EpisodeState.DISCARDED_STALE] += whole - response
-        prompts = sum([episode.prompt_tokens for episode in held.episodes])
-        return Cost(whole + prompts, response, masked)
+        return Cost(whole + held.prompt_tokens, response, masked)
 
     def sync(self) -> None:
         """Nothing is durable here."""

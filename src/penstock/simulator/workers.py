@@ -9,6 +9,7 @@ short cut: nothing can happen to it between its start and its end but a server t
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 
 from penstock.config import Config
@@ -95,9 +96,8 @@ class FleetWorkers:
         self._playing: dict[int, _Playing] = {}
         self.started_at: dict[int, float] = {}
         """When each task was first handed out, by its index."""
-        self.ended_at: list[float] = []
+        self.ended_at, self.whole_at = array("d"), array("d")
         """When each episode had its last token, and each group its last member; by the order of reports."""
-        self.whole_at: list[float] = []
         self.cancelled_tokens = 0
 
     async def start(self, worker: str, work: Work) -> None:
