@@ -121,9 +121,11 @@ async def test_broadcasts_reach_everyone(tmp_path: Path) -> None:
     controller, worker = Counting(), Counting()
     async with connected(tmp_path, controller=controller, peer=worker) as (bus, peer):
         await peer.request(CONTROLLER, request(1), timeout_s=5)
-        while not worker.cancelled.is_set():
-            bus.broadcast(Cancel(attempts=[GroupAttempt(1, 0)]))
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            while not worker.cancelled.is_set():  # a subscription takes a moment to reach the sender
+                bus.broadcast(Cancel(attempts=[GroupAttempt(1, 0)]))
+                await asyncio.sleep(0.01)
+        assert not controller.cancelled.is_set(), "a broadcast does not come back"
 
 
 async def test_a_restarted_peer_is_not_taken_for_its_past(tmp_path: Path) -> None:

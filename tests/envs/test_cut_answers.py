@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
-from penstock.config import Config, TinyModelConfig
+from penstock.config import Config
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
-from penstock.model.tiny import write_tiny_model
 from penstock.ports import Work
 from penstock.rollout.scripted import ScriptedPolicy
 from penstock.simulator.clock import run_virtual
-from penstock.types import NO_VERSION, Sampling, SegmentGrant, Task, Trajectory, VersionSpan
+from penstock.simulator.parts import leased
+from penstock.types import NO_VERSION, Sampling, SegmentGrant, Trajectory, VersionSpan
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, TinyModelConfig(), 512)
-    return ChatTokenizer.load(directory)
 
 
 class Turns:
@@ -63,19 +54,7 @@ def settings(*, max_turns: int = 1, max_new_tokens: int = 20, **scheduler: Any) 
 
 
 def work(config: Config, *, size: int = 1, grant: int) -> Work:
-    chosen = tuple(range(size))
-    return Work(
-        task=Task(task_id="t", tag="train", index=0),
-        group_size=size,
-        group=1,
-        attempt=0,
-        members=chosen,
-        max_tokens=(grant,) * len(chosen),
-        env_seed=7,
-        sampling_seed=0,
-        deadline_s=5.0,
-        sampling=Sampling(max_new_tokens=config.env.max_new_tokens),
-    )
+    return leased(range(size), max_tokens=grant, sampling=Sampling(max_new_tokens=config.env.max_new_tokens))
 
 
 class Stage:

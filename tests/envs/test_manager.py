@@ -9,21 +9,14 @@ from typing import Any
 
 import pytest
 
-from penstock.config import Config, TinyModelConfig
+from penstock.config import Config
 from penstock.envs.guess_number import GuessNumber
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
-from penstock.model.tiny import write_tiny_model
 from penstock.ports import Environment, Work
 from penstock.rollout.scripted import ScriptedPolicy
+from penstock.simulator.parts import leased
 from penstock.types import Sampling, SegmentGrant, Task, Trajectory
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, TinyModelConfig(), 512)
-    return ChatTokenizer.load(directory)
 
 
 class Always:
@@ -40,19 +33,8 @@ class Always:
 
 
 def work(size: int = 2, *, max_new_tokens: int = 8, grant: int = 8, deadline_s: float = 5.0, seed: int = 7) -> Work:
-    chosen = tuple(range(size))
-    return Work(
-        task=Task(task_id="t", tag="train", index=0),
-        group_size=size,
-        group=1,
-        attempt=0,
-        members=chosen,
-        max_tokens=(grant,) * len(chosen),
-        env_seed=seed,
-        sampling_seed=0,
-        deadline_s=deadline_s,
-        sampling=Sampling(max_new_tokens=max_new_tokens),
-    )
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    return leased(range(size), max_tokens=grant, sampling=sampling, deadline_s=deadline_s, env_seed=seed)
 
 
 class Echo:

@@ -23,9 +23,10 @@ from penstock.control.messages import (
 from penstock.envs.manager import EnvManager, MakeEnvironment
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
-from penstock.ports import SavedEpisode, Work
+from penstock.ports import SavedEpisode
 from penstock.processes.env import Worker
 from penstock.rollout.scripted import ScriptedPolicy
+from penstock.simulator.parts import leased
 from penstock.types import Sampling, SegmentGrant, Task
 
 
@@ -73,22 +74,18 @@ def job(
     max_new_tokens: int = 8,
     saved: Sequence[SavedEpisode] = (),
 ) -> NewTask:
-    chosen = tuple(members)
-    return NewTask(
-        work=Work(
-            task=Task(task_id="t", tag="train", index=0),
-            group_size=group_size,
-            group=group,
-            attempt=attempt,
-            members=chosen,
-            max_tokens=(grant,) * len(chosen),
-            env_seed=1,
-            sampling_seed=0,
-            deadline_s=10.0,
-            sampling=Sampling(max_new_tokens=max_new_tokens),
-            saved=tuple(saved),
-        )
+    work = leased(
+        members,
+        group=group,
+        group_size=group_size,
+        attempt=attempt,
+        max_tokens=grant,
+        sampling=Sampling(max_new_tokens=max_new_tokens),
+        env_seed=1,
+        deadline_s=10.0,
+        saved=saved,
     )
+    return NewTask(work=work)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.ports import Work
 from penstock.rollout.client import Servers
+from penstock.simulator.parts import leased
 from penstock.types import Sampling, Segment, SegmentGrant, Task, Trajectory
 
 NUM_MEMBERS = 2
@@ -60,19 +61,7 @@ class Updates:
 
 
 def work() -> Work:
-    chosen = tuple(range(NUM_MEMBERS))
-    return Work(
-        task=Task(task_id="t", tag="train", index=0),
-        group_size=NUM_MEMBERS,
-        group=1,
-        attempt=0,
-        members=chosen,
-        max_tokens=(SEGMENT,) * len(chosen),
-        env_seed=7,
-        sampling_seed=0,
-        deadline_s=20.0,
-        sampling=Sampling(max_new_tokens=30),
-    )
+    return leased(range(NUM_MEMBERS), max_tokens=SEGMENT, sampling=Sampling(max_new_tokens=30), deadline_s=20.0)
 
 
 def check(trajectory: Trajectory) -> set[int]:

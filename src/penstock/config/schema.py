@@ -187,6 +187,11 @@ class Config(Section):
         return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.servers
 
     @property
+    def look_ahead(self) -> int:
+        """Groups that may be admitted before there is room to start them."""
+        return self.scheduler.dispatch.look_ahead or self.trainer.groups_per_step
+
+    @property
     def max_open(self) -> int:
         """Episodes that may be open at once, generating or not: what pacing lets start, or what may generate."""
         groups = max(self.scheduler.max_staleness + 1, math.ceil(self.scheduler.over_sampling))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Literal
@@ -48,7 +49,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Envelope])
 
 
-class _Endpoint:
+class _Endpoint(ABC):
     """What both sides share: requests with re-send, replies remembered per sender, batched frames."""
 
     resend_s = 2.0
@@ -103,8 +104,9 @@ class _Endpoint:
             for frame in self._fault(_encoder.encode(envelopes)):
                 self._transmit(peer, frame)
 
+    @abstractmethod
     def _transmit(self, peer: str, frame: bytes) -> None:
-        raise NotImplementedError
+        """Hand `frame` to the socket."""
 
     def _receive(self, peer: str, frame: bytes) -> None:
         for envelope in _decoder.decode(frame):

@@ -27,7 +27,8 @@ from penstock.deadline import Stalled
 from penstock.observe.recorder import Recorder
 from penstock.ports import TaskSource
 from penstock.rollout.client import Servers
-from penstock.scheduler.scheduler import Background, Scheduler
+from penstock.scheduler.foresight import Background
+from penstock.scheduler.scheduler import Scheduler
 from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
 from penstock.supervisor.child import Child

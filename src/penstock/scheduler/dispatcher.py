@@ -47,8 +47,7 @@ class Dispatcher:
         self._group_size, self._alternates = config.env.group_size, settings.alternates
         self._round = config.trainer.groups_per_step
         self._restarts = settings.alternates and settings.leftovers == "restart"
-        self.look_ahead = settings.dispatch.look_ahead or config.trainer.groups_per_step
-        self.policy = dispatch_policy(settings.dispatch, look_ahead=self.look_ahead)
+        self.policy = dispatch_policy(settings.dispatch, look_ahead=config.look_ahead)
         self.places = Places(max_running=config.max_running)
         self.evaluations: deque[LiveGroup] = deque()
         """Evaluation groups nobody plays yet."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from penstock.config import Config
@@ -18,10 +17,8 @@ from penstock.scheduler.alarms import Alarms
 from penstock.scheduler.dispatcher import Assignment, Demand, Dispatcher
 from penstock.scheduler.evaluation import Evaluations
 from penstock.scheduler.filters import Drop, DropEqualRewards, GroupFilter, KeepAll
+from penstock.scheduler.foresight import Background, Foresight, Record
 from penstock.scheduler.ledger import FINAL, Ledger
-from penstock.scheduler.length.estimator import LengthEstimator
-from penstock.scheduler.length.predictor import length_predictor
-from penstock.scheduler.length.trust import Trust
 from penstock.scheduler.live import LiveGroup
 from penstock.scheduler.patience import OutOfTasks, Patience
 from penstock.scheduler.supply import Supply
@@ -55,12 +52,6 @@ class TrainBatch:
 MAX_STALE_SHARE = 0.1
 """Of what a step trains: more than this too old to train raises an alarm."""
 
-Record = Callable[[str, str, Mapping[str, Any]], None]
-"""Called as record(decider, reason, inputs) with every decision."""
-
-Background = Callable[[Callable[[], object], Callable[[object], None]], None]
-"""background(compute, use): runs `compute` elsewhere, and `use` with its result on the event loop."""
-
 
 def immediate(compute: Callable[[], object], use: Callable[[object], None]) -> None:
     """`Background` without a thread."""
@@ -73,7 +64,7 @@ class Scheduler:
     def __init__(
         self, config: Config, *, now: Callable[[], float], record: Record, background: Background = immediate
     ) -> None:
-        self._config, self._now, self._record, self._background = config, now, record, background
+        self._config, self._now, self._record = config, now, record
         settings = config.scheduler
         self.ledger = Ledger()
         self.policy_version = NO_VERSION
@@ -81,11 +72,7 @@ class Scheduler:
         self._groups: dict[int, LiveGroup] = {}
         self._next_group = 0
         self._dispatcher = Dispatcher(config, self._groups, now=now)
-        self._lengths = _open_lengths(config)
-        self._trust = self._lengths.trust if self._lengths else Trust(settings.length)
-        """In predicted lengths, or in what probes show."""
-        self._trusted = True
-        """What the dispatch policy was told of it."""
+        self._foresight = Foresight(config, self._groups, record=record, background=background)
         self._filter: GroupFilter = DropEqualRewards() if settings.filter_equal_rewards else KeepAll()
         self._supply = Supply(config)
         self._discarded: list[int] = []
@@ -116,28 +103,27 @@ class Scheduler:
     async def room(self) -> int:
         """Wait until an eighth of the look-ahead is free; returns for how many tasks. Several at once are cheaper, and
         so is predicting their lengths."""
-        enough = math.ceil(self._dispatcher.look_ahead / 8)
         while True:
             self._room.clear()
-            if (room := self._free_look_ahead) >= enough:
+            if room := self._num_room:
                 return room
             await self._progress.wait(self._room)
 
     @property
-    def _free_look_ahead(self) -> int:
-        return self._dispatcher.look_ahead - len(self._dispatcher.policy)
+    def _num_room(self) -> int:
+        """Free places in the look-ahead; 0 while they are too few to bother."""
+        free = self._config.look_ahead - len(self._dispatcher.policy)
+        return free if free * 8 >= self._config.look_ahead else 0
 
     def admit(self, tasks: Sequence[Task]) -> None:
         """Take `tasks` in, one group each."""
-        room = self._free_look_ahead
-        predicted = self._lengths.estimate(tasks) if self._lengths else [0.0] * len(tasks)
-        for task, tokens in zip(tasks, predicted, strict=True):
+        for task, tokens in zip(tasks, self._foresight.estimate(tasks), strict=True):
             group = self._add(task, self._config.env.group_size, self.ledger)
-            group.predicted_tokens = tokens
+            group.predicted_tokens = tokens or 0.0
             self._dispatcher.push(group)
             inputs = {"group": group.number, "task": task.task_id, "predicted_tokens": tokens}
-            self._record("admission", f"{room} places in the look-ahead", inputs)
-            self._supply.bias.admitted(group.number, tokens if self._lengths else None)
+            self._record("admission", f"{len(self._dispatcher.policy)} of {self._config.look_ahead} wait", inputs)
+            self._supply.bias.admitted(group.number, tokens)
         self._progress.changed(self._runnable)
 
     def out_of_tasks(self, reason: str) -> None:
@@ -175,7 +161,7 @@ class Scheduler:
         while True:
             self._runnable.clear()
             found = list(self._assign())
-            if self._free_look_ahead * 8 >= self._dispatcher.look_ahead:
+            if self._num_room:
                 self._progress.changed(self._room)
             if found:
                 return found
@@ -332,27 +318,11 @@ class Scheduler:
         self._supply.bias.played(group.number, lengths)
         if truncated := sum(summary.status == "truncated" for summary in group.summaries):
             self._record("segment", f"{truncated} answers reached their maximum", {"group": group.number})
-        if self._config.scheduler.dispatch.policy == "probe" and len(lengths) > 1:
-            self._trust.add(lengths[0], fmean(lengths[1:]))
-        if self._lengths is not None:
-            self._lengths.finished(group.task, group.predicted_tokens, lengths)
-            if fit := self._lengths.due():
-                self._background(fit, self._lengths.adopt)
-        if self._trust.trusted != self._trusted:
-            self._trusted = self._trust.trusted
-            self._record("trust", self._trust.reason, {"tau": self._trust.tau})
-            self._order()
+        if self._foresight.played(group, lengths):
+            self._arrange()
 
-    def _order(self) -> None:
-        """Let the dispatch policy know what is known by now."""
-        self._dispatcher.policy.adapt(preference=self._supply.preference, trusted=self._trusted)
-        if self._lengths is not None and (pending := self._dispatcher.policy.pending()):
-            tokens = self._lengths.estimate([waiting.task for waiting in pending])
-            revised = {waiting.group: value for waiting, value in zip(pending, tokens, strict=True)}
-            self._dispatcher.policy.revise(revised)
-            for number, value in revised.items():
-                if group := self._groups.get(number):
-                    group.predicted_tokens = value
+    def _arrange(self) -> None:
+        self._foresight.arrange(self._dispatcher.policy, preference=self._supply.preference)
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -398,7 +368,7 @@ class Scheduler:
         for group, num_stale in aged:
             self._aged(group, num_stale)
         self._record("feedback", adjustment.reason, adjustment.inputs)
-        self._order()
+        self._arrange()
         self._look_out(learner, num_aged=sum(count for _, count in aged))
         self.ledger.check()
         self._progress.changed(self._runnable, self._trainable)
@@ -423,8 +393,7 @@ class Scheduler:
             "trigger_max_wait_s": thresholds.max_wait_s,
             "sjf_preference": self._supply.preference,
             **self._supply.bias.report(),
-            "length_tau": self._trust.tau,
-            "length_predict_us": self._lengths.predict_us if self._lengths else None,
+            **self._foresight.metrics(),
         }
 
     def take_alarms(self) -> list[str]:
@@ -436,7 +405,7 @@ class Scheduler:
         starved = f"a group has waited {wait_s:.0f} s to start; scheduler.dispatch.max_wait_s is {bound_s:g}"
         self._alarms.update("starvation", starved if wait_s > bound_s else None)
         self._alarms.update("length bias", self._supply.bias.alarm())
-        self._alarms.update("length prediction", None if self._trusted else self._trust.reason)
+        self._alarms.update("length prediction", None if self._foresight.trusted else self._foresight.reason)
         masked, trained = learner.metrics.get("tokens_masked_stale", 0.0), learner.metrics.get("tokens", 0.0)
         share = masked / max(masked + trained, 1.0)
         wasted = f"{share:.0%} of the tokens of this step and {num_aged} ready episodes were too old to train"
@@ -455,8 +424,7 @@ class Scheduler:
 
     def recall(self, played: Iterable[tuple[Task, Sequence[int]]]) -> None:
         """Learn lengths from groups that were played before: (task, response tokens of the members), in order."""
-        if self._lengths is not None:
-            self._lengths.replay(played)
+        self._foresight.recall(played)
 
     # --- evaluation and the end ------------------------------------------------------------------------------------
 
@@ -494,16 +462,6 @@ class Scheduler:
     def _give_up(self, reason: Exception | None) -> None:
         if reason is not None:
             self._progress.give_up(reason)
-
-
-def _open_lengths(config: Config) -> LengthEstimator | None:
-    """Only policies that order by length pay for predictions."""
-    settings, env = config.scheduler, config.env
-    if settings.dispatch.policy not in ("sjf", "ljf"):
-        return None
-    longest = settings.global_max_length or env.max_turns * env.max_new_tokens
-    predictor = length_predictor(settings.length, max_new_tokens=longest, temperature=env.temperature)
-    return LengthEstimator(predictor, settings.length)
 
 
 def _first_error(summaries: Sequence[EpisodeSummary]) -> str | None:

@@ -20,8 +20,7 @@ class Supply:
         settings = config.scheduler
         self.trained_version = 0
         """Version the learner is training."""
-        look_ahead = settings.dispatch.look_ahead or config.trainer.groups_per_step
-        self.bias = LengthBias(group_size=config.env.group_size, look_ahead=look_ahead)
+        self.bias = LengthBias(group_size=config.env.group_size, look_ahead=config.look_ahead)
         self.feedback = feedback(
             settings.trigger,
             entropy_gain=settings.dispatch.entropy_gain,

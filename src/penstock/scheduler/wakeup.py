@@ -9,16 +9,12 @@ from collections.abc import Callable
 from penstock.deadline import Stalled
 
 
-class Signal:
+class Signal(asyncio.Event):
     """Wakes the one loop that waits for it."""
 
     def __init__(self, waiter: str, resource: str, holder: str) -> None:
+        super().__init__()
         self.waiter, self.resource, self.holder = waiter, resource, holder
-        self._event = asyncio.Event()
-        self.set = self._event.set
-        self.clear = self._event.clear
-        self.wait = self._event.wait
-        self.is_set = self._event.is_set
 
 
 class Progress:

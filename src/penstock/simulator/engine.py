@@ -13,12 +13,12 @@ more in the line is no touch: it enters after the others. Pure: `now` is passed 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Callable, Collection, Sequence
-from operator import add
 from typing import NamedTuple
 
 from penstock.config import EngineModelConfig
+from penstock.simulator.served import ServedVersions
 from penstock.types import NO_VERSION
 
 SLACK = 1e-9
@@ -45,18 +45,19 @@ class Request:
         if self.server is None or not self.generated[sequence]:
             return NO_VERSION, NO_VERSION
         start = self.start[sequence]
-        return self.server.version_at(start + 1), self.server.version_at(start + self.generated[sequence])
+        (versions,) = self.server.served.between([start], [self.generated[sequence]])
+        return versions
 
     def all_versions(self) -> list[tuple[int, int]]:
         """`versions` of all sequences, none of which was cut."""
         assert self.server is not None
-        return self.server.versions_between(self.start, self.lengths)
+        return self.server.served.between(self.start, self.lengths)
 
     def num_older(self, sequence: int, version: int) -> int:
         """Tokens sampled by versions before `version`."""
         if self.server is None or not self.generated[sequence]:
             return 0
-        old = self.server.tokens_before(version) - self.start[sequence]
+        old = self.server.served.since(version) - self.start[sequence]
         return min(max(old, 0), self.generated[sequence])
 
 
@@ -105,10 +106,7 @@ class ServerModel:
         self.due: float | None = None
         self.version = NO_VERSION
         self.released = False
-        self._served: list[int] = []
-        """Policy versions."""
-        self._since: list[int] = []
-        """Token clock from which on each was served."""
+        self.served = ServedVersions()
         self._time, self._tau = 0.0, 0
         """The last step boundary, in seconds and in steps."""
         self._active: list[tuple[int, int, Request, int]] = []
@@ -160,8 +158,7 @@ class ServerModel:
         """Serve `version` after a pause that begins at the next step boundary; returns when it ends."""
         self._settle(now)
         self.version = version
-        self._served.append(version)
-        self._since.append(self._tau)
+        self.served.add(version, self._tau)
         self._time += seconds
         ends_at = self._time
         self._look_ahead()
@@ -220,30 +217,6 @@ class ServerModel:
             first = self._member if self._line[self._head] is request else 0
             waiting = sum(request.lengths[first:])
         return sum(request.generated) - left - waiting
-
-    def version_at(self, tau: int) -> int:
-        """The policy version that sampled the token generated at `tau`."""
-        position = bisect_left(self._since, tau)
-        return self._served[position - 1] if position else NO_VERSION
-
-    def versions_between(self, starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-        """Versions of the first and the last of so many tokens, for each start of the token clock."""
-        since, served, earliest = self._since, self._served, min(starts)
-        before = bisect_left(since, earliest + 1)
-        if before == len(since) or since[before] >= max(map(add, starts, lengths)):
-            version = served[before - 1] if before else NO_VERSION
-            return [(version, version)] * len(starts)
-        named = [NO_VERSION, *served]
-        lasts = [named[bisect_left(since, tau, before)] for tau in map(add, starts, lengths)]
-        if earliest == max(starts):
-            return [(named[before], last) for last in lasts]
-        firsts = [named[bisect_left(since, start + 1, before)] for start in starts]
-        return list(zip(firsts, lasts, strict=True))
-
-    def tokens_before(self, version: int) -> int:
-        """Token clock at which `version`, or a newer one, was first served."""
-        position = bisect_left(self._served, version)
-        return self._since[position] if position < len(self._since) else self._tau
 
     # --- the replay ------------------------------------------------------------------------------------------------
 

@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.ports import Work
+from penstock.ports import SavedEpisode, Work
 from penstock.types import (
     NO_VERSION,
+    TRAIN_TAG,
     EpisodeId,
     EpisodeSummary,
     GroupAttempt,
     GroupRef,
     LearnerState,
     PayloadRef,
+    Sampling,
     SegmentGrant,
     Task,
     WeightsHandle,
@@ -73,6 +75,34 @@ class ModelledWorkers:
         ]
         ref = None if work.keep_text else PayloadRef(file="none", offset=0, length=0, crc32=0)
         self._collect(group, ref, summaries)
+
+
+def leased(
+    members: Sequence[int] = (0, 1),
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    group: int = 1,
+    group_size: int | None = None,
+    attempt: int = 0,
+    env_seed: int = 7,
+    deadline_s: float = 5.0,
+    saved: Sequence[SavedEpisode] = (),
+) -> Work:
+    """Work of a task without content, all of the group unless `group_size` says otherwise."""
+    return Work(
+        task=Task(task_id="t", tag=TRAIN_TAG, index=0),
+        group=group,
+        attempt=attempt,
+        group_size=group_size or len(members),
+        members=tuple(members),
+        max_tokens=(max_tokens,) * len(members),
+        env_seed=env_seed,
+        sampling_seed=0,
+        deadline_s=deadline_s,
+        sampling=sampling,
+        saved=tuple(saved),
+    )
 
 
 def played(

@@ -15,8 +15,9 @@ from penstock.types import Task
 class LengthEstimator:
     """A predictor that is judged by every finished group, and distrusted while its ranking is worthless.
 
-    Nothing depends on when it is asked, only on the order of `finished` and `adopt`: replaying the finished groups of a
-    run brings back its state. `perf_counter` is read to report the cost of a prediction, and for nothing else.
+    What it predicts depends only on the order of `finished` and `adopt`, so replaying the finished groups of a run
+    brings that back; the correlation is then that of predictions made right before each group, not of those that
+    ordered it. `perf_counter` is read to report the cost of a prediction, and for nothing else.
     """
 
     def __init__(self, predictor: LengthPredictor, config: LengthConfig) -> None:
