@@ -33,7 +33,7 @@ LONG: dict[str, Any] = {
     "model": {"max_context": 288, "warm_start": {"steps": 200}},
     "data": {"source": "jsonl", "eval_tasks": 0},
     "env": {"name": "long_answers:Think", "group_size": GROUP_SIZE, "max_new_tokens": 256},
-    "scheduler": {"max_staleness": 1, "filter_equal_rewards": False},
+    "scheduler": {"max_staleness": 4, "filter_equal_rewards": False},
     "rollout": {"slots": 64},
     "trainer": {"groups_per_step": 16, "learning_rate": 1e-7, "checkpoint_every": 1000},
     "observe": {"progress": False, "plots": False, "samples": 0},
@@ -122,6 +122,11 @@ def samples_per_s(run_dir: Path) -> float:
     metrics = lines(run_dir / "metrics.jsonl")[SKIPPED_STEPS - 1 :]
     seconds = metrics[-1]["time"] - metrics[0]["time"]
     return float((metrics[-1]["ledger"]["trained"] - metrics[0]["ledger"]["trained"]) / seconds)
+
+
+def masked_share(run_dir: Path) -> float:
+    """Of the generated tokens, those too old to train."""
+    return float(lines(run_dir / "metrics.jsonl")[-1]["tokens_masked_share"])
 
 
 def idle_fraction(run_dir: Path) -> float:

@@ -235,7 +235,7 @@ def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
         run.workers.start = fail  # type: ignore[method-assign]
         await task
 
-    async def fail(worker: str, work: Work) -> None:
+    def fail(worker: str, work: Work) -> None:
         episodes = [played(lease.episode, reward=0.0, error="ValueError: no such key") for lease in work.leases]
         loop.collect(run.system, work.leases[0].episode.group, None, episodes)
 
@@ -250,7 +250,7 @@ def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
 def test_the_last_group_of_a_finite_source_may_fail(tmp_path: Path) -> None:
     run = Run(tmp_path, config(data={"eval_tasks": 0}, env={"group_size": 4, "max_attempts": 1}), mixed(4))
 
-    async def fail(worker: str, work: Work) -> None:
+    def fail(worker: str, work: Work) -> None:
         episodes = [played(episode, reward=0.0, error="ValueError: no such key") for episode in work.episodes]
         loop.collect(run.system, work.group, None, episodes)
 
@@ -276,7 +276,7 @@ def test_a_late_result_of_an_older_attempt_is_not_written_down(tmp_path: Path) -
         await asyncio.sleep(0)
         start = run.workers.start
 
-        async def start_badly(worker: str, work: Work) -> None:
+        def start_badly(worker: str, work: Work) -> None:
             if work.group == 0 and work.attempt == 0:
                 failed = [played(episode, reward=0.0, error="OSError: gone") for episode in work.episodes]
                 loop.collect(run.system, 0, None, failed)
@@ -284,7 +284,7 @@ def test_a_late_result_of_an_older_attempt_is_not_written_down(tmp_path: Path) -
                 loop.collect(run.system, 0, REF, late[0][1])
                 assert run.system.pool.get(0) is None  # type: ignore[attr-defined]
             else:
-                await start(worker, work)
+                start(worker, work)
 
         run.workers.start = start_badly  # type: ignore[method-assign]
         await task

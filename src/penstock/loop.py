@@ -29,7 +29,6 @@ from typing import NoReturn
 from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.ports import Observer, Pool, RolloutServers, Trainer, Work, Workers
-from penstock.scheduler.dispatcher import Assignment
 from penstock.scheduler.scheduler import Scheduler, TrainBatch
 from penstock.types import EpisodeState, EpisodeSummary, LearnerState, PayloadRef, Task, WeightsHandle
 
@@ -105,17 +104,12 @@ async def admit(system: System) -> None:
 
 
 async def dispatch(system: System) -> NoReturn:
-    async with asyncio.TaskGroup() as sends:  # a worker slow to acknowledge holds up nobody else
-        while True:
-            for assignment in await system.scheduler.next_assignments():
-                sends.create_task(send(system, assignment))
-
-
-async def send(system: System, assignment: Assignment) -> None:
-    if isinstance(assignment.item, Work):
-        await system.workers.start(assignment.worker, assignment.item)
-    else:
-        await system.workers.grant(assignment.worker, assignment.item)
+    while True:
+        for assignment in await system.scheduler.next_assignments():
+            if isinstance(assignment.item, Work):
+                system.workers.start(assignment.worker, assignment.item)
+            else:
+                system.workers.grant(assignment.worker, assignment.item)
 
 
 def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:

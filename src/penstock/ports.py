@@ -148,13 +148,16 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workers(Protocol):
-    """The environment workers, seen from the scheduler. Results come back through the scheduler's own methods."""
+    """The environment workers, seen from the loop. Results come back through the scheduler's own methods.
 
-    async def start(self, worker: str, work: Work) -> None:
-        """Hand `work` to `worker`; returns once the worker has acknowledged it."""
+    Nothing here waits: a worker slow to acknowledge holds up nobody else, and one that never does ends the run.
+    """
+
+    def start(self, worker: str, work: Work) -> None:
+        """Hand `work` to `worker`."""
         ...
 
-    async def grant(self, worker: str, grant: SegmentGrant) -> None:
+    def grant(self, worker: str, grant: SegmentGrant) -> None:
         """Let a waiting episode generate again."""
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,16 +60,27 @@ class RemoteTrainer:
 
 
 class RemoteWorkers:
-    """ports.Workers: environment workers in other processes."""
+    """ports.Workers: environment workers in other processes. What they must acknowledge is sent by `tasks`."""
 
-    def __init__(self, bus: Bus, *, timeout_s: float) -> None:
-        self._bus, self._timeout_s = bus, timeout_s
+    def __init__(self, bus: Bus, tasks: asyncio.TaskGroup, *, timeout_s: float) -> None:
+        self._bus, self._tasks, self._timeout_s = bus, tasks, timeout_s
+        self._sending: set[asyncio.Task[AnyMessage]] = set()
 
-    async def start(self, worker: str, work: Work) -> None:
-        await self._bus.request(worker, NewTask(work=work), timeout_s=self._timeout_s)
+    def start(self, worker: str, work: Work) -> None:
+        self._send(worker, NewTask(work=work))
 
-    async def grant(self, worker: str, grant: SegmentGrant) -> None:
-        await self._bus.request(worker, Grant(grant=grant), timeout_s=self._timeout_s)
+    def grant(self, worker: str, grant: SegmentGrant) -> None:
+        self._send(worker, Grant(grant=grant))
 
     def cancel(self, attempts: Sequence[GroupAttempt]) -> None:
         self._bus.broadcast(Cancel(attempts=list(attempts)))
+
+    def close(self) -> None:
+        """Nobody cares any more whether they heard."""
+        for sending in self._sending:
+            sending.cancel()
+
+    def _send(self, worker: str, message: AnyMessage) -> None:
+        sending = self._tasks.create_task(self._bus.request(worker, message, timeout_s=self._timeout_s))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)

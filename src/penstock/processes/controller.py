@@ -142,17 +142,18 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
     held_out = [task for task in tasks if task is not None]
     await controller.all_joined(config.supervisor.ready_timeout_s)
     timeout_s = config.rollout.request_timeout_s
-    fits = asyncio.TaskGroup()
+    beside = asyncio.TaskGroup()
+    workers = RemoteWorkers(bus, beside, timeout_s=timeout_s)
     servers = Servers(controller.server_urls, api_key=config.rollout.api_key, timeout_s=timeout_s)
     system = loop.System(
         config=config,
         run_dir=child.run_dir,
         scheduler=Scheduler(
-            config, now=asyncio.get_running_loop().time, record=recorder.decision, background=in_thread(fits)
+            config, now=asyncio.get_running_loop().time, record=recorder.decision, background=in_thread(beside)
         ),
         tasks=TaskStream(train, held_out=held_out),
         held_out=held_out,
-        workers=RemoteWorkers(bus, timeout_s=timeout_s),
+        workers=workers,
         trainer=RemoteTrainer(bus, "trainer-0", timeout_s=max(timeout_s, 600.0)),
         servers=servers,
         pool=ExperiencePool(child.run_dir / "pool"),
@@ -164,8 +165,9 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     controller.attach(system)
     try:
-        async with fits:
+        async with beside:
             await loop.run(system)
+            workers.close()
     finally:
         await servers.close()
 

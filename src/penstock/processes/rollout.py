@@ -28,7 +28,7 @@ from penstock.weights.shared_memory import layout, receive
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
-    torch.set_num_threads(num_threads(config, config.rollout.torch_threads))
+    torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=config.rollout.servers))
     listener = listen(child, config)
     directory = model_dir(config, child.run_dir)
     model = load_policy(directory, dtype=config.model.dtype, device=config.model.device, weights=False)

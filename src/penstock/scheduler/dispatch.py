@@ -7,8 +7,9 @@ compete; and a group is never passed over because a smaller one would fit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import msgspec
 
 from penstock.config import DispatchConfig
 from penstock.scheduler.order import Order, Waiting
@@ -19,8 +20,7 @@ Part = Literal["whole", "probe", "rest"]
 SIGNS = {"fifo": 0, "sjf": 1, "ljf": -1}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingGroup:
+class PendingGroup(msgspec.Struct, frozen=True, kw_only=True):
     """An admitted group nobody plays yet."""
 
     group: int
@@ -31,8 +31,7 @@ class PendingGroup:
     """Mean response tokens per episode."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchDecision:
+class DispatchDecision(msgspec.Struct, frozen=True, kw_only=True):
     """`part` of `group` runs next: all members, the first one, or all but the first."""
 
     group: PendingGroup

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.config import Config
 from penstock.ports import Work
@@ -19,8 +20,7 @@ from penstock.scheduler.places import Places
 from penstock.types import EpisodeId, EpisodeState, GroupAttempt, SegmentGrant
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """The next thing to send to `worker`: members of a group, or a grant for an episode that waits for one."""
 
     worker: str
@@ -28,8 +28,7 @@ class Assignment:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What the learner's side lets run."""
 
     num_ready: int

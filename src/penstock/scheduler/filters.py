@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from penstock.types import EpisodeSummary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
     """Train it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True, kw_only=True):
     """Do not train it, because of `reason`."""
 
     reason: str

@@ -17,26 +17,28 @@ class Leases:
     """Makes work for workers. Members of a group share the environment's seed; attempts differ in how they sample."""
 
     def __init__(self, config: Config) -> None:
-        self._seed, self._env = config.seed, config.env
+        self._seed, self._deadline_s = config.seed, config.env.episode_timeout_s
         self._segments = SegmentPolicy.from_config(config)
         self._first_grant = self._segments.grant_tokens(num_tokens=0)
+        env = config.env
+        self._sampling = Sampling(temperature=env.temperature, max_new_tokens=env.max_new_tokens)
+        self._eval_sampling = Sampling(temperature=env.eval_temperature, max_new_tokens=env.max_new_tokens)
 
     def work(self, group: LiveGroup, members: Sequence[int]) -> Work:
         """`members` of `group`, those that were saved from where they were."""
         task, attempt = group.task, group.attempt
         evaluating = task.tag == EVAL_TAG
-        temperature = self._env.eval_temperature if evaluating else self._env.temperature
         return Work(
             task=task,
             group=group.number,
             attempt=attempt,
             group_size=group.size,
             members=tuple(members),
-            max_tokens=tuple(self._max_tokens(group, member) for member in members),
+            max_tokens=tuple([self._max_tokens(group, member) for member in members]),
             env_seed=stable_seed(self._seed, task.tag, task.index),
             sampling_seed=stable_seed(self._seed, task.tag, task.index, attempt),
-            deadline_s=self._env.episode_timeout_s,
-            sampling=Sampling(temperature=temperature, max_new_tokens=self._env.max_new_tokens),
+            deadline_s=self._deadline_s,
+            sampling=self._eval_sampling if evaluating else self._sampling,
             saved=tuple(self._renamed(group, group.saved[member]) for member in members if member in group.saved),
             keep_text=evaluating,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from penstock.types import EpisodeState as S
 
@@ -61,10 +62,13 @@ class Ledger:
                 raise LedgerError(f"episode {group}/{episode} cannot go from {state} to {to}")
         for state in kinds:
             self._counts[state] -= before.count(state)
-        self._counts[to] += len(before)
-        for episode in moved:
-            states[episode] = to
-        if to in FINAL and all(state in FINAL for state in states):
+        self._counts[to] += len(moved)
+        if len(moved) == len(states):
+            states[:] = [to] * len(states)
+        else:
+            for episode in moved:
+                states[episode] = to
+        if to in FINAL and FINAL.issuperset(states):
             del self._live[group]
 
     def state(self, group: int, episode: int) -> S:
@@ -74,8 +78,8 @@ class Ledger:
     def members(self, group: int, *states: S) -> tuple[int, ...]:
         """Members of a live group that are in one of `states` (all members if none is named)."""
         held = self._group(group)
-        if not states or (held.count(held[0]) == len(held) and held[0] in states):
-            return tuple(range(len(held)))
+        if not states or held.count(held[0]) == len(held):
+            return tuple(range(len(held))) if not states or held[0] in states else ()
         return tuple(i for i, state in enumerate(held) if state in states)
 
     def __contains__(self, group: int) -> bool:
@@ -98,10 +102,10 @@ class Ledger:
             raise LedgerError(f"negative count in {self.counts()}")
         if sum(self._counts.values()) != self.num_admitted:
             raise LedgerError(f"episodes lost or invented: {self.counts()}")
-        live = sum(count for state, count in self._counts.items() if state not in FINAL)
-        held = sum(state not in FINAL for states in self._live.values() for state in states)
-        if live != held:
-            raise LedgerError(f"{live} live episodes counted, {held} held")
+        held = Counter(chain.from_iterable(self._live.values()))
+        for state in S:
+            if state not in FINAL and held[state] != self._counts[state]:
+                raise LedgerError(f"{self._counts[state]} {state} episodes counted, {held[state]} held")
 
     def _group(self, group: int) -> list[S]:
         try:

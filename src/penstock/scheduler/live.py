@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from penstock.ports import SavedEpisode
 from penstock.scheduler.ledger import Ledger
 from penstock.types import EpisodeId, EpisodeSummary, PayloadRef, Task
 
 
-@dataclass(slots=True, kw_only=True)
-class LiveGroup:
+class LiveGroup(msgspec.Struct, kw_only=True, eq=False):
     """What the scheduler knows of one."""
 
     number: int
@@ -25,11 +25,11 @@ class LiveGroup:
     num_failures: int = 0
     worker: str | None = None
     """Who plays it."""
-    generating: set[int] = field(default_factory=set)
+    generating: set[int] = msgspec.field(default_factory=set)
     """Members that hold a segment grant."""
-    num_tokens: dict[int, int] = field(default_factory=dict)
+    num_tokens: dict[int, int] = msgspec.field(default_factory=dict)
     """Generated so far by members that asked for another grant."""
-    saved: dict[int, SavedEpisode] = field(default_factory=dict)
+    saved: dict[int, SavedEpisode] = msgspec.field(default_factory=dict)
     """Members whose tokens so far lie in the pool."""
     summaries: Sequence[EpisodeSummary] = ()
     """Of the whole group."""

@@ -14,11 +14,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from penstock.config.scheduling import Mode, SchedulerConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PacingState:
+class PacingState(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of groups."""
 
     num_in_flight: int
@@ -34,8 +35,7 @@ class PacingState:
     """Some of those playing are leftovers of an earlier round."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PacingDecision:
+class PacingDecision(msgspec.Struct, frozen=True, kw_only=True):
     """`num_groups` may start now."""
 
     num_groups: int

@@ -65,6 +65,7 @@ class Scheduler:
         self, config: Config, *, now: Callable[[], float], record: Record, background: Background = immediate
     ) -> None:
         self._config, self._now, self._record = config, now, record
+        self._look_ahead = config.look_ahead
         settings = config.scheduler
         self.ledger = Ledger()
         self.policy_version = NO_VERSION
@@ -112,8 +113,8 @@ class Scheduler:
     @property
     def _num_room(self) -> int:
         """Free places in the look-ahead; 0 while they are too few to bother."""
-        free = self._config.look_ahead - len(self._dispatcher.policy)
-        return free if free * 8 >= self._config.look_ahead else 0
+        free = self._look_ahead - len(self._dispatcher.policy)
+        return free if free * 8 >= self._look_ahead else 0
 
     def admit(self, tasks: Sequence[Task]) -> None:
         """Take `tasks` in, one group each."""
@@ -122,7 +123,7 @@ class Scheduler:
             group.predicted_tokens = tokens or 0.0
             self._dispatcher.push(group)
             inputs = {"group": group.number, "task": task.task_id, "predicted_tokens": tokens}
-            self._record("admission", f"{len(self._dispatcher.policy)} of {self._config.look_ahead} wait", inputs)
+            self._record("admission", f"{len(self._dispatcher.policy)} of {self._look_ahead} wait", inputs)
             self._supply.bias.admitted(group.number, tokens)
         self._progress.changed(self._runnable)
 

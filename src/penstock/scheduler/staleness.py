@@ -6,6 +6,7 @@ swept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.types import NO_VERSION, EpisodeSummary
@@ -17,8 +18,7 @@ class StalenessPolicy:
 
     max_staleness: int
 
-    def is_stale(self, summary: EpisodeSummary, *, trained_version: int) -> bool:
-        """True if even the newest token is too old, so that nothing of the episode is left to train."""
-        if summary.version_max == NO_VERSION:
-            return False
-        return trained_version - summary.version_max > self.max_staleness
+    def stale(self, summaries: Sequence[EpisodeSummary], *, trained_version: int) -> list[int]:
+        """Those (by position) of which even the newest token is too old, so that nothing is left to train."""
+        oldest = trained_version - self.max_staleness
+        return [number for number, summary in enumerate(summaries) if NO_VERSION != summary.version_max < oldest]

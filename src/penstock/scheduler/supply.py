@@ -119,11 +119,11 @@ class Supply:
         self._training.clear()
 
     def _discard_stale(self, group: LiveGroup) -> int:
-        stale = [
-            member
-            for member in group.ledger.members(group.number, EpisodeState.READY)
-            if self._staleness.is_stale(group.summaries[member], trained_version=self.trained_version)
-        ]
+        too_old = self._staleness.stale(group.summaries, trained_version=self.trained_version)
+        if not too_old:
+            return 0
+        ready = group.ledger.members(group.number, EpisodeState.READY)
+        stale = [member for member in too_old if member in ready]
         group.ledger.move(group.number, stale, EpisodeState.DISCARDED_STALE)
         if group.number not in group.ledger:
             del self._ready[group.number]

@@ -12,11 +12,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from penstock.config.scheduling import TriggerConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriggerState:
+class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
     """What the trigger sees."""
 
     num_ready: int
@@ -30,8 +31,7 @@ class TriggerState:
     """Of N_min and T_max, as feedback decided them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriggerDecision:
+class TriggerDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Train `num_groups` now and then `step`; or, with 0 groups, look again at `look_again_at` or on an event."""
 
     num_groups: int
@@ -40,8 +40,7 @@ class TriggerDecision:
     look_again_at: float = math.inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
+class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """N_min in whole groups, T_max in seconds (infinite where nothing but the count fires)."""
 
     min_groups: int

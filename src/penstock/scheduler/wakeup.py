@@ -18,12 +18,14 @@ class Signal(asyncio.Event):
 
 
 class Progress:
-    """Bounds every wait: `Stalled` once nothing at all has changed for `stall_s`."""
+    """Bounds every wait: `Stalled` once nothing at all has changed for `stall_s`. One timer watches over all."""
 
     def __init__(self, *, now: Callable[[], float], stall_s: float) -> None:
         self._now, self._stall_s = now, stall_s
         self._changed_at = now()
         self._signals: list[Signal] = []
+        self._num_waiting = 0
+        self._watch: asyncio.TimerHandle | None = None
         self.hopeless: Exception | None = None
         """Why the run cannot go on; raised by whoever waits."""
 
@@ -46,19 +48,41 @@ class Progress:
 
     async def wait(self, signal: Signal, *, until: float = math.inf) -> None:
         """Until `signal` is set, or until the time `until`. Raises what makes the run hopeless."""
-        while self.hopeless is None and not signal.is_set():
-            now = self._now()
-            if now >= until:
-                return
-            stalls_at = self._changed_at + self._stall_s
-            if now >= stalls_at:
-                raise Stalled(
-                    waiter=signal.waiter, resource=signal.resource, holder=signal.holder, seconds=self._stall_s
-                )
+        if self.hopeless is None and not signal.is_set():
+            self._num_waiting += 1
+            if self._watch is None:
+                self._look()
             try:
-                async with asyncio.timeout(min(until, stalls_at) - now):
-                    await signal.wait()
-            except TimeoutError:
-                continue
+                await _wait_for(signal, None if until == math.inf else until - self._now())
+            finally:
+                self._num_waiting -= 1
         if self.hopeless is not None:
             raise self.hopeless
+        if self._left_s <= 0:
+            raise Stalled(waiter=signal.waiter, resource=signal.resource, holder=signal.holder, seconds=self._stall_s)
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds until all who wait have waited too long."""
+        return self._changed_at + self._stall_s - self._now()
+
+    def _look(self) -> None:
+        """Wake everybody if nothing has changed for too long; else look again when that may be so."""
+        self._watch = None
+        if self._num_waiting and self._left_s <= 0:
+            for signal in self._signals:
+                signal.set()
+        elif self._num_waiting:
+            self._watch = asyncio.get_running_loop().call_later(self._left_s, self._look)
+
+
+async def _wait_for(signal: Signal, seconds: float | None) -> None:
+    """Until `signal` is set, or `seconds` have passed."""
+    if seconds is None:
+        await signal.wait()
+        return
+    try:
+        async with asyncio.timeout(seconds):
+            await signal.wait()
+    except TimeoutError:
+        return

@@ -1,4 +1,4 @@
-"""All modelled servers: `ports.RolloutServers`, and requests to the least loaded of them. One timer per server at most:
+"""All modelled servers: `ports.RolloutServers`, and requests to the least loaded of them. One timer for all of them:
 for the next moment at which a request is complete."""
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._model = model
         self._servers = [ServerModel(model, num_slots) for _ in range(num_servers)]
-        self._timers: list[asyncio.TimerHandle | None] = [None] * num_servers
+        self._due: list[tuple[float, int]] = []
+        """Heap of when a request of a server is complete, and outdated entries."""
+        self._armed: list[float | None] = [None] * num_servers
+        """The entry of each server that is not outdated."""
+        self._timer: asyncio.TimerHandle | None = None
         self._load = [0] * num_servers
         self._by_load = [(0, number) for number in range(num_servers)]
         """Heap with an entry for each present load, and outdated ones."""
@@ -84,16 +88,39 @@ class Fleet:
             self._arm(number)
 
     def _arm(self, number: int) -> None:
-        timer, due = self._timers[number], self._servers[number].due
-        if timer is not None:
-            if timer.when() == due:
+        """The server's next moment may have changed."""
+        due = self._servers[number].due
+        if due == self._armed[number]:
+            return
+        self._armed[number] = due
+        if due is not None:
+            heappush(self._due, (due, number))
+            if self._timer is None or due < self._timer.when():
+                self._set_timer()
+
+    def _set_timer(self) -> None:
+        """For the first moment that is not outdated."""
+        while self._due and self._due[0][0] != self._armed[self._due[0][1]]:
+            heappop(self._due)
+        due = self._due[0][0] if self._due else None
+        if self._timer is not None:
+            if self._timer.when() == due:
                 return
-            timer.cancel()
-        self._timers[number] = None if due is None else self._loop.call_at(due, self._report, number)
+            self._timer.cancel()
+        self._timer = None if due is None else self._loop.call_at(due, self._report_due)
+
+    def _report_due(self) -> None:
+        assert self._timer is not None
+        reached, self._timer = self._timer.when(), None
+        while self._due and self._due[0][0] <= reached:
+            due, number = heappop(self._due)
+            if due == self._armed[number]:
+                self._report(number)
+        self._set_timer()
 
     def _report(self, number: int) -> None:
         """Requests of a server are complete."""
-        self._timers[number] = None
+        self._armed[number] = None
         complete = self._servers[number].take()
         self._change_load(number, -sum(len(request.lengths) for request in complete))
         self._arm(number)

@@ -51,12 +51,12 @@ class ModelledWorkers:
         self.versions: dict[int, int] = {}
         """Policy version each group was played with."""
 
-    async def start(self, worker: str, work: Work) -> None:
+    def start(self, worker: str, work: Work) -> None:
         group = work.group
         self.num_started += 1
         self._playing[group] = asyncio.create_task(self._run(group, work))
 
-    async def grant(self, worker: str, grant: SegmentGrant) -> None:
+    def grant(self, worker: str, grant: SegmentGrant) -> None:
         """Nothing waits: modelled groups finish in one grant."""
 
     def cancel(self, attempts: Sequence[GroupAttempt]) -> None:

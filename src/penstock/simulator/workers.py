@@ -100,7 +100,7 @@ class FleetWorkers:
         """When each episode had its last token, and each group its last member; by the order of reports."""
         self.cancelled_tokens = 0
 
-    async def start(self, worker: str, work: Work) -> None:
+    def start(self, worker: str, work: Work) -> None:
         """Play `work`; a second part of a group joins the first."""
         playing = self._playing.get(work.group)
         if playing is None or playing.attempt != work.attempt:
@@ -115,7 +115,7 @@ class FleetWorkers:
         episodes = playing.join(work.episodes)
         self._generate(playing, episodes, work.max_tokens)
 
-    async def grant(self, worker: str, grant: SegmentGrant) -> None:
+    def grant(self, worker: str, grant: SegmentGrant) -> None:
         """Go on with one episode."""
         playing = self._playing.get(grant.episode.group)
         if playing is not None and playing.attempt == grant.episode.attempt:
