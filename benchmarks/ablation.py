@@ -9,7 +9,6 @@ A figure is the mean over the seeds; `<figure>_spread` is the largest minus the 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,14 +31,22 @@ from lab import (
     samples_per_s,
     trained,
 )
-from report import publish
+from report import Figures, publish
 
 from penstock.config import Config, SimulatorConfig
 from penstock.simulator.calibration import compare, measured, predicted
+from penstock.simulator.measures import Measures
 from penstock.simulator.recorded import read
 from penstock.simulator.report import predict
 
 STEPS, SHORT_STEPS = 40, 25
+
+MODES_TABLE = "Modes, long-tailed task"
+ORDER_TABLE = "Dispatch order, long-tailed task, lengths known from an earlier run"
+TRIGGER_TABLE = "Triggers, quickstart's task, equal samples"
+CALIBRATION_TABLE = "Throughput predicted by the simulator, calibrated on one asynchronous run"
+SIMULATED_TABLE = "Strategies, orders and triggers in the simulator, 1,024 accelerators"
+MAKESPAN_TABLE = "Makespan of a closed set of 4,096 groups in the simulator"
 
 MODES = {
     "async": [],
@@ -129,35 +136,21 @@ SIMULATED_FIGURES = (
 )
 
 
-class Figures(dict[str, float]):
-    """Means and spreads over seeds."""
-
-    def over(self, key: str, values: Iterable[float | None]) -> None:
-        listed = [value for value in values if value is not None]
-        if not listed:
-            return
-        self[key] = fmean(listed)
-        if len(listed) > 1:
-            self[f"{key}_spread"] = max(listed) - min(listed)
-
-    def of_runs(self, key: str, runs: Iterable[Path], measure: Callable[[Path], float | None]) -> None:
-        self.over(key, (measure(run) for run in runs))
-
-
 def overlap(lab: Lab, figures: Figures) -> None:
     """Asynchronous against both synchronous baselines, and against what the split allows."""
-    rates = {name: [samples_per_s(run) for run in lab.long(name, MODES[name], steps=STEPS)] for name in MODES}
-    for name, values in rates.items():
-        figures.over(f"{name}_samples_per_s", values)
-        figures.of_runs(f"{name}_masked_share", lab.long(name, MODES[name], steps=STEPS), masked_share)
+    runs = {name: lab.long(name, overrides, steps=STEPS) for name, overrides in MODES.items()}
+    rates = {name: [samples_per_s(run) for run in runs[name]] for name in MODES}
+    for name in MODES:
+        figures.cell(MODES_TABLE, name, "samples_per_s", rates[name])
+        figures.cell(MODES_TABLE, name, "trainer_idle", map(idle_fraction, runs[name]))
+        figures.cell(MODES_TABLE, name, "masked_share", map(masked_share, runs[name]))
     for name in ("sync_split", "sync_all_cores"):
         pairs = zip(rates["async"], rates[name], strict=True)
-        figures.over(f"async_speedup_over_{name}", (ours / theirs for ours, theirs in pairs))
-    runs = lab.long("async", MODES["async"], steps=STEPS)
-    figures.of_runs("share_of_bound", runs, share_of_bound)
-    alone = compare(lab.long("sync_split", MODES["sync_split"], steps=STEPS)[0]).config.simulator
-    figures.of_runs("share_of_bound_of_halves_alone", runs, lambda run: share_of_bound(run, alone))
-    figures.of_runs("busier_half_busy", runs, busier_half)
+        figures.add(f"async_speedup_over_{name}", (ours / theirs for ours, theirs in pairs))
+    alone = compare(runs["sync_split"][0]).config.simulator
+    figures.add("share_of_bound", map(share_of_bound, runs["async"]))
+    figures.add("share_of_bound_of_halves_alone", (share_of_bound(run, alone) for run in runs["async"]))
+    figures.add("busier_half_busy", map(busier_half, runs["async"]))
 
 
 def share_of_bound(run_dir: Path, fitted: SimulatorConfig | None = None) -> float:
@@ -166,31 +159,39 @@ def share_of_bound(run_dir: Path, fitted: SimulatorConfig | None = None) -> floa
     one in which the halves never work at the same time."""
     simulator = fitted or compare(run_dir).config.simulator
     config = read(run_dir).config.model_copy(update={"simulator": simulator})
+    return samples_per_s(run_dir) / simulated_run(config).limit_samples_per_s
+
+
+def simulated_run(config: Config) -> Measures:
+    """The run that `config` describes, on the machine that its `simulator` section does."""
     (result,) = predict(config).results
-    return samples_per_s(run_dir) / result.runs[0].limit_samples_per_s
+    return result.runs[0]
 
 
 def busier_half(run_dir: Path) -> float:
     """Busy fraction of learner or generator, whichever is larger."""
     metrics = lines(run_dir / "metrics.jsonl")[SKIPPED_STEPS - 1 :]
     seconds = metrics[-1]["time"] - metrics[0]["time"]
-    return max((metrics[-1][key] - metrics[0][key]) / seconds for key in ("trainer_busy_s", "generator_busy_s"))
+    busy = (metrics[-1][key] - metrics[0][key] for key in ("trainer_busy_s", "generator_busy_s"))
+    return float(max(busy) / seconds)
 
 
 def calibration(lab: Lab, figures: Figures) -> None:
     """The simulator, calibrated on one run, predicts runs that are configured differently."""
-    fitted = compare(lab.long("async", [], steps=STEPS)[0]).config.simulator
+    fitted = compare(lab.long("async", MODES["async"], steps=STEPS)[0]).config.simulator
     errors = []
     for name, overrides in ELSEWHERE.items():
         runs = lab.long(name, overrides, steps=STEPS if name in MODES else SHORT_STEPS)
         rates = [measured(read(run))["samples_per_s"] for run in runs]
         config = read(runs[0]).config.model_copy(update={"simulator": fitted})
-        error = abs(predicted(config)["samples_per_s"] / fmean(rates) - 1)
-        figures[f"{name}_prediction_error"] = error
-        figures[f"{name}_run_to_run_spread"] = (max(rates) - min(rates)) / fmean(rates)
-        figures[f"{name}_allowed_error"] = max(0.1, 2 * figures[f"{name}_run_to_run_spread"])
-        errors.append(error)
-    figures["calibration_error"] = max(errors)
+        foreseen = predicted(simulated_run(config))["samples_per_s"]
+        errors.append(abs(foreseen / fmean(rates) - 1))
+        spread = (max(rates) - min(rates)) / fmean(rates)
+        figures.cell(CALIBRATION_TABLE, name, "measured_samples_per_s", rates)
+        figures.cell(CALIBRATION_TABLE, name, "predicted_samples_per_s", [foreseen])
+        figures.cell(CALIBRATION_TABLE, name, "error", [errors[-1]])
+        figures.cell(CALIBRATION_TABLE, name, "allowed_error", [max(0.1, 2 * spread)])
+    figures.add("calibration_error", [max(errors)])
 
 
 def order(lab: Lab, figures: Figures) -> None:
@@ -201,28 +202,28 @@ def order(lab: Lab, figures: Figures) -> None:
     usual = mean_length(earlier)
     for name, policy in POLICIES.items():
         streams = lab.long(f"stream_{name}", [*ORDERED, *policy, known], steps=SHORT_STEPS)
-        figures.of_runs(f"{name}_first_{FIRST_SAMPLES}_samples_s", streams, first_samples_s)
-        figures.over(f"{name}_first_{FIRST_SAMPLES}_samples_length_ratio", (first_lengths(r) / usual for r in streams))
-        figures.of_runs(f"{name}_refill_s", streams, refill_s)
-        figures.of_runs(f"{name}_samples_per_s", streams, samples_per_s)
-        figures.of_runs(f"{name}_length_ks", streams, last_metric("length_ks"))
-        figures.of_runs(f"{name}_oldest_wait_s", streams, last_metric("oldest_wait_s"))
-        figures.of_runs(f"{name}_tau", streams, last_metric("length_tau"))
+        figures.cell(ORDER_TABLE, name, f"first_{FIRST_SAMPLES}_samples_s", map(first_samples_s, streams))
+        ratios = (first_lengths(run) / usual for run in streams)
+        figures.cell(ORDER_TABLE, name, f"first_{FIRST_SAMPLES}_samples_length_ratio", ratios)
+        figures.cell(ORDER_TABLE, name, "refill_s", map(refill_s, streams))
+        figures.cell(ORDER_TABLE, name, "samples_per_s", map(samples_per_s, streams))
+        for metric in ("length_ks", "oldest_wait_s", "length_tau"):
+            figures.cell(ORDER_TABLE, name, metric, map(last_metric(metric), streams))
         if name != "sjf_without_aging":
             tasks = f"data.path={lab.closed_set}"
             closed = lab.long(f"closed_{name}", [*ORDERED, *policy, *CLOSED, known, tasks], steps=1)
-            figures.of_runs(f"{name}_makespan_s", closed, makespan_s)
+            figures.cell(ORDER_TABLE, name, "makespan_s", map(makespan_s, closed))
 
 
 def triggers(lab: Lab, figures: Figures) -> None:
     """Held-out reward and idle learner after the same number of samples."""
     for name, overrides in TRIGGERS.items():
         runs = lab.quickstart(f"trigger_{name}", overrides, samples=30_720)
-        figures.of_runs(f"{name}_eval_after", runs, eval_after)
-        figures.of_runs(f"{name}_idle_fraction", runs, idle_fraction)
-        figures.of_runs(f"{name}_steps", runs, last_metric("step"))
-        figures.of_runs(f"{name}_samples", runs, trained)
-        figures.of_runs(f"{name}_wall_s", runs, last_wall_s)
+        figures.cell(TRIGGER_TABLE, name, "eval_after", map(eval_after, runs))
+        figures.cell(TRIGGER_TABLE, name, "idle_fraction", map(idle_fraction, runs))
+        figures.cell(TRIGGER_TABLE, name, "steps", map(last_metric("step"), runs))
+        figures.cell(TRIGGER_TABLE, name, "samples", map(trained, runs))
+        figures.cell(TRIGGER_TABLE, name, "wall_s", map(last_wall_s, runs))
 
 
 def last_wall_s(run_dir: Path) -> float:
@@ -232,21 +233,20 @@ def last_wall_s(run_dir: Path) -> float:
 
 def simulated(lab: Lab, figures: Figures) -> None:
     """The same strategies, orders and triggers at 1,024 accelerators."""
-    steps = {"steps": 6 if lab.quick else 16, "seeds": len(lab.seeds)}
+    steps: dict[str, Any] = {"steps": 6 if lab.quick else 16, "seeds": len(lab.seeds)}
     report = predict(_simulated(**steps))
     whole_steps = {"trigger": {"use": "step", "min_samples": 8192, "max_wait_s": 600.0}}
     by_step = predict(_simulated({"scheduler": whole_steps}, strategies=["asynchronous"], triggers=["step"], **steps))
     for result in (*report.results, *by_step.results):
-        name = "sim_" + result.name.replace(" ", "_")
         for key in SIMULATED_FIGURES:
-            if (value := result.mean(key)) is not None:
-                figures[f"{name}_{key}"] = value
+            figures.cell(SIMULATED_TABLE, f"sim {result.name}", key, [result.mean(key)])
     for made in report.makespans:
-        figures[f"sim_{made.dispatch}_makespan_s"] = fmean(made.seconds)
-    ours = figures["sim_asynchronous_samples_per_s"]
-    figures["sim_async_speedup_over_sync_split"] = ours / figures["sim_synchronous_samples_per_s"]
-    figures["sim_async_speedup_over_sync_all_cores"] = ours / figures["sim_colocated_samples_per_s"]
-    figures["sim_share_of_bound"] = figures["sim_asynchronous_efficiency"]
+        figures.cell(MAKESPAN_TABLE, f"sim {made.dispatch}", "makespan_s", made.seconds)
+    flat = figures.flat
+    for baseline, strategy in {"sync_split": "synchronous", "sync_all_cores": "colocated"}.items():
+        ratio = flat["sim_asynchronous_samples_per_s"] / flat[f"sim_{strategy}_samples_per_s"]
+        figures.add(f"sim_async_speedup_over_{baseline}", [ratio])
+    figures.add("sim_share_of_bound", [flat["sim_asynchronous_efficiency"]])
 
 
 def _simulated(changes: dict[str, Any] | None = None, **simulator: Any) -> Config:
@@ -277,7 +277,7 @@ def main() -> None:
     figures = Figures()
     for name in options.only or STUDIES:
         STUDIES[name](lab, figures)
-    publish("ablation", figures, options.json)
+    publish("ablation", figures.flat, options.json, tables=figures.tables, seeds=lab.seeds)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -42,7 +43,8 @@ def make_policy() -> PreTrainedModel:
 
 
 def make_prompts(count: int, vocab_size: int) -> Prompts:
-    return np.random.default_rng(0).integers(0, vocab_size, (count, PROMPT_TOKENS)).tolist()
+    prompts: Prompts = np.random.default_rng(0).integers(0, vocab_size, (count, PROMPT_TOKENS)).tolist()
+    return prompts
 
 
 def sampling(max_new_tokens: int) -> GenerationConfig:
@@ -117,7 +119,7 @@ def best_batch_size(model: PreTrainedModel, prompts: Prompts, candidates: Sequen
     of requests in a batch, so more is not always better."""
     short = UNIFORM_TOKENS // 4
     speeds = {
-        size: tokens_per_s(lambda size=size: run_continuous_batching(model, prompts, short, size), len(prompts) * short)
+        size: tokens_per_s(partial(run_continuous_batching, model, prompts, short, size), len(prompts) * short)
         for size in candidates
     }
     return max(speeds, key=speeds.__getitem__)

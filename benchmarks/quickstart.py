@@ -57,7 +57,7 @@ def overhead_ms(metrics: list[dict[str, Any]]) -> float:
     def spent(line: dict[str, Any]) -> float:
         return float(line["cpu_s"] - line["trainer_busy_s"] - line["generator_busy_s"])
 
-    return 1e3 * (spent(last) - spent(first)) / (last["episodes_total"] - first["episodes_total"])
+    return 1e3 * (spent(last) - spent(first)) / float(last["episodes_total"] - first["episodes_total"])
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -7,9 +7,12 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 PACKAGES = ("penstock", "torch", "transformers", "numpy")
 
@@ -22,7 +25,35 @@ def arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def publish(name: str, figures: Mapping[str, float], file: Path | None) -> None:
+@dataclass(slots=True)
+class Figures:
+    """Figures by name, and those that are best read side by side also as tables."""
+
+    flat: dict[str, float] = field(default_factory=dict)
+    tables: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    """By title, row and column: the mean, and the largest minus the smallest if there is more than one value."""
+
+    def add(self, key: str, values: Iterable[float | None]) -> list[float]:
+        """The mean of what there is, and as `<key>_spread` the largest minus the smallest; returns both."""
+        found = [value for value in values if value is not None]
+        summary = ([fmean(found)] if found else []) + ([max(found) - min(found)] if len(found) > 1 else [])
+        self.flat.update(zip((key, f"{key}_spread"), summary, strict=False))
+        return summary
+
+    def cell(self, table: str, row: str, column: str, values: Iterable[float | None]) -> None:
+        """The same, as `<row>_<column>` and in a table."""
+        if summary := self.add(f"{row}_{column}".replace(" ", "_"), values):
+            self.tables.setdefault(table, {}).setdefault(row, {})[column] = summary
+
+
+def publish(
+    name: str,
+    figures: Mapping[str, float],
+    file: Path | None,
+    *,
+    tables: Mapping[str, Any] | None = None,
+    seeds: Sequence[int] = (),
+) -> None:
     """Print the figures and write them to `file`."""
     for key, value in figures.items():
         print(f"{key:45} {value:12.4g}")
@@ -36,7 +67,9 @@ def publish(name: str, figures: Mapping[str, float], file: Path | None) -> None:
             **{package: metadata.version(package) for package in PACKAGES},
         },
         "machine": _machine(),
+        "seeds": list(seeds),
         "figures": dict(figures),
+        "tables": tables or {},
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(report, indent=2) + "\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from statistics import fmean, median
 
@@ -114,7 +115,7 @@ def taught(name: str, lessons: Sequence[Example]) -> LengthPredictor:
 def predict_us(predictor: LengthPredictor, tasks: Sequence[Task], *, batch: int) -> float:
     """Microseconds per task, `batch` tasks a call."""
     batches = [tasks[start : start + batch] for start in range(0, len(tasks), batch)]
-    return median(cpu_s(lambda part=part: predictor.predict(part)) / len(part) * 1e6 for part in batches)
+    return median(cpu_s(partial(predictor.predict, part)) / len(part) * 1e6 for part in batches)
 
 
 def tau(predictor: LengthPredictor, held_out: Sequence[Example]) -> float:
@@ -136,7 +137,12 @@ def lengths() -> dict[str, float]:
         "tau_history": tau(history, held_out),
     }
     fillers = filler_groups(tasks)
-    observe_s = cpu_s(lambda: [history.observe(task, lengths) for task, lengths in fillers])
+
+    def observe() -> None:
+        for task, lengths in fillers:
+            history.observe(task, lengths)
+
+    observe_s = cpu_s(observe)
     return {
         **figures,
         "history_us": predict_us(history, tasks, batch=32),

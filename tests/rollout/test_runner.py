@@ -126,13 +126,14 @@ async def test_a_released_engine_answers_at_once_and_serves_again_after_resuming
 async def test_steps_are_accounted_for(runner: EngineRunner) -> None:
     await runner.generate(make_request("a", [5, 6, 7], max_new_tokens=5, seeds=(1, 2)))
     costs = runner.costs.counters()
-    assert {name: costs[f"cost_{name}"] for name in ("n", "b", "p", "bb", "bp", "pp")} == {
-        "n": 5,
-        "b": 8,
-        "p": 3,
+    assert {name: costs[f"cost_{name}"] for name in ("nn", "nb", "np", "nc", "bb", "bp", "pp")} == {
+        "nn": 5,
+        "nb": 8,
+        "np": 3,
+        "nc": 2 * (3 + 4 + 5 + 6),
         "bb": 16,
         "bp": 0,
         "pp": 9,
     }
-    assert costs["cost_y"] == pytest.approx(runner.busy_s)
-    assert costs["cost_by"] < 2 * costs["cost_y"] and costs["cost_py"] < 3 * costs["cost_y"]
+    assert costs["cost_ny"] == pytest.approx(runner.busy_s)
+    assert costs["cost_by"] < 2 * costs["cost_ny"] and costs["cost_py"] < 3 * costs["cost_ny"]

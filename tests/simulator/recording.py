@@ -135,8 +135,14 @@ def record(run_dir: Path, config: Config, *, seed: int = 0) -> None:
         totals, engine = simulation.fleet.totals(), config.simulator.engine
         busy_s = totals.busy_s(engine)
         x = (engine.step_s, engine.sequence_s, engine.prefill_token_s)
-        sums = totals._asdict() | {
-            "y": busy_s,
+        sums = {
+            "nn": totals.n,
+            "nb": totals.b,
+            "bb": totals.bb,
+            "np": totals.p,
+            "bp": totals.bp,
+            "pp": totals.pp,
+            "ny": busy_s,
             "by": x[0] * totals.b + x[1] * totals.bb + x[2] * totals.bp,
             "py": x[0] * totals.p + x[1] * totals.bp + x[2] * totals.pp,
         }

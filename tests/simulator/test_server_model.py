@@ -27,6 +27,7 @@ def step_by_step(
 ) -> None:
     """Admit, pay for the prompts, take one step; again and again."""
     time, version, active = 0.0, 0, list[list[int]]()  # [arrival, sequence, tokens left]
+    held_by = 0
     line, coming, swaps = list[int](), list(range(len(arrivals))), list(updates)
     together = max(int(model.admit_share * num_slots), 1)
     for arrival in arrivals:
@@ -62,6 +63,7 @@ def step_by_step(
                 prompts.append(arrival.context)
                 for sequence in arrival.waiting[:fits]:
                     active.append([line[0], sequence, arrival.lengths[sequence]])
+                    held_by += arrival.context
                 del arrival.waiting[:fits]
                 if arrival.waiting:
                     break
@@ -72,12 +74,14 @@ def step_by_step(
                 break
         if not active:
             continue
-        time += model.step_s + model.sequence_s * len(active)
+        time += model.step_s + model.sequence_s * len(active) + model.context_token_s * held_by
+        held_by += len(active)
         for entry in list(active):
             entry[2] -= 1
             arrival = arrivals[entry[0]]
             arrival.versions.setdefault(entry[1], []).append(version)
             if entry[2] == 0:
+                held_by -= arrival.context + arrival.lengths[entry[1]]
                 arrival.ended[entry[1]] = time
                 active.remove(entry)
 
@@ -119,6 +123,7 @@ def cases(draw: st.DrawFn) -> tuple[EngineModelConfig, int, list[Arrival], list[
     model = EngineModelConfig(
         step_s=draw(durations),
         sequence_s=draw(st.sampled_from([0.0, 0.037, 0.5])),
+        context_token_s=draw(st.sampled_from([0.0, 0.0, 0.0021])),
         prefill_token_s=draw(st.sampled_from([0.0, 0.013])),
         kv_tokens=draw(st.sampled_from([None, None, 30, 45])),
         admit_share=draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
@@ -166,11 +171,12 @@ def test_a_closed_batch_takes_what_the_replica_formula_says() -> None:
 
 
 def test_totals_are_sums_over_steps() -> None:
-    model = EngineModelConfig(step_s=1.0, sequence_s=0.5, prefill_token_s=0.25)
+    model = EngineModelConfig(step_s=1.0, sequence_s=0.5, context_token_s=0.1, prefill_token_s=0.25)
     _, done, server = drive(model, 4, [Arrival(0.0, [3, 1], context=2)], [])
     totals = server.totals(100.0)
     assert (totals.n, totals.b, totals.bb, totals.p, totals.bp, totals.pp) == (3, 4, 6, 2, 4, 4)
-    assert totals.busy_s(model) == pytest.approx(done[0]) == pytest.approx(3 + 2 + 0.5)
+    assert (totals.c, totals.bc) == ((2 + 2) + 3 + 4, 2 * 4 + 3 + 4)
+    assert totals.busy_s(model) == pytest.approx(done[0]) == pytest.approx(3 + 2 + 1.1 + 0.5)
 
 
 def test_a_release_cuts_what_runs_and_a_resume_goes_on() -> None:

@@ -28,6 +28,8 @@ class EngineModelConfig(Section):
     """One decode step (a token for every active sequence), the part that does not depend on how many there are."""
     sequence_s: float = Field(0.0002, ge=0)
     """Added to a decode step by each active sequence."""
+    context_token_s: float = Field(0.0, ge=0)
+    """Added to a decode step by each token that the active sequences hold: their keys and values are read."""
     prefill_token_s: float = Field(5e-6, ge=0)
     """Added by each token of a prompt when it enters, and by each token of a context that goes on in another grant:
     every generate call computes its whole context. Members of a group that enter together share it."""

@@ -53,8 +53,8 @@ class SlotEngine:
         self.max_context = max_context
         self.policy_version = policy_version
         self.num_generated_tokens = 0
-        self.num_decoded = self.num_prefilled = 0
-        """Of the last step: sequences advanced by a token, and prompt tokens computed."""
+        self.num_decoded = self.num_context = self.num_prefilled = 0
+        """Of the last step: sequences advanced by a token, tokens they held before, and prompt tokens computed."""
         self.released = False
         self._cache = make_cache(model, num_slots, max_context)
         self._vocab_size = model.get_input_embeddings().num_embeddings
@@ -94,6 +94,7 @@ class SlotEngine:
     def step(self) -> list[Finished]:
         """Admit what fits, generate one token for every active sequence, return the requests this completed."""
         num_decode = self.num_decoded = len(self._rows)
+        self.num_context = int(self._rows.positions[:num_decode].sum())
         admissions = self._waiting.admit(self.num_slots - num_decode)
         self.num_prefilled = sum(len(admission.prompt_ids) for admission in admissions)
         for admission in admissions:

@@ -169,7 +169,12 @@ class EngineRunner:
         engine, busy_s = self.engine, self._meter.busy_s
         with self._meter.measure("generate", engine.policy_version):
             finished = engine.step()
-        self.costs.add(engine.num_decoded, engine.num_prefilled, self._meter.busy_s - busy_s)
+        self.costs.add(
+            decoded=engine.num_decoded,
+            context=engine.num_context,
+            prefilled=engine.num_prefilled,
+            seconds=self._meter.busy_s - busy_s,
+        )
         return finished
 
     def _execute_commands(self) -> None:

@@ -34,12 +34,12 @@ class Leases:
             attempt=attempt,
             group_size=group.size,
             members=tuple(members),
-            max_tokens=tuple([self._max_tokens(group, member) for member in members]),
+            max_tokens=self._first_grants(group, members),
             env_seed=stable_seed(self._seed, task.tag, task.index),
             sampling_seed=stable_seed(self._seed, task.tag, task.index, attempt),
             deadline_s=self._deadline_s,
             sampling=self._eval_sampling if evaluating else self._sampling,
-            saved=tuple(self._renamed(group, group.saved[member]) for member in members if member in group.saved),
+            saved=self._saved(group, members) if group.saved else (),
             keep_text=evaluating,
         )
 
@@ -47,9 +47,12 @@ class Leases:
         """The next generate call of a member: what is left of its budget, up to a segment."""
         return SegmentGrant(episode=self._episode(group, member), max_tokens=self._max_tokens(group, member))
 
-    def _max_tokens(self, group: LiveGroup, member: int) -> int:
+    def _first_grants(self, group: LiveGroup, members: Sequence[int]) -> tuple[int, ...]:
         if not group.num_tokens:
-            return self._first_grant
+            return (self._first_grant,) * len(members)
+        return tuple(self._max_tokens(group, member) for member in members)
+
+    def _max_tokens(self, group: LiveGroup, member: int) -> int:
         return max(1, self._segments.grant_tokens(num_tokens=group.num_tokens.get(member, 0)))
 
     @staticmethod
@@ -57,6 +60,7 @@ class Leases:
         return EpisodeId(group.task.tag, group.number, member, group.attempt)
 
     @classmethod
-    def _renamed(cls, group: LiveGroup, saved: SavedEpisode) -> SavedEpisode:
-        """A saved episode under the name it goes on with."""
-        return msgspec.structs.replace(saved, episode=cls._episode(group, saved.episode.episode))
+    def _saved(cls, group: LiveGroup, members: Sequence[int]) -> tuple[SavedEpisode, ...]:
+        """What is saved of `members`, under the names they go on with."""
+        mine = [(member, group.saved[member]) for member in members if member in group.saved]
+        return tuple(msgspec.structs.replace(saved, episode=cls._episode(group, member)) for member, saved in mine)

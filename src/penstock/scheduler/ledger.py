@@ -10,7 +10,7 @@ A group's state is derived from its episodes'. Pure: no clock, no tasks, no logg
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from penstock.types import EpisodeState as S
@@ -52,16 +52,18 @@ class Ledger:
 
     def move(self, group: int, episodes: Iterable[int], to: S) -> None:
         """Move members of `group`; all of them or, on an illegal transition, none."""
-        states = self._group(group)
-        moved = dict.fromkeys(episodes)
-        before = [states[episode] for episode in moved]
-        kinds = dict.fromkeys(before)
-        for state in kinds:
+        states, moved = self._group(group), set(episodes)
+        if not moved:
+            return
+        if max(moved) >= len(states):
+            raise LedgerError(f"group {group} has {len(states)} episodes: there is no {max(moved)}")
+        leaving = _by_state(states, moved)
+        for state in leaving:
             if to not in NEXT.get(state, ()):
-                episode = next(episode for episode in moved if states[episode] is state)
+                episode = min(episode for episode in moved if states[episode] is state)
                 raise LedgerError(f"episode {group}/{episode} cannot go from {state} to {to}")
-        for state in kinds:
-            self._counts[state] -= before.count(state)
+        for state, count in leaving.items():
+            self._counts[state] -= count
         self._counts[to] += len(moved)
         if len(moved) == len(states):
             states[:] = [to] * len(states)
@@ -112,3 +114,10 @@ class Ledger:
             return self._live[group]
         except KeyError:
             raise LedgerError(f"group {group} is not in the ledger or already finished") from None
+
+
+def _by_state(states: Sequence[S], moved: Collection[int]) -> Mapping[S, int]:
+    """How many of `moved` are in each state. All of a group mostly are in one."""
+    if states.count(states[0]) == len(states):
+        return {states[0]: len(moved)}
+    return Counter([states[episode] for episode in moved])

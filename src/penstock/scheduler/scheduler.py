@@ -255,7 +255,7 @@ class Scheduler:
 
     def _finish_members(self, group: LiveGroup, members: Iterable[int]) -> None:
         known = group.ledger.members(group.number, EpisodeState.READY)
-        group.ledger.move(group.number, [member for member in members if member not in known], EpisodeState.READY)
+        group.ledger.move(group.number, set(members).difference(known), EpisodeState.READY)
 
     def _fail(self, group: LiveGroup, error: str) -> EpisodeState:
         """Try the group again, or give it up."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import Config, EngineModelConfig, SimulatorConfig, TrainerModelConfig, WorkloadConfig
+from penstock.rollout.costs import TERMS
 from penstock.simulator.measures import Measures
 from penstock.simulator.recorded import RecordedRun, read
 from penstock.simulator.report import predict
@@ -119,20 +120,26 @@ def _warmup(steps: int) -> int:
 
 
 def fit_engine(run: RecordedRun) -> EngineModelConfig:
-    """Seconds of a step as a linear function of active sequences and prompt tokens."""
-    s = run.sums
-    matrix = np.array([[s["n"], s["b"], s["p"]], [s["b"], s["bb"], s["bp"]], [s["p"], s["bp"], s["pp"]]])
-    step_s, sequence_s, prefill_s = non_negative(matrix, np.array([s["y"], s["by"], s["py"]]))
+    """Seconds of a step as a linear function of active sequences, the tokens they hold, and prompt tokens."""
+    *terms, seconds = TERMS
+    matrix = np.array([[_sum(run, one, other) for other in terms] for one in terms])
+    step_s, sequence_s, context_s, prefill_s = non_negative(matrix, np.array([_sum(run, t, seconds) for t in terms]))
     spans_s = sum(run.durations("generate"))
     stretch = max(spans_s / run.busy_s, 1.0) if run.busy_s else 1.0
     return EngineModelConfig(
         step_s=max(step_s * stretch, 1e-9),
         sequence_s=sequence_s * stretch,
+        context_token_s=context_s * stretch,
         prefill_token_s=prefill_s * stretch,
         update_s=_mean(run.durations("update_weights")),
         admit_share=ADMIT_SHARE,
         admit_tokens=ADMIT_TOKENS,
     )
+
+
+def _sum(run: RecordedRun, one: str, other: str) -> float:
+    """Of the products of two terms over the run's decode steps."""
+    return run.sums.get(one + other) or run.sums.get(other + one, 0.0)
 
 
 def fit_trainer(run: RecordedRun) -> TrainerModelConfig:
@@ -150,7 +157,7 @@ def fit_trainer(run: RecordedRun) -> TrainerModelConfig:
 
 
 def non_negative(matrix: Floats, vector: Floats) -> list[float]:
-    """argmin x'Mx - 2v'x over x >= 0, by trying every set of unknowns that may be positive: there are three at most."""
+    """argmin x'Mx - 2v'x over x >= 0, by trying every set of unknowns that may be positive: there are four at most."""
     best, found = 0.0, np.zeros(len(vector))
     scale = np.sqrt(np.maximum(np.diag(matrix), 1e-300))
     scaled, target = matrix / np.outer(scale, scale), vector / scale

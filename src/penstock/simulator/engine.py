@@ -1,8 +1,9 @@
 """A rollout server as a model: K slots that decode in lock-step, first come first served, exact to the token.
 
-A step takes d(b) = step_s + sequence_s * b with b active sequences and gives each of them one token; a sequence ends
-after as many steps as it has tokens. Sequences enter at step boundaries. Time is counted in tokens (steps since the
-start): while nothing enters or ends, n steps take n * d(b), so whole stretches are replayed at once.
+A step takes d(b, c) = step_s + sequence_s * b + context_token_s * c, with b active sequences that hold c tokens, and
+gives each of them one token; a sequence ends after as many steps as it has tokens. Sequences enter at step boundaries.
+Time is counted in tokens (steps since the start): while nothing enters or ends, n steps take n * d(b, c) and what the
+n * (n - 1) / 2 * b tokens of growing contexts add, so whole stretches are replayed at once.
 
 Nobody outside needs to hear of a sequence, only of a request whose sequences have all ended: the next such moment is
 `due`. Once nobody waits in line it can be foreseen from the ends of those that are active. Until then the server runs
@@ -62,22 +63,27 @@ class Request:
 
 
 class Totals(NamedTuple):
-    """Sums over decode steps of 1, b, b * b, p, b * p and p * p (b active sequences, p prompt tokens computed)."""
+    """Sums over decode steps of 1, b, b * b, c, b * c, p, b * p and p * p (b active sequences that hold c tokens, p
+    prompt tokens computed); without `context_token_s` nobody counts c."""
 
     n: int
     b: int
     bb: int
+    c: int
+    bc: int
     p: int
     bp: int
     pp: int
 
     def busy_s(self, model: EngineModelConfig) -> float:
         """Time spent in steps."""
-        return model.step_s * self.n + model.sequence_s * self.b + model.prefill_token_s * self.p
+        decoding_s = model.step_s * self.n + model.sequence_s * self.b + model.context_token_s * self.c
+        return decoding_s + model.prefill_token_s * self.p
 
     def slot_s(self, model: EngineModelConfig) -> float:
         """Integral of active sequences over that time."""
-        return model.step_s * self.b + model.sequence_s * self.bb + model.prefill_token_s * self.bp
+        decoding_s = model.step_s * self.b + model.sequence_s * self.bb + model.context_token_s * self.bc
+        return decoding_s + model.prefill_token_s * self.bp
 
 
 class _State(NamedTuple):
@@ -88,8 +94,9 @@ class _State(NamedTuple):
     active: list[tuple[int, int, Request, int]]
     member: int
     kv_used: int
+    context: int
     entered: tuple[int, int]
-    steps: tuple[int, int, int]
+    steps: tuple[int, int, int, int, int]
     prompts: tuple[int, int, int]
 
 
@@ -100,6 +107,7 @@ class ServerModel:
         self._slots, self._together = num_slots, max(int(model.admit_share * num_slots), 1)
         self._cost = [model.step_s + model.sequence_s * active for active in range(num_slots + 1)]
         self._prefill_s, self._kv_tokens = model.prefill_token_s, model.kv_tokens
+        self._context_s = model.context_token_s
         self._admit_tokens = model.admit_tokens
         self._is_simple = model.kv_tokens is None and model.admit_tokens is None and self._together == 1 < num_slots
         """Whoever is next in line enters any free slot."""
@@ -111,15 +119,15 @@ class ServerModel:
         """The last step boundary, in seconds and in steps."""
         self._active: list[tuple[int, int, Request, int]] = []
         """(-token clock at its end, -serial, request, sequence), ascending: the first to end is the last."""
-        self._soonest: int | None = None
-        """Token clock at which the first request is complete, if nobody waits in line; None if not known."""
         self._line: list[Request] = []
         self._head = self._member = 0
         """The first of the line that waits, and its first sequence that does."""
         self._kv_used = self._serial = 0
+        self._context = 0
+        """Tokens that the active sequences hold; counted only if they cost something."""
         self._entered = (-1, 0)
         """Token clock of the last step at which somebody entered, and the prompt tokens that did."""
-        self._steps = self._prompts = (0, 0, 0)
+        self._steps, self._prompts = (0, 0, 0, 0, 0), (0, 0, 0)
         """Sums of steps and of prompts; see `Totals`."""
         self._complete: list[Request] = []
         self._base: _State | None = None
@@ -149,7 +157,6 @@ class ServerModel:
         if not self._complete and self.due is not None:
             self._run(self.due)
         complete, self._complete = self._complete, []
-        self._soonest = None
         self._ended_ahead.clear()
         self._look_ahead()
         return complete
@@ -173,8 +180,7 @@ class ServerModel:
             for sequence in range(0 if position else self._member, len(request.lengths)):
                 self._cut(request, sequence, 0)
         self._active, self._line = [], []
-        self._head = self._member = self._kv_used = 0
-        self._soonest = None
+        self._head = self._member = self._kv_used = self._context = 0
         self.released = True
         self._look_ahead()
         return self._time
@@ -192,7 +198,7 @@ class ServerModel:
         gone = [entry for entry in self._active if entry[2] in requests]
         self._kv_used -= sum(request.context + request.lengths[sequence] for _, _, request, sequence in gone)
         self._active = [entry for entry in self._active if entry[2] not in requests]
-        self._soonest = None
+        self._context = sum(request.context + self._tau - request.start[s] for _, _, request, s in self._active)
         waiting = self._line[self._head :]
         if waiting and waiting[0] in requests:
             self._member = 0
@@ -247,7 +253,7 @@ class ServerModel:
         if not self._line:
             self.due = self._foresee()
             return
-        place = (self._time, self._tau, self._active.copy(), self._member, self._kv_used)
+        place = (self._time, self._tau, self._active.copy(), self._member, self._kv_used, self._context)
         self._base = _State(*place, self._entered, self._steps, self._prompts)
         self._run_ahead()
 
@@ -264,22 +270,29 @@ class ServerModel:
         active = self._active
         if not active:
             return None
-        if self._soonest is None:
-            self._soonest = min({request: -finish for finish, _, request, _ in reversed(active)}.values())
-        soonest, cost, time, tau, num_active = self._soonest, self._cost, self._time, self._tau, len(active)
-        for entry in reversed(active):
-            if (finish := -entry[0]) > tau:
-                time += (finish - tau) * cost[num_active]
-                tau = finish
-                if finish == soonest:
-                    break
+        left: dict[Request, int] = {}
+        cost, time, tau, num_active = self._cost, self._time, self._tau, len(active)
+        context_s, context = self._context_s, self._context
+        for finish, _, request, sequence in reversed(active):
+            if -finish > tau:
+                steps = -finish - tau
+                time += steps * cost[num_active]
+                tau = -finish
+                if context_s:
+                    time += context_s * _held(context, num_active, steps)
+                    context += steps * num_active
+            left[request] = left.get(request, request.num_open) - 1
+            if not left[request]:
+                break
             num_active -= 1
+            if context_s:
+                context -= request.context + request.lengths[sequence]
         return time
 
     def _go_back(self, base: _State) -> None:
-        self._time, self._tau, self._active, self._member, self._kv_used = base[:5]
-        self._entered, self._steps, self._prompts = base[5:]
-        self._head, self._soonest = 0, None
+        self._time, self._tau, self._active, self._member, self._kv_used, self._context = base[:6]
+        self._entered, self._steps, self._prompts = base[6:]
+        self._head = 0
         for request in self._ended_ahead:
             request.num_open += 1
         self._ended_ahead.clear()
@@ -292,7 +305,8 @@ class ServerModel:
             self._exchange(until)
         cost, slots, tau, time = self._cost, self._slots, self._tau, self._time
         active, line, complete = self._active, self._line, self._complete
-        (n, b, bb), released, going_ahead = self._steps, self.released, self._base is not None
+        (n, b, bb, c, bc), released, going_ahead = self._steps, self.released, self._base is not None
+        context_s = self._context_s
         while not complete:
             held_back = False
             if self._head < len(line) and len(active) < slots and not released:
@@ -304,18 +318,23 @@ class ServerModel:
                 break
             num_active, finish = len(active), -active[-1][0]
             step_s, steps = cost[num_active], 1 if held_back else finish - tau
-            left = (until - time) / step_s - SLACK
+            left = (until - time) / step_s - SLACK if not context_s else self._steps_within(until - time, num_active)
             reached = left <= steps - 1
             if reached:
                 steps = max(math.ceil(left), 0)
             n, b, bb = n + steps, b + steps * num_active, bb + steps * num_active * num_active
             tau += steps
             time += steps * step_s
+            if context_s:
+                held = _held(self._context, num_active, steps)
+                time += context_s * held
+                c, bc = c + held, bc + num_active * held
+                self._context += steps * num_active
             if finish == tau:
                 self._end(tau, time)
             if reached:
                 break
-        self._tau, self._time, self._steps = tau, time, (n, b, bb)
+        self._tau, self._time, self._steps = tau, time, (n, b, bb, c, bc)
 
     def _exchange(self, until: float) -> None:
         """`_run` while every slot is taken and one sequence enters wherever one ends: nearly all that happens to a
@@ -323,18 +342,23 @@ class ServerModel:
         active, line, slots, head, member = self._active, self._line, self._slots, self._head, self._member
         time, prefill_s, step_s, serial = self._time, self._prefill_s, self._cost[slots], self._serial
         tau = first_tau = self._tau
-        p = pp = 0
+        p = pp = c = 0
+        context_s, context = self._context_s, self._context
         going_ahead, ahead, last = self._base is not None, self._ended_ahead, len(line) - 1
         while head < last or member < len(line[head].lengths) - 1:
             finish = -active[-1][0]
             steps = finish - tau
-            if active[-2][0] == -finish or (until - time) / step_s - SLACK <= steps - 1:
+            if active[-2][0] == -finish or active[-1][2].num_open == 1:
                 break
-            if active[-1][2].num_open == 1:
+            taken_s = steps * step_s
+            if context_s:
+                held = _held(context, slots, steps)
+                taken_s += context_s * held
+            if time + taken_s - SLACK * step_s >= until:
                 break
             _, _, ended, sequence = active.pop()
             tau = finish
-            time += steps * step_s
+            time += taken_s
             ended.ended[sequence] = time
             ended.num_open -= 1
             if going_ahead:
@@ -343,20 +367,32 @@ class ServerModel:
             insort(active, (-tau - request.lengths[member], -serial - member, request, member))
             serial += len(request.lengths)
             request.start[member] = tau
-            context = request.context
-            time += context * prefill_s
-            p, pp = p + context, pp + context * context
+            prompt = request.context
+            time += prompt * prefill_s
+            p, pp = p + prompt, pp + prompt * prompt
+            if context_s:
+                context += steps * slots - ended.context - ended.lengths[sequence] + prompt
+                c += held
             member += 1
             if member == len(request.lengths):
                 head, member = head + 1, 0
         if tau > first_tau:
-            self._count(tau - first_tau, slots, p, pp)
+            self._count(tau - first_tau, slots, c, p, pp)
+            self._context = context
             self._tau, self._time, self._head, self._member, self._serial = tau, time, head, member, serial
-            self._soonest = None
 
-    def _count(self, steps: int, num_active: int, p: int, pp: int) -> None:
-        (n, b, bb), (tokens, by_active, squared) = self._steps, self._prompts
-        self._steps = n + steps, b + steps * num_active, bb + steps * num_active * num_active
+    def _steps_within(self, seconds: float, num_active: int) -> float:
+        """How many steps take `seconds`, if contexts grow and nothing enters or ends; less the slack."""
+        growth_s = self._context_s * num_active / 2
+        first_s = self._cost[num_active] + self._context_s * self._context - growth_s
+        if seconds <= 0 or seconds == math.inf:
+            return seconds
+        return 2 * seconds / (first_s + math.sqrt(first_s * first_s + 4 * growth_s * seconds)) - SLACK
+
+    def _count(self, steps: int, num_active: int, c: int, p: int, pp: int) -> None:
+        (n, b, bb, contexts, bc), (tokens, by_active, squared) = self._steps, self._prompts
+        steps_of_all = b + steps * num_active, bb + steps * num_active * num_active
+        self._steps = n + steps, *steps_of_all, contexts + c, bc + num_active * c
         self._prompts = tokens + p, by_active + p * num_active, squared + pp
 
     def _is_held_back(self, tau: int) -> bool:
@@ -398,6 +434,7 @@ class ServerModel:
         """Sequences of `request` from `first` on become active."""
         active, lengths, serial = self._active, request.lengths, self._serial
         self._serial += len(lengths)
+        self._context += num_new * request.context
         if num_new == 1:
             insort(active, (-tau - lengths[first], -serial - first, request, first))
             request.start[first] = tau
@@ -406,8 +443,6 @@ class ServerModel:
             active.extend([(-tau - lengths[sequence], -serial - sequence, request, sequence) for sequence in sequences])
             active.sort()
             request.start[first : first + num_new] = [tau] * num_new
-        if self._soonest is not None:
-            self._soonest = min(self._soonest, tau + max(lengths)) if num_new == len(lengths) else None
 
     def _num_that_fit(self, request: Request, first: int, most: int) -> int:
         """How many of the next `most` sequences of `request` the memory takes; it is theirs from now on."""
@@ -426,6 +461,7 @@ class ServerModel:
             _, _, request, sequence = active.pop()
             request.ended[sequence] = time
             request.num_open -= 1
+            self._context -= request.context + request.lengths[sequence]
             if going_back:
                 self._ended_ahead.append(request)
             if self._kv_tokens is not None:
@@ -443,3 +479,8 @@ class ServerModel:
         request.num_open -= 1
         if not request.num_open:
             self._complete.append(request)
+
+
+def _held(context: int, num_active: int, steps: int) -> int:
+    """Tokens held, summed over `steps` that begin with `context` and add one to each of `num_active` sequences."""
+    return steps * context + num_active * (steps * (steps - 1) // 2)

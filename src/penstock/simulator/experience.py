@@ -103,10 +103,13 @@ class Experience:
             oldest = [oldest[member] for member in ref.episodes]
             response = sum(lengths)
         self.trained_lengths.extend(lengths)
-        self.staleness.update([version - made for made in oldest if made != NO_VERSION])
-        oldest_allowed = version - self._max_staleness
-        old = [member for member, made in zip(ref.episodes, oldest, strict=True) if NO_VERSION != made < oldest_allowed]
-        masked = sum([r.num_older(s, oldest_allowed) for member in old for r, s in held.pieces[member]])
+        for made in set(oldest) - {NO_VERSION}:
+            self.staleness[version - made] += oldest.count(made)
+        oldest_allowed, masked = version - self._max_staleness, 0
+        if min(oldest, default=version) < oldest_allowed:
+            for member, made in zip(ref.episodes, oldest, strict=True):
+                if NO_VERSION != made < oldest_allowed:
+                    masked += sum(request.num_older(s, oldest_allowed) for request, s in held.pieces[member])
         self.num_samples += len(ref.episodes)
         self.tokens["trained"] += response - masked
         self.tokens["masked"] += masked

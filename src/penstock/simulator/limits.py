@@ -12,12 +12,13 @@ from penstock.simulator.workload import Population
 class Limit:
     """X*, in trained samples per second, and what it is made of.
 
-        generation = kept * servers / (E[L] * d(K) / K + E[P] * prefill_token_s)
+        generation = kept * servers / (E[L] * d(K, c) / K + E[P] * prefill_token_s)
         training   = 1 / (token_s * (E[L] + E[prompt]) + (call_s + step_s + publish_s) / samples per step)
         X*         = min(generation, training),   or 1 / (1 / generation + 1 / training) on shared devices
 
-    K is a server's slots, or as many as its memory holds at mean length; P the tokens of prompts and contexts to be
-    computed; `kept` the share of played groups that the filter leaves.
+    K is a server's slots, or as many as its memory holds at mean length; c the tokens that K sequences hold, each what
+    comes before a token on the mean over all tokens; P the tokens of prompts and contexts to be computed; `kept` the
+    share of played groups that the filter leaves.
     """
 
     generation: float
@@ -37,7 +38,7 @@ def _generation(config: Config, population: Population) -> float:
     engine, slots = config.simulator.engine, float(config.rollout.slots)
     if engine.kv_tokens is not None:
         slots = min(slots, max(engine.kv_tokens / (population.prompt_tokens + population.mean_tokens), 1.0))
-    token_s = (engine.step_s + engine.sequence_s * slots) / slots
+    token_s = (engine.step_s + engine.sequence_s * slots) / slots + engine.context_token_s * population.mean_context
     sample_s = population.mean_tokens * token_s + population.prefill_tokens * engine.prefill_token_s
     return config.rollout.servers / sample_s
 

@@ -13,12 +13,11 @@ import numpy as np
 
 from penstock.config import Config, ConfigError, load_config
 from penstock.observe import jsonl
+from penstock.rollout.costs import PRODUCTS
 from penstock.store.index import GroupRecord, PoolIndex
 from penstock.types import TRAIN_TAG
 
 Record = dict[str, Any]
-NAMES = ("n", "b", "p", "bb", "bp", "pp", "y", "by", "py")
-"""Sums over decode steps; see `rollout/costs.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +29,7 @@ class RecordedRun:
     metrics: Sequence[Record]
     spans: Sequence[Record]
     sums: Mapping[str, float]
-    """Over the decode steps of all servers."""
+    """Over the decode steps of all servers; see `rollout/costs.py`."""
     busy_s: float
     """Of all servers, on the clock that `sums` were taken with."""
     groups: Sequence[GroupRecord]
@@ -77,8 +76,9 @@ def read(run_dir: Path) -> RecordedRun:
         raise ConfigError(f"run {run_dir} has {len(metrics)} optimizer steps: too few to calibrate with")
     totals = [e for e in jsonl.read(run_dir / "events.jsonl") if e.get("event") == "process_totals"]
     servers = [e for e in totals if e.get("role") == "rollout"]
-    sums = {name: sum(e["counters"].get(f"cost_{name}", 0.0) for e in servers) for name in NAMES}
-    if not sums["n"]:
+    names = ["".join(pair) for pair in PRODUCTS]
+    sums = {name: sum(e["counters"].get(f"cost_{name}", 0.0) for e in servers) for name in names}
+    if not sums["nn"]:
         raise ConfigError(
             f"run {run_dir} has no decode costs (event process_totals of a rollout process in events.jsonl): it has "
             "not come to its end, or is of an older version"

@@ -186,6 +186,11 @@ class Population:
     def mean_tokens(self) -> float:
         return float(self.lengths.mean())
 
+    @property
+    def mean_context(self) -> float:
+        """Tokens before a token, prompt included, mean over all tokens: long answers count for their length."""
+        return self.prompt_tokens + float((self.lengths**2).mean() / self.lengths.mean() - 1) / 2
+
 
 def population(workload: Workload, num_tasks: int) -> Population:
     """Of the first `num_tasks` tasks."""
