@@ -101,7 +101,7 @@ class _State(NamedTuple):
 
 
 class ServerModel:
-    """One server. `due` is when the next request is complete, if nobody touches the server before."""
+    """One server."""
 
     def __init__(self, model: EngineModelConfig, num_slots: int) -> None:
         self._slots, self._together = num_slots, max(int(model.admit_share * num_slots), 1)
@@ -111,7 +111,9 @@ class ServerModel:
         self._admit_tokens = model.admit_tokens
         self._is_simple = model.kv_tokens is None and model.admit_tokens is None and self._together == 1 < num_slots
         """Whoever is next in line enters any free slot."""
-        self.due: float | None = None
+        self._due: float | None = None
+        self._is_foreseen = True
+        """`_due` is what it is called."""
         self.version = NO_VERSION
         self.released = False
         self.served = ServedVersions()
@@ -137,6 +139,15 @@ class ServerModel:
 
     # --- from outside ----------------------------------------------------------------------------------------------
 
+    @property
+    def due(self) -> float | None:
+        """When the next request is complete, if nobody touches the server before. To be asked in the same moment as the
+        last touch: touches that come together cost one look ahead."""
+        if not self._is_foreseen:
+            self._is_foreseen = True
+            self._look_ahead()
+        return self._due
+
     def submit(self, request: Request, now: float) -> None:
         """`request` joins the line."""
         if self._kv_tokens is not None and request.context + max(request.lengths) > self._kv_tokens:
@@ -145,7 +156,7 @@ class ServerModel:
         if self._base is None or self._is_past(now):
             self._settle(now)
             self._line.append(request)
-            self._look_ahead()
+            self._is_foreseen = False
             return
         self._line.append(request)
         if not self._complete:
@@ -153,12 +164,12 @@ class ServerModel:
 
     def take(self) -> list[Request]:
         """The requests complete at `due`."""
-        self._base = None
-        if not self._complete and self.due is not None:
-            self._run(self.due)
+        due, self._base = self.due, None
+        if not self._complete and due is not None:
+            self._run(due)
         complete, self._complete = self._complete, []
         self._ended_ahead.clear()
-        self._look_ahead()
+        self._is_foreseen = False
         return complete
 
     def update(self, version: int, now: float, seconds: float) -> float:
@@ -168,7 +179,7 @@ class ServerModel:
         self.served.add(version, self._tau)
         self._time += seconds
         ends_at = self._time
-        self._look_ahead()
+        self._is_foreseen = False
         return ends_at
 
     def release(self, now: float) -> float:
@@ -182,14 +193,14 @@ class ServerModel:
         self._active, self._line = [], []
         self._head = self._member = self._kv_used = self._context = 0
         self.released = True
-        self._look_ahead()
+        self._is_foreseen = False
         return self._time
 
     def resume(self, now: float) -> None:
         """Serve again."""
         self._settle(now)
         self.released = False
-        self._look_ahead()
+        self._is_foreseen = False
 
     def cancel(self, requests: Collection[Request], now: float) -> int:
         """Nobody waits for `requests` any more; returns the tokens they had generated."""
@@ -205,14 +216,14 @@ class ServerModel:
         self._line = [request for request in waiting if request not in requests]
         self._head = 0
         self._complete = [request for request in self._complete if request not in requests]
-        self._look_ahead()
+        self._is_foreseen = False
         return generated
 
     def totals(self, now: float) -> Totals:
         """Sums up to the first step boundary at or after `now`."""
         self._settle(now)
         totals = Totals(*self._steps, *self._prompts)
-        self._look_ahead()
+        self._is_foreseen = False
         return totals
 
     def _progress(self, request: Request) -> int:
@@ -238,12 +249,12 @@ class ServerModel:
         if not self._active:
             self._time = max(self._time, now)
         if self._complete:
-            self.due = self._time
+            self._due = self._time
 
     def _look_ahead(self) -> None:
         """Find the next moment at which a request is complete."""
         if self._complete:
-            self.due = self._time if self.due is None else min(self.due, self._time)
+            self._due = self._time if self._due is None else min(self._due, self._time)
             return
         if self._head < len(self._line) and not self.released:
             self._time += self._admit(self._tau) * self._prefill_s
@@ -251,7 +262,7 @@ class ServerModel:
             del self._line[: self._head]
             self._head = 0
         if not self._line:
-            self.due = self._foresee()
+            self._due = self._foresee()
             return
         place = (self._time, self._tau, self._active.copy(), self._member, self._kv_used, self._context)
         self._base = _State(*place, self._entered, self._steps, self._prompts)
@@ -259,7 +270,7 @@ class ServerModel:
 
     def _run_ahead(self) -> None:
         self._run(math.inf)
-        self.due = self._time if self._complete else self._foresee()
+        self._due = self._time if self._complete else self._foresee()
 
     def _is_past(self, now: float) -> bool:
         """Whether the run ahead has ended before `now`, because nobody waits any more."""
@@ -297,7 +308,7 @@ class ServerModel:
             request.num_open += 1
         self._ended_ahead.clear()
         self._complete.clear()
-        self._base, self.due = None, None
+        self._base, self._due = None, None
 
     def _run(self, until: float) -> None:
         """Whole steps up to the first boundary at or after `until`, or to one at which a request is complete."""

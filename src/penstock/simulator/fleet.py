@@ -24,6 +24,8 @@ class Fleet:
         self._armed: list[float | None] = [None] * num_servers
         """The entry of each server that is not outdated."""
         self._timer: asyncio.TimerHandle | None = None
+        self._touched: dict[int, None] = {}
+        """Servers whose next moment may have changed; looked at once for all that happens in one moment."""
         self._load = [0] * num_servers
         self._by_load = [(0, number) for number in range(num_servers)]
         """Heap with an entry for each present load, and outdated ones."""
@@ -40,7 +42,7 @@ class Fleet:
             heappop(self._by_load)
         self._change_load(number, len(request.lengths))
         self._servers[number].submit(request, self._loop.time())
-        self._arm(number)
+        self._touch(number)
 
     def cancel(self, requests: Iterable[Request]) -> int:
         """Nobody waits for these any more; returns the tokens they had generated."""
@@ -52,7 +54,7 @@ class Fleet:
         for number, mine in by_server.items():
             generated += self._servers[number].cancel(mine, self._loop.time())
             self._change_load(number, -sum(len(request.lengths) for request in mine))
-            self._arm(number)
+            self._touch(number)
         return generated
 
     async def update_weights(self, handle: WeightsHandle) -> None:
@@ -87,8 +89,17 @@ class Fleet:
         for number in range(len(self._servers)):
             self._arm(number)
 
+    def _touch(self, number: int) -> None:
+        if not self._touched:
+            self._loop.call_soon(self._arm_touched)
+        self._touched[number] = None
+
+    def _arm_touched(self) -> None:
+        touched, self._touched = self._touched, {}
+        for number in touched:
+            self._arm(number)
+
     def _arm(self, number: int) -> None:
-        """The server's next moment may have changed."""
         due = self._servers[number].due
         if due == self._armed[number]:
             return
@@ -123,7 +134,7 @@ class Fleet:
         self._armed[number] = None
         complete = self._servers[number].take()
         self._change_load(number, -sum(len(request.lengths) for request in complete))
-        self._arm(number)
+        self._touch(number)
         for request in complete:
             request.on_done(request)
 
