@@ -33,10 +33,9 @@ from lab import (
 )
 from report import Figures, publish
 
-from penstock.config import Config, SimulatorConfig
-from penstock.simulator.calibration import compare, measured, predicted
+from penstock.config import Config, SimulatorConfig, load_config
+from penstock.simulator.calibration import calibrate, predicted
 from penstock.simulator.measures import Measures
-from penstock.simulator.recorded import read
 from penstock.simulator.report import predict
 
 STEPS, SHORT_STEPS = 40, 25
@@ -85,6 +84,8 @@ TRIGGERS = {
     "step_noise_scale": [*STEP, "scheduler.trigger.feedback.signal=noise_scale"],
 }
 """A schedule over time must know the steps there will be: 222 of 64 to 256 samples are the samples of the others."""
+DRAINING = ["data.eval_tasks=256", "env.eval_temperature=1.0"]
+"""Evaluations leave the servers with fewer and fewer answers: what steps of few sequences take shows only then."""
 ELSEWHERE = {
     "few_slots": ["rollout.slots=24"],
     "large_batch": ["trainer.groups_per_step=32", "scheduler.max_staleness=2"],
@@ -95,12 +96,12 @@ ELSEWHERE = {
 SIMULATED: dict[str, Any] = {
     "env": {"group_size": 16},
     "rollout": {"servers": 768, "slots": 64},
-    "trainer": {"groups_per_step": 512},
+    "trainer": {"groups_per_step": 2048},
     "scheduler": {
         "max_staleness": 2,
         "filter_equal_rewards": False,
         "dispatch": {"aging_s": 600.0, "max_wait_s": 3600.0},
-        "trigger": {"min_samples": 512, "max_wait_s": 30.0},
+        "trigger": {"min_samples": 2048, "max_wait_s": 30.0},
     },
     "simulator": {
         "trainer_devices": 256,
@@ -147,18 +148,21 @@ def overlap(lab: Lab, figures: Figures) -> None:
     for name in ("sync_split", "sync_all_cores"):
         pairs = zip(rates["async"], rates[name], strict=True)
         figures.add(f"async_speedup_over_{name}", (ours / theirs for ours, theirs in pairs))
-    alone = compare(runs["sync_split"][0]).config.simulator
-    figures.add("share_of_bound", map(share_of_bound, runs["async"]))
-    figures.add("share_of_bound_of_halves_alone", (share_of_bound(run, alone) for run in runs["async"]))
+    fitted = calibrated(lab)
+    figures.add("share_of_bound", (share_of_bound(run, fitted) for run in runs["async"]))
     figures.add("busier_half_busy", map(busier_half, runs["async"]))
 
 
-def share_of_bound(run_dir: Path, fitted: SimulatorConfig | None = None) -> float:
-    """Samples per second over X*: what its machine, split in this way, would do if servers decoded with full slots all
-    the time, or the learner never waited, whichever is less. At the speeds of this very run, or at those `fitted` to
-    one in which the halves never work at the same time."""
-    simulator = fitted or compare(run_dir).config.simulator
-    config = read(run_dir).config.model_copy(update={"simulator": simulator})
+def calibrated(lab: Lab) -> SimulatorConfig:
+    """The simulator fitted to one asynchronous run."""
+    (run_dir,) = lab.long("calibrating", [*MODES["async"], *DRAINING], steps=STEPS, seeds=lab.seeds[:1])
+    return calibrate(run_dir)
+
+
+def share_of_bound(run_dir: Path, fitted: SimulatorConfig) -> float:
+    """Samples per second over X*: what the machine, split in this way, would do if servers decoded with full slots all
+    the time, or the learner never waited, whichever is less."""
+    config = load_config(run_dir / "config.yaml").model_copy(update={"simulator": fitted})
     return samples_per_s(run_dir) / simulated_run(config).limit_samples_per_s
 
 
@@ -178,12 +182,11 @@ def busier_half(run_dir: Path) -> float:
 
 def calibration(lab: Lab, figures: Figures) -> None:
     """The simulator, calibrated on one run, predicts runs that are configured differently."""
-    fitted = compare(lab.long("async", MODES["async"], steps=STEPS)[0]).config.simulator
-    errors = []
+    fitted, errors = calibrated(lab), []
     for name, overrides in ELSEWHERE.items():
         runs = lab.long(name, overrides, steps=STEPS if name in MODES else SHORT_STEPS)
-        rates = [measured(read(run))["samples_per_s"] for run in runs]
-        config = read(runs[0]).config.model_copy(update={"simulator": fitted})
+        rates = [samples_per_s(run) for run in runs]
+        config = load_config(runs[0] / "config.yaml").model_copy(update={"simulator": fitted})
         foreseen = predicted(simulated_run(config))["samples_per_s"]
         errors.append(abs(foreseen / fmean(rates) - 1))
         spread = (max(rates) - min(rates)) / fmean(rates)
@@ -233,9 +236,9 @@ def last_wall_s(run_dir: Path) -> float:
 
 def simulated(lab: Lab, figures: Figures) -> None:
     """The same strategies, orders and triggers at 1,024 accelerators."""
-    steps: dict[str, Any] = {"steps": 6 if lab.quick else 16, "seeds": len(lab.seeds)}
+    steps: dict[str, Any] = {"steps": 5 if lab.quick else 9, "warmup_steps": 3, "seeds": len(lab.seeds)}
     report = predict(_simulated(**steps))
-    whole_steps = {"trigger": {"use": "step", "min_samples": 8192, "max_wait_s": 600.0}}
+    whole_steps = {"trigger": {"use": "step", "min_samples": 32_768, "max_wait_s": 600.0}}
     by_step = predict(_simulated({"scheduler": whole_steps}, strategies=["asynchronous"], triggers=["step"], **steps))
     for result in (*report.results, *by_step.results):
         for key in SIMULATED_FIGURES:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -51,13 +51,15 @@ class Lab:
     def seeds(self) -> tuple[int, ...]:
         return SEEDS[:1] if self.quick else SEEDS
 
-    def long(self, name: str, overrides: Iterable[str], *, steps: int) -> list[Path]:
+    def long(
+        self, name: str, overrides: Iterable[str], *, steps: int, seeds: Sequence[int] | None = None
+    ) -> list[Path]:
         """Runs of the long-tailed task, one per seed, from one warm-started policy."""
         warm = self._train(self._config(), "warm", 0, ["trainer.steps=1"])
         policy = f"model.path={warm / 'checkpoints' / 'step_1'}"
         steps = min(steps, 12) if self.quick else steps
         settings = [policy, "model.warm_start.steps=0", f"trainer.steps={steps}", *overrides]
-        return [self._train(self._config(), name, seed, settings) for seed in self.seeds]
+        return [self._train(self._config(), name, seed, settings) for seed in seeds or self.seeds]
 
     def quickstart(self, name: str, overrides: Iterable[str], *, samples: int) -> list[Path]:
         """Runs of the quickstart's task over the same number of samples."""
