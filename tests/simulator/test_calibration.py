@@ -43,6 +43,14 @@ def test_latency_that_shows_nowhere_is_not_assumed(tmp_path: Path) -> None:
     assert calibrate(tmp_path / "saturated").engine.latency_s == 0
 
 
+def test_a_run_with_always_full_servers_says_what_it_does_not_show(comparison: Comparison, tmp_path: Path) -> None:
+    record(tmp_path / "saturated", config(max_running=200, max_staleness=6))
+    found = compare(tmp_path / "saturated")
+    assert found.caveat is not None and "what emptier servers take is a guess" in found.caveat
+    assert found.caveat == found.plain()["caveat"]
+    assert comparison.caveat is None
+
+
 def test_the_fit_predicts_another_configuration(comparison: Comparison, tmp_path: Path) -> None:
     """Lengths, times and rewards from one run; mode and trigger from another."""
     other = config(mode="synchronous", max_staleness=0)

@@ -90,6 +90,8 @@ def test_calibration_prints_what_to_paste(run_dir: Path, tmp_path: Path) -> None
     assert "samples per s" in table and "measured" in table
     settings = yaml.safe_load("simulator:" + pasted)
     assert Config.model_validate(settings).simulator.engine.step_s == pytest.approx(0.02, rel=0.01)
-    assert set(json.loads((tmp_path / "fit.json").read_text())) == {"measured", "predicted", "error", "simulator"}
+    assert set(json.loads((tmp_path / "fit.json").read_text())) == {
+        *("measured", "predicted", "error", "caveat", "simulator"),
+    }
     missing = penstock("simulate", "--calibrate", tmp_path / "nowhere")
     assert missing.exit_code == 2 and "no config.yaml" in missing.stderr

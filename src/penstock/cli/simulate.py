@@ -52,6 +52,8 @@ def calibrate(run_dir: Path, *, json: Path | None) -> int:
     except ConfigError as error:
         return refuse(str(error), CONFIG_ERROR)
     Console(highlight=False).print(table.comparison(found))
+    if found.caveat is not None:
+        print(f"note: {found.caveat}", file=sys.stderr)
     settings = {"simulator": found.config.simulator.model_dump(mode="json", exclude_defaults=True)}
     sys.stdout.write(yaml.safe_dump(settings, sort_keys=False))
     if json is not None:

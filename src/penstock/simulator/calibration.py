@@ -8,6 +8,7 @@ the measured ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -27,6 +28,8 @@ from penstock.simulator.report import predict
 MAX_STEPS = 100
 """Optimizer steps simulated; the rates of a longer run settle long before."""
 LATENCY_TRIES, LATENCY_TOLERANCE = 4, 0.01
+NARROW = 0.2
+"""Below this relative spread of active sequences, the cost of a step and that of a sequence are hard to tell apart."""
 LATENCY_SHOWS = 0.3
 """Least share of an added latency by which episodes must become longer."""
 ADMIT_SHARE, ADMIT_TOKENS = 0.125, 4096
@@ -44,6 +47,8 @@ class Comparison:
     """The run's, with the fitted `simulator` section."""
     measured: dict[str, float]
     predicted: dict[str, float]
+    caveat: str | None
+    """What the run did not show, and the fit had to guess."""
 
     def error(self, figure: str) -> float:
         """Of the prediction, relative to what was measured."""
@@ -56,6 +61,7 @@ class Comparison:
             "measured": self.measured,
             "predicted": self.predicted,
             "error": {figure: self.error(figure) for figure in FIGURES},
+            "caveat": self.caveat,
             "simulator": self.config.simulator.model_dump(mode="json"),
         }
 
@@ -69,7 +75,19 @@ def compare(run_dir: Path) -> Comparison:
     """Calibrate, simulate the run's own configuration, and put measured and predicted side by side."""
     run = read(run_dir)
     config, measures = _fit(run)
-    return Comparison(config=config, measured=measured(run), predicted=predicted(measures))
+    return Comparison(config=config, measured=measured(run), predicted=predicted(measures), caveat=_caveat(run))
+
+
+def _caveat(run: RecordedRun) -> str | None:
+    """Steps with much the same number of sequences cannot tell what a step takes from what each sequence adds."""
+    mean = _sum(run, "n", "b") / _sum(run, "n", "n")
+    spread = math.sqrt(max(_sum(run, "b", "b") / _sum(run, "n", "n") - mean * mean, 0.0))
+    if spread >= NARROW * mean:
+        return None
+    return (
+        f"decode steps of this run had {mean:.0f} ± {spread:.0f} sequences: what emptier servers take is a guess. "
+        "A run with evaluations (data.eval_tasks) shows the servers draining, too"
+    )
 
 
 def measured(run: RecordedRun) -> dict[str, float]:
