@@ -280,7 +280,7 @@ def main() -> None:
     figures = Figures()
     for name in options.only or STUDIES:
         STUDIES[name](lab, figures)
-    publish("ablation", figures.flat, options.json, tables=figures.tables, seeds=lab.seeds)
+    publish("ablation", figures.flat, options.json, tables=figures.tables, seeds=lab.seeds, runs_of=lab.commits)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
 from long_answers import write_tasks
+from report import commit
 
 from penstock.store.index import PoolIndex
 
@@ -42,10 +43,12 @@ LONG: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lab:
-    """Where runs are made."""
+    """Where runs are made. One that was made before, with the same words and configuration, is not repeated."""
 
     runs: Path
     quick: bool
+    commits: set[str] = field(default_factory=set)
+    """Of the runs that were asked for."""
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -88,11 +91,15 @@ class Lab:
         return file
 
     def _train(self, config: Path, name: str, seed: int, overrides: Iterable[str]) -> Path:
-        run_dir = self.runs / f"{name}-{seed}"
-        if _completed(run_dir):
+        run_dir, made = self.runs / f"{name}-{seed}", self.runs / f"{name}-{seed}.made.json"
+        words = [f"run_id={run_dir.name}", f"runs_dir={self.runs}", f"seed={seed}", *overrides]
+        asked = {"config": config.read_text(), "words": words}
+        if _completed(run_dir) and made.exists() and asked.items() <= json.loads(made.read_text()).items():
+            self.commits.add(json.loads(made.read_text())["commit"])
             return run_dir
         shutil.rmtree(run_dir, ignore_errors=True)
-        words = [f"run_id={run_dir.name}", f"runs_dir={self.runs}", f"seed={seed}", *overrides]
+        made.write_text(json.dumps(asked | {"commit": commit()}))
+        self.commits.add(commit())
         started = time.monotonic()
         with (self.runs / f"{run_dir.name}.log").open("w") as log:
             result = subprocess.run(
@@ -161,8 +168,8 @@ def makespan_s(run_dir: Path) -> float:
     return float(ready_times(run_dir)[-1][0] - decisions(run_dir, "dispatch")[0]["time"])
 
 
-def refill_s(run_dir: Path) -> float:
-    """Mean time from a weight update until the next groups for an optimizer step are ready."""
+def refill_s(run_dir: Path) -> float | None:
+    """Mean time from a weight update until the next groups for an optimizer step are ready; None if none were."""
     times = [time for time, _ in ready_times(run_dir)]
     spans = [line for line in lines(run_dir / "timeline.jsonl") if line.get("kind") == "update_weights"]
     waits = []
@@ -170,7 +177,7 @@ def refill_s(run_dir: Path) -> float:
         later = [time for time in times if time > updated_at]
         if len(later) >= LONG["trainer"]["groups_per_step"]:
             waits.append(later[LONG["trainer"]["groups_per_step"] - 1] - updated_at)
-    return fmean(waits)
+    return fmean(waits) if waits else None
 
 
 def first_lengths(run_dir: Path) -> float:

@@ -18,9 +18,10 @@ def section(report: dict[str, Any]) -> str:
     machine, versions, tables = report["machine"], report["versions"], report.get("tables", {})
     listed = ", ".join(f"{package} {version}" for package, version in versions.items())
     seeds = f" Seeds {', '.join(map(str, report['seeds']))}: mean ± half the range." if report.get("seeds") else ""
+    runs = "".join(f" Runs of `{made[:12]}`." for made in report.get("runs_of", []) if made != report["commit"])
     text = (
         f"\n## {report['name']}\n\n"
-        f"Commit `{report['commit'][:12]}`, {machine['cores']} cores of {machine['cpu']}; {listed}.{seeds}\n"
+        f"Commit `{report['commit'][:12]}`, {machine['cores']} cores of {machine['cpu']}; {listed}.{runs}{seeds}\n"
     )
     shown = {f"{row}_{column}".replace(" ", "_") for rows in tables.values() for row in rows for column in rows[row]}
     shown |= {f"{key}_spread" for key in report["figures"]} if tables else set()

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -53,21 +53,23 @@ def publish(
     *,
     tables: Mapping[str, Any] | None = None,
     seeds: Sequence[int] = (),
+    runs_of: Collection[str] = (),
 ) -> None:
-    """Print the figures and write them to `file`."""
+    """Print the figures and write them to `file`; `runs_of` are the commits that made the runs they were taken from."""
     for key, value in figures.items():
         print(f"{key:45} {value:12.4g}")
     if file is None:
         return
     report = {
         "name": name,
-        "commit": _commit(),
+        "commit": commit(),
         "versions": {
             "python": platform.python_version(),
             **{package: metadata.version(package) for package in PACKAGES},
         },
         "machine": _machine(),
         "seeds": list(seeds),
+        "runs_of": sorted(runs_of),
         "figures": dict(figures),
         "tables": tables or {},
     }
@@ -75,7 +77,7 @@ def publish(
     file.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _commit() -> str:
+def commit() -> str:
     """The checked-out commit, marked if the tree differs from it; `unknown` outside a checkout."""
     root = Path(__file__).parent
     try:

@@ -8,9 +8,9 @@
   loop      waits for                                       is woken by
   admit     room in the look-ahead                          a dispatched group
   dispatch  something to run, slots, staleness budget       an admitted group, a grant request, a finished group,
-                                                            weights served
+                                                            a new worker, weights served
   collect   a played group (not a loop: one call each)      DATA_GENERATED on the bus
-  train     the trigger: N_min groups, or T_max             a group becoming ready, or the clock
+  train     the trigger: N_min samples, or T_max            a group becoming ready, or the clock
   swap      a published policy version                      the trainer having stepped
 
 The trainer is the finite clock: when its last step is served, the other loops end. A group's place in the staleness

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ from recording import ENGINE, TRAINER, config, record
 
 from penstock.config import Config, ConfigError
 from penstock.observe import jsonl
-from penstock.simulator.calibration import Comparison, calibrate, compare, non_negative
+from penstock.rollout.costs import StepCosts
+from penstock.simulator.calibration import Comparison, calibrate, compare, fit_engine, non_negative
+from penstock.simulator.recorded import read
 from penstock.simulator.report import predict
 
 
@@ -60,6 +63,24 @@ def test_the_fit_predicts_another_configuration(comparison: Comparison, tmp_path
     expected = trained / (lines[-1]["time"] - lines[2]["time"])
     (result,) = predict(other.model_copy(update={"simulator": comparison.config.simulator})).results
     assert result.mean("samples_per_s") == pytest.approx(expected, rel=0.1)
+
+
+def test_latency_is_paid_per_grant(tmp_path: Path) -> None:
+    record(tmp_path / "segments", config(segment_length=25))
+    found = compare(tmp_path / "segments")
+    assert found.config.simulator.engine.latency_s == pytest.approx(ENGINE["latency_s"], rel=0.4)
+    assert abs(found.error("samples_per_s")) < 0.1
+
+
+def test_what_contexts_cost_is_found(run_dir: Path) -> None:
+    costs, draw = StepCosts(), np.random.default_rng(0)
+    for decoded in draw.integers(1, 64, 500).tolist():
+        context = int(decoded * draw.integers(10, 200))
+        seconds = 5e-3 + 8e-5 * decoded + 3e-7 * context
+        costs.add(decoded=decoded, context=context, prefilled=0, seconds=seconds)
+    sums = {name.removeprefix("cost_"): value for name, value in costs.counters().items()}
+    engine = fit_engine(replace(read(run_dir), sums=sums, busy_s=0.0))
+    assert (engine.step_s, engine.sequence_s, engine.context_token_s) == pytest.approx((5e-3, 8e-5, 3e-7), rel=1e-3)
 
 
 def test_runs_that_do_not_tell_enough(tmp_path: Path, run_dir: Path) -> None:

@@ -240,3 +240,29 @@ def test_an_update_is_over_after_the_step_in_progress_and_its_pause(num_waiting:
         server.submit(Request([length], 0, lambda r: None), 0.0)
     assert server.update(1, 10.5, 2.0) == pytest.approx(13.0)
     assert server.due == pytest.approx(52.0)
+
+
+@pytest.mark.parametrize("given_up", ["release", "cancel"])
+def test_prompts_that_were_given_up_take_nothing_of_a_later_steps_budget(given_up: str) -> None:
+    model = EngineModelConfig(step_s=1.0, sequence_s=0.0, prefill_token_s=0.0, admit_tokens=12)
+    server = ServerModel(model, 4)
+    first, second = Request([3], 8, lambda r: None), Request([3], 9, lambda r: None)
+    server.submit(first, 0.0)
+    assert server.due == pytest.approx(3.0)
+    if given_up == "release":
+        server.release(0.0)
+        assert server.take() == [first]
+        server.resume(0.0)
+    else:
+        server.cancel({first}, 0.0)
+    server.submit(second, 0.0)
+    assert server.due == pytest.approx(3.0)
+
+
+def test_a_release_right_after_an_update_waits_for_the_pause() -> None:
+    server = ServerModel(EngineModelConfig(step_s=1.0, sequence_s=0.0, prefill_token_s=0.0), 1)
+    server.submit(Request([2], 0, lambda r: None), 0.0)
+    assert server.due == pytest.approx(2.0)
+    server.update(1, 0.5, 2.0)
+    released_at = server.release(0.5)
+    assert server.due == pytest.approx(released_at) == pytest.approx(3.0)

@@ -82,6 +82,20 @@ def test_asynchronous_reaches_the_limit(bound: str) -> None:
     assert 0.93 < found.efficiency < 1.03
 
 
+def test_nothing_beats_the_limit_where_answers_are_cut_or_groups_filtered() -> None:
+    cut = config(
+        env={"max_new_tokens": 50},
+        scheduler={"max_staleness": 4},
+        simulator={"strategies": ["configured"], "steps": 30},
+    )
+    assert 0.9 < measures(cut)["configured"].efficiency < 1.03
+    long_ones_earn_nothing = config(
+        scheduler={"max_staleness": 4, "filter_equal_rewards": True},
+        simulator={"workload": LONG_TAIL | {"runaway_share": 0.2}, "trainer": {"token_s": 1.5e-3}, "steps": 30},
+    )
+    assert measures(long_ones_earn_nothing)["asynchronous"].efficiency < 1.05
+
+
 def test_order_changes_no_steady_throughput() -> None:
     """In an endless stream every order keeps the slots full."""
     settings = config(

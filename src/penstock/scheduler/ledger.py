@@ -55,8 +55,8 @@ class Ledger:
         states, moved = self._group(group), set(episodes)
         if not moved:
             return
-        if max(moved) >= len(states):
-            raise LedgerError(f"group {group} has {len(states)} episodes: there is no {max(moved)}")
+        if min(moved) < 0 or max(moved) >= len(states):
+            raise LedgerError(f"group {group} has {len(states)} episodes: {sorted(moved)} are not all among them")
         leaving = _by_state(states, moved)
         for state in leaving:
             if to not in NEXT.get(state, ()):

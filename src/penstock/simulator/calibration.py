@@ -214,8 +214,11 @@ def _later(config: Config, added_s: float) -> Config:
 
 
 def _grants_per_episode(run: RecordedRun) -> float:
-    turns = [episode.num_turns for group in run.groups for episode in group.episodes]
-    return max(_mean(turns), 1.0)
+    """One per turn, or per segment of one."""
+    length = run.config.scheduler.segment_length or math.inf
+    episodes = [episode for group in run.groups for episode in group.episodes]
+    grants = [e.num_turns * max(math.ceil(e.response_tokens / max(e.num_turns, 1) / length), 1) for e in episodes]
+    return max(_mean(grants), 1.0)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -7,8 +7,9 @@ CPU allows.
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,6 +27,8 @@ class _JumpingSelector(selectors.DefaultSelector):
     """Instead of sleeping for `timeout`, moves the loop's clock on by it."""
 
     now = 0.0
+    moved: Callable[[float], None]
+    """Told of every jump."""
     _turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -36,6 +39,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         if timeout is None:
             raise Deadlock("every task waits and no timer is set")
         self.now += timeout
+        self.moved(self.now)
         return []
 
 
@@ -45,6 +49,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
+        self._jumping.moved = self._keep_resolution
+
+    def _keep_resolution(self, now: float) -> None:
+        """asyncio runs timers up to its clock's resolution ahead of time: a nanosecond, which late moments cannot tell
+        from nothing. Then a timer that is due would never run, and time stand still."""
+        self._clock_resolution = max(1e-9, 2 * math.ulp(now))
 
     def time(self) -> float:
         return self._jumping.now

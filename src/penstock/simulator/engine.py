@@ -22,6 +22,7 @@ from penstock.config import EngineModelConfig
 from penstock.simulator.served import ServedVersions
 from penstock.types import NO_VERSION
 
+NOBODY_ENTERED = (-1, 0)
 SLACK = 1e-9
 """Steps; a boundary that rounding has put this close before a moment is at it."""
 
@@ -63,8 +64,8 @@ class Request:
 
 
 class Totals(NamedTuple):
-    """Sums over decode steps of 1, b, b * b, c, b * c, p, b * p and p * p (b active sequences that hold c tokens, p
-    prompt tokens computed); without `context_token_s` nobody counts c."""
+    """Sums over decode steps of 1, b, b * b, c, b * c, and over entries of p, b * p, p * p: b active sequences hold c
+    tokens (not counted without `context_token_s`), p are the prompt tokens of those that enter together."""
 
     n: int
     b: int
@@ -127,7 +128,7 @@ class ServerModel:
         self._kv_used = self._serial = 0
         self._context = 0
         """Tokens that the active sequences hold; counted only if they cost something."""
-        self._entered = (-1, 0)
+        self._entered = NOBODY_ENTERED
         """Token clock of the last step at which somebody entered, and the prompt tokens that did."""
         self._steps, self._prompts = (0, 0, 0, 0, 0), (0, 0, 0)
         """Sums of steps and of prompts; see `Totals`."""
@@ -179,6 +180,8 @@ class ServerModel:
         self.served.add(version, self._tau)
         self._time += seconds
         ends_at = self._time
+        if not self._complete:
+            self._due = None
         self._is_foreseen = False
         return ends_at
 
@@ -192,6 +195,7 @@ class ServerModel:
                 self._cut(request, sequence, 0)
         self._active, self._line = [], []
         self._head = self._member = self._kv_used = self._context = 0
+        self._entered = NOBODY_ENTERED
         self.released = True
         self._is_foreseen = False
         return self._time
@@ -210,6 +214,8 @@ class ServerModel:
         self._kv_used -= sum(request.context + request.lengths[sequence] for _, _, request, sequence in gone)
         self._active = [entry for entry in self._active if entry[2] not in requests]
         self._context = sum(request.context + self._tau - request.start[s] for _, _, request, s in self._active)
+        if not self._active:
+            self._entered = NOBODY_ENTERED  # the step they entered for is never taken
         waiting = self._line[self._head :]
         if waiting and waiting[0] in requests:
             self._member = 0

@@ -84,6 +84,10 @@ class Fleet:
         """What completes on the way is reported on the way, and what completes then before this returns."""
         self._arm_all()
         await asyncio.sleep(max(time - self._loop.time(), 0.0))
+        self._arm_touched()
+        while self._timer is not None and self._timer.when() <= self._loop.time():
+            self._report_due()
+            self._arm_touched()
 
     def _arm_all(self) -> None:
         for number in range(len(self._servers)):
@@ -122,11 +126,15 @@ class Fleet:
 
     def _report_due(self) -> None:
         assert self._timer is not None
-        reached, self._timer = self._timer.when(), None
+        reached = self._timer.when()
+        self._timer.cancel()
+        self._timer = None
         while self._due and self._due[0][0] <= reached:
             due, number = heappop(self._due)
-            if due == self._armed[number]:
+            if due == self._armed[number] and number not in self._touched:
                 self._report(number)
+            elif due == self._armed[number]:
+                self._armed[number] = None  # it is looked at anew in this moment
         self._set_timer()
 
     def _report(self, number: int) -> None:

@@ -6,6 +6,7 @@ again, so that what similar tasks took can be learned and nothing can be read of
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -192,8 +193,8 @@ class Population:
         return self.prompt_tokens + float((self.lengths**2).mean() / self.lengths.mean() - 1) / 2
 
 
-def population(workload: Workload, num_tasks: int) -> Population:
-    """Of the first `num_tasks` tasks."""
+def population(workload: Workload, num_tasks: int, *, longest: float = math.inf) -> Population:
+    """Of the first `num_tasks` tasks, their answers cut at `longest` tokens."""
     lengths: list[int] = []
     prompts = prefills = 0
     for index in range(num_tasks):
@@ -205,7 +206,7 @@ def population(workload: Workload, num_tasks: int) -> Population:
             prefills += sum(_later_contexts(plan.prompt_tokens, turns) for turns in plan.turns)
     number = max(len(lengths), 1)
     return Population(
-        lengths=np.sort(np.asarray(lengths, dtype=np.float64)),
+        lengths=np.sort(np.minimum(np.asarray(lengths, dtype=np.float64), longest)),
         prefill_tokens=prefills / number,
         prompt_tokens=prompts / number,
     )
