@@ -55,6 +55,12 @@ def test_overrides_win_and_exponents_are_numbers(file: Path) -> None:
         ("scheduler.max_segment_count=3", "means nothing without segment_length"),
         ("scheduler.mode=synchronous", "mode synchronous is on-policy: set max_staleness to 0 (it is 2)"),
         ("scheduler={mode: one_step_off, max_staleness: 0}", "set max_staleness to 1 or more"),
+        (
+            "scheduler={mode: colocated, max_staleness: 0, trigger: {use: step}}",
+            "trigger.use step belongs to mode asynchronous: colocated trains whole batches",
+        ),
+        ("scheduler.trigger={use: batch, feedback: {signal: entropy}}", "which use batch does not have"),
+        ("scheduler.trigger={feedback: {signal: time, fewest_samples: 100}}", "is below feedback.fewest_samples (100)"),
         ("scheduler.over_sampling=1.5", "over_sampling belongs to mode colocated"),
         ("scheduler={mode: colocated, over_sampling: 2.0, max_staleness: 0}", "carries answers over an update"),
         ("scheduler.dispatch.policy=random", "bad value for scheduler.dispatch.policy"),

@@ -105,7 +105,7 @@ def test_thresholds_stay_within_their_bounds(
     adaptive = trigger(
         group_size=group_size,
         groups_per_step=groups_per_step,
-        min_samples=data.draw(st.integers(1, batch)),
+        min_samples=data.draw(st.integers(fewest, batch)),
         max_wait_s=max_wait_s,
         feedback=feedback,
     )

@@ -94,4 +94,7 @@ def test_calibration_prints_what_to_paste(run_dir: Path, tmp_path: Path) -> None
         *("measured", "predicted", "error", "caveat", "simulator"),
     }
     missing = penstock("simulate", "--calibrate", tmp_path / "nowhere")
-    assert missing.exit_code == 2 and "no config.yaml" in missing.stderr
+    assert missing.exit_code == 1 and "no run named" in missing.stderr
+    (tmp_path / "empty").mkdir()
+    empty = penstock("simulate", "--calibrate", tmp_path / "empty")
+    assert empty.exit_code == 2 and "no config.yaml" in empty.stderr

@@ -161,7 +161,7 @@ def test_tokens_too_old_are_masked_and_counted() -> None:
         simulator={"strategies": ["segments"], "workload": LONG_TAIL, "steps": 12},
     )
     found = measures(settings)["segments"]
-    assert found.staleness_max > 1 and found.wasted_masked > 0
+    assert found.staleness_max == 1 and found.wasted_masked > 0, "what is trained keeps the bound"
 
 
 def test_equal_seeds_give_equal_reports() -> None:

@@ -37,20 +37,23 @@ def simulate(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Fit the simulator to the run in this directory instead.")
+        str | None, typer.Option(metavar="RUN", help="Fit the simulator to this run instead (id or directory).")
     ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the results go.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the picture goes.")] = None,
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Compare strategies on modelled machines: the real scheduler and loop, on a virtual clock."""
     from penstock.cli import simulate as command
+    from penstock.cli.runs import find
 
     if (config is None) == (calibrate is None):
         raise typer.BadParameter("give either CONFIG or --calibrate RUN")
     if config is not None:
         raise typer.Exit(command.simulate(config, overrides or [], json=json, plot=plot))
     assert calibrate is not None
-    raise typer.Exit(command.calibrate(calibrate, json=json))
+    run_dir = Path(calibrate) if Path(calibrate).is_dir() else find(runs_dir, calibrate)
+    raise typer.Exit(command.calibrate(run_dir, json=json))
 
 
 @app.command()

@@ -19,12 +19,13 @@ STOP_S = 30.0
 
 def find(runs_dir: Path, name: str) -> Path:
     """The directory of a run."""
-    candidates = [Path(name)] if (Path(name) / "state.json").exists() else sorted(runs_dir.glob(f"{name}*/"))
+    known = sorted(path for path in runs_dir.glob("*/") if path.name.startswith(name))
+    candidates = [Path(name)] if (Path(name) / "state.json").exists() else known
     exact = [path for path in candidates if path.name == name]
     found = exact or candidates
     if len(found) != 1:
         what = "no run" if not found else f"{len(found)} runs"
-        typer.echo(f"error: {what} named {name} in {runs_dir}", err=True)
+        typer.echo(f"error: {what} named {name} in {runs_dir}: `penstock runs` lists them", err=True)
         raise typer.Exit(1)
     return found[0]
 

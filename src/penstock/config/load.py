@@ -101,6 +101,8 @@ def _explain(error: Any, overrides: dict[str, Any], path: Path) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if not key:
         return f"contradictory settings {place}: {message}"
+    if isinstance(error["input"], dict):  # a whole section that contradicts itself
+        return f"contradictory settings of {key} {place}: {message}"
     return f"bad value for {key} {place}: {message} (got {error['input']!r})"
 
 

@@ -94,6 +94,20 @@ class TriggerConfig(Section):
     """T_max: go on with what is ready (at least one group) after this long."""
     feedback: FeedbackConfig = FeedbackConfig()
 
+    @model_validator(mode="after")
+    def _consistent(self) -> TriggerConfig:
+        adapts = self.feedback.signal != "none"
+        if adapts and self.use == "batch":
+            raise ValueError(
+                f"feedback.signal {self.feedback.signal} moves N_min and T_max, which use batch does not have: "
+                "set use to compute or step, or the signal to none"
+            )
+        if adapts and self.min_samples < self.feedback.fewest_samples:
+            raise ValueError(
+                f"min_samples ({self.min_samples}) is below feedback.fewest_samples ({self.feedback.fewest_samples})"
+            )
+        return self
+
 
 class SchedulerConfig(Section):
     """Admission, order, segments, trigger."""
@@ -143,8 +157,8 @@ class SchedulerConfig(Section):
     def _consistent(self) -> SchedulerConfig:
         if self.alternates and self.over_sampling == 1 and self.max_staleness > 0:
             raise ValueError(
-                f"mode {self.mode} is on-policy: set max_staleness to 0 (it is {self.max_staleness}), "
-                "or over_sampling above 1"
+                f"mode {self.mode} is on-policy: set max_staleness to 0 (it is {self.max_staleness})"
+                + (", or over_sampling above 1" if self.mode == "colocated" else "")
             )
         if self.mode == "one_step_off" and self.max_staleness < 1:
             raise ValueError("mode one_step_off trains what the version before made: set max_staleness to 1 or more")
@@ -155,6 +169,8 @@ class SchedulerConfig(Section):
                 "over_sampling with leftovers resume carries answers over an update: set max_staleness to 1 or more, "
                 "or leftovers to restart"
             )
+        if self.mode != "asynchronous" and self.trigger.use == "step":
+            raise ValueError(f"trigger.use step belongs to mode asynchronous: {self.mode} trains whole batches")
         if self.max_segment_count is not None and self.segment_length is None:
             raise ValueError("max_segment_count means nothing without segment_length: set both, or neither")
         length, whole = self.segment_length, self.global_max_length

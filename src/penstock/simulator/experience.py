@@ -67,7 +67,7 @@ class Experience:
         self.pieces: dict[int, Pieces] = {}
         self.played_lengths, self.trained_lengths = array("l"), array("l")
         self.staleness: Counter[int] = Counter()
-        """Episodes trained, by (version being trained - version of their oldest token)."""
+        """Episodes trained, by (version being trained - version of the oldest of their tokens that is trained)."""
         self.tokens: Counter[str] = Counter()
         """Response tokens by what became of them: trained, masked, or the final state of their group."""
         self.num_samples = self.num_groups = self.num_filtered = 0
@@ -104,7 +104,7 @@ class Experience:
             response = sum(lengths)
         self.trained_lengths.extend(lengths)
         for made in set(oldest) - {NO_VERSION}:
-            self.staleness[version - made] += oldest.count(made)
+            self.staleness[min(version - made, self._max_staleness)] += oldest.count(made)
         oldest_allowed, masked = version - self._max_staleness, 0
         if min(oldest, default=version) < oldest_allowed:
             for member, made in zip(ref.episodes, oldest, strict=True):

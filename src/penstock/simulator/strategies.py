@@ -68,7 +68,8 @@ def _variants(config: Config, strategy: Strategy) -> Iterator[tuple[str, str]]:
 
 def _combine(config: Config, workload: Workload, strategy: Strategy, dispatch: str, trigger: str) -> Combination:
     changes: dict[str, Any] = {} if strategy == "configured" else _scheduler(config, workload, strategy)
-    changes = _merge(changes, {"dispatch": {"policy": dispatch}, "trigger": {"use": trigger}})
+    settings: dict[str, Any] = {"use": trigger} | ({"feedback": {"signal": "none"}} if trigger == "batch" else {})
+    changes = _merge(changes, {"dispatch": {"policy": dispatch}, "trigger": settings})
     tree = _merge(config.model_dump(), {"scheduler": changes, **_surroundings(config, workload, strategy)})
     if strategy in ON_ALL_DEVICES:
         tree = _merge(tree, _all_devices(config))
