@@ -1,4 +1,4 @@
-"""What each scheduling choice is worth, on this machine and (in the simulator) at 1,024 accelerators.
+"""What each scheduling choice is worth on this machine; `strategies.py` says what it is worth at 1,024 accelerators.
 
 Real runs, three seeds each, on a task with long-tailed answers (`long_answers.py`) whose lengths do not change, since
 it is trained at a learning rate of almost nothing; the triggers are compared on the quickstart's task, which is learnt.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from lab import (
     CLOSED_GROUPS,
@@ -44,8 +43,6 @@ MODES_TABLE = "Modes, long-tailed task"
 ORDER_TABLE = "Dispatch order, long-tailed task, lengths known from an earlier run"
 TRIGGER_TABLE = "Triggers, quickstart's task, equal samples"
 CALIBRATION_TABLE = "Throughput predicted by the simulator, calibrated on one asynchronous run"
-SIMULATED_TABLE = "Strategies, orders and triggers in the simulator, 1,024 accelerators"
-MAKESPAN_TABLE = "Makespan of a closed set of 4,096 groups in the simulator"
 
 MODES = {
     "async": [],
@@ -92,49 +89,6 @@ ELSEWHERE = {
     "sync_split": MODES["sync_split"],
 }
 """Configurations whose throughput the calibrated simulator predicts."""
-
-SIMULATED: dict[str, Any] = {
-    "env": {"group_size": 16},
-    "rollout": {"servers": 768, "slots": 64},
-    "trainer": {"groups_per_step": 2048},
-    "scheduler": {
-        "max_staleness": 2,
-        "filter_equal_rewards": False,
-        "dispatch": {"aging_s": 600.0, "max_wait_s": 3600.0},
-        "trigger": {"min_samples": 2048, "max_wait_s": 30.0},
-    },
-    "simulator": {
-        "trainer_devices": 256,
-        "trainer": {"token_s": 4.2e-7, "step_s": 2.0, "publish_s": 1.0},
-        "engine": {"step_s": 0.012, "sequence_s": 2e-4, "update_s": 2.0},
-        "workload": {"median_tokens": 9000.0, "max_tokens": 16_000, "prompt_tokens": 400, "tasks": 4096},
-        "strategies": [
-            "synchronous",
-            "colocated",
-            "one_step_off",
-            "asynchronous",
-            "over_sampling",
-            "tail_batching",
-            "segments",
-        ],
-        "dispatch": ["fifo", "sjf", "ljf", "probe"],
-        "triggers": ["compute", "batch"],
-        "known_lengths": "history",
-        "makespan_groups": 4096,
-    },
-}
-"""1,024 accelerators on a reasoning model's lengths (DeepCoder's, as published with PolyTrace), balanced."""
-SIMULATED_FIGURES = (
-    "efficiency",
-    "samples_per_s",
-    "trainer_idle",
-    "staleness_mean",
-    "wait_max_s",
-    "length_ks_trained_population",
-    "first_samples_s",
-    "first_samples_length_ratio",
-    "refill_s",
-)
 
 
 def overlap(lab: Lab, figures: Figures) -> None:
@@ -234,37 +188,11 @@ def last_wall_s(run_dir: Path) -> float:
     return float(metrics[-1]["time"] - metrics[0]["time"])
 
 
-def simulated(lab: Lab, figures: Figures) -> None:
-    """The same strategies, orders and triggers at 1,024 accelerators."""
-    steps: dict[str, Any] = {"steps": 5 if lab.quick else 9, "warmup_steps": 3, "seeds": len(lab.seeds)}
-    report = predict(_simulated(**steps))
-    whole_steps = {"trigger": {"use": "step", "min_samples": 32_768, "max_wait_s": 600.0}}
-    by_step = predict(_simulated({"scheduler": whole_steps}, strategies=["asynchronous"], triggers=["step"], **steps))
-    for result in (*report.results, *by_step.results):
-        for key in SIMULATED_FIGURES:
-            figures.cell(SIMULATED_TABLE, f"sim {result.name}", key, [result.mean(key)])
-    for made in report.makespans:
-        figures.cell(MAKESPAN_TABLE, f"sim {made.dispatch}", "makespan_s", made.seconds)
-    flat = figures.flat
-    for baseline, strategy in {"sync_split": "synchronous", "sync_all_cores": "colocated"}.items():
-        ratio = flat["sim_asynchronous_samples_per_s"] / flat[f"sim_{strategy}_samples_per_s"]
-        figures.add(f"sim_async_speedup_over_{baseline}", [ratio])
-    figures.add("sim_share_of_bound", [flat["sim_asynchronous_efficiency"]])
-
-
-def _simulated(changes: dict[str, Any] | None = None, **simulator: Any) -> Config:
-    tree = {**SIMULATED, "simulator": SIMULATED["simulator"] | simulator}
-    for section, values in (changes or {}).items():
-        tree[section] = tree[section] | values
-    return Config.model_validate(tree)
-
-
 STUDIES = {
     "overlap": overlap,
     "calibration": calibration,
     "order": order,
     "triggers": triggers,
-    "simulated": simulated,
 }
 
 
