@@ -18,7 +18,8 @@ def section(report: dict[str, Any]) -> str:
     machine, versions, tables = report["machine"], report["versions"], report.get("tables", {})
     listed = ", ".join(f"{package} {version}" for package, version in versions.items())
     seeds = f" Seeds {', '.join(map(str, report['seeds']))}: mean ± half the range." if report.get("seeds") else ""
-    runs = "".join(f" Runs of `{made[:12]}`." for made in report.get("runs_of", []) if made != report["commit"])
+    others = [f"`{made[:12]}`" for made in report.get("runs_of", []) if made != report["commit"]]
+    runs = f" Runs of {', '.join(others)}." if others else ""
     text = (
         f"\n## {report['name']}\n\n"
         f"Commit `{report['commit'][:12]}`, {machine['cores']} cores of {machine['cpu']}; {listed}.{runs}{seeds}\n"

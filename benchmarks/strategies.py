@@ -6,11 +6,12 @@ asynchronous one. Deterministic: the figures depend on the seeds alone, not on t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from report import Figures, arguments, publish
 
 from penstock.config import Config
+from penstock.config.simulation import Strategy
 from penstock.simulator.report import predict
 
 SEEDS = 3
@@ -33,15 +34,7 @@ CLUSTER: dict[str, Any] = {
         "trainer": {"token_s": 4.2e-7, "step_s": 2.0, "publish_s": 1.0},
         "engine": {"step_s": 0.012, "sequence_s": 2e-4, "update_s": 2.0},
         "workload": {"median_tokens": 9000.0, "max_tokens": 16_000, "prompt_tokens": 400, "tasks": 4096},
-        "strategies": [
-            "synchronous",
-            "colocated",
-            "one_step_off",
-            "asynchronous",
-            "over_sampling",
-            "tail_batching",
-            "segments",
-        ],
+        "strategies": [name for name in get_args(Strategy) if name != "configured"],
         "dispatch": ["fifo"],
         "triggers": ["compute", "batch"],
         "known_lengths": "history",

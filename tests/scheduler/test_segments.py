@@ -102,3 +102,17 @@ def test_budgets_hold_whatever_servers_do(answers: list[int], seed: int, **bound
             assert decision.case == "finished" and turn == answer
         if decision.case == "truncated" or generated == subject.global_max_length:
             return
+
+
+@pytest.mark.parametrize(
+    ("bounds", "longest"),
+    [
+        ({}, 3 * 20),
+        ({"segment_length": 4, "max_segment_count": 2}, 3 * 8),
+        ({"segment_length": 4, "global_max_length": 15}, 15),
+        ({"global_max_length": 1000}, 3 * 20),
+    ],
+)
+def test_the_longest_episode_there_can_be(bounds: dict[str, int], longest: int) -> None:
+    tree = {"env": {"max_turns": 3, "max_new_tokens": 20}, "scheduler": bounds}
+    assert SegmentPolicy.from_config(Config.model_validate(tree)).max_episode_tokens == longest

@@ -12,6 +12,7 @@ from penstock.scheduler.length.estimator import LengthEstimator
 from penstock.scheduler.length.predictor import length_predictor
 from penstock.scheduler.length.trust import Trust
 from penstock.scheduler.live import LiveGroup
+from penstock.scheduler.segments import SegmentPolicy
 from penstock.types import Task
 
 Record = Callable[[str, str, Mapping[str, Any]], None]
@@ -82,7 +83,6 @@ class Foresight:
 
 
 def _estimator(config: Config) -> LengthEstimator:
-    settings, env = config.scheduler, config.env
-    longest = settings.global_max_length or env.max_turns * env.max_new_tokens
-    predictor = length_predictor(settings.length, max_new_tokens=longest, temperature=env.temperature)
-    return LengthEstimator(predictor, settings.length)
+    settings, longest = config.scheduler.length, SegmentPolicy.from_config(config).max_episode_tokens
+    predictor = length_predictor(settings, max_new_tokens=longest, temperature=config.env.temperature)
+    return LengthEstimator(predictor, settings)

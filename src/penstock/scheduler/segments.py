@@ -33,6 +33,7 @@ class SegmentPolicy:
     """Tokens over all turns of an episode."""
     max_new_tokens: int
     """Tokens per turn."""
+    max_turns: int = 1
 
     @classmethod
     def from_config(cls, config: Config) -> SegmentPolicy:
@@ -42,6 +43,7 @@ class SegmentPolicy:
             max_segment_count=settings.max_segment_count,
             global_max_length=settings.global_max_length,
             max_new_tokens=config.env.max_new_tokens,
+            max_turns=config.env.max_turns,
         )
 
     @property
@@ -50,6 +52,12 @@ class SegmentPolicy:
         if self.segment_length is None or self.max_segment_count is None:
             return self.max_new_tokens
         return min(self.max_new_tokens, self.segment_length * self.max_segment_count)
+
+    @property
+    def max_episode_tokens(self) -> int:
+        """Most tokens of an episode, over all its turns."""
+        turns = self.max_turns * self.max_turn_tokens
+        return turns if self.global_max_length is None else min(turns, self.global_max_length)
 
     def grant_tokens(self, *, num_tokens: int, turn_tokens: int = 0) -> int:
         """What the next grant may generate; at least 1 while something is left.

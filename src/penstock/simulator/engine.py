@@ -127,7 +127,7 @@ class ServerModel:
         """The first of the line that waits, and its first sequence that does."""
         self._kv_used = self._serial = 0
         self._context = 0
-        """Tokens that the active sequences hold; counted only if they cost something."""
+        """Tokens that the active sequences hold; means nothing without `context_token_s`, which spares the counting."""
         self._entered = NOBODY_ENTERED
         """Token clock of the last step at which somebody entered, and the prompt tokens that did."""
         self._steps, self._prompts = (0, 0, 0, 0, 0), (0, 0, 0)

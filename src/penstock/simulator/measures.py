@@ -3,7 +3,6 @@ last one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import Config
 from penstock.scheduler.segments import SegmentPolicy
 from penstock.simulator.limits import limit
 from penstock.simulator.simulation import Outcome, StepMark
@@ -88,7 +86,7 @@ class Measures:
 def measure(outcome: Outcome, workload: Workload, *, shares_devices: bool) -> Measures:
     """What `outcome` comes to."""
     experience, config = outcome.experience, outcome.config
-    people = population(workload, outcome.num_tasks, longest=_longest(config))
+    people = population(workload, outcome.num_tasks, longest=SegmentPolicy.from_config(config).max_episode_tokens)
     filtered = experience.num_filtered / max(experience.num_groups, 1)
     kept_tokens = float(np.mean(experience.trained_lengths)) if experience.num_filtered else people.mean_tokens
     bound = limit(config, people, kept=1 - filtered, kept_tokens=kept_tokens, shares_devices=shares_devices)
@@ -117,12 +115,6 @@ def measure(outcome: Outcome, workload: Workload, *, shares_devices: bool) -> Me
         steps=len(outcome.marks) - 1,
         simulated_s=last.time,
     )
-
-
-def _longest(config: Config) -> float:
-    """Tokens of the longest answer that the configuration lets an episode give."""
-    bounds = SegmentPolicy.from_config(config)
-    return min(bounds.global_max_length or math.inf, bounds.max_turn_tokens * config.env.max_turns)
 
 
 def _idleness(outcome: Outcome, first: StepMark, last: StepMark, *, shares_devices: bool) -> dict[str, Any]:
