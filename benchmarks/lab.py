@@ -91,28 +91,39 @@ class Lab:
         return file
 
     def _train(self, config: Path, name: str, seed: int, overrides: Iterable[str]) -> Path:
-        run_dir, made = self.runs / f"{name}-{seed}", self.runs / f"{name}-{seed}.made.json"
-        words = [f"run_id={run_dir.name}", f"runs_dir={self.runs}", f"seed={seed}", *overrides]
-        asked = {"config": config.read_text(), "words": words}
-        if _completed(run_dir) and made.exists() and asked.items() <= json.loads(made.read_text()).items():
-            self.commits.add(json.loads(made.read_text())["commit"])
-            return run_dir
-        shutil.rmtree(run_dir, ignore_errors=True)
-        made.write_text(json.dumps(asked | {"commit": commit()}))
-        self.commits.add(commit())
-        started = time.monotonic()
-        with (self.runs / f"{run_dir.name}.log").open("w") as log:
-            result = subprocess.run(
-                [sys.executable, "-m", "penstock.cli.main", "train", str(config), *words],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ
-                | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])},
-            )
-        if result.returncode:
-            sys.exit(f"{run_dir.name} failed: see {log.name}")
-        print(f"{run_dir.name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        run_dir = train_run(config, self.runs, name, seed, overrides)
+        self.commits.add(json.loads(_made(run_dir).read_text())["commit"])
         return run_dir
+
+
+def train_run(config: Path, runs: Path, name: str, seed: int, overrides: Iterable[str]) -> Path:
+    """`penstock train CONFIG`, in `runs/<name>-<seed>`. A finished run that was made with the same words and
+    configuration is not repeated. Exits if it fails."""
+    run_dir = runs / f"{name}-{seed}"
+    words = [f"run_id={run_dir.name}", f"runs_dir={runs}", f"seed={seed}", *overrides]
+    asked, made = {"config": config.read_text(), "words": words}, _made(run_dir)
+    if _completed(run_dir) and made.exists() and asked.items() <= json.loads(made.read_text()).items():
+        return run_dir
+    shutil.rmtree(run_dir, ignore_errors=True)
+    made.write_text(json.dumps(asked | {"commit": commit()}))
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    started = time.monotonic()
+    with (runs / f"{run_dir.name}.log").open("w") as log:
+        result = subprocess.run(
+            [sys.executable, "-m", "penstock.cli.main", "train", str(config), *words],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+    if result.returncode:
+        sys.exit(f"{run_dir.name} failed: see {log.name}")
+    print(f"{run_dir.name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return run_dir
+
+
+def _made(run_dir: Path) -> Path:
+    """What a run was made with, beside it."""
+    return run_dir.with_name(f"{run_dir.name}.made.json")
 
 
 def _completed(run_dir: Path) -> bool:

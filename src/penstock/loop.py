@@ -140,7 +140,7 @@ async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]])
         await swaps.put((await system.trainer.publish(), num_groups))
         scheduler = system.scheduler
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
-        for alarm in scheduler.take_alarms():
+        for alarm in (*learner.alarms, *scheduler.take_alarms()):
             system.recorder.event("alarm", reason=alarm)
         if system.num_steps % settings.checkpoint_every == 0 and not system.done:
             await checkpoint(system)

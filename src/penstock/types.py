@@ -115,9 +115,11 @@ def nth_seed(seed: int, number: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the actions of an episode are sampled. `temperature` 0 is greedy."""
+    """How the actions of an episode are sampled. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 keep all tokens."""
 
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
     max_new_tokens: int = 64
     """Per turn."""
 
@@ -343,6 +345,8 @@ class LearnerState:
     """Mean policy entropy over the trained tokens, in nats per token, before the step."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Loss, gradient norm, clip fraction, ...; names are documented in `trainer/learner.py`."""
+    alarms: list[str] = field(default_factory=list)
+    """What is wrong since this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trainer.advantages import group_advantages
+from penstock.trainer.advantages import generalized_advantages, group_advantages
 
 REWARDS = st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10)), min_size=1, max_size=24)
 
@@ -36,3 +36,40 @@ def test_nothing_to_compare() -> None:
 def test_members_of_a_group_need_not_be_neighbours() -> None:
     found = group_advantages([1.0, 5.0, 0.0, 7.0], [4, 9, 4, 9], normalize=False)
     np.testing.assert_allclose(found, [0.5, -1.0, -0.5, 1.0])
+
+
+@given(
+    episodes=st.lists(
+        st.tuples(st.floats(-1, 1), st.lists(st.tuples(st.floats(-1, 1), st.booleans()), min_size=1, max_size=6)),
+        min_size=1,
+        max_size=4,
+    ),
+    discount=st.sampled_from([1.0, 0.9]),
+    trace=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_generalized_advantages_equal_their_sum(
+    episodes: list[tuple[float, list[tuple[float, bool]]]], discount: float, trace: float
+) -> None:
+    flat = [token for _, tokens in episodes for token in tokens]
+    values = np.asarray([value for value, _ in flat], dtype=np.float32)
+    sampled = np.asarray([chosen for _, chosen in flat])
+    advantages, returns = generalized_advantages(
+        [reward for reward, _ in episodes],
+        values,
+        sampled,
+        [len(tokens) for _, tokens in episodes],
+        discount=discount,
+        trace=trace,
+    )
+    start = 0
+    for reward, tokens in episodes:
+        places = [start + i for i, (_, chosen) in enumerate(tokens) if chosen]
+        start += len(tokens)
+        v = [*(float(values[place]) for place in places), 0.0]
+        r = [0.0] * (len(places) - 1) + [reward]
+        deltas = [r[t] + discount * v[t + 1] - v[t] for t in range(len(places))]
+        for t, place in enumerate(places):
+            expected = sum((discount * trace) ** (later - t) * deltas[later] for later in range(t, len(places)))
+            assert advantages[place] == pytest.approx(expected, abs=1e-5)
+            assert returns[place] == pytest.approx(expected + v[t], abs=1e-5)
+    assert not advantages[~sampled].any() and not returns[~sampled].any()

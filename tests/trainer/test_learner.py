@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from penstock.config.schema import TrainerConfig
 from penstock.groups.local import LocalGroup
-from penstock.trainer.learner import Learner, NonFiniteGradient
+from penstock.trainer.learner import Learner, NothingLearnt
+from penstock.trainer.losses.objective import OBJECTIVES
 from penstock.trainer.prepare import prepare
 from penstock.types import LearnerState, Sample
 
@@ -20,6 +21,7 @@ LOOSE = TrainerConfig(max_grad_norm=1e9)
 METRICS = {
     *("loss", "grad_norm", "clip_fraction", "ratio_mean", "kl_engine_trainer", "kl_tokens", "entropy", "tokens"),
     *("tokens_masked_stale", "staleness_mean", "staleness_max", "samples", "learning_rate", "skipped", "busy_s"),
+    *("ess", "kl_reference", "mastered_fraction", "parity_gap_max"),
 }
 
 
@@ -84,6 +86,98 @@ def test_any_partition_into_whole_groups_gives_the_same_update(
     assert one.metrics.keys() == other.metrics.keys()
     for name in METRICS - {"busy_s"}:
         assert other.metrics[name] == pytest.approx(one.metrics[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
+def test_of_every_objective_any_partition_gives_the_same_update(
+    make_model: MakeModel, samples: list[Sample], name: str, normalize: str
+) -> None:
+    objective = {"name": name, "normalize": normalize, "kl_coef": 0.1, "mastered": {"probability": 0.5, "entropy": 9.0}}
+    config = {"max_grad_norm": 1e9, "objective": objective}
+    whole, parts = make_model(), make_model()
+    first = learner_for(whole, TrainerConfig.model_validate(config), max_tokens=10)
+    second = learner_for(parts, TrainerConfig.model_validate(config | {"tokens_per_microbatch": 40}), max_tokens=10)
+    accumulate(first, samples)
+    for group in range(5):
+        accumulate(second, [sample for sample in samples if sample.group == group])
+    torch.testing.assert_close(gradients(parts), gradients(whole), atol=1e-5, rtol=1e-4)
+    one, other = first.step().metrics, second.step().metrics
+    for metric in METRICS - {"busy_s"}:
+        assert other[metric] == pytest.approx(one[metric], abs=1e-5), metric
+
+
+def test_every_sample_weighs_the_same_or_every_token_does(make_model: MakeModel) -> None:
+    short = make_sample(0, prompt=[5], response=[6], reward=1.0)
+    long = make_sample(0, prompt=[5], response=[7, 8, 9], reward=0.0)
+    norms = {}
+    for normalize in ("token", "sequence", "constant"):
+        model = make_model()
+        config = TrainerConfig.model_validate({"max_grad_norm": 1e9, "objective": {"normalize": normalize}})
+        learner = learner_for(model, config, max_tokens=5)
+        accumulate(learner, [short, long])
+        norms[normalize] = learner.step().metrics["loss"]
+    ratio = {name: loss / norms["token"] for name, loss in norms.items()}
+    assert ratio["constant"] == pytest.approx(4 / (2 * 5))
+    # by token: (l0 + l1 + l2 + l3) / 4; by sequence: (l0 + (l1 + l2 + l3) / 3) / 2
+    assert ratio["sequence"] != pytest.approx(1.0)
+
+
+def test_the_learning_rate_follows_the_steps_size_and_the_data_s_worth(
+    make_model: MakeModel, samples: list[Sample]
+) -> None:
+    tree = {"learning_rate": 1e-3, "scale_learning_rate": ["samples", "ess"]}
+    learner = learner_for(make_model(), TrainerConfig.model_validate(tree), whole_step=80)
+    metrics = run(learner, samples, 1)[0].metrics
+    assert 0 < metrics["ess"] < 1
+    assert metrics["learning_rate"] == pytest.approx(1e-3 * (20 / 80) ** 0.5 * metrics["ess"] ** 0.5)
+
+
+def test_recomputed_activations_change_nothing_but_memory(make_model: MakeModel, samples: list[Sample]) -> None:
+    plain, recomputed = make_model(), make_model()
+    accumulate(learner_for(plain), samples)
+    config = TrainerConfig(max_grad_norm=1e9, activation_checkpointing=True)
+    learner = learner_for(recomputed, config)
+    assert recomputed.is_activation_checkpointing
+    accumulate(learner, samples)
+    torch.testing.assert_close(gradients(recomputed), gradients(plain), atol=1e-5, rtol=1e-4)
+
+
+def test_bfloat16_compute_keeps_weights_and_gradients_in_float32(make_model: MakeModel, samples: list[Sample]) -> None:
+    plain, rounded = make_model(), make_model()
+    accumulate(learner_for(plain), samples)
+    accumulate(learner_for(rounded, TrainerConfig(max_grad_norm=1e9, compute_dtype="bfloat16")), samples)
+    exact, found = gradients(plain), gradients(rounded)
+    assert found.dtype == torch.float32 and not torch.equal(exact, found)
+    assert torch.nn.functional.cosine_similarity(exact, found, dim=0) > 0.98
+
+
+def test_the_newest_versions_tokens_are_trained_with_the_rest_as_context(make_model: MakeModel) -> None:
+    mixed = make_sample(0, prompt=[5, 6], response=[7, 8, 9], reward=1.0, versions=[4, 5, 5])
+    other = make_sample(0, prompt=[5, 6], response=[9, 10], reward=0.0, versions=[4, 4])
+    config = TrainerConfig.model_validate({"max_grad_norm": 1e9, "objective": {"segments": "newest"}})
+    model, masked = make_model(), make_model()
+    counted = accumulate(learner_for(model, config, policy_version=5), [mixed, other])
+    assert counted["tokens"] == 4
+    mask = mixed.loss_mask.copy()
+    mask[2] = 0
+    accumulate(learner_for(masked, policy_version=5), [dataclasses.replace(mixed, loss_mask=mask), other])
+    torch.testing.assert_close(gradients(model), gradients(masked))
+
+
+def test_a_snapshot_is_the_policy_of_some_steps_ago(make_model: MakeModel, samples: list[Sample]) -> None:
+    tree = {"learning_rate": 1e-2, "objective": {"name": "decoupled", "proximal": "snapshot", "proximal_every": 2}}
+    learner = learner_for(make_model(), TrainerConfig.model_validate(tree))
+    clipped = [state.metrics["clip_fraction"] for state in run(learner, samples, 4)]
+    assert clipped[0] == clipped[2] == 0, "right after it was renewed it is the policy itself"
+    assert clipped[1] > 0 and clipped[3] > 0
+
+
+def test_the_reference_stays_where_training_began(make_model: MakeModel, samples: list[Sample]) -> None:
+    config = TrainerConfig.model_validate({"learning_rate": 1e-2, "objective": {"kl_coef": 0.01}})
+    learner = learner_for(make_model(), config)
+    distances = [state.metrics["kl_reference"] for state in run(learner, samples, 3)]
+    assert distances[0] == pytest.approx(0.0, abs=1e-6) and 0 < distances[1] < distances[2]
 
 
 def test_a_cut_through_groups_gives_the_same_update_once_advantages_are_fixed(
@@ -183,7 +277,8 @@ def test_the_same_run_twice_is_bit_identical(make_model: MakeModel, samples: lis
 
 
 def test_a_restored_learner_goes_on_as_if_never_stopped(make_model: MakeModel, samples: list[Sample]) -> None:
-    config = TrainerConfig(warmup_steps=4)
+    objective = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 3, "kl_coef": 0.1}
+    config = TrainerConfig.model_validate({"warmup_steps": 4, "objective": objective})
     steady = learner_for(make_model(), config)
     run(steady, samples, 2)
     saved = copy.deepcopy(steady.state_dict())
@@ -203,7 +298,7 @@ def test_a_nonfinite_gradient_skips_the_step_and_too_many_end_the_run(
     make_model: MakeModel, samples: list[Sample]
 ) -> None:
     model = make_model()
-    learner = learner_for(model, TrainerConfig(max_nonfinite_steps=2))
+    learner = learner_for(model, TrainerConfig(max_bad_steps=2))
     run(learner, samples, 1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     moments = [state["exp_avg"].clone() for state in learner.state_dict()["optimizer"]["state"].values()]
@@ -217,8 +312,15 @@ def test_a_nonfinite_gradient_skips_the_step_and_too_many_end_the_run(
     poison(model)
     run(learner, samples, 1)
     poison(model)
-    with pytest.raises(NonFiniteGradient, match="2 steps in a row"):
+    with pytest.raises(NothingLearnt, match="2 optimizer steps in a row taught nothing; the last one had a non-finite"):
         run(learner, samples, 1)
+
+
+def test_steps_without_a_token_to_train_end_the_run_too(make_model: MakeModel) -> None:
+    learner = learner_for(make_model(), TrainerConfig(max_bad_steps=2))
+    learner.step()
+    with pytest.raises(NothingLearnt, match="2 optimizer steps in a row taught nothing; the last one had no token"):
+        learner.step()
 
 
 def test_gradients_are_clipped_and_reported_unclipped(make_model: MakeModel, samples: list[Sample]) -> None:
@@ -239,6 +341,20 @@ def test_a_group_of_one_is_the_learner(make_model: MakeModel, samples: list[Samp
     assert group.step().policy_version == 1
     with pytest.raises(ValueError, match="within one rank, not 2"):
         LocalGroup(Learner, 2, model=make_model(), config=LOOSE, max_staleness=2)
+
+
+def test_a_critic_learns_what_episodes_earn_and_replaces_the_group_mean(make_model: MakeModel) -> None:
+    """One episode per group: there are no siblings to compare with."""
+    config = TrainerConfig.model_validate({"critic": {"learning_rate": 1e-2, "clip": 10.0, "trace": 1.0}})
+    learner = learner_for(make_model(), config)
+    lone = [make_sample(i, prompt=[5, 6], response=[7, 8, 9], reward=1.0) for i in range(4)]
+    losses = [state.metrics["value_loss"] for state in run(learner, lone, 12)]
+    assert losses[0] == pytest.approx(0.5, abs=1e-6), "V is 0 at first"
+    assert losses[-1] < 0.05
+    saved = copy.deepcopy(learner.state_dict())
+    other = learner_for(make_model(), config)
+    other.load_state_dict(saved)
+    assert run(other, lone, 1)[0].metrics["value_loss"] == run(learner, lone, 1)[0].metrics["value_loss"]
 
 
 def test_the_rewarded_token_of_a_bandit_becomes_likely(make_model: MakeModel) -> None:

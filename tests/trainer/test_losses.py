@@ -5,70 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trainer.losses.divergence import absolute_difference
+from penstock.config import MasteredConfig
+from penstock.trainer.losses.divergence import absolute_difference, kl_k3
 from penstock.trainer.losses.likelihood import token_statistics
-from penstock.trainer.losses.policy_gradient import clipped_policy_loss
-
-LOGPROB = st.floats(-6, -0.01)
-TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.floats(-3, 3)), min_size=1, max_size=8)
-
-
-@given(tokens=TOKENS)
-def test_the_clipped_loss_equals_its_formula(tokens: list[tuple[float, float, float]]) -> None:
-    logprobs, behaviour, advantages = (
-        torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)
-    )
-    found = clipped_policy_loss(logprobs, behaviour, advantages, clip_low=0.2, clip_high=0.28)
-    for i, (new, old, advantage) in enumerate(tokens):
-        ratio = math.exp(new - old)
-        bounded = min(max(ratio, 0.8), 1.28)
-        assert found.loss[i].item() == pytest.approx(-min(ratio * advantage, bounded * advantage))
-        assert found.ratio[i].item() == pytest.approx(ratio)
-        assert bool(found.clipped[i]) == (bounded * advantage < ratio * advantage)
-
-
-@pytest.mark.parametrize(
-    ("log_ratio", "advantage", "gradient"),
-    [
-        (0.0, 2.0, -2.0),
-        (0.5, 2.0, 0.0),  # already more likely by more than clip_high
-        (0.5, -2.0, 2.0 * math.exp(0.5)),  # moving back is never clipped
-        (-0.5, -2.0, 0.0),  # already less likely by more than clip_low
-        (-0.5, 2.0, -2.0 * math.exp(-0.5)),
-    ],
-)
-def test_the_clip_removes_the_gradient_in_one_direction(log_ratio: float, advantage: float, gradient: float) -> None:
-    logprobs = torch.tensor([log_ratio - 1.0], requires_grad=True)
-    loss = clipped_policy_loss(logprobs, torch.tensor([-1.0]), torch.tensor([advantage]), clip_low=0.2, clip_high=0.28)
-    loss.loss.sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-6)
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_an_absurd_ratio_leaves_finite_gradients(advantage: float) -> None:
-    logprobs = torch.tensor([-0.1, -200.0], requires_grad=True)
-    loss = clipped_policy_loss(
-        logprobs, torch.tensor([-200.0, -0.1]), torch.full((2,), advantage), clip_low=0.2, clip_high=0.28
-    )
-    loss.loss.sum().backward()
-    assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
-    assert torch.isfinite(loss.loss).all()
-
-
-def test_loss_and_likelihood_pass_a_gradient_check() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, 6, dtype=torch.float64, generator=generator, requires_grad=True)
-    chosen = torch.tensor([0, 3, 5, 3])
-    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
-    with torch.no_grad():
-        behaviour = torch.log_softmax(logits / 0.7, dim=-1).gather(1, chosen[:, None])[:, 0] - 0.05
-
-    def loss(logits: torch.Tensor) -> torch.Tensor:
-        log_pi = torch.log_softmax(logits / 0.7, dim=-1).gather(1, chosen[:, None])[:, 0]
-        return clipped_policy_loss(log_pi, behaviour, advantages, clip_low=0.2, clip_high=0.28).loss
-
-    assert torch.autograd.gradcheck(loss, (logits,))
+from penstock.trainer.losses.mastered import mastered
+from penstock.trainer.losses.normalise import denominator, shares
 
 
 @given(
@@ -93,3 +34,38 @@ def test_a_forbidden_token_does_not_spoil_the_entropy() -> None:
 def test_the_difference_has_no_sign() -> None:
     found = absolute_difference(torch.tensor([-1.5, -1.0, -0.5]), torch.tensor([-1.0, -1.0, -1.0]))
     assert found.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_the_penalty_is_zero_at_the_reference_and_pulls_towards_it() -> None:
+    logprobs = torch.tensor([-1.0, -1.5, -0.5], requires_grad=True)
+    kl = kl_k3(logprobs, torch.full((3,), -1.0))
+    assert kl.tolist() == pytest.approx([0.0, math.exp(0.5) - 0.5 - 1, math.exp(-0.5) + 0.5 - 1])
+    kl.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.sign().tolist() == [0, -1, 1]
+
+
+@given(rows=st.lists(st.lists(st.floats(0.1, 1.0), min_size=6, max_size=6), min_size=2, max_size=2))
+def test_the_penalty_is_unbiased(rows: list[list[float]]) -> None:
+    pi, reference = (torch.tensor(row, dtype=torch.float64) / sum(row) for row in rows)
+    exact = (pi * (pi / reference).log()).sum().item()
+    assert (pi * kl_k3(pi.log(), reference.log())).sum().item() == pytest.approx(exact)
+
+
+def test_only_sure_tokens_of_good_samples_with_little_entropy_are_mastered() -> None:
+    logprobs = torch.tensor([0.995, 0.5, 0.995, 0.995, 0.5]).log()
+    entropy = torch.tensor([0.1, 0.2, 0.1, 0.1, 0.9])
+    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0])
+    samples = torch.tensor([0, 0, 1, 2, 2])
+    found = mastered(logprobs, entropy, advantages, samples, MasteredConfig(probability=0.99, entropy=0.2))
+    assert found.tolist() == [1, 0, 0, 0, 0], "unsure; bad; a sample whose mean entropy is 0.5"
+
+
+def test_what_a_sum_over_tokens_is_divided_by() -> None:
+    samples = torch.tensor([0, 0, 0, 3])
+    assert shares(samples, "token").tolist() == shares(samples, "constant").tolist() == [1, 1, 1, 1]
+    assert shares(samples, "sequence").tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1])
+    sizes = {"tokens": 4, "samples": 2, "max_tokens": 10}
+    assert denominator("token", **sizes) == 4
+    assert denominator("sequence", **sizes) == 2
+    assert denominator("constant", **sizes) == 20

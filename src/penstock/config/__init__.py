@@ -2,6 +2,7 @@
 
 from penstock.config.errors import ConfigError
 from penstock.config.load import load_config, parse_overrides
+from penstock.config.objective import CanaryConfig, CriticConfig, LoraConfig, MasteredConfig, ObjectiveConfig
 from penstock.config.scheduling import (
     DispatchConfig,
     FeedbackConfig,
@@ -29,15 +30,20 @@ from penstock.config.simulation import (
 )
 
 __all__ = [
+    "CanaryConfig",
     "Config",
     "ConfigError",
+    "CriticConfig",
     "DataConfig",
     "DispatchConfig",
     "EngineModelConfig",
     "EnvConfig",
     "FeedbackConfig",
     "LengthConfig",
+    "LoraConfig",
+    "MasteredConfig",
     "ModelConfig",
+    "ObjectiveConfig",
     "ObserveConfig",
     "RolloutConfig",
     "SchedulerConfig",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.config.objective import UNCORRECTED, CanaryConfig, CriticConfig, LoraConfig, ObjectiveConfig
 from penstock.config.scheduling import SchedulerConfig
 from penstock.config.section import Section
 from penstock.config.simulation import SimulatorConfig
@@ -95,6 +96,10 @@ class EnvConfig(Section):
     """An action cut at `max_new_tokens` earns nothing (as in UloRL, arXiv 2507.19766): otherwise partial credit can
     teach a policy never to end."""
     temperature: float = Field(1.0, ge=1e-3)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """Keep only the likeliest tokens while sampling for training; 1 and 0 keep all. An objective that divides by the
+    engine's probabilities refuses either: they are those of the whole vocabulary."""
     eval_temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
     episode_timeout_s: float = Field(120.0, gt=0)
@@ -128,21 +133,32 @@ class TrainerConfig(Section):
     """Groups per optimizer step (B); B * group_size samples."""
     learning_rate: float = Field(3e-4, gt=0)
     warmup_steps: int = Field(0, ge=0)
+    scale_learning_rate: list[Literal["samples", "ess"]] = Field(default_factory=list)
+    """`samples`: times the square root of the step's samples over those of `groups_per_step` whole groups. `ess`: times
+    the square root of the effective sample size, so that data far from the policy move it less (VCPO, arXiv
+    2602.17616)."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    """PPO clipping of the ratio to [1 - clip_low, 1 + clip_high] (DAPO's clip-higher)."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    critic: CriticConfig | None = None
+    """None: a group's own mean is the baseline (GRPO)."""
+    lora: LoraConfig | None = None
+    """None trains all weights."""
+    canaries: CanaryConfig = CanaryConfig()
     normalize_advantages: bool = True
     """Divide group advantages by the group's standard deviation (GRPO)."""
     tokens_per_microbatch: int = Field(8192, ge=1)
     """Padded tokens per forward pass."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """`bfloat16`: forward and backward in it (autocast), weights and optimizer in `model.dtype`."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time; prompts are not shared then."""
     torch_threads: int = Field(1, ge=1)
     checkpoint_every: int = Field(100, ge=1)
     """Steps."""
     keep_checkpoints: int = Field(2, ge=1)
-    max_nonfinite_steps: int = Field(5, ge=1)
-    """Steps in a row with a non-finite gradient before the run is failed."""
+    max_bad_steps: int = Field(5, ge=1)
+    """Steps in a row with a non-finite gradient, or without a token to train, before the run is failed."""
 
 
 class SupervisorConfig(Section):
@@ -160,6 +176,8 @@ class ObserveConfig(Section):
     progress: bool = True
     """Live progress in the terminal."""
     plots: bool = True
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
+    """Write every step's numbers for these too, into the run's directory."""
     samples: int = Field(5, ge=0)
     """Held-out tasks whose answers before and after are shown."""
 
@@ -207,6 +225,13 @@ class Config(Section):
         if self.env.group_size == 1 and self.scheduler.filter_equal_rewards:
             raise ValueError(
                 "env.group_size 1 leaves every group with equal rewards and nothing to train on: use at least 2"
+            )
+        restricted = self.env.top_p < 1 or self.env.top_k > 0
+        if restricted and self.trainer.objective.name not in UNCORRECTED:
+            raise ValueError(
+                f"env.top_p ({self.env.top_p:g}) and env.top_k ({self.env.top_k}) sample from fewer tokens than the "
+                f"probabilities that trainer.objective {self.trainer.objective.name} divides by are taken over: set "
+                f"top_p to 1 and top_k to 0, or choose one of {', '.join(UNCORRECTED)}"
             )
         if self.max_running < self.env.group_size:
             raise ValueError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.observe.jsonl import JsonLinesWriter
+from penstock.observe.trackers import Tracker
 from penstock.types import TRAIN_TAG, BusySpan, EpisodeSummary, LearnerState, Task
 
 
@@ -25,7 +27,8 @@ class _Process:
 class Recorder:
     """Collects between steps, writes at steps. All times are seconds since the epoch."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
+        self._trackers = trackers
         self._metrics = JsonLinesWriter(run_dir / "metrics.jsonl")
         self._events = JsonLinesWriter(run_dir / "events.jsonl")
         self._timeline = JsonLinesWriter(run_dir / "timeline.jsonl")
@@ -35,6 +38,8 @@ class Recorder:
         self._episodes_total = 0
         self._tokens_trained = 0.0
         self._tokens_masked = 0.0
+        self._skipped: Counter[str] = Counter()
+        """Samples that could not be trained, by reason."""
 
     def event(self, event: str, **details: Any) -> None:
         self._events.write({"time": time.time(), "event": event, **details})
@@ -73,6 +78,9 @@ class Recorder:
     def accumulated(self, counts: Mapping[str, float]) -> None:
         self._tokens_trained += counts.get("tokens", 0)
         self._tokens_masked += counts.get("tokens_masked_stale", 0)
+        for name, count in counts.items():
+            if name.startswith("skipped_"):
+                self._skipped[name.removeprefix("skipped_")] += int(count)
 
     def stepped(
         self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]
@@ -83,30 +91,32 @@ class Recorder:
         }
         if not learner.metrics.get("kl_tokens"):
             measured["kl_engine_trainer"] = None  # nothing comparable was trained in this step
-        self._metrics.write(
-            {
-                "step": step,
-                "time": time.time(),
-                "policy_version": learner.policy_version,
-                "reward": _mean(self._rewards),
-                "episodes": len(self._rewards),
-                "episodes_total": self._episodes_total,
-                "response_length_mean": _mean(self._lengths),
-                "tokens_generated_total": self._total("rollout", "tokens"),
-                "tokens_trained_total": self._tokens_trained,
-                "tokens_masked_total": self._tokens_masked,
-                "tokens_masked_share": self._tokens_masked / max(self._tokens_trained + self._tokens_masked, 1.0),
-                "entropy": learner.entropy,
-                **measured,
-                "trainer_busy_s": self._busy("trainer"),
-                "generator_busy_s": self._busy("rollout"),
-                "cpu_s": time.process_time() + sum(process.cpu_s for process in self._processes.values()),
-                "num_servers": self._number("rollout"),
-                "num_trainers": self._number("trainer"),
-                **scheduling,
-                "ledger": ledger,
-            }
-        )
+        line = {
+            "step": step,
+            "time": time.time(),
+            "policy_version": learner.policy_version,
+            "reward": _mean(self._rewards),
+            "episodes": len(self._rewards),
+            "episodes_total": self._episodes_total,
+            "response_length_mean": _mean(self._lengths),
+            "tokens_generated_total": self._total("rollout", "tokens"),
+            "tokens_trained_total": self._tokens_trained,
+            "tokens_masked_total": self._tokens_masked,
+            "tokens_masked_share": self._tokens_masked / max(self._tokens_trained + self._tokens_masked, 1.0),
+            "entropy": learner.entropy,
+            **measured,
+            "trainer_busy_s": self._busy("trainer"),
+            "generator_busy_s": self._busy("rollout"),
+            "cpu_s": time.process_time() + sum(process.cpu_s for process in self._processes.values()),
+            "num_servers": self._number("rollout"),
+            "num_trainers": self._number("trainer"),
+            **scheduling,
+            "samples_unusable": dict(self._skipped),
+            "ledger": ledger,
+        }
+        self._metrics.write(line)
+        for tracker in self._trackers:
+            tracker.log(step, {name: value for name, value in line.items() if isinstance(value, int | float)})
         self._rewards.clear()
         self._lengths.clear()
 
@@ -139,6 +149,8 @@ class Recorder:
             )
         for writer in (self._metrics, self._events, self._timeline):
             writer.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _total(self, role: str, counter: str) -> float:
         return sum(p.counters.get(counter, 0.0) for p in self._processes.values() if p.role == role)

@@ -25,6 +25,7 @@ from penstock.control.remote import RemoteTrainer, RemoteWorkers
 from penstock.data.sources import TaskStream, open_source
 from penstock.deadline import Stalled
 from penstock.observe.recorder import Recorder
+from penstock.observe.trackers import open_trackers
 from penstock.ports import TaskSource
 from penstock.rollout.client import Servers
 from penstock.scheduler.foresight import Background
@@ -110,7 +111,8 @@ class Controller:
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
-    recorder = Recorder(child.run_dir)
+    trackers = open_trackers(config.observe.trackers, child.run_dir, config.model_dump(mode="json"))
+    recorder = Recorder(child.run_dir, trackers)
     controller = Controller(config, child.nonce, recorder)
     bus = Bus(str(child.runtime_dir), controller.handle)
     child.report_ready()

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from penstock.model.load import load_policy
 from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
+from penstock.scheduler.segments import SegmentPolicy
 from penstock.store.payload import PayloadReader
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
@@ -62,7 +64,6 @@ class TrainerProcess:
             weights=config.model.path != "tiny",
             seed=config.seed,
         )
-        self._group = self._new_group()
         self._reader = PayloadReader(child.run_dir / "pool")
         self._publisher = WeightsPublisher(child.runtime_dir / "weights")
         self._spans: deque[BusySpan] = deque()  # the worker thread appends, the event loop takes
@@ -72,13 +73,17 @@ class TrainerProcess:
     def _set_threads(self) -> None:
         torch.set_num_threads(num_threads(self._config, self._config.trainer.torch_threads))
 
-    def _new_group(self) -> Any:
+    @cached_property
+    def _group(self) -> Any:
+        """Made after the warm start, which trains the whole model and leaves no optimizer state behind."""
         return LocalGroup(
             Learner,
             model=self._model,
             config=self._config.trainer,
             max_staleness=self._config.scheduler.max_staleness,
             temperature=self._config.env.temperature,
+            max_tokens=SegmentPolicy.from_config(self._config).max_episode_tokens,
+            whole_step=self._config.trainer.groups_per_step * self._config.env.group_size,
             measure_noise=self._config.scheduler.trigger.feedback.signal == "noise_scale",
         )
 
@@ -121,7 +126,11 @@ class TrainerProcess:
         with self._span("train"):
             # The whole group, members too old to train included: they count in its mean, the learner masks them.
             samples = [sample for group in groups for sample in self._reader.read(group.ref)]
-            batch, skipped = prepare(samples, normalize=self._config.trainer.normalize_advantages)
+            batch, skipped = prepare(
+                samples,
+                normalize=self._config.trainer.normalize_advantages,
+                max_context=self._config.model.max_context,
+            )
             sums: dict[str, float] = dict(self._group.accumulate(batch))
         self._busy_s += sums["busy_s"]
         self._busy_since_step_s += sums["busy_s"]
@@ -148,7 +157,6 @@ class TrainerProcess:
                 learning_rate=settings.learning_rate,
             )
         self._set_threads()
-        self._group = self._new_group()
         return {"steps": settings.steps, "seconds": result.seconds, "loss": result.loss}
 
     def _demonstrations(self) -> Iterator[tuple[list[int], list[int]]]:

@@ -93,6 +93,8 @@ class RolloutClient:
                 n=len(grants),
                 max_new_tokens=limits[0] if len(set(limits)) == 1 else limits,
                 temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or -1,
                 sampling_seed=list(seeds),
             ),
             return_logprob=True,

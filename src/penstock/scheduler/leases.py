@@ -21,7 +21,9 @@ class Leases:
         self._segments = SegmentPolicy.from_config(config)
         self._first_grant = self._segments.grant_tokens(num_tokens=0)
         env = config.env
-        self._sampling = Sampling(temperature=env.temperature, max_new_tokens=env.max_new_tokens)
+        self._sampling = Sampling(
+            temperature=env.temperature, top_p=env.top_p, top_k=env.top_k, max_new_tokens=env.max_new_tokens
+        )
         self._eval_sampling = Sampling(temperature=env.eval_temperature, max_new_tokens=env.max_new_tokens)
 
     def work(self, group: LiveGroup, members: Sequence[int]) -> Work:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.alarms import Alarms
 from penstock.config import Config
 from penstock.ports import Work
-from penstock.scheduler.alarms import Alarms
 from penstock.scheduler.dispatcher import Assignment, Demand, Dispatcher
 from penstock.scheduler.evaluation import Evaluations
 from penstock.scheduler.filters import Drop, DropEqualRewards, GroupFilter, KeepAll

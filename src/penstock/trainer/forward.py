@@ -26,8 +26,21 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     True for full attention in every layer; windows and recurrent states do not split at an arbitrary column.
     """
     full = attention_kinds(model.config.get_text_config()) == {FULL}
-    stateful = getattr(model, "_is_stateful", False)
-    return full and not stateful and _accepts(model, "logits_to_keep") and _accepts(model, "position_ids")
+    cached = not getattr(model, "_is_stateful", False) and not model.is_activation_checkpointing
+    return full and cached and _accepts(model, "logits_to_keep") and _accepts(model, "position_ids")
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Trade time for memory: activations are computed again in the backward pass.
+
+    Models do so in training mode only; one with dropout is refused, since it would not be the policy that sampled.
+    """
+    settings = model.config.get_text_config().to_dict()
+    dropout = {name: value for name, value in settings.items() if "dropout" in name and value}
+    if dropout:
+        raise ValueError(f"trainer.activation_checkpointing: the model has dropout: {dropout}")
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.train()
 
 
 def _logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:

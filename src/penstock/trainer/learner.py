@@ -1,16 +1,17 @@
-"""The learner: GRPO with a token-level clipped loss, gradients accumulated until the caller asks for a step.
+"""The learner: a policy objective over sampled tokens, gradients accumulated until the caller asks for a step.
 
-Invariants. A token's gradient enters as a plain sum and is divided by the step's token count when the step is taken,
-so any partition of the same samples into `accumulate` calls gives the same update. Tokens older than `max_staleness`
-versions are counted and left out. The behaviour log-probabilities are the engine's own. Every call of `step` ends the
-current policy_version, also when a non-finite gradient leaves the weights as they were.
+Invariants. A token's gradient enters as a plain sum and is divided by the step's own count (`losses/normalise.py`) when
+the step is taken, so any partition of the same samples into `accumulate` calls gives the same update. Tokens older than
+`max_staleness` versions are counted and left out. The behaviour log-probabilities are the engine's own. Every call of
+`step` ends the current policy_version, also when a non-finite gradient leaves the weights as they were.
 
-`LearnerState.metrics` (means over the step's trained tokens): loss, grad_norm (before clipping), clip_fraction,
-ratio_mean, entropy (of the full softmax, in nats), kl_engine_trainer (mean |logprob trainer - engine| over the
+`LearnerState.metrics` (means over the step's trained tokens): loss, grad_norm (before clipping), clip_fraction (tokens
+that a clip or a mask left without a gradient), ratio_mean, ess (of the importance weights), mastered_fraction,
+kl_reference, entropy (of the full softmax, in nats), kl_engine_trainer (mean |logprob trainer - engine| over the
 `kl_tokens` of samples that the trained version alone sampled: keys and values kept over a weight update would show as
-a difference that is none), staleness_mean, staleness_max; and tokens, tokens_masked_stale,
-samples, learning_rate, skipped (1 if the gradient was not finite), busy_s (model compute since the last step).
-With `measure_noise`, where it can be measured: noise_signal, noise_trace (see `trainer/noise.py`).
+a difference that is none), parity_gap_max (the largest), staleness_mean, staleness_max; and tokens,
+tokens_masked_stale, samples, learning_rate, skipped (1 if the gradient was not finite), busy_s (model compute since the
+last step). With `measure_noise`, where it can be measured: noise_signal, noise_trace (see `trainer/noise.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from transformers import PreTrainedModel
 from penstock.config.schema import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.method import Rank, Shard, add, first, reduce, remote_method
+from penstock.trainer.advantages import generalized_advantages
 from penstock.trainer.busy import BusyClock
-from penstock.trainer.forward import shares_prefixes, token_logprobs
-from penstock.trainer.losses.policy_gradient import clipped_policy_loss
+from penstock.trainer.canaries import Canaries
+from penstock.trainer.criterion import Criterion
+from penstock.trainer.critic import Critic
+from penstock.trainer.forward import recompute_activations, shares_prefixes
+from penstock.trainer.lora import adapted_parameters, attach, merged_weights
 from penstock.trainer.noise import GradientNorm, first_half, gradient_norm, noise
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, micro_batches
 from penstock.trainer.statistics import StepStatistics
@@ -42,8 +47,8 @@ PROGRESS = "learner.pt"
 `weights_only`."""
 
 
-class NonFiniteGradient(RuntimeError):
-    """Too many steps in a row had an infinite or undefined gradient."""
+class NothingLearnt(RuntimeError):
+    """Too many steps in a row had an infinite or undefined gradient, or none at all."""
 
 
 class Learner:
@@ -57,18 +62,30 @@ class Learner:
         max_staleness: int,
         temperature: float = 1.0,
         policy_version: int = 0,
+        max_tokens: int = 1,
+        whole_step: int = 1,
         measure_noise: bool = False,
         rank: Rank = Rank(0, 1),  # noqa: B008 - an immutable value
     ) -> None:
         """`temperature` is the sampling temperature: log-probabilities are those of the policy that was sampled.
-        `measure_noise`: the gradient's norm is also taken within a step, for the gradient noise scale."""
+        `max_tokens`: of the longest answer allowed. `whole_step`: samples of a full optimizer step. `measure_noise`:
+        the gradient's norm is also taken within a step, for the gradient noise scale."""
         if rank.size != 1:
             raise ValueError(f"the learner sums gradients within one rank, not {rank.size}")
         self.model = model
         self.policy_version = policy_version
         self._config = config
         self._max_staleness = max_staleness
-        self._temperature = temperature
+        self._canaries = Canaries(config.canaries)
+        if config.activation_checkpointing:
+            recompute_activations(model)
+        self._criterion = Criterion(model, config, temperature=temperature, max_tokens=max_tokens)
+        self._whole_step = whole_step
+        self._critic = None
+        if config.critic is not None:
+            self._critic = Critic(model, config.critic, max_tokens=config.tokens_per_microbatch)
+        if config.lora is not None:
+            attach(model, config.lora)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
@@ -80,7 +97,7 @@ class Learner:
         self._small: GradientNorm | None = None
         """Norm over the first samples of the step."""
         self._num_steps = 0
-        self._num_nonfinite = 0
+        self._num_bad = 0
 
     @remote_method(dispatch={"batch": Shard(uneven=True)}, collect=reduce(add))
     def accumulate(self, batch: Batch) -> dict[str, float]:
@@ -103,14 +120,30 @@ class Learner:
         sampled = flatten(batch["loss_mask"], np.bool_)
         staleness = self.policy_version - versions
         fresh = sampled & (staleness <= self._max_staleness)
+        if self._config.objective.segments == "newest":
+            fresh &= versions == _newest(batch["versions"])
         current = sampled & _alike(batch["versions"], sampled & (staleness != 0))
         table = TokenTable.build(batch["token_ids"], fresh)
         behaviour = flatten(batch["logprobs"], np.float32)
-        advantages = np.asarray(batch["advantages"], dtype=np.float32)
         with self._busy:
+            advantages = self._advantages(batch, sampled, table)
             for micro in self._micro_batches(table):
-                self._backward(micro, behaviour, advantages, current)
+                self._backward(micro, behaviour, advantages, staleness, current)
+        self._pending.trained_samples += int(np.count_nonzero(table.widths))
         return self._count(len(batch), table.trained, current, int(sampled.sum()), staleness)
+
+    def _advantages(self, batch: Batch, sampled: npt.NDArray[np.bool_], table: TokenTable) -> npt.NDArray[np.float32]:
+        """Of every token, [S]; the critic, if there is one, learns from the same tokens."""
+        lengths = [np.size(ids) for ids in batch["token_ids"]]
+        if self._critic is None or self._config.critic is None:
+            return np.repeat(np.asarray(batch["advantages"], dtype=np.float32), lengths)
+        values = self._critic.values(TokenTable.build(batch["token_ids"], sampled))
+        discount, trace = self._config.critic.discount, self._config.critic.trace
+        advantages, returns = generalized_advantages(
+            batch["rewards"], values, sampled, lengths, discount=discount, trace=trace
+        )
+        self._critic.learn(table, returns, values)
+        return advantages
 
     def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
         max_tokens = self._config.tokens_per_microbatch
@@ -120,19 +153,24 @@ class Learner:
         self,
         micro: MicroBatch,
         behaviour: np.ndarray[Any, Any],  # [S]
-        advantages: np.ndarray[Any, Any],  # [n]
+        advantages: np.ndarray[Any, Any],  # [S]
+        staleness: np.ndarray[Any, Any],  # [S]
         current: np.ndarray[Any, Any],  # [S]
     ) -> None:
         """Forward and backward of one micro-batch; gradients and sums are added, nothing is normalised."""
-        engine = torch.from_numpy(behaviour[micro.tokens]).to(self._device)
-        advantage = torch.from_numpy(advantages[micro.samples]).to(self._device)
-        comparable = torch.from_numpy(current[micro.tokens]).to(self._device)
-        logprobs, entropy = token_logprobs(self.model, micro, temperature=self._temperature)
-        loss = clipped_policy_loss(
-            logprobs, engine, advantage, clip_low=self._config.clip_low, clip_high=self._config.clip_high
+        rows = self._criterion.rows(
+            micro,
+            behaviour=self._tensor(behaviour[micro.tokens]),
+            advantages=self._tensor(advantages[micro.tokens]),
+            samples=self._tensor(micro.samples),
+            staleness=self._tensor(staleness[micro.tokens]),
+            comparable=self._tensor(current[micro.tokens]),
         )
-        loss.loss.sum().backward()  # type: ignore[no-untyped-call]
-        self._pending.add_tokens(loss, entropy, logprobs, engine, comparable)
+        rows["loss"].sum().backward()  # type: ignore[no-untyped-call]
+        self._pending.add_tokens(**rows)
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
     def _count(
         self,
@@ -164,23 +202,34 @@ class Learner:
         with self._busy:
             noise_metrics = self._noise()
             pending, self._pending = self._pending, StepStatistics()
-            learning_rate = self._learning_rate()
-            grad_norm = self._update(max(pending.tokens, 1), learning_rate) if pending.tokens else 0.0
+            divisor = self._criterion.divisor(tokens=pending.tokens, samples=pending.trained_samples)
+            metrics = pending.means(divisor)
+            learning_rate = self._learning_rate(metrics)
+            grad_norm = self._update(divisor, learning_rate) if pending.tokens else 0.0
+            if self._critic is not None:
+                metrics |= self._critic.step(self._config.max_grad_norm)
         pending.busy_s += self._busy.seconds
         finite = math.isfinite(grad_norm)
-        self._num_nonfinite = 0 if finite else self._num_nonfinite + 1
-        if self._num_nonfinite >= self._config.max_nonfinite_steps:
-            raise NonFiniteGradient(f"{self._num_nonfinite} steps in a row had a non-finite gradient")
+        self._num_bad = 0 if finite and pending.tokens else self._num_bad + 1
+        if self._num_bad >= self._config.max_bad_steps:
+            why = "had no token to train" if finite else "had a non-finite gradient"
+            raise NothingLearnt(f"{self._num_bad} optimizer steps in a row taught nothing; the last one {why}")
         self._num_steps += 1
         self.policy_version += 1
-        metrics = pending.means() | {
+        self._criterion.stepped(self._num_steps)
+        metrics |= {
             "grad_norm": grad_norm if finite else 0.0,
             "learning_rate": learning_rate,
             "skipped": float(not finite),
             "busy_s": pending.busy_s,
             **noise_metrics,
         }
-        return LearnerState(policy_version=self.policy_version, entropy=metrics["entropy"], metrics=metrics)
+        return LearnerState(
+            policy_version=self.policy_version,
+            entropy=metrics["entropy"],
+            metrics=metrics,
+            alarms=self._canaries.look(metrics),
+        )
 
     def _noise(self) -> dict[str, float]:
         """From the norms within this step and at its end; nothing where it cannot be measured."""
@@ -188,10 +237,10 @@ class Learner:
         large = self._norm_so_far() if small else None
         return noise(small, large) if small and large else {}
 
-    def _update(self, num_tokens: int, learning_rate: float) -> float:
+    def _update(self, divisor: int, learning_rate: float) -> float:
         """Normalise, clip, apply. Returns the gradient's norm; a non-finite one leaves everything untouched."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        torch._foreach_div_(gradients, float(num_tokens))
+        torch._foreach_div_(gradients, float(divisor))
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm, foreach=True)
         grad_norm = float(norm)
         if math.isfinite(grad_norm):
@@ -201,17 +250,22 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
-    def _learning_rate(self) -> float:
-        """Linear warm-up, then constant."""
-        return self._config.learning_rate * min(1.0, (self._num_steps + 1) / max(self._config.warmup_steps, 1))
+    def _learning_rate(self, metrics: Mapping[str, float]) -> float:
+        """Linear warm-up, then constant, times what the step's own data are worth."""
+        config, factor = self._config, 1.0
+        if "samples" in config.scale_learning_rate:
+            factor *= math.sqrt(metrics["samples"] / self._whole_step)
+        if "ess" in config.scale_learning_rate:
+            factor *= math.sqrt(metrics["ess"])
+        return config.learning_rate * factor * min(1.0, (self._num_steps + 1) / max(config.warmup_steps, 1))
 
     def named_weights(self) -> dict[str, Tensor]:
-        """The parameters by name, tied ones once."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        """The parameters by name, tied ones once, adapters merged."""
+        return merged_weights(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the future, at the last step boundary; gradients accumulated since are not in it."""
-        return {"model": self.named_weights(), **self._progress()}
+        return {"model": {name: p.detach() for name, p in self.model.named_parameters()}, **self._progress()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a saved state; gradients accumulated so far are dropped."""
@@ -223,7 +277,10 @@ class Learner:
         torch.set_rng_state(state["rng"])
         self.policy_version = state["policy_version"]
         self._num_steps = state["num_steps"]
-        self._num_nonfinite = state["num_nonfinite"]
+        self._num_bad = state["num_bad"]
+        self._criterion.load_state_dict(state["criterion"])
+        if self._critic is not None and state["critic"]:
+            self._critic.load_state_dict(state["critic"])
         self._pending, self._small = StepStatistics(), None
 
     def _progress(self) -> dict[str, Any]:
@@ -232,19 +289,21 @@ class Learner:
             "rng": torch.get_rng_state(),
             "policy_version": self.policy_version,
             "num_steps": self._num_steps,
-            "num_nonfinite": self._num_nonfinite,
+            "num_bad": self._num_bad,
+            "criterion": self._criterion.state_dict(),
+            "critic": self._critic.state_dict() if self._critic is not None else {},
         }
 
     def write(self, directory: Path) -> None:
         """Write the state as files: the weights as a Hugging Face model, the rest beside them."""
-        self.model.save_pretrained(directory)
-        torch.save(self._progress(), directory / PROGRESS)
+        self.model.save_pretrained(directory, state_dict=self.named_weights())
+        torch.save(self._progress() | {"adapted": adapted_parameters(self.model)}, directory / PROGRESS)
 
     def read(self, directory: Path) -> None:
         """Restore what `write` wrote."""
         saved = type(self.model).from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
         progress = torch.load(directory / PROGRESS, map_location="cpu", weights_only=True)
-        self.load_state_dict({"model": dict(saved.named_parameters()), **progress})
+        self.load_state_dict({"model": dict(saved.named_parameters()) | progress.pop("adapted"), **progress})
 
 
 def _alike(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -252,3 +311,9 @@ def _alike(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_]) -
     sample = np.repeat(np.arange(len(samples)), [np.size(tokens) for tokens in samples])
     alike: npt.NDArray[np.bool_] = np.bincount(sample, weights=different, minlength=len(samples)) == 0
     return alike[sample]
+
+
+def _newest(samples: Sequence[npt.ArrayLike]) -> npt.NDArray[np.int64]:
+    """[S]: for every token the newest version among its sample's."""
+    newest = [int(np.max(versions, initial=-1)) for versions in samples]
+    return np.repeat(np.asarray(newest, dtype=np.int64), [np.size(versions) for versions in samples])

@@ -16,17 +16,23 @@ from penstock.trainer.advantages import group_advantages
 from penstock.types import Sample
 
 
-def prepare(samples: Sequence[Sample], *, normalize: bool) -> tuple[Batch, dict[str, int]]:
+def prepare(
+    samples: Sequence[Sample], *, normalize: bool, max_context: int | None = None
+) -> tuple[Batch, dict[str, int]]:
     """The batch for `Learner.accumulate`, and how many samples were left out by reason.
 
-    A sample that is left out takes no part in its group's mean either.
+    A sample that is left out takes no part in its group's mean either. Longer ones than `max_context` tokens are.
     """
-    reasons = [_unusable(sample) for sample in samples]
+    reasons = [_unusable(sample, max_context) for sample in samples]
     kept = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]
     groups = [sample.group for sample in kept]
     advantages = group_advantages([sample.reward for sample in kept], groups, normalize=normalize)
     batch = Batch(
-        columns={"advantages": advantages, "groups": np.asarray(groups, dtype=np.int64)},
+        columns={
+            "advantages": advantages,
+            "rewards": np.asarray([sample.reward for sample in kept], dtype=np.float32),
+            "groups": np.asarray(groups, dtype=np.int64),
+        },
         values={
             "token_ids": [sample.token_ids for sample in kept],
             "loss_mask": [sample.loss_mask for sample in kept],
@@ -37,13 +43,15 @@ def prepare(samples: Sequence[Sample], *, normalize: bool) -> tuple[Batch, dict[
     return batch, dict(Counter(reason for reason in reasons if reason is not None))
 
 
-def _unusable(sample: Sample) -> str | None:
+def _unusable(sample: Sample, max_context: int | None) -> str | None:
     """Why `sample` cannot be trained; None if it can."""
     if not math.isfinite(sample.reward):
         return "nonfinite_reward"
     length = len(sample.token_ids)
     if any(len(array) != length for array in (sample.loss_mask, sample.logprobs, sample.versions)):
         return "mismatched_lengths"
+    if max_context is not None and length > max_context:
+        return "too_long"
     if not sample.loss_mask.any():
         return "empty"
     if sample.loss_mask[0]:

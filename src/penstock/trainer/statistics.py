@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.trainer.losses.divergence import absolute_difference
-from penstock.trainer.losses.policy_gradient import PolicyLoss
+SUMS = ("loss", "clipped", "ratio", "entropy", "difference", "weight", "weight_squared", "kl", "mastered")
+"""The loss with each token's share; |logprob difference| to the engine where comparable; the rest plain."""
 
 
 @dataclass(slots=True)
@@ -16,36 +16,42 @@ class StepStatistics:
     """Sums since the last optimizer step. All zero at birth."""
 
     samples: int = 0
+    trained_samples: int = 0
+    """Samples with a token in the loss."""
     tokens: int = 0
-    """Tokens in the loss: its denominator."""
+    """Tokens in the loss."""
     tokens_masked_stale: int = 0
     staleness: int = 0
     staleness_max: int = 0
     kl_tokens: int = 0
     """Tokens of samples that the version being trained made alone."""
+    difference_max: float = 0.0
+    """Of one token, where comparable."""
     busy_s: float = 0.0
-    sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
-    """loss, clipped tokens, ratio, entropy, |logprob difference| where comparable."""
+    sums: Tensor = field(default_factory=lambda: torch.zeros(len(SUMS), dtype=torch.float64))
+    """By the names of `SUMS`."""
 
-    def add_tokens(
-        self, loss: PolicyLoss, entropy: Tensor, logprobs: Tensor, behaviour: Tensor, current: Tensor
-    ) -> None:
-        """Add the tokens of one micro-batch; all [N], `current` is 1 in samples of the trained version alone."""
-        with torch.no_grad():
-            difference = absolute_difference(logprobs, behaviour) * current
-            rows = torch.stack((loss.loss, loss.clipped, loss.ratio, entropy, difference))
-            self.sums += rows.sum(dim=1, dtype=torch.float64).cpu()
+    def add_tokens(self, **rows: Tensor) -> None:
+        """Add the tokens of one micro-batch: for each of `SUMS` its values, [N]."""
+        stacked = torch.stack([rows[name].detach().float() for name in SUMS])
+        self.sums += stacked.sum(dim=1, dtype=torch.float64).cpu()
+        self.difference_max = max(self.difference_max, *rows["difference"].tolist())
 
-    def means(self) -> dict[str, float]:
-        """Metrics by name; zero where nothing was counted."""
+    def means(self, denominator: int) -> dict[str, float]:
+        """Metrics by name; zero where nothing was counted. `denominator` is the loss's."""
         tokens = max(self.tokens, 1)
-        loss, clipped, ratio, entropy, difference = self.sums.tolist()
+        total = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        spread = tokens * total["weight_squared"]
         return {
-            "loss": loss / tokens,
-            "clip_fraction": clipped / tokens,
-            "ratio_mean": ratio / tokens,
-            "entropy": entropy / tokens,
-            "kl_engine_trainer": difference / max(self.kl_tokens, 1),
+            "loss": total["loss"] / denominator,
+            "clip_fraction": total["clipped"] / tokens,
+            "ratio_mean": total["ratio"] / tokens,
+            "ess": total["weight"] ** 2 / spread if spread else 0.0,
+            "entropy": total["entropy"] / tokens,
+            "kl_reference": total["kl"] / tokens,
+            "mastered_fraction": total["mastered"] / tokens,
+            "kl_engine_trainer": total["difference"] / max(self.kl_tokens, 1),
+            "parity_gap_max": self.difference_max,
             "kl_tokens": float(self.kl_tokens),
             "tokens": float(self.tokens),
             "tokens_masked_stale": float(self.tokens_masked_stale),

@@ -1,0 +1,287 @@
+"""Penstock against TRL's GRPOTrainer on this machine: two cores, one tiny model, the same task.
+
+Both start from the same warm-started model and tokenizer and share prompts, scoring rule, group size, samples per step,
+learning rate, clip and sampling; samples without an advantage count for both. TRL runs in an environment of its own
+with both cores to itself, at the fastest of a few micro-batch sizes. Runs alternate, one seed of each at a time. Rates
+leave out the first steps; held-out rewards are sampled by one and the same engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import yaml
+from lab import decisions, lines, train_run
+from report import Figures, publish
+from strings import CAP, Say, score, write_tasks
+
+from penstock.config import TinyModelConfig
+from penstock.data.sources import JsonLinesSource, TaskStream
+from penstock.envs.demonstrations import demonstrations
+from penstock.model.chat import ChatTokenizer
+from penstock.model.load import load_policy
+from penstock.model.tiny import write_tiny_model
+from penstock.rollout.engine import SlotEngine
+from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.trainer.warm_start import warm_start
+from penstock.types import EVAL_TAG, TRAIN_TAG
+
+HERE = Path(__file__).parent
+TRL = "trl==1.16.0"
+SEEDS = (0, 1, 2)
+GROUP_SIZE, GROUPS = 8, 32
+MICRO_BATCHES = (32, 64, 128, 256)
+SKIPPED = 3
+SMOOTH = 5
+"""Steps a reward is averaged over before it counts as reached."""
+TABLE = "Penstock and TRL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is learnt, and for how long."""
+
+    name: str
+    max_new_tokens: int
+    max_context: int
+    warm_start_steps: int
+    learning_rate: float
+    steps: int
+
+
+WORKLOADS = (
+    Workload(name="short", max_new_tokens=8, max_context=64, warm_start_steps=80, learning_rate=5e-4, steps=200),
+    Workload(
+        name="longtail",
+        max_new_tokens=CAP + 2,
+        max_context=2 * CAP + 40,
+        warm_start_steps=300,
+        learning_rate=3e-4,
+        steps=60,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one run did."""
+
+    times: Sequence[float]
+    """Seconds from the beginning to the end of every step."""
+    rewards: Sequence[float]
+    """Mean over the samples of every step."""
+    held_out: float
+
+    @property
+    def samples_per_s(self) -> float:
+        """After the first steps."""
+        seconds = self.times[-1] - self.times[SKIPPED - 1]
+        return GROUPS * GROUP_SIZE * (len(self.times) - SKIPPED) / seconds
+
+    def smoothed(self) -> list[float]:
+        return [fmean(self.rewards[max(end - SMOOTH, 0) : end]) for end in range(1, len(self.rewards) + 1)]
+
+    def time_to(self, reward: float) -> float | None:
+        """Seconds until the smoothed reward is there."""
+        return next((t for t, r in zip(self.times, self.smoothed(), strict=False) if r >= reward), None)
+
+
+class Bench:
+    """One workload: its policy, its tasks, and where runs are kept."""
+
+    def __init__(self, workload: Workload, runs: Path, trl_python: Path, *, quick: bool) -> None:
+        self._workload, self._runs, self._trl_python = workload, runs / workload.name, trl_python
+        self._steps = 8 if quick else workload.steps
+        self._runs.mkdir(parents=True, exist_ok=True)
+        for name, count, seed in (("train", 40_000, 0), ("held_out", 256, 1)):
+            write_tasks(self._tasks(name), workload=workload.name, count=count, seed=seed)
+        self._policy = self._warm_policy()
+
+    def ours(self, seed: int) -> Found:
+        config = self._runs / "ours.yaml"
+        config.write_text(yaml.safe_dump(self._config()))
+        run_dir = train_run(config, self._runs, "ours", seed, [])
+        metrics = lines(run_dir / "metrics.jsonl")
+        began = decisions(run_dir, "dispatch")[0]["time"]
+        return Found(
+            times=[line["time"] - began for line in metrics],
+            rewards=[line["reward"] or 0.0 for line in metrics],
+            held_out=self._held_out(run_dir / "checkpoints" / f"step_{self._steps}"),
+        )
+
+    def theirs(self, seed: int, micro_batch: int) -> Found:
+        out = self._runs / f"trl-{seed}"
+        found = self._trl(out, seed=seed, micro_batch=micro_batch, steps=self._steps)
+        times = [ended - found["started_at"] for ended in found["ended_at"]]
+        return Found(times=times, rewards=found["rewards"][: len(times)], held_out=self._held_out(out))
+
+    def best_micro_batch(self, candidates: Sequence[int]) -> int:
+        """At which TRL takes the least time per step."""
+        seconds = {}
+        for size in candidates:
+            found = self._trl(self._runs / f"trial-{size}", seed=0, micro_batch=size, steps=5)
+            seconds[size] = found["ended_at"][-1] - found["ended_at"][0]
+            print(f"TRL, micro-batch {size}: {seconds[size] / 4:.2f} s per step", file=sys.stderr, flush=True)
+        return min(seconds, key=seconds.__getitem__)
+
+    def _trl(self, out: Path, *, seed: int, micro_batch: int, steps: int) -> dict[str, Any]:
+        spec, found = out.with_suffix(".json"), out.with_suffix(".found.json")
+        if not found.exists():
+            values = {
+                "model": str(self._policy),
+                "tasks": str(self._tasks("train")),
+                "out": str(out),
+                "threads": os.cpu_count(),
+                "seed": seed,
+                "steps": steps,
+                "micro_batch": micro_batch,
+                "group_size": GROUP_SIZE,
+                "groups_per_step": GROUPS,
+                "max_new_tokens": self._workload.max_new_tokens,
+                "learning_rate": self._workload.learning_rate,
+            }
+            spec.write_text(json.dumps(values))
+            environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
+            with out.with_suffix(".log").open("w") as log:
+                command = [str(self._trl_python), str(HERE / "trl_side.py"), str(spec)]
+                result = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            if result.returncode:
+                sys.exit(f"TRL failed: see {log.name}")
+        found_tree: dict[str, Any] = json.loads(found.read_text())
+        return found_tree
+
+    def _config(self) -> dict[str, Any]:
+        workload = self._workload
+        return {
+            "model": {"path": str(self._policy), "max_context": workload.max_context},
+            "data": {"source": "jsonl", "path": str(self._tasks("train")), "eval_tasks": 0},
+            "env": {
+                "name": "strings:Say",
+                "group_size": GROUP_SIZE,
+                "max_new_tokens": workload.max_new_tokens,
+                "penalize_truncation": False,
+            },
+            "scheduler": {"filter_equal_rewards": False},
+            "rollout": {"slots": 256},
+            "trainer": {
+                "steps": self._steps,
+                "groups_per_step": GROUPS,
+                "learning_rate": workload.learning_rate,
+                "checkpoint_every": 100_000,
+            },
+            "observe": {"progress": False, "plots": False, "samples": 0},
+        }
+
+    def _warm_policy(self) -> Path:
+        directory = self._runs / "policy"
+        if (directory / "model.safetensors").exists():
+            return directory
+        write_tiny_model(directory, TinyModelConfig(), self._workload.max_context)
+        model = load_policy(directory, dtype="float32", device="cpu", weights=False, seed=0)
+        lessons = self._runs / "lessons.jsonl"
+        write_tasks(lessons, workload=self._workload.name, count=60_000, seed=2)
+        examples = demonstrations(
+            TaskStream(JsonLinesSource(lessons, tag=TRAIN_TAG)), make=Say, chat=ChatTokenizer.load(directory), seed=0
+        )
+        warm_start(model, examples, steps=self._workload.warm_start_steps, batch_size=128, learning_rate=2e-3)
+        model.save_pretrained(directory)
+        return directory
+
+    def _held_out(self, model: Path) -> float:
+        """Mean score of sampled answers to held-out questions."""
+        chat = ChatTokenizer.load(self._policy)
+        policy = load_policy(model, dtype="float32", device="cpu", weights=True)
+        engine = SlotEngine(policy, num_slots=256, max_context=self._workload.max_context, policy_version=0)
+        source = JsonLinesSource(self._tasks("held_out"), tag=EVAL_TAG)
+        answers: dict[str, str] = {}
+        index = 0
+        while (task := source.task(index)) is not None:
+            answers[str(index)] = str(task.payload["answer"])
+            engine.submit(
+                GenerateRequest(
+                    rid=str(index),
+                    prompt_ids=chat.prompt([{"role": "user", "content": str(task.payload["question"])}]),
+                    params=SamplingParams(),
+                    max_new_tokens=(self._workload.max_new_tokens,) * 4,
+                    seeds=tuple(range(4 * index, 4 * index + 4)),
+                )
+            )
+            index += 1
+        scores = []
+        while engine.has_work:
+            for done in engine.step():
+                expected = answers[done.request.rid]
+                scores += [score(chat.decode(segment.token_ids), expected) for segment in done.segments]
+        return fmean(scores)
+
+    def _tasks(self, name: str) -> Path:
+        return self._runs / f"{name}.jsonl"
+
+
+def trl_environment(directory: Path) -> Path:
+    """A virtual environment with TRL and this environment's torch and transformers; returns its Python."""
+    python = directory / "bin" / "python"
+    if not (directory / "complete").exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        venv.create(directory, with_pip=True)
+        import transformers
+
+        versions = [f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}"]
+        for packages in (versions[:1], [*versions, TRL]):
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
+        (directory / "complete").touch()
+    return python
+
+
+def compare(bench: Bench, name: str, seeds: Sequence[int], candidates: Sequence[int], figures: Figures) -> None:
+    micro_batch = bench.best_micro_batch(candidates)
+    pairs = [(bench.ours(seed), bench.theirs(seed, micro_batch)) for seed in seeds]
+    for row, runs in ((f"{name} ours", [ours for ours, _ in pairs]), (f"{name} TRL", [theirs for _, theirs in pairs])):
+        figures.cell(TABLE, row, "samples_per_s", (run.samples_per_s for run in runs))
+        figures.cell(TABLE, row, "reward_last", (run.smoothed()[-1] for run in runs))
+        figures.cell(TABLE, row, "held_out_reward", (run.held_out for run in runs))
+    figures.add(f"{name}_speedup", (ours.samples_per_s / theirs.samples_per_s for ours, theirs in pairs))
+    figures.add(f"{name}_time_to_reward_ratio", (time_to_reward_ratio(ours, theirs) for ours, theirs in pairs))
+    figures.add(f"{name}_trl_micro_batch", [micro_batch])
+
+
+def time_to_reward_ratio(ours: Found, theirs: Found) -> float | None:
+    """TRL's seconds over ours until nine tenths of the way to what both reach."""
+    first = min(ours.smoothed()[0], theirs.smoothed()[0])
+    target = first + 0.9 * (min(max(ours.smoothed()), max(theirs.smoothed())) - first)
+    mine, other = ours.time_to(target), theirs.time_to(target)
+    return other / mine if mine and other else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps, one micro-batch size")
+    parser.add_argument("--runs", type=Path, default=Path("runs/vs_trl"), help="where runs and TRL's environment lie")
+    parser.add_argument("--only", choices=[workload.name for workload in WORKLOADS], action="append")
+    options = parser.parse_args()
+    runs = options.runs.resolve()
+    runs.mkdir(parents=True, exist_ok=True)
+    trl_python, figures = trl_environment(runs / "trl-env"), Figures()
+    seeds, candidates = (SEEDS[:1], MICRO_BATCHES[:1]) if options.quick else (SEEDS, MICRO_BATCHES)
+    for workload in WORKLOADS:
+        if not options.only or workload.name in options.only:
+            bench = Bench(workload, runs, trl_python, quick=options.quick)
+            compare(bench, workload.name, seeds, candidates, figures)
+    publish("vs_trl", figures.flat, options.json, tables=figures.tables, seeds=seeds)
+
+
+if __name__ == "__main__":
+    main()

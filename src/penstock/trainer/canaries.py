@@ -1,0 +1,41 @@
+"""What a correct learner would not show: said aloud, since everything else would go on as if nothing were wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.alarms import Alarms
+from penstock.config import CanaryConfig
+
+
+class Canaries:
+    """Looks at every optimizer step's metrics; pure."""
+
+    def __init__(self, config: CanaryConfig) -> None:
+        self._config = config
+        self._alarms = Alarms()
+
+    def look(self, metrics: Mapping[str, float]) -> list[str]:
+        """Alarms that begin with this step."""
+        self._alarms.update("log-probability parity", self._parity(metrics))
+        self._alarms.update("effective sample size", self._sample_size(metrics))
+        return self._alarms.take()
+
+    def _parity(self, metrics: Mapping[str, float]) -> str | None:
+        gap, bound, tokens = metrics["kl_engine_trainer"], self._config.max_parity_gap, metrics["kl_tokens"]
+        if not tokens or gap <= bound:
+            return None
+        return (
+            f"engine and trainer differ by {gap:.3g} nats per token (largest {metrics['parity_gap_max']:.3g}, "
+            f"threshold {bound:g}) over {tokens:g} tokens that the trained version alone sampled: a server serves "
+            "other weights than it says, computes them differently (dtype, kernels), or reads other tokens"
+        )
+
+    def _sample_size(self, metrics: Mapping[str, float]) -> str | None:
+        size, bound = metrics["ess"], self._config.min_ess
+        if not metrics["tokens"] or size >= bound:
+            return None
+        return (
+            f"the importance weights leave {size:.0%} of the step's tokens (threshold {bound:.0%}): data are too far "
+            "from the policy; lower scheduler.max_staleness or the learning rate"
+        )

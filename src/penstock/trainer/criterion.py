@@ -1,0 +1,95 @@
+"""The loss of a micro-batch: the policy objective, what is left out as mastered, a penalty for leaving a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.config import TrainerConfig
+from penstock.trainer.forward import token_logprobs
+from penstock.trainer.losses.divergence import absolute_difference, kl_k3
+from penstock.trainer.losses.mastered import mastered
+from penstock.trainer.losses.normalise import denominator, shares
+from penstock.trainer.losses.objective import Tokens, policy_loss
+from penstock.trainer.packing import MicroBatch
+from penstock.trainer.snapshot import Snapshot
+
+
+class Criterion:
+    """Owns the copies of the policy that an objective compares it with. Nothing is normalised over a step here, except
+    by what belongs to a single sample."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig, *, temperature: float, max_tokens: int) -> None:
+        """`max_tokens`: of the longest answer allowed."""
+        self._model, self._config = model, config.objective
+        self._autocast = partial(
+            torch.autocast, model.device.type, torch.bfloat16, enabled=config.compute_dtype == "bfloat16"
+        )
+        self._temperature, self._max_tokens = temperature, max_tokens
+        self._proximal = Snapshot(model) if self._config.proximal == "snapshot" else None
+        self._reference = Snapshot(model) if self._config.kl_coef else None
+
+    def rows(
+        self,
+        micro: MicroBatch,
+        *,
+        behaviour: Tensor,  # [N], log mu
+        advantages: Tensor,  # [N]
+        samples: Tensor,  # [N], number of the token's sample
+        staleness: Tensor,  # [N], versions
+        comparable: Tensor,  # [N], 1 where the trained version made the whole sample
+    ) -> dict[str, Tensor]:
+        """For each of `statistics.SUMS` its values, [N]. `loss` carries the gradient; its sum is to go backward."""
+        config = self._config
+        with self._autocast():
+            logprobs, entropy = token_logprobs(self._model, micro, temperature=self._temperature)
+        proximal = self._logprobs(self._proximal, micro)
+        found = policy_loss(Tokens(logprobs, behaviour, advantages, samples, staleness, proximal), config)
+        known = kl = torch.zeros_like(entropy)
+        if config.mastered is not None:
+            known = mastered(logprobs, entropy, advantages, samples, config.mastered)
+        if (reference := self._logprobs(self._reference, micro)) is not None:
+            kl = kl_k3(logprobs, reference)
+        loss = (found.loss * (1.0 - known) + config.kl_coef * kl) * shares(samples, config.normalize)
+        return {
+            "loss": loss,
+            "clipped": found.clipped,
+            "ratio": found.ratio,
+            "entropy": entropy,
+            "difference": absolute_difference(logprobs, behaviour) * comparable,
+            "weight": found.weight,
+            "weight_squared": found.weight**2,
+            "kl": kl,
+            "mastered": known,
+        }
+
+    def divisor(self, *, tokens: int, samples: int) -> int:
+        """What the step's gradient is divided by: so many tokens in the loss, of so many samples."""
+        return denominator(self._config.normalize, tokens=tokens, samples=samples, max_tokens=self._max_tokens)
+
+    def stepped(self, num_steps: int) -> None:
+        """The policy has taken so many optimizer steps."""
+        if self._proximal is not None and num_steps % self._config.proximal_every == 0:
+            self._proximal.renew(self._model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The copies, by their role."""
+        copies = {"proximal": self._proximal, "reference": self._reference}
+        return {role: snapshot.state_dict() for role, snapshot in copies.items() if snapshot is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to saved copies. One that was not saved, the objective being another then, stays what it is."""
+        for role, snapshot in {"proximal": self._proximal, "reference": self._reference}.items():
+            if snapshot is not None and role in state:
+                snapshot.load_state_dict(state[role])
+
+    def _logprobs(self, snapshot: Snapshot | None, micro: MicroBatch) -> Tensor | None:
+        if snapshot is None:
+            return None
+        with self._autocast():
+            return snapshot.logprobs(micro, temperature=self._temperature)

@@ -1,0 +1,91 @@
+"""A value function beside the policy: PPO's own baseline, for tasks where a group of siblings is too dear."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.config import CriticConfig
+from penstock.trainer.packing import MicroBatch, TokenTable, micro_batches
+
+Floats = npt.NDArray[np.float32]
+
+
+class Critic:
+    """A copy of the policy's body with one output: V(s), what an episode will earn from before a token on.
+
+    Gradients are summed as groups arrive, and divided by the step's tokens when the step is taken, as the policy's are.
+    """
+
+    def __init__(self, policy: PreTrainedModel, config: CriticConfig, *, max_tokens: int) -> None:
+        """`max_tokens`: padded tokens per forward pass."""
+        self._config, self._max_tokens = config, max_tokens
+        self._body = copy.deepcopy(policy.base_model)
+        self._head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
+        torch.nn.init.zeros_(self._head.weight)
+        torch.nn.init.zeros_(self._head.bias)
+        self._parameters = [*self._body.parameters(), *self._head.parameters()]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=0.0, foreach=True)
+        self._loss, self._tokens = 0.0, 0
+
+    def values(self, table: TokenTable) -> Floats:
+        """V before each trained token, [S]; 0 elsewhere."""
+        found = np.zeros(len(table.token_ids), dtype=np.float32)
+        with torch.no_grad():
+            for micro in self._micro_batches(table):
+                found[micro.tokens] = self._forward(micro).cpu().numpy()
+        return found
+
+    def learn(self, table: TokenTable, returns: Floats, values: Floats) -> None:
+        """Add the gradient of the value loss of the trained tokens. All [S]; `values` are those before this step.
+
+        max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2: PPO's clipped value loss (as in arXiv 2005.12729).
+        """
+        for micro in self._micro_batches(table):
+            value = self._forward(micro)
+            target, before = (torch.from_numpy(array[micro.tokens]).to(value.device) for array in (returns, values))
+            near = before + (value - before).clamp(-self._config.clip, self._config.clip)
+            loss = 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2)
+            loss.sum().backward()  # type: ignore[no-untyped-call]
+            self._loss += float(loss.detach().sum())
+            self._tokens += len(value)
+
+    def step(self, max_grad_norm: float) -> dict[str, float]:
+        """One optimizer step; a gradient that is not finite leaves everything as it was."""
+        tokens, loss = max(self._tokens, 1), self._loss
+        self._loss, self._tokens = 0.0, 0
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        torch._foreach_div_(gradients, float(tokens))
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm, foreach=True)
+        if torch.isfinite(norm):
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return {"value_loss": loss / tokens, "value_grad_norm": float(norm) if torch.isfinite(norm) else 0.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizer."""
+        modules = {"body": self._body, "head": self._head, "optimizer": self._optimizer}
+        return {name: module.state_dict() for name, module in modules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved state; gradients accumulated so far are dropped."""
+        self._body.load_state_dict(state["body"])
+        self._head.load_state_dict(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.zero_grad(set_to_none=True)
+        self._loss, self._tokens = 0.0, 0
+
+    def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
+        return micro_batches(table, self._max_tokens, self._head.weight.device, share_prefixes=False)
+
+    def _forward(self, micro: MicroBatch) -> Tensor:
+        hidden = self._body(input_ids=micro.inputs, use_cache=False).last_hidden_state
+        value: Tensor = self._head(hidden[micro.rows, micro.columns])[:, 0].float()
+        return value

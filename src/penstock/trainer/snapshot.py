@@ -1,0 +1,39 @@
+"""A frozen copy of the policy: what it thought of the same tokens, some steps ago or as training began."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.trainer.forward import token_logprobs
+from penstock.trainer.packing import MicroBatch
+
+
+class Snapshot:
+    """As large as the policy itself."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = copy.deepcopy(model).requires_grad_(False).eval()
+
+    def logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
+        """Of the micro-batch's trained tokens, [N]."""
+        with torch.no_grad():
+            return token_logprobs(self._model, micro, temperature=temperature)[0]
+
+    def renew(self, model: PreTrainedModel) -> None:
+        """Become what `model` is now."""
+        self.load_state_dict(dict(model.named_parameters()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights by name."""
+        return dict(self._model.named_parameters())
+
+    def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
+        """Become what was saved."""
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(weights[name])

@@ -1,0 +1,84 @@
+"""Planted faults that a run would otherwise survive in silence."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from penstock.config import CanaryConfig, TrainerConfig
+from penstock.trainer.canaries import Canaries
+from penstock.trainer.learner import Learner
+from penstock.trainer.prepare import prepare
+from penstock.types import Sample
+
+
+def truthful(model: PreTrainedModel, sample: Sample) -> Sample:
+    """With the log-probabilities that `model` itself gives the tokens."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0]
+    chosen = torch.from_numpy(sample.token_ids[1:].astype(np.int64))
+    logprobs = torch.log_softmax(logits[:-1], dim=-1).gather(1, chosen[:, None])[:, 0]
+    found = np.concatenate([[0.0], logprobs.numpy()]) * sample.loss_mask
+    return dataclasses.replace(sample, logprobs=found.astype(np.float32))
+
+
+def alarms(model: PreTrainedModel, samples: list[Sample]) -> list[str]:
+    learner = Learner(model, TrainerConfig(), max_staleness=1)
+    learner.accumulate(prepare(samples, normalize=True)[0])
+    return learner.step().alarms
+
+
+def test_an_engine_that_agrees_raises_none(make_model: Callable[[], PreTrainedModel], samples: list[Sample]) -> None:
+    model = make_model()
+    assert alarms(model, [truthful(model, sample) for sample in samples]) == []
+
+
+def test_a_stale_server_that_names_the_newest_version(
+    make_model: Callable[[], PreTrainedModel], samples: list[Sample]
+) -> None:
+    model = make_model()
+    stale = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in stale.parameters():
+            parameter.mul_(1.3)
+    (alarm,) = alarms(model, [truthful(stale, sample) for sample in samples])
+    assert alarm.startswith("log-probability parity: engine and trainer differ by") and "other weights" in alarm
+
+
+def test_shifted_log_probabilities(make_model: Callable[[], PreTrainedModel], samples: list[Sample]) -> None:
+    model = make_model()
+    honest = [truthful(model, sample) for sample in samples]
+    shifted = [dataclasses.replace(s, logprobs=s.logprobs + np.float32(0.1) * s.loss_mask) for s in honest]
+    (alarm,) = alarms(model, shifted)
+    assert "differ by 0.1 nats per token (largest 0.1" in alarm
+
+
+def test_a_wrong_tokenizer(make_model: Callable[[], PreTrainedModel], samples: list[Sample]) -> None:
+    """The trainer reads other tokens than the engine wrote."""
+    model = make_model()
+    misread = [
+        dataclasses.replace(
+            truthful(model, sample), token_ids=np.where(sample.loss_mask, sample.token_ids ^ 1, sample.token_ids)
+        )
+        for sample in samples
+    ]
+    assert any("log-probability parity" in alarm for alarm in alarms(model, misread))
+
+
+def test_an_alarm_is_raised_once_per_onset() -> None:
+    canaries = Canaries(CanaryConfig(max_parity_gap=0.01, min_ess=0.5))
+    good = {"kl_engine_trainer": 0.001, "parity_gap_max": 0.1, "kl_tokens": 10.0, "ess": 0.9, "tokens": 10.0}
+    bad = good | {"kl_engine_trainer": 0.02}
+    assert [len(canaries.look(metrics)) for metrics in (good, bad, bad, good, bad)] == [0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(("ess", "raised"), [(0.6, False), (0.1, True)])
+def test_weights_that_leave_few_tokens(ess: float, raised: bool) -> None:
+    metrics = {"kl_engine_trainer": 0.0, "parity_gap_max": 0.0, "kl_tokens": 0.0, "ess": ess, "tokens": 10.0}
+    assert bool(Canaries(CanaryConfig()).look(metrics)) is raised

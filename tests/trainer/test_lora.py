@@ -1,0 +1,76 @@
+"""Adapters are trained, whole weights are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from penstock.config import ConfigError, TrainerConfig
+from penstock.trainer.learner import Learner
+from penstock.trainer.prepare import prepare
+from penstock.types import Sample
+
+pytest.importorskip("peft")
+
+MakeModel = Callable[[], PreTrainedModel]
+
+
+def learner(model: PreTrainedModel, **lora: object) -> Learner:
+    config = TrainerConfig.model_validate({"learning_rate": 1e-2, "lora": {"rank": 4, **lora}})
+    return Learner(model, config, max_staleness=9)
+
+
+def train(learner: Learner, samples: list[Sample], steps: int) -> None:
+    for _ in range(steps):
+        learner.accumulate(prepare(samples, normalize=True)[0])
+        learner.step()
+
+
+def test_the_served_weights_are_those_of_the_trained_policy(make_model: MakeModel, samples: list[Sample]) -> None:
+    plain, adapted = make_model(), make_model()
+    before = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    trained = learner(adapted)
+    assert set(trained.named_weights()) == set(before)
+    assert all(torch.equal(before[name], weight) for name, weight in trained.named_weights().items())
+    train(trained, samples, 2)
+    served = trained.named_weights()
+    changed = {name for name, weight in served.items() if not torch.equal(before[name], weight)}
+    assert changed and all("proj" in name for name in changed), "linear layers only"
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(served[name])
+        ids = torch.tensor([[5, 6, 7, 8]])
+        torch.testing.assert_close(plain(input_ids=ids).logits, adapted(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_only_adapters_have_gradients(make_model: MakeModel, samples: list[Sample]) -> None:
+    model = make_model()
+    trained = learner(model)
+    trained.accumulate(prepare(samples, normalize=True)[0])
+    moved = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert moved and all(".lora_" in name for name in moved)
+
+
+def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(
+    make_model: MakeModel, samples: list[Sample], tmp_path: Path
+) -> None:
+    steady = learner(make_model())
+    train(steady, samples, 2)
+    steady.write(tmp_path)
+    whole = type(make_model()).from_pretrained(tmp_path)
+    assert all(torch.equal(whole.state_dict()[name], weight) for name, weight in steady.named_weights().items())
+    resumed = learner(make_model())
+    resumed.read(tmp_path)
+    train(steady, samples, 2)
+    train(resumed, samples, 2)
+    found = resumed.named_weights()
+    assert all(torch.equal(weight, found[name]) for name, weight in steady.named_weights().items())
+
+
+def test_layers_that_do_not_exist_are_refused(make_model: MakeModel) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.lora.targets \['q_prj'\]"):
+        learner(make_model(), targets=["q_prj"])

@@ -1,0 +1,223 @@
+"""Every objective against its formula in plain Python, token by token: the loss's gradient is what trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from penstock.config import ObjectiveConfig
+from penstock.trainer.losses.objective import OBJECTIVES, PolicyLoss, Tokens, policy_loss
+from penstock.trainer.losses.parts import smallest_until
+
+
+class Token(NamedTuple):
+    pi: float
+    mu: float
+    advantage: float
+    sample: int
+    staleness: int
+
+    @property
+    def rho(self) -> float:
+        return math.exp(self.pi - self.mu)
+
+
+def siblings(tokens: Sequence[Token], token: Token) -> list[Token]:
+    return [other for other in tokens if other.sample == token.sample]
+
+
+def slope(ratio: float, advantage: float, low: float, high: float) -> float:
+    """d/dr of min(r A, clip(r) A)."""
+    bounded = min(max(ratio, 1 - low), 1 + high)
+    return advantage if ratio * advantage <= bounded * advantage else 0.0
+
+
+def product(tokens: Sequence[Token], token: Token) -> float:
+    return math.prod(other.rho for other in siblings(tokens, token))
+
+
+def ppo(tokens: Sequence[Token], token: Token) -> float:
+    return -slope(token.rho, token.advantage, 0.2, 0.28) * token.rho
+
+
+def interpolated(token: Token) -> float:
+    if token.staleness == 0:
+        return token.mu
+    return token.mu + (token.staleness - 1) / token.staleness * (token.pi - token.mu)
+
+
+def decoupled(tokens: Sequence[Token], token: Token, prox: float | None = None) -> float:
+    prox = token.pi if prox is None else prox
+    weight, u = min(math.exp(prox - token.mu), 2.0), math.exp(token.pi - prox)
+    return -weight * slope(u, token.advantage, 0.2, 0.28) * u
+
+
+def geometric_mask(tokens: Sequence[Token], token: Token) -> float:
+    mean = math.exp(sum(other.pi - other.mu for other in siblings(tokens, token)) / len(siblings(tokens, token)))
+    return ppo(tokens, token) if 0.99 <= mean <= 1.01 else 0.0
+
+
+def gspo(tokens: Sequence[Token], token: Token) -> float:
+    s = math.exp(sum(other.pi - other.mu for other in siblings(tokens, token)) / len(siblings(tokens, token)))
+    return -slope(s, token.advantage, 3e-4, 4e-4) * s
+
+
+def topr(tokens: Sequence[Token], token: Token) -> float:
+    return -token.advantage * (1.0 if token.advantage > 0 else min(product(tokens, token), 1.0))
+
+
+def m2po(tokens: Sequence[Token], token: Token) -> float:
+    def at_stake(other: Token) -> bool:
+        return (other.pi - other.mu) * other.advantage > 0
+
+    left = sorted((other for other in siblings(tokens, token) if at_stake(other)), key=lambda t: (t.pi - t.mu) ** 2)
+    while left and sum((t.pi - t.mu) ** 2 for t in left) / len(left) > 0.04:
+        left.pop()
+    return -token.rho * token.advantage if token in left or not at_stake(token) else 0.0
+
+
+GRADIENTS: dict[str, Callable[[Sequence[Token], Token], float]] = {
+    "ppo": ppo,
+    "pois": lambda tokens, token: -token.advantage,
+    "reinforce": lambda tokens, token: -token.advantage,
+    "decoupled": decoupled,
+    "tis": lambda tokens, token: -min(token.rho, 2.0) * token.advantage,
+    "sequence_tis": lambda tokens, token: -min(product(tokens, token), 2.0) * token.advantage,
+    "sequence_mis": lambda tokens, token: (
+        -product(tokens, token) * token.advantage if product(tokens, token) <= 2.0 else 0.0
+    ),
+    "geometric_mask": geometric_mask,
+    "cispo": lambda tokens, token: -min(max(token.rho, 0.8), 1.28) * token.advantage,
+    "gspo": gspo,
+    "topr": topr,
+    "icepop": lambda tokens, token: -token.rho * token.advantage if 0.5 <= token.rho <= 5.0 else 0.0,
+    "m2po": m2po,
+}
+
+LOGPROB = st.floats(-3, -0.01)
+
+
+@st.composite
+def sampled(draw: st.DrawFn) -> list[Token]:
+    """A few samples, each with one advantage."""
+    tokens = []
+    for sample in range(draw(st.integers(1, 3))):
+        advantage = draw(st.sampled_from([-1.5, -0.5, 0.0, 0.7, 2.0]))
+        for _ in range(draw(st.integers(1, 4))):
+            mu = draw(LOGPROB)
+            pi = mu + draw(st.one_of(st.just(0.0), st.floats(-0.02, 0.02), st.floats(-2, 2)))
+            tokens.append(Token(pi, mu, advantage, sample, draw(st.integers(0, 3))))
+    return tokens
+
+
+def gradient(tokens: Sequence[Token], config: ObjectiveConfig, **more: Any) -> tuple[list[float], PolicyLoss]:
+    pi, mu, advantages, samples, staleness = zip(*tokens, strict=True)
+    logprobs = torch.tensor(pi, dtype=torch.float64, requires_grad=True)
+    known = Tokens(
+        logprobs=logprobs,
+        behaviour=torch.tensor(mu, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        samples=torch.tensor(samples),
+        staleness=torch.tensor(staleness),
+        **more,
+    )
+    found = policy_loss(known, config)
+    found.loss.sum().backward()
+    assert logprobs.grad is not None
+    return logprobs.grad.tolist(), found
+
+
+def on_an_edge(tokens: Sequence[Token]) -> bool:
+    """Where a bound is met exactly, rounding decides on which side."""
+    edges = (0.5, 0.8, 0.99, 1.01, 1.28, 2.0, 5.0, 1 - 3e-4, 1 + 4e-4)
+    values = [value for token in tokens for value in (token.rho, product(tokens, token))]
+    return any(abs(value - edge) < 1e-9 for value in values for edge in edges)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@given(tokens=sampled())
+def test_the_gradient_is_the_formulas(name: str, tokens: list[Token]) -> None:
+    if on_an_edge(tokens):
+        return
+    found, loss = gradient(tokens, ObjectiveConfig.model_validate({"name": name}))
+    assert found == pytest.approx([GRADIENTS[name](tokens, token) for token in tokens], rel=1e-6, abs=1e-9)
+    assert not any(tensor.requires_grad for tensor in (loss.ratio, loss.clipped, loss.weight))
+    assert loss.ratio.tolist() == pytest.approx([token.rho for token in tokens])
+    without = [token.advantage != 0 and slope == 0 for token, slope in zip(tokens, found, strict=True)]
+    clipped = [bool(flag) and token.advantage != 0 for token, flag in zip(tokens, loss.clipped, strict=True)]
+    assert clipped == without, "what lost its gradient is counted as clipped"
+
+
+@given(tokens=sampled())
+def test_the_interpolated_proximal_policy_is_one_version_behind(tokens: list[Token]) -> None:
+    config = ObjectiveConfig(name="decoupled", proximal="interpolated")
+    expected = [decoupled(tokens, token, interpolated(token)) for token in tokens]
+    assert gradient(tokens, config)[0] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_a_recomputed_proximal_policy_bounds_the_step_and_the_weight_corrects() -> None:
+    """Three versions in one answer, trained by a fourth; prox is yet another policy, log prox = -1.1 everywhere."""
+    tokens = [Token(-1.0, -1.5, 1.0, 0, 3), Token(-1.0, -1.2, 1.0, 0, 2), Token(-0.7, -0.9, 1.0, 0, 1)]
+    prox = torch.full((3,), -1.1, dtype=torch.float64)
+    found, loss = gradient(tokens, ObjectiveConfig(name="decoupled"), proximal=prox)
+    # w = exp(prox - mu) = e^0.4, e^0.1, e^-0.2; u = exp(pi - prox) = e^0.1, e^0.1, e^0.4 (clipped, above 1.28)
+    assert found == pytest.approx([-math.exp(0.4 + 0.1), -math.exp(0.1 + 0.1), 0.0])
+    assert loss.clipped.tolist() == [0, 0, 1]
+
+
+def test_three_versions_in_one_answer() -> None:
+    """Segments sampled at log-probabilities that differ from the newest policy's by 0.5, 0.1 and 0."""
+    tokens = [Token(-1.0, -1.5, 1.0, 0, 2), Token(-1.0, -1.1, 1.0, 0, 1), Token(-1.0, -1.0, 1.0, 0, 0)]
+    segment_aware = gradient(tokens, ObjectiveConfig(name="ppo"))[0]
+    assert segment_aware == pytest.approx([0.0, -math.exp(0.1), -1.0]), "the oldest is above 1.28: clipped"
+    assert gradient(tokens, ObjectiveConfig(name="pois"))[0] == pytest.approx([-1.0, -1.0, -1.0])
+
+
+@pytest.mark.parametrize(("floor", "expected"), [(None, math.exp(2.0)), (3.0, 0.0)])
+def test_dual_clip_bounds_what_one_token_can_do(floor: float | None, expected: float) -> None:
+    config = ObjectiveConfig(name="ppo", dual_clip=floor)
+    assert gradient([Token(-0.5, -2.5, -1.0, 0, 1)], config)[0] == pytest.approx([expected])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_an_absurd_ratio_leaves_finite_gradients(name: str, advantage: float) -> None:
+    tokens = [Token(-0.1, -200.0, advantage, 0, 1), Token(-200.0, -0.1, advantage, 1, 1)]
+    found, loss = gradient(tokens, ObjectiveConfig.model_validate({"name": name}))
+    assert all(map(math.isfinite, found)) and torch.isfinite(loss.loss).all()
+
+
+@given(
+    values=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 2), st.booleans()), min_size=1, max_size=12),
+    budget=st.floats(0.01, 0.5),
+)
+def test_as_few_as_possible_are_left_out(values: list[tuple[float, int, bool]], budget: float) -> None:
+    squares, samples, candidates = (torch.tensor(column) for column in zip(*values, strict=True))
+    keep = smallest_until(squares.double(), samples, candidates, budget).bool()
+    assert keep[~candidates].all()
+    for sample in set(samples.tolist()):
+        mine = candidates & (samples == sample)
+        left, gone = squares[mine & keep].tolist(), sorted(squares[mine & ~keep].tolist())
+        if left:
+            assert sum(left) / len(left) <= budget + 1e-9 and max(left) <= min(gone, default=1.0)
+        if gone:
+            assert (sum(left) + gone[0]) / (len(left) + 1) > budget - 1e-9
+
+
+def test_bad_settings_are_refused_with_the_reason() -> None:
+    with pytest.raises(ValidationError, match="must be below mask_high"):
+        ObjectiveConfig(name="icepop", mask_low=2.0, mask_high=1.0)
+    with pytest.raises(ValidationError, match="Input should be"):
+        ObjectiveConfig.model_validate({"name": "grpo2"})
+
+
+def test_an_objective_brings_its_own_defaults_and_says_so_in_the_configuration() -> None:
+    gspo = ObjectiveConfig.model_validate({"name": "gspo", "clip_low": 1e-3})
+    assert (gspo.clip_low, gspo.clip_high, gspo.normalize) == (1e-3, 4e-4, "sequence")
