@@ -61,6 +61,9 @@ class Measures:
     length_p50_ratio: float
     """Trained / population."""
     length_p90_ratio: float
+    length_mean_ratio: float
+    """Below 1 in a run too short for long answers to have come in: then a rate in samples flatters, and so does
+    `efficiency`; the product of the two does not."""
     length_mean: float
     """Of the population."""
     first_groups_s: float | None
@@ -168,6 +171,7 @@ def _bias(outcome: Outcome, people: Population) -> dict[str, Any]:
         "length_ks_trained_population": distance(trained, people.lengths),
         "length_p50_ratio": float(ratios[0]),
         "length_p90_ratio": float(ratios[1]),
+        "length_mean_ratio": float(np.mean(trained)) / people.mean_tokens,
         "length_mean": people.mean_tokens,
     }
 
