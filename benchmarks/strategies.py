@@ -1,9 +1,9 @@
 """The strategies, orders and triggers at 1,024 accelerators: the real scheduler and loop in the simulator.
 
 Every strategy with both triggers where it has a choice, in the order of the data; every order of dispatch for the
-asynchronous one. Deterministic: the figures depend on the seeds alone, not on the machine. A run is a few steps of 32,768
-samples: what is still being generated at its end is longer than what was trained, which `length_mean_ratio` shows and
-`share_of_bound` takes back.
+asynchronous one. Deterministic: the figures depend on the seeds alone, not on the machine. A run is a few steps of
+32,768 samples: what is still being generated at its end is longer than what was trained, which `length_mean_ratio`
+shows and `share_of_bound` takes back.
 """
 
 from __future__ import annotations
