@@ -1,8 +1,8 @@
 """What every objective makes of data that are exactly k versions old.
 
 A deterministic-lag harness: policy and engine in one process, the engine always serves the weights of k optimizer steps
-ago, and everything it generates is trained at once. The quickstart's task from one warm-started policy, at a learning
-rate at which staleness matters. First every objective at every lag with one seed; then the three best at lag 8, the
+ago, and everything it generates is trained at once. The quickstart's task and learning rate from one warm-started
+policy; three times that rate costs even on-policy training a quarter of its reward. First every objective at every lag with one seed; then the three best at lag 8, the
 default and the naive one, with three. Reward is that of answers sampled for held-out tasks, after training.
 """
 
@@ -44,7 +44,7 @@ from penstock.types import EVAL_TAG, TRAIN_TAG, EpisodeId, Sample, Segment, Task
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "quickstart" / "run.yaml"
 LAGS, SEEDS = (0, 1, 2, 4, 8, 16), (0, 1, 2)
-LEARNING_RATE, STEPS, GROUPS = 1.5e-3, 120, 16
+LEARNING_RATE, STEPS, GROUPS = 5e-4, 120, 16
 NAIVE, DEFAULT = "reinforce", "ppo"
 VARIANTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in OBJECTIVES} | {
     "decoupled_interpolated": {"name": "decoupled", "proximal": "interpolated"},
