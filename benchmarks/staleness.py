@@ -2,8 +2,9 @@
 
 A deterministic-lag harness: policy and engine in one process, the engine always serves the weights of k optimizer steps
 ago, and everything it generates is trained at once. The quickstart's task and learning rate from one warm-started
-policy; three times that rate costs even on-policy training a quarter of its reward. First every objective at every lag with one seed; then the three best at lag 8, the
-default and the naive one, with three. Reward is that of answers sampled for held-out tasks, after training.
+policy; three times that rate costs even on-policy training a quarter of its reward. First every objective at every lag
+with one seed; then the three best at lag 8, the default and the naive one, with three. Reward is that of answers
+sampled for held-out tasks, after training.
 """
 
 from __future__ import annotations

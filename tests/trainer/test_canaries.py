@@ -71,6 +71,31 @@ def test_a_wrong_tokenizer(make_model: Callable[[], PreTrainedModel], samples: l
     assert any("log-probability parity" in alarm for alarm in alarms(model, misread))
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.1])
+def test_a_policy_that_only_ever_trains_the_version_before_compares_with_a_copy_of_it(
+    make_model: Callable[[], PreTrainedModel], samples: list[Sample], shift: float
+) -> None:
+    learner = Learner(make_model(), TrainerConfig(canaries=CanaryConfig(parity_every=2)), max_staleness=1)
+    sampled: list[Sample] = []
+    found = []
+    for version in range(6):
+        engine = copy.deepcopy(learner.model)
+        learner.accumulate(prepare(sampled, normalize=True)[0])
+        found.append(learner.step())
+        honest = [truthful(engine, sample) for sample in samples]
+        sampled = [
+            dataclasses.replace(
+                sample,
+                logprobs=sample.logprobs + np.float32(shift) * sample.loss_mask,
+                versions=np.where(sample.loss_mask, version, sample.versions),
+            )
+            for sample in honest
+        ]
+    assert [bool(state.metrics["kl_tokens"]) for state in found] == [False] * 3 + [True, False, False]
+    assert found[3].metrics["kl_engine_trainer"] == pytest.approx(shift, abs=1e-4)
+    assert [bool(state.alarms) for state in found] == [False] * 3 + [shift > 0, False, False]
+
+
 def test_an_alarm_is_raised_once_per_onset() -> None:
     canaries = Canaries(CanaryConfig(max_parity_gap=0.01, min_ess=0.5))
     good = {"kl_engine_trainer": 0.001, "parity_gap_max": 0.1, "kl_tokens": 10.0, "ess": 0.9, "tokens": 10.0}

@@ -21,7 +21,7 @@ LOOSE = TrainerConfig(max_grad_norm=1e9)
 METRICS = {
     *("loss", "grad_norm", "clip_fraction", "ratio_mean", "kl_engine_trainer", "kl_tokens", "entropy", "tokens"),
     *("tokens_masked_stale", "staleness_mean", "staleness_max", "samples", "learning_rate", "skipped", "busy_s"),
-    *("ess", "kl_reference", "mastered_fraction", "parity_gap_max"),
+    *("ess", "kl_reference", "mastered_fraction", "parity_gap_max", "tokens_masked_segments"),
 }
 
 

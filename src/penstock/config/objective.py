@@ -49,6 +49,9 @@ class CanaryConfig(Section):
 
     max_parity_gap: float = Field(0.05, gt=0)
     """Nats per token: mean |log-probability by the trainer - by the engine| where the same version made both."""
+    parity_every: int | None = Field(20, ge=1)
+    """Steps without such a token (everything trained is older) after which a copy of the policy is kept until samples
+    that it made arrive; None saves its memory and looks only where there is something to compare."""
     min_ess: float = Field(0.2, ge=0, le=1)
     """Effective sample size of the importance weights: (sum w)^2 / (N sum w^2) over the step's tokens."""
 

@@ -27,7 +27,7 @@ class Canaries:
             return None
         return (
             f"engine and trainer differ by {gap:.3g} nats per token (largest {metrics['parity_gap_max']:.3g}, "
-            f"threshold {bound:g}) over {tokens:g} tokens that the trained version alone sampled: a server serves "
+            f"threshold {bound:g}) over {tokens:g} tokens that one version sampled and computed again: a server serves "
             "other weights than it says, computes them differently (dtype, kernels), or reads other tokens"
         )
 

@@ -17,6 +17,7 @@ from penstock.trainer.losses.mastered import mastered
 from penstock.trainer.losses.normalise import denominator, shares
 from penstock.trainer.losses.objective import Tokens, policy_loss
 from penstock.trainer.packing import MicroBatch
+from penstock.trainer.parity import Parity
 from penstock.trainer.snapshot import Snapshot
 
 
@@ -24,8 +25,16 @@ class Criterion:
     """Owns the copies of the policy that an objective compares it with. Nothing is normalised over a step here, except
     by what belongs to a single sample."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig, *, temperature: float, max_tokens: int) -> None:
-        """`max_tokens`: of the longest answer allowed."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        *,
+        temperature: float,
+        max_tokens: int,
+        max_staleness: int,
+    ) -> None:
+        """`max_tokens`: of the longest answer allowed. `max_staleness`: versions between sampling and training."""
         self._model, self._config = model, config.objective
         self._autocast = partial(
             torch.autocast, model.device.type, torch.bfloat16, enabled=config.compute_dtype == "bfloat16"
@@ -33,6 +42,7 @@ class Criterion:
         self._temperature, self._max_tokens = temperature, max_tokens
         self._proximal = Snapshot(model) if self._config.proximal == "snapshot" else None
         self._reference = Snapshot(model) if self._config.kl_coef else None
+        self._parity = Parity(model, every=config.canaries.parity_every, max_staleness=max_staleness)
 
     def rows(
         self,
@@ -42,7 +52,7 @@ class Criterion:
         advantages: Tensor,  # [N]
         samples: Tensor,  # [N], number of the token's sample
         staleness: Tensor,  # [N], versions
-        comparable: Tensor,  # [N], 1 where the trained version made the whole sample
+        comparable: Tensor,  # [N], whether `compared_version` made the whole sample
     ) -> dict[str, Tensor]:
         """For each of `statistics.SUMS` its values, [N]. `loss` carries the gradient; its sum is to go backward."""
         config = self._config
@@ -55,13 +65,14 @@ class Criterion:
             known = mastered(logprobs, entropy, advantages, samples, config.mastered)
         if (reference := self._logprobs(self._reference, micro)) is not None:
             kl = kl_k3(logprobs, reference)
+        own = self._logprobs(self._parity.copy, micro) if comparable.any() else None
         loss = (found.loss * (1.0 - known) + config.kl_coef * kl) * shares(samples, config.normalize)
         return {
             "loss": loss,
             "clipped": found.clipped,
             "ratio": found.ratio,
             "entropy": entropy,
-            "difference": absolute_difference(logprobs, behaviour) * comparable,
+            "difference": absolute_difference(logprobs if own is None else own, behaviour) * comparable,
             "weight": found.weight,
             "weight_squared": found.weight**2,
             "kl": kl,
@@ -72,8 +83,13 @@ class Criterion:
         """What the step's gradient is divided by: so many tokens in the loss, of so many samples."""
         return denominator(self._config.normalize, tokens=tokens, samples=samples, max_tokens=self._max_tokens)
 
-    def stepped(self, num_steps: int) -> None:
-        """The policy has taken so many optimizer steps."""
+    def compared_version(self, policy_version: int) -> int:
+        """Whose samples show whether engine and trainer agree, while `policy_version` is trained."""
+        return self._parity.version(policy_version)
+
+    def stepped(self, num_steps: int, *, policy_version: int, num_compared: int) -> None:
+        """The policy has taken so many optimizer steps; the last one compared so many tokens with the engine's."""
+        self._parity.stepped(policy_version, num_compared=num_compared)
         if self._proximal is not None and num_steps % self._config.proximal_every == 0:
             self._proximal.renew(self._model)
 

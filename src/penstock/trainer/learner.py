@@ -8,10 +8,11 @@ the step is taken, so any partition of the same samples into `accumulate` calls 
 `LearnerState.metrics` (means over the step's trained tokens): loss, grad_norm (before clipping), clip_fraction (tokens
 that a clip or a mask left without a gradient), ratio_mean, ess (of the importance weights), mastered_fraction,
 kl_reference, entropy (of the full softmax, in nats), kl_engine_trainer (mean |logprob trainer - engine| over the
-`kl_tokens` of samples that the trained version alone sampled: keys and values kept over a weight update would show as
-a difference that is none), parity_gap_max (the largest), staleness_mean, staleness_max; and tokens,
-tokens_masked_stale, samples, learning_rate, skipped (1 if the gradient was not finite), busy_s (model compute since the
-last step). With `measure_noise`, where it can be measured: noise_signal, noise_trace (see `trainer/noise.py`).
+`kl_tokens` of samples that one version alone made, the one that computes them here: see `parity.py`; keys and values
+kept over a weight update would show as a difference that is none), parity_gap_max (the largest), staleness_mean,
+staleness_max; and tokens, tokens_masked_stale, tokens_masked_segments, samples, learning_rate, skipped (1 if the
+gradient was not finite), busy_s (model compute since the last step). With `measure_noise`, where it can be measured:
+noise_signal, noise_trace (see `trainer/noise.py`).
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class Learner:
         self._canaries = Canaries(config.canaries)
         if config.activation_checkpointing:
             recompute_activations(model)
-        self._criterion = Criterion(model, config, temperature=temperature, max_tokens=max_tokens)
+        self._criterion = Criterion(
+            model, config, temperature=temperature, max_tokens=max_tokens, max_staleness=max_staleness
+        )
         self._whole_step = whole_step
         self._critic = None
         if config.critic is not None:
@@ -120,17 +123,33 @@ class Learner:
         sampled = flatten(batch["loss_mask"], np.bool_)
         staleness = self.policy_version - versions
         fresh = sampled & (staleness <= self._max_staleness)
+        in_loss = fresh
         if self._config.objective.segments == "newest":
-            fresh &= versions == _newest(batch["versions"])
-        current = sampled & _alike(batch["versions"], sampled & (staleness != 0))
-        table = TokenTable.build(batch["token_ids"], fresh)
+            in_loss = fresh & (versions == _newest(batch["versions"]))
+        compared = self._criterion.compared_version(self.policy_version)
+        current = sampled & _alike(batch["versions"], sampled & (versions != compared))
+        table = TokenTable.build(batch["token_ids"], in_loss)
         behaviour = flatten(batch["logprobs"], np.float32)
         with self._busy:
             advantages = self._advantages(batch, sampled, table)
             for micro in self._micro_batches(table):
                 self._backward(micro, behaviour, advantages, staleness, current)
         self._pending.trained_samples += int(np.count_nonzero(table.widths))
-        return self._count(len(batch), table.trained, current, int(sampled.sum()), staleness)
+        pending, ages = self._pending, staleness[in_loss]
+        pending.samples += len(batch)
+        pending.tokens += len(ages)
+        pending.tokens_masked_stale += (stale := int((sampled & ~fresh).sum()))
+        pending.tokens_masked_segments += int((fresh & ~in_loss).sum())
+        pending.staleness += int(ages.sum())
+        pending.staleness_max = max(pending.staleness_max, int(ages.max(initial=0)))
+        pending.kl_tokens += int((in_loss & current).sum())
+        pending.busy_s += self._busy.seconds
+        return {
+            "samples": float(len(batch)),
+            "tokens": float(len(ages)),
+            "tokens_masked_stale": float(stale),
+            "busy_s": self._busy.seconds,
+        }
 
     def _advantages(self, batch: Batch, sampled: npt.NDArray[np.bool_], table: TokenTable) -> npt.NDArray[np.float32]:
         """Of every token, [S]; the critic, if there is one, learns from the same tokens."""
@@ -172,30 +191,6 @@ class Learner:
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
-    def _count(
-        self,
-        num_samples: int,
-        trained: np.ndarray[Any, Any],  # [S]
-        current: np.ndarray[Any, Any],  # [S]
-        num_sampled: int,
-        staleness: np.ndarray[Any, Any],  # [S]
-    ) -> dict[str, float]:
-        pending, ages = self._pending, staleness[trained]
-        tokens, masked = len(ages), num_sampled - len(ages)
-        pending.samples += num_samples
-        pending.tokens += tokens
-        pending.tokens_masked_stale += masked
-        pending.staleness += int(ages.sum())
-        pending.staleness_max = max(pending.staleness_max, int(ages.max(initial=0)))
-        pending.kl_tokens += int((trained & current).sum())
-        pending.busy_s += self._busy.seconds
-        return {
-            "samples": float(num_samples),
-            "tokens": float(tokens),
-            "tokens_masked_stale": float(masked),
-            "busy_s": self._busy.seconds,
-        }
-
     @remote_method(collect=first)
     def step(self) -> LearnerState:
         """One optimizer step over everything accumulated; ends the current policy_version."""
@@ -216,7 +211,7 @@ class Learner:
             raise NothingLearnt(f"{self._num_bad} optimizer steps in a row taught nothing; the last one {why}")
         self._num_steps += 1
         self.policy_version += 1
-        self._criterion.stepped(self._num_steps)
+        self._criterion.stepped(self._num_steps, policy_version=self.policy_version, num_compared=pending.kl_tokens)
         metrics |= {
             "grad_norm": grad_norm if finite else 0.0,
             "learning_rate": learning_rate,

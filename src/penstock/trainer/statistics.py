@@ -21,10 +21,12 @@ class StepStatistics:
     tokens: int = 0
     """Tokens in the loss."""
     tokens_masked_stale: int = 0
+    tokens_masked_segments: int = 0
+    """Young enough, but not of their answer's newest version."""
     staleness: int = 0
     staleness_max: int = 0
     kl_tokens: int = 0
-    """Tokens of samples that the version being trained made alone."""
+    """Tokens of samples that the version which compares made alone."""
     difference_max: float = 0.0
     """Of one token, where comparable."""
     busy_s: float = 0.0
@@ -55,6 +57,7 @@ class StepStatistics:
             "kl_tokens": float(self.kl_tokens),
             "tokens": float(self.tokens),
             "tokens_masked_stale": float(self.tokens_masked_stale),
+            "tokens_masked_segments": float(self.tokens_masked_segments),
             "staleness_mean": self.staleness / tokens,
             "staleness_max": float(self.staleness_max),
             "samples": float(self.samples),
