@@ -100,7 +100,9 @@ def test_an_alarm_is_raised_once_per_onset() -> None:
     canaries = Canaries(CanaryConfig(max_parity_gap=0.01, min_ess=0.5))
     good = {"kl_engine_trainer": 0.001, "parity_gap_max": 0.1, "kl_tokens": 10.0, "ess": 0.9, "tokens": 10.0}
     bad = good | {"kl_engine_trainer": 0.02}
-    assert [len(canaries.look(metrics)) for metrics in (good, bad, bad, good, bad)] == [0, 1, 0, 0, 1]
+    nothing = good | {"kl_engine_trainer": 0.0, "kl_tokens": 0.0}
+    steps = (good, bad, nothing, bad, good, bad)
+    assert [len(canaries.look(metrics)) for metrics in steps] == [0, 1, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(("ess", "raised"), [(0.6, False), (0.1, True)])

@@ -357,6 +357,11 @@ def test_a_critic_learns_what_episodes_earn_and_replaces_the_group_mean(make_mod
     assert run(other, lone, 1)[0].metrics["value_loss"] == run(learner, lone, 1)[0].metrics["value_loss"]
 
 
+def test_a_step_without_tokens_leaves_the_critic_alone(make_model: MakeModel) -> None:
+    learner = learner_for(make_model(), TrainerConfig.model_validate({"critic": {}}))
+    assert learner.step().metrics["value_loss"] == 0.0
+
+
 def test_the_rewarded_token_of_a_bandit_becomes_likely(make_model: MakeModel) -> None:
     """Sampling from the model itself, an arm that pays is found among four and pulled ever more often."""
     model, arms, prompt = make_model(), [20, 21, 22, 23], [5, 6, 7]

@@ -47,6 +47,15 @@ def test_the_served_weights_are_those_of_the_trained_policy(make_model: MakeMode
         torch.testing.assert_close(plain(input_ids=ids).logits, adapted(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_a_snapshot_is_the_adapted_policy(make_model: MakeModel, samples: list[Sample]) -> None:
+    objective = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 2, "kl_coef": 0.1}
+    config = TrainerConfig.model_validate({"lora": {"rank": 4}, "objective": objective})
+    trained = Learner(make_model(), config, max_staleness=10)
+    train(trained, samples, 2)
+    (proximal,) = [copy for role, copy in trained.state_dict()["criterion"].items() if role == "proximal"]
+    assert all(torch.allclose(proximal[name], weight) for name, weight in trained.named_weights().items())
+
+
 def test_only_adapters_have_gradients(make_model: MakeModel, samples: list[Sample]) -> None:
     model = make_model()
     trained = learner(model)

@@ -87,7 +87,7 @@ GRADIENTS: dict[str, Callable[[Sequence[Token], Token], float]] = {
     "ppo": ppo,
     "pois": lambda tokens, token: -token.advantage,
     "reinforce": lambda tokens, token: -token.advantage,
-    "decoupled": decoupled,
+    "decoupled": lambda tokens, token: decoupled(tokens, token, interpolated(token)),
     "tis": lambda tokens, token: -min(token.rho, 2.0) * token.advantage,
     "sequence_tis": lambda tokens, token: -min(product(tokens, token), 2.0) * token.advantage,
     "sequence_mis": lambda tokens, token: (
@@ -156,9 +156,9 @@ def test_the_gradient_is_the_formulas(name: str, tokens: list[Token]) -> None:
 
 
 @given(tokens=sampled())
-def test_the_interpolated_proximal_policy_is_one_version_behind(tokens: list[Token]) -> None:
-    config = ObjectiveConfig(name="decoupled", proximal="interpolated")
-    expected = [decoupled(tokens, token, interpolated(token)) for token in tokens]
+def test_the_current_policy_as_the_proximal_one_weighs_and_never_clips(tokens: list[Token]) -> None:
+    config = ObjectiveConfig(name="decoupled", proximal="current")
+    expected = [decoupled(tokens, token) for token in tokens]
     assert gradient(tokens, config)[0] == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 

@@ -28,6 +28,7 @@ UNCORRECTED: tuple[ObjectiveName, ...] = ("reinforce", "pois")
 """Those that never look at the policy that sampled."""
 
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "decoupled": {"proximal": "interpolated"},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "normalize": "sequence"},
     "geometric_mask": {"mask_low": 0.99, "mask_high": 1.01},
 }
@@ -95,8 +96,9 @@ class ObjectiveConfig(Section):
     """`m2po`: largest mean of squared log-ratios."""
     proximal: Literal["current", "interpolated", "snapshot"] = "current"
     """`decoupled`, `icepop`: the policy the clip is centred on. `current`: the one being trained, as it was at the
-    beginning of the step. `interpolated`: one version behind, estimated (A-3PO). `snapshot`: a copy that is renewed
-    every `proximal_every` steps and computed anew, at the cost of a forward pass."""
+    beginning of the step: with one update per batch nothing is ever clipped then, only weighed. `interpolated`
+    (`decoupled`): one version behind, estimated (A-3PO). `snapshot`: a copy that is renewed every `proximal_every`
+    steps and computed anew, at the cost of a forward pass."""
     proximal_every: int = Field(4, ge=1)
     """Optimizer steps."""
     normalize: Literal["token", "sequence", "constant"] = "token"

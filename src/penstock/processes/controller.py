@@ -33,6 +33,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
 from penstock.supervisor.child import Child
+from penstock.supervisor.run_directory import publishable
 from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
 
 LEARNT_GROUPS = 20_000
@@ -111,7 +112,7 @@ class Controller:
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
-    trackers = open_trackers(config.observe.trackers, child.run_dir, config.model_dump(mode="json"))
+    trackers = open_trackers(config.observe.trackers, child.run_dir, publishable(config))
     recorder = Recorder(child.run_dir, trackers)
     controller = Controller(config, child.nonce, recorder)
     bus = Bus(str(child.runtime_dir), controller.handle)

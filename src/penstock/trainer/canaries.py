@@ -17,13 +17,15 @@ class Canaries:
 
     def look(self, metrics: Mapping[str, float]) -> list[str]:
         """Alarms that begin with this step."""
-        self._alarms.update("log-probability parity", self._parity(metrics))
-        self._alarms.update("effective sample size", self._sample_size(metrics))
+        if metrics["kl_tokens"]:  # a step that compared nothing neither raises nor clears
+            self._alarms.update("log-probability parity", self._parity(metrics))
+        if metrics["tokens"]:
+            self._alarms.update("effective sample size", self._sample_size(metrics))
         return self._alarms.take()
 
     def _parity(self, metrics: Mapping[str, float]) -> str | None:
         gap, bound, tokens = metrics["kl_engine_trainer"], self._config.max_parity_gap, metrics["kl_tokens"]
-        if not tokens or gap <= bound:
+        if gap <= bound:
             return None
         return (
             f"engine and trainer differ by {gap:.3g} nats per token (largest {metrics['parity_gap_max']:.3g}, "
@@ -33,7 +35,7 @@ class Canaries:
 
     def _sample_size(self, metrics: Mapping[str, float]) -> str | None:
         size, bound = metrics["ess"], self._config.min_ess
-        if not metrics["tokens"] or size >= bound:
+        if size >= bound:
             return None
         return (
             f"the importance weights leave {size:.0%} of the step's tokens (threshold {bound:.0%}): data are too far "

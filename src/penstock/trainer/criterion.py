@@ -100,6 +100,7 @@ class Criterion:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to saved copies. One that was not saved, the objective being another then, stays what it is."""
+        self._parity.forget()
         for role, snapshot in {"proximal": self._proximal, "reference": self._reference}.items():
             if snapshot is not None and role in state:
                 snapshot.load_state_dict(state[role])

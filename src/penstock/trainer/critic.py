@@ -58,8 +58,10 @@ class Critic:
             self._tokens += len(value)
 
     def step(self, max_grad_norm: float) -> dict[str, float]:
-        """One optimizer step; a gradient that is not finite leaves everything as it was."""
-        tokens, loss = max(self._tokens, 1), self._loss
+        """One optimizer step; without a token, or with a gradient that is not finite, everything stays as it was."""
+        if not self._tokens:
+            return {"value_loss": 0.0, "value_grad_norm": 0.0}
+        tokens, loss = self._tokens, self._loss
         self._loss, self._tokens = 0.0, 0
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, float(tokens))

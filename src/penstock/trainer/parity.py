@@ -25,6 +25,10 @@ class Parity:
         """The version whose samples are comparable while `policy_version` is trained."""
         return policy_version if self.copy is None else self._copied
 
+    def forget(self) -> None:
+        """The policy has gone back to a saved state: a copy of what came after belongs to nobody's version."""
+        self.copy, self._num_quiet = None, 0
+
     def stepped(self, policy_version: int, *, num_compared: int) -> None:
         """A step that compared so many tokens has made the policy `policy_version`."""
         self._num_quiet = 0 if num_compared else self._num_quiet + 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.trainer.forward import token_logprobs
+from penstock.trainer.lora import merged_weights
 from penstock.trainer.packing import MicroBatch
 
 
@@ -25,8 +26,8 @@ class Snapshot:
             return token_logprobs(self._model, micro, temperature=temperature)[0]
 
     def renew(self, model: PreTrainedModel) -> None:
-        """Become what `model` is now."""
-        self.load_state_dict(dict(model.named_parameters()))
+        """Become what `model` is now, adapters merged."""
+        self.load_state_dict(merged_weights(model))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights by name."""
