@@ -28,7 +28,8 @@ from penstock.trainer.losses.parts import (
 
 
 class Tokens(NamedTuple):
-    """What an objective sees of N sampled tokens. Whole samples: all their tokens in the loss are here."""
+    """What an objective sees of N sampled tokens. All tokens of a sample that are in the loss are here, and only those:
+    what is masked (too old, or of an earlier segment) takes no part in a sequence's ratio or length either."""
 
     logprobs: Tensor  # [N], log pi, with gradient
     behaviour: Tensor  # [N], log mu
