@@ -7,6 +7,8 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tiny_policy import make_engine, make_handle, serve
 
 from penstock.deadline import Stalled
@@ -84,6 +86,22 @@ async def test_a_server_that_does_not_answer_is_a_stall() -> None:
         client = RolloutClient(url, timeout_s=0.05)
         with pytest.raises(Stalled, match=f"rollout client waited 0.05 s for POST /generate, held by {url}"):
             await client.generate([5], [GRANT], Sampling(), [1])
+        await client.close()
+
+
+async def test_tokens_without_log_probabilities_are_refused_at_the_first_reply() -> None:
+    meta = {"id": "a", "finish_reason": {"type": "length", "length": 2}, "prompt_tokens": 1, "completion_tokens": 2}
+    meta |= {"weight_version": "0", "weight_versions": [{"version": "0", "start": 0, "end": 2}], "e2e_latency": 0.0}
+
+    async def generate(_: web.Request) -> web.Response:
+        return web.json_response({"text": "", "output_ids": [5, 6], "meta_info": meta})
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    async with TestServer(app) as server:
+        client = RolloutClient(str(server.make_url("/")))
+        with pytest.raises(RolloutError, match="the server must honour return_logprob"):
+            await client.generate([5], [GRANT], Sampling(), [0])
         await client.close()
 
 

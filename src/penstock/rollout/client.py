@@ -106,7 +106,15 @@ class RolloutClient:
             replies = await self._session.call("POST", self.url, "/generate", body, list[wire.GenerateReply])
         if len(replies) != len(grants):
             raise RolloutError(self.url, f"{len(replies)} samples came back instead of {len(grants)}", 200)
-        return [_segment(reply) for reply in replies]
+        segments = [_segment(reply) for reply in replies]
+        if any(len(segment.logprobs) != len(segment.token_ids) for segment in segments):
+            raise RolloutError(
+                self.url,
+                "tokens came back without their log-probabilities, and nothing else can say how likely the policy that "
+                "sampled them found them: the server must honour return_logprob",
+                200,
+            )
+        return segments
 
     async def ready(self) -> wire.Ready:
         """Who answers and what it serves; RolloutError with status 503 before the first weights."""
