@@ -14,6 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from penstock.cli import preflight
 from penstock.cli.main import app
 from penstock.observe import jsonl
 from penstock.supervisor.procfs import identify
@@ -167,4 +168,21 @@ def test_what_is_missing_is_said_before_anything_starts(
 ) -> None:
     result = penstock("train", config, *overrides)
     assert result.exit_code == 1 and message in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "package", "remedy"),
+    [
+        ("trainer.lora.rank=8", "peft", "trainer.lora needs the package peft: pip install 'penstock[lora]'"),
+        ("observe.trackers=[wandb]", "wandb", "pip install 'penstock[wandb]'"),
+    ],
+)
+def test_a_missing_package_is_named_before_anything_starts(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, package: str, remedy: str
+) -> None:
+    installed = preflight.find_spec
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == package else installed(name))
+    result = penstock("train", config, override)
+    assert result.exit_code == 1 and remedy in " ".join(result.stderr.split())
     assert not (tmp_path / "runs").exists()

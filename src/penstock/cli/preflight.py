@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.config import Config
@@ -20,6 +21,7 @@ def check(config: Config) -> None:
     if config.model.path != "tiny":
         check_model(Path(config.model.path))
     locate(config.env.name)
+    check_packages(config)
     for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
         if config.data.source == "jsonl" and path is not None and not Path(path).is_file():
             raise Refused(f"{key}: there is no file {path}")
@@ -31,6 +33,16 @@ def check(config: Config) -> None:
     if config.rollout.port:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
+
+
+def check_packages(config: Config) -> None:
+    """Whether the extras that the configuration asks for are installed."""
+    needed = [("trainer.lora", "peft", "lora")] if config.trainer.lora is not None else []
+    packages = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+    needed += [("observe.trackers", packages[tracker], tracker) for tracker in config.observe.trackers]
+    for key, package, extra in needed:
+        if find_spec(package) is None:
+            raise Refused(f"{key} needs the package {package}: pip install 'penstock[{extra}]'")
 
 
 def check_predictor(config: Config) -> None:
