@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from tiny_policy import make_engine, make_handle, serve
+from tiny_policy import make_engine, make_handle, print_of, serve, weights
 
 from penstock.deadline import Stalled
 from penstock.rollout.client import RolloutClient, RolloutError, Servers
@@ -56,9 +56,17 @@ async def test_another_fingerprint_under_a_served_version_is_noticed(url: str) -
     await client.commit_weights(make_handle(1, path="1"))
     with pytest.raises(RolloutError, match="not newer than 1"):
         await client.begin_weights(make_handle(1, path="2"))
-    with pytest.raises(RolloutError, match="print-1, not 1 with print-2"):
+    with pytest.raises(RolloutError, match=f"{print_of('1')}, not 1 with {print_of('2')}"):
         await client.commit_weights(make_handle(1, path="2"))
     await client.close()
+
+
+async def test_a_server_that_holds_other_weights_than_announced_is_noticed(runner: EngineRunner) -> None:
+    async with serve(runner, receive=lambda handle: weights(3)) as url:
+        servers = Servers([url])
+        with pytest.raises(RolloutError, match=f"{url}.*{print_of('3')}, not 1 with {print_of('1')}"):
+            await servers.update_weights(make_handle(1))
+        await servers.close()
 
 
 async def test_requests_go_to_the_server_with_the_least_load(runner: EngineRunner, other: EngineRunner) -> None:

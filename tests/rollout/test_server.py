@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tiny_policy import make_engine, make_request, run, serve, until
+from tiny_policy import make_engine, make_request, print_of, run, serve, until
 
 from penstock.rollout.runner import EngineRunner
 from penstock.types import NO_VERSION
@@ -187,11 +187,11 @@ async def test_without_weights_nothing_is_served_until_a_commit() -> None:
 
 
 def weights_handle(policy_version: int, path: str = "1") -> dict[str, Any]:
-    return {"policy_version": policy_version, "path": path, "num_bytes": 1, "fingerprint": f"print-{path}"}
+    return {"policy_version": policy_version, "path": path, "num_bytes": 1, "fingerprint": print_of(path)}
 
 
 async def test_weights_are_a_transaction_that_may_be_repeated(http: Http) -> None:
-    staged = {"state": "staged", "policy_version": 2, "fingerprint": "print-1"}
+    staged = {"state": "staged", "policy_version": 2, "fingerprint": print_of("1")}
     committed = {**staged, "state": "committed"}
     for _ in range(2):
         assert await http.post("/weights/begin", weights_handle(2)) == (200, staged)

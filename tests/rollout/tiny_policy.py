@@ -18,7 +18,9 @@ from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
+from penstock.rollout.update import Receive
 from penstock.types import Segment, WeightsHandle
+from penstock.weights.shared_memory import fingerprint
 
 VOCAB_SIZE = 64
 MAX_CONTEXT = 96
@@ -110,8 +112,13 @@ def receive_seed(handle: WeightsHandle) -> Mapping[str, torch.Tensor]:
     return weights(int(handle.path))
 
 
+def print_of(path: str) -> str:
+    """The fingerprint a publisher would give the weights that `receive_seed` finds there."""
+    return fingerprint(weights(int(path))) if path.isdigit() else "none"
+
+
 def make_handle(policy_version: int, *, path: str = "1") -> WeightsHandle:
-    return WeightsHandle(policy_version=policy_version, path=path, num_bytes=1, fingerprint=f"print-{path}")
+    return WeightsHandle(policy_version=policy_version, path=path, num_bytes=1, fingerprint=print_of(path))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -123,13 +130,18 @@ async def until(condition: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def serve(
-    runner: EngineRunner, *, api_key: str | None = None, tokenizer: Tokenizer | None = None
+    runner: EngineRunner,
+    *,
+    receive: Receive = receive_seed,
+    api_key: str | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> AsyncIterator[str]:
     """The URL of a server around `runner`."""
     app = create_app(
         runner,
         identity=Identity(run_id="run", nonce="abc"),
-        receive=receive_seed,
+        receive=receive,
+        fingerprint=fingerprint,
         tokenizer=tokenizer,
         api_key=api_key,
     )

@@ -22,7 +22,7 @@ from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
 from penstock.supervisor.child import Child
 from penstock.types import WeightsHandle
-from penstock.weights.shared_memory import layout, receive
+from penstock.weights.shared_memory import fingerprint, layout, receive
 
 
 async def serve(child: Child) -> None:
@@ -44,6 +44,7 @@ async def serve(child: Child) -> None:
         runner,
         identity=Identity(run_id=child.run_id, nonce=child.nonce),
         receive=load,
+        fingerprint=fingerprint,
         tokenizer=ChatTokenizer.load(directory),
         api_key=config.rollout.api_key,
     )

@@ -25,7 +25,7 @@ from penstock.deadline import Stalled, deadline
 from penstock.rollout import wire
 from penstock.rollout.convert import Tokenizer, read_request, write_replies
 from penstock.rollout.runner import EngineDead, EngineRunner, GenerationFailed
-from penstock.rollout.update import Conflict, Receive, WeightsUpdate
+from penstock.rollout.update import Conflict, Fingerprint, Receive, WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -71,12 +71,14 @@ def create_app(
     *,
     identity: Identity,
     receive: Receive,
+    fingerprint: Fingerprint,
     tokenizer: Tokenizer | None = None,
     api_key: str | None = None,
 ) -> FastAPI:
-    """The application around a started `runner`. `receive` maps and verifies published weights, in a thread."""
+    """The application around a started `runner`. `receive` maps and verifies published weights, `fingerprint`
+    tells what an engine holds; both run in a thread."""
     app = FastAPI(openapi_url=None)
-    server = RolloutServer(runner, identity, WeightsUpdate(runner, receive), tokenizer)
+    server = RolloutServer(runner, identity, WeightsUpdate(runner, receive, fingerprint), tokenizer)
     for path, methods, endpoint in server.routes():
         app.router.add_route(path, endpoint, methods)
     for kind in EXPECTED:

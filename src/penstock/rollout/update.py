@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ LOAD_TIMEOUT_S = 60.0
 """For the engine to end its step and copy."""
 
 Receive = Callable[[WeightsHandle], Mapping[str, torch.Tensor]]
+Fingerprint = Callable[[Mapping[str, torch.Tensor]], str]
 
 
 class Conflict(ValueError):
@@ -29,9 +31,11 @@ class Conflict(ValueError):
 class WeightsUpdate:
     """The state of the one transaction a server may have open. A later `begin` replaces an earlier one."""
 
-    def __init__(self, runner: EngineRunner, receive: Receive) -> None:
+    def __init__(self, runner: EngineRunner, receive: Receive, fingerprint: Fingerprint) -> None:
+        """`fingerprint`: of named weights, as publishers compute it."""
         self._runner = runner
         self._receive = receive
+        self._fingerprint = fingerprint
         self._lock = asyncio.Lock()
         self._staged: tuple[WeightsHandle, Mapping[str, torch.Tensor]] | None = None
         self._served: WeightsHandle | None = None
@@ -58,7 +62,8 @@ class WeightsUpdate:
             raise ValueError(f"cannot read the weights: {error}") from error
 
     async def commit(self, policy_version: int) -> WeightsHandle:
-        """Serve the staged weights from the next decode step on. Returns the handle of what is served."""
+        """Serve the staged weights from the next decode step on. Returns the handle of what is served, with the
+        fingerprint of what the engine really holds."""
         async with self._lock:
             if self._served is not None and self._served.policy_version == policy_version:
                 return self._served
@@ -69,8 +74,9 @@ class WeightsUpdate:
             if self._runner.policy_version != policy_version:  # else an earlier commit ran out of time, but took effect
                 async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a weights update", holder="the engine"):
                     await self._runner.load_weights(tensors, policy_version)
-            self._served, self._staged = handle, None
-            return handle
+            found = await asyncio.to_thread(self._fingerprint, self._runner.engine.parameters())
+            self._served, self._staged = replace(handle, fingerprint=found), None
+            return self._served
 
     async def abort(self) -> None:
         """Forget what is staged; the served weights stay."""
