@@ -35,7 +35,7 @@ def make_policy() -> PreTrainedModel:
     """The built-in tiny policy; the same weights every time."""
     with TemporaryDirectory() as directory:
         write_tiny_model(Path(directory), TinyModelConfig(), MAX_CONTEXT)
-        return load_policy(Path(directory), dtype="float32", device="cpu", weights=False, seed=0)
+        return load_policy(Path(directory), weights=False, seed=0)
 
 
 def make_batch(median_tokens: float, sigma: float) -> Batch:

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import matplotlib
 import torch
 from report import Figures, publish
-from transformers import PreTrainedModel
 
 from penstock.config import Config, load_config
 from penstock.data.sources import TaskStream, open_source
@@ -85,15 +84,14 @@ class Stage:
         self._config, self._seed, self._lag = config, seed, lag
         self._make = environment_maker(config.env)
         self._chat = ChatTokenizer.load(policy)
-        load = {"dtype": "float32", "device": "cpu", "weights": True}
         self.learner = Learner(
-            load_policy(policy, **load),  # type: ignore[arg-type]
+            load_policy(policy, weights=True),
             config.trainer,
             max_staleness=lag,
             max_tokens=SegmentPolicy.from_config(config).max_episode_tokens,
             whole_step=config.trainer.groups_per_step * config.env.group_size,
         )
-        served: PreTrainedModel = load_policy(policy, **load)  # type: ignore[arg-type]
+        served = load_policy(policy, weights=True)
         self._engine = SlotEngine(served, num_slots=256, max_context=config.model.max_context, policy_version=0)
         self._past: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=lag + 1)
 
@@ -199,7 +197,7 @@ def warm_policy(runs: Path) -> Path:
         return directory
     config = load_config(EXAMPLE)
     write_tiny_model(directory, config.model.tiny, config.model.max_context)
-    model = load_policy(directory, dtype="float32", device="cpu", weights=False, seed=0)
+    model = load_policy(directory, weights=False, seed=0)
     tasks, _ = streams(config, seed=1)
     examples = demonstrations(
         tasks, make=environment_maker(config.env), chat=ChatTokenizer.load(directory), seed=config.seed

@@ -189,7 +189,7 @@ class Bench:
         if (directory / "model.safetensors").exists():
             return directory
         write_tiny_model(directory, TinyModelConfig(), self._workload.max_context)
-        model = load_policy(directory, dtype="float32", device="cpu", weights=False, seed=0)
+        model = load_policy(directory, weights=False, seed=0)
         lessons = self._runs / "lessons.jsonl"
         write_tasks(lessons, workload=self._workload.name, count=60_000, seed=2)
         examples = demonstrations(
@@ -202,7 +202,7 @@ class Bench:
     def _held_out(self, model: Path) -> float:
         """Mean score of sampled answers to held-out questions."""
         chat = ChatTokenizer.load(self._policy)
-        policy = load_policy(model, dtype="float32", device="cpu", weights=True)
+        policy = load_policy(model, weights=True)
         engine = SlotEngine(policy, num_slots=256, max_context=self._workload.max_context, policy_version=0)
         source = JsonLinesSource(self._tasks("held_out"), tag=EVAL_TAG)
         answers: dict[str, str] = {}

@@ -5,7 +5,7 @@ import torch
 
 from penstock.config.schema import TinyModelConfig
 from penstock.model.files import ModelError, copy_companions, has_weights
-from penstock.model.load import load_policy, resolve_device
+from penstock.model.load import CPU, load_policy, resolve_device, resolve_dtype
 from penstock.model.tiny import write_tiny_model
 
 
@@ -16,7 +16,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def random_policy(model_dir: Path, seed: int) -> torch.Tensor:
-    model = load_policy(model_dir, dtype="float32", device="cpu", weights=False, seed=seed)
+    model = load_policy(model_dir, weights=False, seed=seed)
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -28,29 +28,34 @@ def test_random_weights_follow_the_seed_and_leave_the_callers_state_alone(model_
 
 
 def test_saved_weights_come_back(model_dir: Path, tmp_path: Path) -> None:
-    model = load_policy(model_dir, dtype="float32", device="cpu", weights=False, seed=3)
+    model = load_policy(model_dir, weights=False, seed=3)
     assert not has_weights(model_dir)
     saved = tmp_path / "saved"
     model.save_pretrained(saved)
     copy_companions(model_dir, saved)
     assert has_weights(saved)
-    again = load_policy(saved, dtype="float32", device="cpu", weights=True)
+    again = load_policy(saved, weights=True)
     assert not again.training
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 def test_missing_weights_directories_and_names_are_one_clear_error(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no weights"):
-        load_policy(model_dir, dtype="float32", device="cpu", weights=True)
+        load_policy(model_dir, weights=True)
     with pytest.raises(ModelError, match="nowhere does not exist"):
-        load_policy(tmp_path / "nowhere", dtype="float32", device="cpu", weights=True)
+        load_policy(tmp_path / "nowhere", weights=True)
     with pytest.raises(ModelError, match="unknown dtype 'float31'"):
-        load_policy(model_dir, dtype="float31", device="cpu", weights=False)
+        resolve_dtype("float31", CPU)
     with pytest.raises(ModelError, match="unknown device 'abacus'"):
         resolve_device("abacus")
+
+
+def test_accelerators_compute_in_bfloat16_unless_told_otherwise() -> None:
+    found = [resolve_dtype(name, torch.device(kind)) for name in ("auto", "float32") for kind in ("cuda", "cpu")]
+    assert found == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
 
 
 def test_an_unknown_architecture_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ModelError, match="cannot be loaded"):
-        load_policy(tmp_path, dtype="float32", device="cpu", weights=False)
+        load_policy(tmp_path, weights=False)

@@ -27,7 +27,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_model(model_dir: Path) -> Callable[[], PreTrainedModel]:
-    return lambda: load_policy(model_dir, dtype="float32", device="cpu", weights=False, seed=0)
+    return lambda: load_policy(model_dir, weights=False, seed=0)
 
 
 @pytest.fixture

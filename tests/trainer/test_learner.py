@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -21,7 +22,7 @@ LOOSE = TrainerConfig(max_grad_norm=1e9)
 METRICS = {
     *("loss", "grad_norm", "clip_fraction", "ratio_mean", "kl_engine_trainer", "kl_tokens", "entropy", "tokens"),
     *("tokens_masked_stale", "staleness_mean", "staleness_max", "samples", "learning_rate", "skipped", "busy_s"),
-    *("ess", "kl_reference", "mastered_fraction", "parity_gap_max", "tokens_masked_segments"),
+    *("ess", "sample_ess", "kl_reference", "mastered_fraction", "parity_gap_max", "tokens_masked_segments"),
 }
 
 
@@ -129,8 +130,32 @@ def test_the_learning_rate_follows_the_steps_size_and_the_data_s_worth(
     tree = {"learning_rate": 1e-3, "scale_learning_rate": ["samples", "ess"]}
     learner = learner_for(make_model(), TrainerConfig.model_validate(tree), whole_step=80)
     metrics = run(learner, samples, 1)[0].metrics
-    assert 0 < metrics["ess"] < 1
-    assert metrics["learning_rate"] == pytest.approx(1e-3 * (20 / 80) ** 0.5 * metrics["ess"] ** 0.5)
+    assert 0 < metrics["sample_ess"] < 1
+    assert metrics["learning_rate"] == pytest.approx(1e-3 * (20 / 80) ** 0.5 * metrics["sample_ess"] ** 0.5)
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce"])
+def test_effective_sizes_are_those_of_ratios_whatever_the_objective_makes_of_them(
+    make_model: MakeModel, name: str
+) -> None:
+    """Two answers of one token and one of two, sampled at half, once and twice what the policy gives them."""
+    model, factors = make_model(), {7: 0.5, 8: 1.0, 9: 2.0}
+    made = []
+    for response in ([7], [8], [9, 9]):
+        sample = make_sample(0, prompt=[5, 6], response=response, reward=float(len(made)))
+        with torch.no_grad():
+            log_pi = torch.log_softmax(
+                model(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0], -1
+            )
+        for place in np.flatnonzero(sample.loss_mask):
+            token = int(sample.token_ids[place])
+            sample.logprobs[place] = float(log_pi[place - 1, token]) - math.log(factors[token])
+        made.append(sample)
+    learner = learner_for(model, TrainerConfig.model_validate({"objective": {"name": name}}))
+    accumulate(learner, made)
+    metrics = learner.step().metrics
+    assert metrics["ess"] == pytest.approx(5.5**2 / (4 * (0.25 + 1 + 4 + 4)), rel=1e-4)
+    assert metrics["sample_ess"] == pytest.approx(3.5**2 / (3 * (0.25 + 1 + 4)), rel=1e-4), "a product of 4 counts 2"
 
 
 def test_recomputed_activations_change_nothing_but_memory(make_model: MakeModel, samples: list[Sample]) -> None:
@@ -146,7 +171,7 @@ def test_recomputed_activations_change_nothing_but_memory(make_model: MakeModel,
 def test_bfloat16_compute_keeps_weights_and_gradients_in_float32(make_model: MakeModel, samples: list[Sample]) -> None:
     plain, rounded = make_model(), make_model()
     accumulate(learner_for(plain), samples)
-    accumulate(learner_for(rounded, TrainerConfig(max_grad_norm=1e9, compute_dtype="bfloat16")), samples)
+    accumulate(learner_for(rounded, compute_dtype=torch.bfloat16), samples)
     exact, found = gradients(plain), gradients(rounded)
     assert found.dtype == torch.float32 and not torch.equal(exact, found)
     assert torch.nn.functional.cosine_similarity(exact, found, dim=0) > 0.98
@@ -203,7 +228,7 @@ def test_stale_tokens_are_counted_and_leave_no_trace(make_model: MakeModel) -> N
     metrics = learner.step().metrics
     assert metrics["staleness_max"] == 2
     assert metrics["staleness_mean"] == pytest.approx((1 + 0 + 1 + 0 + 2) / 5)
-    assert metrics["kl_tokens"] == 0, "every sample has a token of an older version"
+    assert metrics["kl_tokens"] == 0, "every sample begins with a token of an older version"
 
     mask = stale.loss_mask.copy()
     mask[2:4] = 0  # masking is exactly not training: the tokens stay context
@@ -214,12 +239,12 @@ def test_stale_tokens_are_counted_and_leave_no_trace(make_model: MakeModel) -> N
     torch.testing.assert_close(found, gradients(other))
 
 
-def test_only_samples_of_the_trained_version_alone_compare_engine_and_trainer(make_model: MakeModel) -> None:
+def test_what_the_trained_version_began_compares_engine_and_trainer(make_model: MakeModel) -> None:
     mixed = make_sample(0, prompt=[5, 6], response=[7, 8], reward=0.0, versions=[4, 5])
-    own = make_sample(0, prompt=[5, 6], response=[7, 8, 9], reward=1.0, versions=[5, 5, 5])
+    own = make_sample(0, prompt=[5, 6], response=[7, 8, 9], reward=1.0, versions=[5, 5, 6])
     learner = learner_for(make_model(), policy_version=5)
-    accumulate(learner, [mixed, own])
-    assert learner.step().metrics["kl_tokens"] == 3
+    accumulate(learner, [mixed, own, mixed])
+    assert learner.step().metrics["kl_tokens"] == 2
 
 
 def test_nothing_but_stale_tokens_changes_nothing(make_model: MakeModel, samples: list[Sample]) -> None:

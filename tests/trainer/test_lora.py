@@ -83,3 +83,9 @@ def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(
 def test_layers_that_do_not_exist_are_refused(make_model: MakeModel) -> None:
     with pytest.raises(ConfigError, match=r"trainer.lora.targets \['q_prj'\]"):
         learner(make_model(), targets=["q_prj"])
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_layers_that_share_their_weights_are_refused(make_model: MakeModel, target: str) -> None:
+    with pytest.raises(ConfigError, match=f"{target} shares its weights with another layer"):
+        learner(make_model(), targets=[target])

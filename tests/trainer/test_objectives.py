@@ -148,11 +148,18 @@ def test_the_gradient_is_the_formulas(name: str, tokens: list[Token]) -> None:
         return
     found, loss = gradient(tokens, ObjectiveConfig.model_validate({"name": name}))
     assert found == pytest.approx([GRADIENTS[name](tokens, token) for token in tokens], rel=1e-6, abs=1e-9)
-    assert not any(tensor.requires_grad for tensor in (loss.ratio, loss.clipped, loss.weight))
-    assert loss.ratio.tolist() == pytest.approx([token.rho for token in tokens])
+    assert not loss.clipped.requires_grad
     without = [token.advantage != 0 and slope == 0 for token, slope in zip(tokens, found, strict=True)]
     clipped = [bool(flag) and token.advantage != 0 for token, flag in zip(tokens, loss.clipped, strict=True)]
     assert clipped == without, "what lost its gradient is counted as clipped"
+
+
+@pytest.mark.parametrize(("ratio", "slope"), [(2.0, 2.0), (4.0, 0.0)])
+def test_a_dual_clip_ends_what_a_bad_token_can_do(ratio: float, slope: float) -> None:
+    tokens = [Token(math.log(ratio) - 1.0, -1.0, -1.0, 0, 1)]
+    found, loss = gradient(tokens, ObjectiveConfig(name="ppo", dual_clip=3.0))
+    assert found == pytest.approx([slope])
+    assert loss.clipped.tolist() == [slope == 0]
 
 
 @given(tokens=sampled())

@@ -35,6 +35,21 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
 """Where an objective's own source differs from the common defaults."""
 
 
+_CLIPPED: tuple[ObjectiveName, ...] = ("ppo", "decoupled", "geometric_mask", "gspo", "icepop")
+
+READ_BY: dict[str, tuple[ObjectiveName, ...]] = {
+    "clip_low": (*_CLIPPED, "cispo"),
+    "clip_high": (*_CLIPPED, "cispo"),
+    "dual_clip": _CLIPPED,
+    "weight_cap": ("tis", "sequence_tis", "sequence_mis", "decoupled"),
+    "mask_low": ("icepop", "geometric_mask"),
+    "mask_high": ("icepop", "geometric_mask"),
+    "second_moment": ("m2po",),
+    "proximal": ("decoupled", "icepop"),
+}
+"""Settings that mean nothing to the other objectives."""
+
+
 class MasteredConfig(Section):
     """Leaves out what the policy already does: tokens it is sure of, in samples better than their group, while the
     sample's mean entropy is low (UloRL's DMMPT, arXiv 2507.19766, section 3.3: keeps entropy from collapsing)."""
@@ -86,7 +101,7 @@ class ObjectiveConfig(Section):
     clip_high: float = Field(0.28, gt=0)
     """Clip of a ratio to [1 - clip_low, 1 + clip_high] (DAPO's clip-higher). `gspo`: 3e-4 and 4e-4."""
     dual_clip: float | None = Field(None, gt=1)
-    """`ppo`, `decoupled`: where A < 0 the loss is at most this times -A."""
+    """Where A < 0 the loss is at most this times -A."""
     weight_cap: float = Field(2.0, gt=0)
     """`tis`, `sequence_tis`, `sequence_mis`, `decoupled`: largest importance weight."""
     mask_low: float = Field(0.5, ge=0)
@@ -118,6 +133,11 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ObjectiveConfig:
+        for setting, readers in READ_BY.items():
+            if self.name not in readers and getattr(self, setting) != type(self).model_fields[setting].default:
+                raise ValueError(f"{self.name} does not read {setting}; {', '.join(readers)} do")
+        if self.name == "icepop" and self.proximal == "interpolated":
+            raise ValueError("icepop has no interpolated proximal policy: choose current or snapshot")
         if self.mask_low >= self.mask_high:
             raise ValueError(f"mask_low ({self.mask_low:g}) must be below mask_high ({self.mask_high:g})")
         return self

@@ -45,7 +45,9 @@ class ModelConfig(Section):
 
     path: str = "tiny"
     """`tiny`, or a directory with a Hugging Face causal language model and its tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What servers hold and compute in, and the learner's forward and backward passes; its weights and optimizer are
+    float32. `auto`: bfloat16 on an accelerator, float32 on the CPU."""
     device: str = "auto"
     """`auto` takes an accelerator where there is one, else the CPU."""
     max_context: int = Field(512, ge=8)
@@ -135,8 +137,8 @@ class TrainerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     scale_learning_rate: list[Literal["samples", "ess"]] = Field(default_factory=list)
     """`samples`: times the square root of the step's samples over those of `groups_per_step` whole groups. `ess`: times
-    the square root of the effective sample size, so that data far from the policy move it less (VCPO, arXiv
-    2602.17616)."""
+    the square root of the samples' effective size under their importance weights, so that data far from the policy
+    move it less (VCPO, arXiv 2602.17616)."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -149,8 +151,6 @@ class TrainerConfig(Section):
     """Divide group advantages by the group's standard deviation (GRPO)."""
     tokens_per_microbatch: int = Field(8192, ge=1)
     """Padded tokens per forward pass."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """`bfloat16`: forward and backward in it (autocast), weights and optimizer in `model.dtype`."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time; prompts are not shared then."""
     torch_threads: int = Field(1, ge=1)
@@ -225,6 +225,11 @@ class Config(Section):
         if self.env.group_size == 1 and self.scheduler.filter_equal_rewards:
             raise ValueError(
                 "env.group_size 1 leaves every group with equal rewards and nothing to train on: use at least 2"
+            )
+        if self.trainer.critic is not None and self.scheduler.filter_equal_rewards:
+            raise ValueError(
+                "trainer.critic learns from groups of equal rewards too, which scheduler.filter_equal_rewards drops: "
+                "set it to false"
             )
         restricted = self.env.top_p < 1 or self.env.top_k > 0
         if restricted and self.trainer.objective.name not in UNCORRECTED:

@@ -9,23 +9,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.model.files import ModelError, has_weights, read_json
 
+CPU = torch.device("cpu")
 
-def load_policy(model_dir: Path, *, dtype: str, device: str, weights: bool, seed: int | None = None) -> PreTrainedModel:
+
+def load_policy(
+    model_dir: Path,
+    *,
+    weights: bool,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    seed: int | None = None,
+) -> PreTrainedModel:
     """The model in eval mode on `device`. Without `weights`: random ones, the same for the same `seed`.
 
     Eval mode also while training: dropout would make the trainer disagree with the engine that sampled.
     """
     read_json(model_dir, "config.json")
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise ModelError(f"unknown dtype {dtype!r}")
     if weights and not has_weights(model_dir):
         raise ModelError(f"model directory {model_dir} has no weights (*.safetensors)")
     try:
-        model = _from_disk(model_dir, torch_dtype) if weights else _random(model_dir, torch_dtype, seed)
+        model = _from_disk(model_dir, dtype) if weights else _random(model_dir, dtype, seed)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model directory {model_dir} cannot be loaded: {error}") from error
-    return model.to(resolve_device(device)).eval()
+    return model.to(device).eval()
 
 
 def resolve_device(name: str) -> torch.device:
@@ -37,6 +43,16 @@ def resolve_device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise ModelError(f"unknown device {name!r}: {error}") from None
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` takes bfloat16 on an accelerator, float32 on the CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelError(f"unknown dtype {name!r}")
+    return dtype
 
 
 def _from_disk(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -13,7 +13,7 @@ import uvicorn
 from penstock.config import Config, load_config
 from penstock.control.messages import AnyMessage
 from penstock.model.chat import ChatTokenizer
-from penstock.model.load import load_policy
+from penstock.model.load import load_policy, resolve_device, resolve_dtype
 from penstock.processes.cores import num_threads
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
@@ -31,7 +31,9 @@ async def serve(child: Child) -> None:
     torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=config.rollout.servers))
     listener = listen(child, config)
     directory = model_dir(config, child.run_dir)
-    model = load_policy(directory, dtype=config.model.dtype, device=config.model.device, weights=False)
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, device)
+    model = load_policy(directory, dtype=dtype, device=device, weights=False)
     engine = SlotEngine(model, num_slots=config.rollout.slots, max_context=config.model.max_context)
     expected = layout(engine.parameters())
 

@@ -33,7 +33,7 @@ from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import environment_maker
 from penstock.groups.local import LocalGroup
 from penstock.model.chat import ChatTokenizer
-from penstock.model.load import load_policy
+from penstock.model.load import load_policy, resolve_device, resolve_dtype
 from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
@@ -57,13 +57,9 @@ class TrainerProcess:
         self._config, self._name, self._run_dir = config, child.name, child.run_dir
         self._model_dir = model_dir(config, child.run_dir)
         self._thread = ThreadPoolExecutor(max_workers=1, initializer=self._set_threads)
-        self._model = load_policy(
-            self._model_dir,
-            dtype=config.model.dtype,
-            device=config.model.device,
-            weights=config.model.path != "tiny",
-            seed=config.seed,
-        )
+        device = resolve_device(config.model.device)
+        self._dtype = resolve_dtype(config.model.dtype, device)
+        self._model = load_policy(self._model_dir, device=device, weights=config.model.path != "tiny", seed=config.seed)
         self._reader = PayloadReader(child.run_dir / "pool")
         self._publisher = WeightsPublisher(child.runtime_dir / "weights")
         self._spans: deque[BusySpan] = deque()  # the worker thread appends, the event loop takes
@@ -84,6 +80,7 @@ class TrainerProcess:
             temperature=self._config.env.temperature,
             max_tokens=SegmentPolicy.from_config(self._config).max_episode_tokens,
             whole_step=self._config.trainer.groups_per_step * self._config.env.group_size,
+            compute_dtype=self._dtype,
             measure_noise=self._config.scheduler.trigger.feedback.signal == "noise_scale",
         )
 
@@ -106,8 +103,8 @@ class TrainerProcess:
                 return self._step()
             case Publish():
                 with self._span("publish"):
-                    learner = self._learner
-                    return Published(handle=self._publisher.publish(learner.named_weights(), learner.policy_version))
+                    served = {name: tensor.to(self._dtype) for name, tensor in self._learner.named_weights().items()}
+                    return Published(handle=self._publisher.publish(served, self._learner.policy_version))
             case SaveCheckpoint(directory=directory, state=state):
                 with self._span("checkpoint"):
                     target = Path(directory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +10,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
-from penstock.trainer.forward import token_logprobs
+from penstock.trainer.forward import Autocast, token_logprobs
 from penstock.trainer.losses.divergence import absolute_difference, kl_k3
 from penstock.trainer.losses.mastered import mastered
 from penstock.trainer.losses.normalise import denominator, shares
 from penstock.trainer.losses.objective import Tokens, policy_loss
+from penstock.trainer.losses.parts import ratio, sequence_ratio
 from penstock.trainer.packing import MicroBatch
 from penstock.trainer.parity import Parity
 from penstock.trainer.snapshot import Snapshot
+
+SAMPLE_WEIGHT_CAP = 2.0
+"""Products of ratios are heavy-tailed; truncated where verl truncates sequence weights."""
 
 
 class Criterion:
@@ -30,15 +33,15 @@ class Criterion:
         model: PreTrainedModel,
         config: TrainerConfig,
         *,
+        autocast: Autocast,
         temperature: float,
         max_tokens: int,
         max_staleness: int,
     ) -> None:
-        """`max_tokens`: of the longest answer allowed. `max_staleness`: versions between sampling and training."""
+        """`autocast`: what forward passes run in. `max_tokens`: of the longest answer allowed. `max_staleness`:
+        versions between sampling and training."""
         self._model, self._config = model, config.objective
-        self._autocast = partial(
-            torch.autocast, model.device.type, torch.bfloat16, enabled=config.compute_dtype == "bfloat16"
-        )
+        self._autocast = autocast
         self._temperature, self._max_tokens = temperature, max_tokens
         self._proximal = Snapshot(model) if self._config.proximal == "snapshot" else None
         self._reference = Snapshot(model) if self._config.kl_coef else None
@@ -52,7 +55,7 @@ class Criterion:
         advantages: Tensor,  # [N]
         samples: Tensor,  # [N], number of the token's sample
         staleness: Tensor,  # [N], versions
-        comparable: Tensor,  # [N], whether `compared_version` made the whole sample
+        comparable: Tensor,  # [N], whether `compared_version` made the sample so far
     ) -> dict[str, Tensor]:
         """For each of `statistics.SUMS` its values, [N]. `loss` carries the gradient; its sum is to go backward."""
         config = self._config
@@ -60,6 +63,8 @@ class Criterion:
             logprobs, entropy = token_logprobs(self._model, micro, temperature=self._temperature)
         proximal = self._logprobs(self._proximal, micro)
         found = policy_loss(Tokens(logprobs, behaviour, advantages, samples, staleness, proximal), config)
+        rho = ratio(logprobs.detach(), behaviour)
+        whole = sequence_ratio(logprobs.detach(), behaviour, samples).clamp(max=SAMPLE_WEIGHT_CAP)
         known = kl = torch.zeros_like(entropy)
         if config.mastered is not None:
             known = mastered(logprobs, entropy, advantages, samples, config.mastered)
@@ -70,11 +75,12 @@ class Criterion:
         return {
             "loss": loss,
             "clipped": found.clipped,
-            "ratio": found.ratio,
+            "ratio": rho,
+            "ratio_squared": rho**2,
+            "sample_weight": whole * shares(samples, "sequence"),
+            "sample_weight_squared": whole**2 * shares(samples, "sequence"),
             "entropy": entropy,
             "difference": absolute_difference(logprobs if own is None else own, behaviour) * comparable,
-            "weight": found.weight,
-            "weight_squared": found.weight**2,
             "kl": kl,
             "mastered": known,
         }

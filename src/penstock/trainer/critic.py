@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.config import CriticConfig
+from penstock.trainer.forward import Autocast
 from penstock.trainer.packing import MicroBatch, TokenTable, micro_batches
 
 Floats = npt.NDArray[np.float32]
@@ -24,9 +25,9 @@ class Critic:
     Gradients are summed as groups arrive, and divided by the step's tokens when the step is taken, as the policy's are.
     """
 
-    def __init__(self, policy: PreTrainedModel, config: CriticConfig, *, max_tokens: int) -> None:
-        """`max_tokens`: padded tokens per forward pass."""
-        self._config, self._max_tokens = config, max_tokens
+    def __init__(self, policy: PreTrainedModel, config: CriticConfig, *, autocast: Autocast, max_tokens: int) -> None:
+        """`autocast`: what forward passes run in. `max_tokens`: padded tokens per forward pass."""
+        self._config, self._autocast, self._max_tokens = config, autocast, max_tokens
         self._body = copy.deepcopy(policy.base_model)
         self._head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
         torch.nn.init.zeros_(self._head.weight)
@@ -60,16 +61,21 @@ class Critic:
     def step(self, max_grad_norm: float) -> dict[str, float]:
         """One optimizer step; without a token, or with a gradient that is not finite, everything stays as it was."""
         if not self._tokens:
-            return {"value_loss": 0.0, "value_grad_norm": 0.0}
+            return {"value_loss": 0.0, "value_grad_norm": 0.0, "value_skipped": 0.0}
         tokens, loss = self._tokens, self._loss
         self._loss, self._tokens = 0.0, 0
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, float(tokens))
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm, foreach=True)
-        if torch.isfinite(norm):
+        finite = bool(torch.isfinite(norm))
+        if finite:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return {"value_loss": loss / tokens, "value_grad_norm": float(norm) if torch.isfinite(norm) else 0.0}
+        return {
+            "value_loss": loss / tokens,
+            "value_grad_norm": float(norm) if finite else 0.0,
+            "value_skipped": float(not finite),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer."""
@@ -88,6 +94,7 @@ class Critic:
         return micro_batches(table, self._max_tokens, self._head.weight.device, share_prefixes=False)
 
     def _forward(self, micro: MicroBatch) -> Tensor:
-        hidden = self._body(input_ids=micro.inputs, use_cache=False).last_hidden_state
-        value: Tensor = self._head(hidden[micro.rows, micro.columns])[:, 0].float()
+        with self._autocast():
+            hidden = self._body(input_ids=micro.inputs, use_cache=False).last_hidden_state
+        value: Tensor = self._head(hidden[micro.rows, micro.columns].float())[:, 0]
         return value

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from penstock.config import ConfigError
 from penstock.model.attention import FULL, attention_kinds
 from penstock.trainer.losses.likelihood import token_statistics
 from penstock.trainer.packing import MicroBatch
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+"""Makes what a forward pass runs in: `torch.autocast` or nothing."""
 
 
 def token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -33,14 +40,17 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
 def recompute_activations(model: PreTrainedModel) -> None:
     """Trade time for memory: activations are computed again in the backward pass.
 
-    Models do so in training mode only; one with dropout is refused, since it would not be the policy that sampled.
+    Layers do so in training mode only, so that mode is theirs alone: everything within them, dropout above all, stays
+    as it was when the policy sampled. A layer that drops out itself is refused.
     """
-    settings = model.config.get_text_config().to_dict()
-    dropout = {name: value for name, value in settings.items() if "dropout" in name and value}
-    if dropout:
-        raise ValueError(f"trainer.activation_checkpointing: the model has dropout: {dropout}")
     model.activation_checkpointing_enable({"use_reentrant": False})
-    model.train()
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            own = {name: value for name, value in vars(layer).items() if "dropout" in name and value}
+            if own:
+                layer_type = type(layer).__name__
+                raise ConfigError(f"trainer.activation_checkpointing: {layer_type} has a dropout of its own: {own}")
+            layer.training = True
 
 
 def _logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:

@@ -6,10 +6,11 @@ the step is taken, so any partition of the same samples into `accumulate` calls 
 `step` ends the current policy_version, also when a non-finite gradient leaves the weights as they were.
 
 `LearnerState.metrics` (means over the step's trained tokens): loss, grad_norm (before clipping), clip_fraction (tokens
-that a clip or a mask left without a gradient), ratio_mean, ess (of the importance weights), mastered_fraction,
+that a clip or a mask left without a gradient), ratio_mean, ess (effective sample size of the tokens'
+ratios pi / mu, as a share), sample_ess (of the samples' truncated products of them), mastered_fraction,
 kl_reference, entropy (of the full softmax, in nats), kl_engine_trainer (mean |logprob trainer - engine| over the
-`kl_tokens` of samples that one version alone made, the one that computes them here: see `parity.py`; keys and values
-kept over a weight update would show as a difference that is none), parity_gap_max (the largest), staleness_mean,
+`kl_tokens` with which answers begin in the version that computes them here: see `parity.py`; what comes after a weight
+update rests on older keys and values, whose difference is none), parity_gap_max (the largest), staleness_mean,
 staleness_max; and tokens, tokens_masked_stale, tokens_masked_segments, samples, learning_rate, skipped (1 if the
 gradient was not finite), busy_s (model compute since the last step). With `measure_noise`, where it can be measured:
 noise_signal, noise_trace (see `trainer/noise.py`).
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +65,16 @@ class Learner:
         max_staleness: int,
         temperature: float = 1.0,
         policy_version: int = 0,
+        compute_dtype: torch.dtype = torch.float32,
         max_tokens: int = 1,
         whole_step: int = 1,
         measure_noise: bool = False,
         rank: Rank = Rank(0, 1),  # noqa: B008 - an immutable value
     ) -> None:
-        """`temperature` is the sampling temperature: log-probabilities are those of the policy that was sampled.
-        `max_tokens`: of the longest answer allowed. `whole_step`: samples of a full optimizer step. `measure_noise`:
-        the gradient's norm is also taken within a step, for the gradient noise scale."""
+        """`model` has float32 weights; `compute_dtype` is that of forward and backward passes (autocast), best the
+        servers' own. `temperature` is the sampling temperature: log-probabilities are those of the policy that was
+        sampled. `max_tokens`: of the longest answer allowed. `whole_step`: samples of a full optimizer step.
+        `measure_noise`: the gradient's norm is also taken within a step, for the gradient noise scale."""
         if rank.size != 1:
             raise ValueError(f"the learner sums gradients within one rank, not {rank.size}")
         self.model = model
@@ -80,13 +84,19 @@ class Learner:
         self._canaries = Canaries(config.canaries)
         if config.activation_checkpointing:
             recompute_activations(model)
+        autocast = partial(torch.autocast, model.device.type, torch.bfloat16, enabled=compute_dtype == torch.bfloat16)
         self._criterion = Criterion(
-            model, config, temperature=temperature, max_tokens=max_tokens, max_staleness=max_staleness
+            model,
+            config,
+            autocast=autocast,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            max_staleness=max_staleness,
         )
         self._whole_step = whole_step
         self._critic = None
         if config.critic is not None:
-            self._critic = Critic(model, config.critic, max_tokens=config.tokens_per_microbatch)
+            self._critic = Critic(model, config.critic, autocast=autocast, max_tokens=config.tokens_per_microbatch)
         if config.lora is not None:
             attach(model, config.lora)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -116,7 +126,10 @@ class Learner:
         return {name: count + rest[name] for name, count in counted.items()}
 
     def _norm_so_far(self) -> GradientNorm | None:
-        return gradient_norm(self._parameters, samples=self._pending.samples, tokens=self._pending.tokens)
+        return gradient_norm(self._parameters, samples=self._pending.samples, divisor=self._divisor(self._pending))
+
+    def _divisor(self, pending: StepStatistics) -> int:
+        return self._criterion.divisor(tokens=pending.tokens, samples=pending.trained_samples)
 
     def _add(self, batch: Batch) -> dict[str, float]:
         versions = flatten(batch["versions"], np.int64)
@@ -127,7 +140,7 @@ class Learner:
         if self._config.objective.segments == "newest":
             in_loss = fresh & (versions == _newest(batch["versions"]))
         compared = self._criterion.compared_version(self.policy_version)
-        current = sampled & _alike(batch["versions"], sampled & (versions != compared))
+        current = sampled & _leading(batch["versions"], sampled & (versions != compared))
         table = TokenTable.build(batch["token_ids"], in_loss)
         behaviour = flatten(batch["logprobs"], np.float32)
         with self._busy:
@@ -197,7 +210,7 @@ class Learner:
         with self._busy:
             noise_metrics = self._noise()
             pending, self._pending = self._pending, StepStatistics()
-            divisor = self._criterion.divisor(tokens=pending.tokens, samples=pending.trained_samples)
+            divisor = self._divisor(pending)
             metrics = pending.means(divisor)
             learning_rate = self._learning_rate(metrics)
             grad_norm = self._update(divisor, learning_rate) if pending.tokens else 0.0
@@ -251,7 +264,7 @@ class Learner:
         if "samples" in config.scale_learning_rate:
             factor *= math.sqrt(metrics["samples"] / self._whole_step)
         if "ess" in config.scale_learning_rate:
-            factor *= math.sqrt(metrics["ess"])
+            factor *= math.sqrt(metrics["sample_ess"])
         return config.learning_rate * factor * min(1.0, (self._num_steps + 1) / max(config.warmup_steps, 1))
 
     def named_weights(self) -> dict[str, Tensor]:
@@ -301,11 +314,13 @@ class Learner:
         self.load_state_dict({"model": dict(saved.named_parameters()) | progress.pop("adapted"), **progress})
 
 
-def _alike(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """[S] -> [S]: True throughout a sample in which no token is `different`."""
-    sample = np.repeat(np.arange(len(samples)), [np.size(tokens) for tokens in samples])
-    alike: npt.NDArray[np.bool_] = np.bincount(sample, weights=different, minlength=len(samples)) == 0
-    return alike[sample]
+def _leading(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """[S] -> [S]: True from each sample's beginning up to its first `different` token."""
+    widths = np.asarray([np.size(tokens) for tokens in samples], dtype=np.int64)
+    count = np.concatenate(([0], np.cumsum(different)))
+    before = count[np.cumsum(widths) - widths]
+    leading: npt.NDArray[np.bool_] = count[1:] == np.repeat(before, widths)
+    return leading
 
 
 def _newest(samples: Sequence[npt.ArrayLike]) -> npt.NDArray[np.int64]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -23,9 +25,24 @@ def attach(model: PreTrainedModel, config: LoraConfig) -> None:
     adapters = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     model.requires_grad_(False)
     try:
-        inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
+        with warnings.catch_warnings():  # of shared weights, which are refused below
+            warnings.simplefilter("ignore", UserWarning)
+            inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"trainer.lora.targets {config.targets}: {error}") from None
+    if (name := _shared(model)) is not None:
+        raise ConfigError(f"trainer.lora.targets {config.targets}: {name} shares its weights with another layer")
+
+
+def _shared(model: PreTrainedModel) -> str | None:
+    """An adapted layer that cannot be merged, its weights being somebody else's too."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    owners = Counter(id(parameter) for _, parameter in named)
+    for name, parameter in named:
+        if ".base_layer." in name and owners[id(parameter)] > 1:
+            layer: str = name.partition(".base_layer.")[0]
+            return layer
+    return None
 
 
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -38,17 +38,18 @@ def noise(small: GradientNorm, large: GradientNorm) -> dict[str, float]:
     return {"noise_signal": signal, "noise_trace": trace}
 
 
-def gradient_norm(parameters: Iterable[Tensor], *, samples: int, tokens: int) -> GradientNorm | None:
-    """Of the gradients accumulated so far, sums over `tokens`; None without any, or if they are not finite."""
+def gradient_norm(parameters: Iterable[Tensor], *, samples: int, divisor: int) -> GradientNorm | None:
+    """Of the gradients accumulated so far, sums that the step divides by `divisor`; None without any,
+    or if they are not finite."""
     norms = [
         # the squares of bfloat16 are too coarse
         torch.linalg.vector_norm(parameter.grad, dtype=torch.promote_types(parameter.grad.dtype, torch.float32))
         for parameter in parameters
         if parameter.grad is not None
     ]
-    if not norms or not tokens:
+    if not norms:
         return None
-    squared = float(torch.stack(norms).double().square().sum()) / tokens**2
+    squared = float(torch.stack(norms).double().square().sum()) / divisor**2
     return GradientNorm(samples=samples, squared=squared) if np.isfinite(squared) else None
 
 

@@ -32,7 +32,7 @@ class Parity:
     def stepped(self, policy_version: int, *, num_compared: int) -> None:
         """A step that compared so many tokens has made the policy `policy_version`."""
         self._num_quiet = 0 if num_compared else self._num_quiet + 1
-        if num_compared or policy_version - self._copied > self._max_staleness:
-            self.copy = None
+        if self.copy is not None and (num_compared or policy_version - self._copied > self._max_staleness):
+            self.copy, self._num_quiet = None, 0
         if self.copy is None and self._every is not None and self._num_quiet >= self._every:
             self.copy, self._copied = Snapshot(self._model), policy_version

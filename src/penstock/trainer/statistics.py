@@ -7,8 +7,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-SUMS = ("loss", "clipped", "ratio", "entropy", "difference", "weight", "weight_squared", "kl", "mastered")
-"""The loss with each token's share; |logprob difference| to the engine where comparable; the rest plain."""
+SUMS = (
+    "loss",
+    "clipped",
+    "ratio",
+    "ratio_squared",
+    "sample_weight",
+    "sample_weight_squared",
+    "entropy",
+    "difference",
+    "kl",
+    "mastered",
+)
+"""The loss with each token's share; a sample's weight spread over its tokens; |logprob difference| to the engine where
+comparable; the rest plain."""
 
 
 @dataclass(slots=True)
@@ -43,12 +55,12 @@ class StepStatistics:
         """Metrics by name; zero where nothing was counted. `denominator` is the loss's."""
         tokens = max(self.tokens, 1)
         total = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        spread = tokens * total["weight_squared"]
         return {
             "loss": total["loss"] / denominator,
             "clip_fraction": total["clipped"] / tokens,
             "ratio_mean": total["ratio"] / tokens,
-            "ess": total["weight"] ** 2 / spread if spread else 0.0,
+            "ess": _effective_size(total["ratio"], total["ratio_squared"], tokens),
+            "sample_ess": _effective_size(total["sample_weight"], total["sample_weight_squared"], self.trained_samples),
             "entropy": total["entropy"] / tokens,
             "kl_reference": total["kl"] / tokens,
             "mastered_fraction": total["mastered"] / tokens,
@@ -62,3 +74,8 @@ class StepStatistics:
             "staleness_max": float(self.staleness_max),
             "samples": float(self.samples),
         }
+
+
+def _effective_size(total: float, squared: float, count: int) -> float:
+    """(sum w)^2 / (count sum w^2): 1 if all weights are equal, 1 / count if one is all; 0 of nothing."""
+    return total**2 / (count * squared) if squared else 0.0

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ENTROPY_ELEMENTS = 2**26
+"""At a time: over a large vocabulary its intermediates would weigh as much as the logits."""
+
 
 def token_statistics(
     logits: Tensor,  # [num_tokens, vocab]
@@ -18,6 +21,10 @@ def token_statistics(
     """
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     log_pi = torch.log_softmax(scaled, dim=-1)
-    with torch.no_grad():
-        entropy = -(log_pi.exp() * log_pi).nan_to_num(nan=0.0).sum(dim=-1)  # 0 * log 0 = 0 for masked-out logits
+    rows = max(ENTROPY_ELEMENTS // logits.shape[-1], 1)
+    entropy = torch.cat([_entropy(part) for part in torch.split(log_pi.detach(), rows)])
     return log_pi.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _entropy(log_pi: Tensor) -> Tensor:
+    return -(log_pi.exp() * log_pi).nan_to_num(nan=0.0).sum(dim=-1)  # 0 * log 0 = 0 for masked-out logits

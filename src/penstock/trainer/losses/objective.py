@@ -20,7 +20,7 @@ from penstock.trainer.losses.parts import (
     pessimistic,
     ratio,
     sequence_mean,
-    sequence_sum,
+    sequence_ratio,
     smallest_until,
     unit_ratio,
     within,
@@ -43,12 +43,8 @@ class PolicyLoss(NamedTuple):
     """All [N]; only `loss` carries a gradient."""
 
     loss: Tensor
-    ratio: Tensor
-    """pi / mu."""
     clipped: Tensor
     """1 where a clip or a mask removed the token's gradient."""
-    weight: Tensor
-    """What multiplies A grad log pi, but for the clip."""
 
 
 Objective = Callable[[Tokens, ObjectiveConfig], PolicyLoss]
@@ -60,9 +56,8 @@ def ppo(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     PPO's clip (arXiv 1707.06347) with DAPO's two bounds (arXiv 2503.14476), as GRPO has it (arXiv 2402.03300). Of
     answers in segments this is segment-aware importance sampling: UloRL (arXiv 2507.19766), eq. 8; CoPRIS (2511.05589).
     """
-    rho = ratio(tokens.logprobs, tokens.behaviour)
-    surrogate, clipped = pessimistic(rho, tokens.advantages, config.clip_low, config.clip_high)
-    return _result(-bounded_below(surrogate, tokens.advantages, config.dual_clip), tokens, clipped, rho)
+    surrogate, clipped = _surrogate(ratio(tokens.logprobs, tokens.behaviour), tokens, config)
+    return PolicyLoss(-surrogate, clipped)
 
 
 def pois(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
@@ -72,7 +67,7 @@ def pois(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     Off-policy by whatever the versions differ; chosen, never inherited.
     """
     r = unit_ratio(tokens.logprobs)
-    return _result(-r * tokens.advantages, tokens, torch.zeros_like(r), r)
+    return PolicyLoss(-r * tokens.advantages, torch.zeros_like(tokens.advantages))
 
 
 def reinforce(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
@@ -90,8 +85,8 @@ def decoupled(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     prox = _proximal(tokens, config)
     weight = ratio(prox, tokens.behaviour).clamp(max=config.weight_cap)
     u = ratio(tokens.logprobs, prox)
-    surrogate, clipped = pessimistic(u, tokens.advantages, config.clip_low, config.clip_high)
-    return _result(-weight * bounded_below(surrogate, tokens.advantages, config.dual_clip), tokens, clipped, weight * u)
+    surrogate, clipped = _surrogate(u, tokens, config)
+    return PolicyLoss(-weight * surrogate, clipped)
 
 
 def tis(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
@@ -106,13 +101,13 @@ def sequence_tis(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
 
     Short-biased by construction: a ratio of 1.1 per token is 2.6 after 10 tokens and 13 780 after 100.
     """
-    product = _product(tokens)
+    product = sequence_ratio(tokens.logprobs.detach(), tokens.behaviour, tokens.samples)
     return _score(product.clamp(max=config.weight_cap), tokens, torch.zeros_like(product))
 
 
 def sequence_mis(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     """-sg(w) A log pi, w = prod rho where that is at most `cap`, else 0: the sample is left out (verl's `seq-MIS`)."""
-    product = _product(tokens)
+    product = sequence_ratio(tokens.logprobs.detach(), tokens.behaviour, tokens.samples)
     dropped = (product > config.weight_cap).to(product.dtype)
     return _score(product * (1 - dropped), tokens, dropped)
 
@@ -143,8 +138,8 @@ def gspo(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     """
     log_rho = (tokens.logprobs - tokens.behaviour).detach()
     s = sequence_mean(log_rho, tokens.samples).clamp(max=20.0).exp() * unit_ratio(tokens.logprobs)
-    surrogate, clipped = pessimistic(s, tokens.advantages, config.clip_low, config.clip_high)
-    return _result(-surrogate, tokens, clipped, s)
+    surrogate, clipped = _surrogate(s, tokens, config)
+    return PolicyLoss(-surrogate, clipped)
 
 
 def topr(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
@@ -153,7 +148,7 @@ def topr(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     TOPR (arXiv 2503.14286), eq. 7: what is good is imitated whoever made it, what is bad counts only while the policy
     might still do it.
     """
-    tapered = _product(tokens).clamp(max=1.0)
+    tapered = sequence_ratio(tokens.logprobs.detach(), tokens.behaviour, tokens.samples).clamp(max=1.0)
     weight = torch.where(tokens.advantages > 0, torch.ones_like(tapered), tapered)
     return _score(weight, tokens, torch.zeros_like(weight))
 
@@ -167,8 +162,8 @@ def icepop(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     k = ratio(prox, tokens.behaviour)
     keep = within(k, config.mask_low, config.mask_high)
     u = ratio(tokens.logprobs, prox)
-    surrogate, clipped = pessimistic(u, tokens.advantages, config.clip_low, config.clip_high)
-    return _result(-k * keep * surrogate, tokens, torch.maximum(clipped, 1 - keep), k * keep * u)
+    surrogate, clipped = _surrogate(u, tokens, config)
+    return PolicyLoss(-k * keep * surrogate, torch.maximum(clipped, 1 - keep))
 
 
 def m2po(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
@@ -181,7 +176,7 @@ def m2po(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     rho = ratio(tokens.logprobs, tokens.behaviour)
     log_rho = (tokens.logprobs - tokens.behaviour).detach()
     keep = smallest_until(log_rho**2, tokens.samples, log_rho * tokens.advantages > 0, config.second_moment)
-    return _result(-rho * tokens.advantages * keep, tokens, 1 - keep, rho)
+    return PolicyLoss(-rho * tokens.advantages * keep, 1 - keep)
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -221,16 +216,13 @@ def _proximal(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
     return tokens.behaviour + alpha * (pi - tokens.behaviour)
 
 
-def _product(tokens: Tokens) -> Tensor:
-    """prod rho over the sample, [N], without gradient."""
-    return ratio(sequence_sum((tokens.logprobs - tokens.behaviour).detach(), tokens.samples), torch.zeros(()))
+def _surrogate(u: Tensor, tokens: Tokens, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+    """Of the ratio u, clipped as configured, and 1 where a clip removed the gradient; both [N]."""
+    surrogate, clipped = pessimistic(u, tokens.advantages, config.clip_low, config.clip_high)
+    surrogate, floored = bounded_below(surrogate, tokens.advantages, config.dual_clip)
+    return surrogate, torch.maximum(clipped, floored)
 
 
 def _score(weight: Tensor, tokens: Tokens, clipped: Tensor) -> PolicyLoss:
     """-w A log pi, the weight being a constant."""
-    return _result(-weight * tokens.advantages * tokens.logprobs, tokens, clipped, weight)
-
-
-def _result(loss: Tensor, tokens: Tokens, clipped: Tensor, weight: Tensor) -> PolicyLoss:
-    rho = ratio(tokens.logprobs.detach(), tokens.behaviour)
-    return PolicyLoss(loss, rho, clipped, weight.detach())
+    return PolicyLoss(-weight * tokens.advantages * tokens.logprobs, clipped)

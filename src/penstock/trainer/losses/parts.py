@@ -33,6 +33,12 @@ def sequence_mean(values: Tensor, samples: Tensor) -> Tensor:
     return sequence_sum(values, samples) / sequence_sum(torch.ones_like(values), samples)
 
 
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, samples: Tensor) -> Tensor:
+    """[N]: for every token the product of its sample's ratios."""
+    log_product = sequence_sum(logprobs - old_logprobs, samples)
+    return ratio(log_product, torch.zeros_like(log_product))
+
+
 def pessimistic(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """PPO's min(rho A, clip(rho, 1 - low, 1 + high) A), and 1 where that removed the token's gradient; both [N].
 
@@ -42,14 +48,16 @@ def pessimistic(ratio: Tensor, advantages: Tensor, low: float, high: float) -> t
     return torch.minimum(free, bounded), (bounded < free).detach().to(ratio.dtype)
 
 
-def bounded_below(surrogate: Tensor, advantages: Tensor, floor: float | None) -> Tensor:
-    """Dual clip: where A < 0 the surrogate is at least floor * A, so that one absurd ratio cannot dominate.
+def bounded_below(surrogate: Tensor, advantages: Tensor, floor: float | None) -> tuple[Tensor, Tensor]:
+    """Dual clip: where A < 0 the surrogate is at least floor * A, so that one absurd ratio cannot dominate; and 1 where
+    that removed the token's gradient; both [N].
 
     Ye et al., arXiv 1912.09729, eq. 5.
     """
     if floor is None:
-        return surrogate
-    return torch.where(advantages < 0, torch.maximum(surrogate, floor * advantages), surrogate)
+        return surrogate, torch.zeros_like(advantages)
+    below = (advantages < 0) & (surrogate < floor * advantages)
+    return torch.where(below, floor * advantages, surrogate), below.to(advantages.dtype)
 
 
 def within(values: Tensor, low: float, high: float) -> Tensor:
