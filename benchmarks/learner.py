@@ -1,8 +1,10 @@
-"""The learner against a plain hand-written PyTorch step over the same samples, packed the same way.
+"""The learner against a plain hand-written PyTorch step over the same packed batch.
 
-The plain step does what must be done and nothing else: forward, log-probabilities of the trained tokens, PPO's clipped
-loss, backward, clip, AdamW. Both take turns on copies of one policy, one torch thread; a ratio is the median over the
-rounds, time is the CPU time of the process. Two batches: answers of much the same length, and long-tailed ones.
+The plain step does what must be done and nothing else: the same forward pass over the same micro-batches, prompts
+shared by a group processed once as the learner does, log-probabilities of the trained tokens, PPO's clipped loss,
+backward, clip, AdamW. `sharing_gain` is what sharing prompts gives the plain step itself. All take turns on copies of
+one policy, one torch thread; a ratio is the median over the rounds, time is the CPU time of the process. Two batches:
+answers of much the same length, and long-tailed ones.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from penstock.config import TinyModelConfig, TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.model.load import load_policy
 from penstock.model.tiny import write_tiny_model
+from penstock.trainer.forward import token_logits
 from penstock.trainer.learner import Learner
 from penstock.trainer.packing import TokenTable, flatten, micro_batches
 from penstock.trainer.prepare import prepare
@@ -62,14 +65,15 @@ def make_batch(median_tokens: float, sigma: float) -> Batch:
     return prepare(samples, normalize=True)[0]
 
 
-def plain_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch, config: TrainerConfig) -> None:
-    """By hand."""
+def plain_step(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch, config: TrainerConfig, *, share: bool
+) -> None:
+    """By hand; `share`: each group's prompt once."""
     table = TokenTable.build(batch["token_ids"], flatten(batch["loss_mask"], np.bool_))
     old, advantages = torch.from_numpy(flatten(batch["logprobs"], np.float32)), torch.from_numpy(batch["advantages"])
     device = torch.device("cpu")
-    for micro in micro_batches(table, config.tokens_per_microbatch, device, share_prefixes=False):
-        logits = model(input_ids=micro.inputs, use_cache=False).logits[micro.rows, micro.columns]
-        logprobs = torch.log_softmax(logits, dim=-1).gather(1, micro.chosen[:, None])[:, 0]
+    for micro in micro_batches(table, config.tokens_per_microbatch, device, share_prefixes=share):
+        logprobs = torch.log_softmax(token_logits(model, micro), dim=-1).gather(1, micro.chosen[:, None])[:, 0]
         ratio, advantage = (logprobs - old[micro.tokens]).exp(), advantages[micro.samples]
         loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
         loss.sum().backward()  # type: ignore[no-untyped-call]
@@ -87,8 +91,8 @@ def cpu_s(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def compare(batch: Batch, rounds: int) -> tuple[float, float]:
-    """(our trained tokens per second over the plain step's, and ours), medians over the rounds."""
+def compare(batch: Batch, rounds: int) -> dict[str, float]:
+    """Medians over the rounds."""
     config = TrainerConfig(learning_rate=1e-6)
     learner = Learner(make_policy(), config, max_staleness=1_000_000)
     model = make_policy()
@@ -101,31 +105,30 @@ def compare(batch: Batch, rounds: int) -> tuple[float, float]:
     tokens = int(sum(mask.sum() for mask in batch["loss_mask"]))
     times = []
     for number in range(rounds + 1):
-        pair = cpu_s(ours), cpu_s(lambda: plain_step(model, optimizer, batch, config))
+        found = (
+            cpu_s(ours),
+            cpu_s(lambda: plain_step(model, optimizer, batch, config, share=True)),
+            cpu_s(lambda: plain_step(model, optimizer, batch, config, share=False)),
+        )
         if number:  # the first round warms up
-            times.append(pair)
-    return median(theirs / mine for mine, theirs in times), tokens / median(mine for mine, _ in times)
+            times.append(found)
+    return {
+        "learner_vs_plain_step": median(plain / mine for mine, plain, _ in times),
+        "sharing_gain": median(apart / plain for _, plain, apart in times),
+        "trained_tokens_per_s": tokens / median(mine for mine, *_ in times),
+    }
 
 
 def main() -> None:
     options = arguments(__doc__ or "")
     torch.set_num_threads(1)
     rounds = 3 if options.quick else ROUNDS
-    figures = {}
+    figures: dict[str, float] = {}
     for name, (median_tokens, sigma) in {"uniform": (48.0, 0.1), "longtail": (24.0, 0.9)}.items():
-        ratio, tokens_per_s = compare(make_batch(median_tokens, sigma), rounds)
-        figures[f"{name}_learner_vs_plain_step"] = ratio
-        figures[f"{name}_trained_tokens_per_s"] = tokens_per_s
-    publish(
-        "learner",
-        {
-            "learner_vs_plain_step": min(
-                figures["uniform_learner_vs_plain_step"], figures["longtail_learner_vs_plain_step"]
-            )
-        }
-        | figures,
-        options.json,
-    )
+        found = compare(make_batch(median_tokens, sigma), rounds)
+        figures |= {f"{name}_{figure}": value for figure, value in found.items()}
+    worst = min(figures["uniform_learner_vs_plain_step"], figures["longtail_learner_vs_plain_step"])
+    publish("learner", {"learner_vs_plain_step": worst} | figures, options.json)
 
 
 if __name__ == "__main__":

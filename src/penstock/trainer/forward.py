@@ -23,7 +23,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 def token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies) of the micro-batch's trained tokens, both [N] in float32."""
-    logits = _logits(model, micro)
+    logits = token_logits(model, micro)
     return token_statistics(logits, micro.chosen, temperature=temperature)
 
 
@@ -53,7 +53,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
             layer.training = True
 
 
-def _logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
+def token_logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """Logits that predict the trained tokens, [N, vocab].
 
     Models that offer `logits_to_keep` project only the columns where some row is trained: with a large vocabulary the
