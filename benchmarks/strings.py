@@ -14,6 +14,7 @@ from typing import Any
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WORD = 6
 MEDIAN, SIGMA, CAP = 16, 0.9, 150
+SHORTEST = 8
 
 
 def score(answer: str, expected: str) -> float:
@@ -24,14 +25,17 @@ def score(answer: str, expected: str) -> float:
     return right / max(len(answer), len(expected), 1)
 
 
-def write_tasks(file: Path, *, workload: str, count: int, seed: int) -> None:
-    """One JSON object per line: `question` and `answer`."""
+def write_tasks(file: Path, *, workload: str, count: int, seed: int, growing: bool = False) -> None:
+    """One JSON object per line: `question` and `answer`. `growing`: cut to a length that rises from `SHORTEST` to the
+    longest, as lessons should be."""
     draw = random.Random(f"{workload}/{seed}")
     with file.open("w") as lines:
-        for _ in range(count):
+        for index in range(count):
             length = WORD
             if workload == "longtail":
                 length = min(max(round(MEDIAN * draw.lognormvariate(0.0, SIGMA)), 1), CAP)
+            if growing:
+                length = min(length, round(SHORTEST + (CAP - SHORTEST) * index / count))
             text = "".join(draw.choices(LETTERS, k=length))
             answer = text if workload == "longtail" else text[::-1]
             lines.write(json.dumps({"question": text, "answer": answer}) + "\n")

@@ -20,11 +20,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """When every optimizer step ended, and the mean reward it trained on."""
+    """When every optimizer step ended, and of what it trained on the mean reward and length in tokens."""
 
     def __init__(self) -> None:
         self.ended_at: list[float] = []
         self.rewards: list[float] = []
+        self.lengths: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ended_at.append(time.time())
@@ -35,10 +36,13 @@ def main() -> None:
     torch.set_num_threads(spec["threads"])
     clock = Clock()
 
-    def reward(prompts: list[Any], completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    def reward(
+        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
         scores = [score(text, expected) for text, expected in zip(texts, answer, strict=True)]
         clock.rewards.append(sum(scores) / len(scores))
+        clock.lengths.append(sum(map(len, completion_ids)) / len(completion_ids))
         return scores
 
     tasks = [json.loads(line) for line in Path(spec["tasks"]).read_text().splitlines()]
@@ -87,7 +91,12 @@ def main() -> None:
     started_at = time.time()
     trainer.train()
     trainer.model.save_pretrained(spec["out"])
-    found = {"started_at": started_at, "ended_at": clock.ended_at, "rewards": clock.rewards}
+    found = {
+        "started_at": started_at,
+        "ended_at": clock.ended_at,
+        "rewards": clock.rewards,
+        "lengths": clock.lengths,
+    }
     Path(sys.argv[1]).with_suffix(".found.json").write_text(json.dumps(found))
 
 

@@ -1,9 +1,11 @@
 """Penstock against TRL's GRPOTrainer on this machine: two cores, one tiny model, the same task.
 
 Both start from the same warm-started model and tokenizer and share prompts, scoring rule, group size, samples per step,
-learning rate, clip and sampling; samples without an advantage count for both. TRL runs in an environment of its own
-with both cores to itself, at the fastest of a few micro-batch sizes. Runs alternate, one seed of each at a time. Rates
-leave out the first steps; held-out rewards are sampled by one and the same engine.
+learning rate with its warm-up, clip and sampling; samples without an advantage count for both. TRL runs in an
+environment of its own with both cores to itself, at the fastest of a few micro-batch sizes. Runs alternate, one seed of
+each at a time. Rates leave out the first steps; held-out rewards are sampled by one and the same engine. TRL samples
+and trains in turn, on data of its own weights; ours overlaps, on data up to `staleness_mean` versions old, of which
+`masked_share` is too old to train.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 import yaml
-from lab import decisions, lines, train_run
+from lab import SKIPPED_STEPS, decisions, lines, masked_share, mean_length, samples_per_s, train_run
 from report import Figures, publish
 from strings import CAP, Say, score, write_tasks
 
@@ -42,8 +44,10 @@ HERE = Path(__file__).parent
 TRL = "trl==1.16.0"
 SEEDS = (0, 1, 2)
 GROUP_SIZE, GROUPS = 8, 32
+WARM_START_BATCH = 128
 MICRO_BATCHES = (32, 64, 128, 256)
-SKIPPED = 3
+LEAST_REWARD = 0.1
+"""Of the policy both begin with: with less there is nothing to amplify, and answers end nowhere."""
 SMOOTH = 5
 """Steps a reward is averaged over before it counts as reached."""
 TABLE = "Penstock and TRL"
@@ -58,17 +62,27 @@ class Workload:
     max_context: int
     warm_start_steps: int
     learning_rate: float
+    warmup_steps: int
     steps: int
 
 
 WORKLOADS = (
-    Workload(name="short", max_new_tokens=8, max_context=64, warm_start_steps=80, learning_rate=5e-4, steps=200),
+    Workload(
+        name="short",
+        max_new_tokens=8,
+        max_context=64,
+        warm_start_steps=80,
+        learning_rate=5e-4,
+        warmup_steps=20,
+        steps=200,
+    ),
     Workload(
         name="longtail",
         max_new_tokens=CAP + 2,
         max_context=2 * CAP + 40,
-        warm_start_steps=300,
-        learning_rate=3e-4,
+        warm_start_steps=700,
+        learning_rate=5e-4,
+        warmup_steps=20,
         steps=60,
     ),
 )
@@ -78,24 +92,24 @@ WORKLOADS = (
 class Found:
     """What one run did."""
 
-    times: Sequence[float]
-    """Seconds from the beginning to the end of every step."""
-    rewards: Sequence[float]
-    """Mean over the samples of every step."""
+    rewards: Sequence[tuple[float, float]]
+    """(seconds from the beginning to the end of a step, mean over the samples since the step before)."""
+    samples_per_s: float
+    """Trained, after the first steps."""
+    response_tokens: float
+    """Mean of an answer."""
     held_out: float
-
-    @property
-    def samples_per_s(self) -> float:
-        """After the first steps."""
-        seconds = self.times[-1] - self.times[SKIPPED - 1]
-        return GROUPS * GROUP_SIZE * (len(self.times) - SKIPPED) / seconds
+    staleness_mean: float = 0.0
+    masked_share: float = 0.0
 
     def smoothed(self) -> list[float]:
-        return [fmean(self.rewards[max(end - SMOOTH, 0) : end]) for end in range(1, len(self.rewards) + 1)]
+        rewards = [reward for _, reward in self.rewards]
+        return [fmean(rewards[max(end - SMOOTH, 0) : end]) for end in range(1, len(rewards) + 1)]
 
     def time_to(self, reward: float) -> float | None:
         """Seconds until the smoothed reward is there."""
-        return next((t for t, r in zip(self.times, self.smoothed(), strict=False) if r >= reward), None)
+        pairs = zip(self.rewards, self.smoothed(), strict=True)
+        return next((time for (time, _), smoothed in pairs if smoothed >= reward), None)
 
 
 class Bench:
@@ -108,6 +122,9 @@ class Bench:
         for name, count, seed in (("train", 40_000, 0), ("held_out", 256, 1)):
             write_tasks(self._tasks(name), workload=workload.name, count=count, seed=seed)
         self._policy = self._warm_policy()
+        if (reward := self._held_out(self._policy)) < LEAST_REWARD:
+            sys.exit(f"{workload.name}: the policy to begin with has reward {reward:.3f}, less than {LEAST_REWARD}")
+        print(f"{workload.name}: the policy to begin with has reward {reward:.3f}", file=sys.stderr, flush=True)
 
     def ours(self, seed: int) -> Found:
         config = self._runs / "ours.yaml"
@@ -116,16 +133,25 @@ class Bench:
         metrics = lines(run_dir / "metrics.jsonl")
         began = decisions(run_dir, "dispatch")[0]["time"]
         return Found(
-            times=[line["time"] - began for line in metrics],
-            rewards=[line["reward"] or 0.0 for line in metrics],
+            rewards=[(line["time"] - began, line["reward"]) for line in metrics if line["reward"] is not None],
+            samples_per_s=samples_per_s(run_dir),
+            response_tokens=mean_length(run_dir),
             held_out=self._held_out(run_dir / "checkpoints" / f"step_{self._steps}"),
+            staleness_mean=fmean(line["staleness_mean"] for line in metrics),
+            masked_share=masked_share(run_dir),
         )
 
     def theirs(self, seed: int, micro_batch: int) -> Found:
         out = self._runs / f"trl-{seed}"
         found = self._trl(out, seed=seed, micro_batch=micro_batch, steps=self._steps)
         times = [ended - found["started_at"] for ended in found["ended_at"]]
-        return Found(times=times, rewards=found["rewards"][: len(times)], held_out=self._held_out(out))
+        timed = times[SKIPPED_STEPS - 1 :]
+        return Found(
+            rewards=list(zip(times, found["rewards"], strict=False)),
+            samples_per_s=GROUPS * GROUP_SIZE * (len(timed) - 1) / (timed[-1] - timed[0]),
+            response_tokens=fmean(found["lengths"]),
+            held_out=self._held_out(out),
+        )
 
     def best_micro_batch(self, candidates: Sequence[int]) -> int:
         """At which TRL takes the least time per step."""
@@ -138,8 +164,8 @@ class Bench:
 
     def _trl(self, out: Path, *, seed: int, micro_batch: int, steps: int) -> dict[str, Any]:
         spec, found = out.with_suffix(".json"), out.with_suffix(".found.json")
-        if not found.exists():
-            values = {
+        asked = json.dumps(
+            {
                 "model": str(self._policy),
                 "tasks": str(self._tasks("train")),
                 "out": str(out),
@@ -151,8 +177,12 @@ class Bench:
                 "groups_per_step": GROUPS,
                 "max_new_tokens": self._workload.max_new_tokens,
                 "learning_rate": self._workload.learning_rate,
+                "warmup_steps": self._workload.warmup_steps,
             }
-            spec.write_text(json.dumps(values))
+        )
+        if not found.exists() or spec.read_text() != asked:
+            found.unlink(missing_ok=True)
+            spec.write_text(asked)
             environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
             with out.with_suffix(".log").open("w") as log:
                 command = [str(self._trl_python), str(HERE / "trl_side.py"), str(spec)]
@@ -179,6 +209,7 @@ class Bench:
                 "steps": self._steps,
                 "groups_per_step": GROUPS,
                 "learning_rate": workload.learning_rate,
+                "warmup_steps": workload.warmup_steps,
                 "checkpoint_every": 100_000,
             },
             "observe": {"progress": False, "plots": False, "samples": 0},
@@ -191,11 +222,14 @@ class Bench:
         write_tiny_model(directory, TinyModelConfig(), self._workload.max_context)
         model = load_policy(directory, weights=False, seed=0)
         lessons = self._runs / "lessons.jsonl"
-        write_tasks(lessons, workload=self._workload.name, count=60_000, seed=2)
+        count = self._workload.warm_start_steps * WARM_START_BATCH
+        write_tasks(lessons, workload=self._workload.name, count=count, seed=2, growing=True)
         examples = demonstrations(
             TaskStream(JsonLinesSource(lessons, tag=TRAIN_TAG)), make=Say, chat=ChatTokenizer.load(directory), seed=0
         )
-        warm_start(model, examples, steps=self._workload.warm_start_steps, batch_size=128, learning_rate=2e-3)
+        warm_start(
+            model, examples, steps=self._workload.warm_start_steps, batch_size=WARM_START_BATCH, learning_rate=2e-3
+        )
         model.save_pretrained(directory)
         return directory
 
@@ -249,9 +283,8 @@ def compare(bench: Bench, name: str, seeds: Sequence[int], candidates: Sequence[
     micro_batch = bench.best_micro_batch(candidates)
     pairs = [(bench.ours(seed), bench.theirs(seed, micro_batch)) for seed in seeds]
     for row, runs in ((f"{name} ours", [ours for ours, _ in pairs]), (f"{name} TRL", [theirs for _, theirs in pairs])):
-        figures.cell(TABLE, row, "samples_per_s", (run.samples_per_s for run in runs))
-        figures.cell(TABLE, row, "reward_last", (run.smoothed()[-1] for run in runs))
-        figures.cell(TABLE, row, "held_out_reward", (run.held_out for run in runs))
+        for column in ("samples_per_s", "response_tokens", "staleness_mean", "masked_share", "held_out"):
+            figures.cell(TABLE, row, column, (getattr(run, column) for run in runs))
     figures.add(f"{name}_speedup", (ours.samples_per_s / theirs.samples_per_s for ours, theirs in pairs))
     figures.add(f"{name}_time_to_reward_ratio", (time_to_reward_ratio(ours, theirs) for ours, theirs in pairs))
     figures.add(f"{name}_trl_micro_batch", [micro_batch])
