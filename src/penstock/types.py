@@ -160,6 +160,8 @@ class Segment:
     """Log-probability of each sampled token under the policy that sampled it, at the sampling temperature, in nats."""
     spans: list[VersionSpan]
     finish_reason: FinishReason
+    top_logprobs: list[list[tuple[float, int]]] | None = None
+    """Of each place the likeliest (log-probability, token), best first, where a client asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

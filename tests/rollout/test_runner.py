@@ -8,7 +8,7 @@ import pytest
 from tiny_policy import make_engine, make_request, run, until, weights
 
 from penstock.rollout.engine import SlotEngine
-from penstock.rollout.runner import EngineDead, EngineRunner, GenerationFailed
+from penstock.rollout.runner import EngineDead, EngineRunner, GenerationFailed, Increment
 
 LONG = 90
 
@@ -137,3 +137,30 @@ async def test_steps_are_accounted_for(runner: EngineRunner) -> None:
     }
     assert costs["cost_ny"] == pytest.approx(runner.busy_s)
     assert costs["cost_by"] < 2 * costs["cost_ny"] and costs["cost_py"] < 3 * costs["cost_ny"]
+
+
+async def test_growth_is_told_token_by_token_before_the_end(runner: EngineRunner) -> None:
+    heard: dict[int, list[int]] = {0: [], 1: []}
+    logprobs: dict[int, list[float]] = {0: [], 1: []}
+    calls = 0
+
+    def hear(grown: list[Increment]) -> None:
+        nonlocal calls
+        calls += 1
+        for index, token_ids, values in grown:
+            heard[index] += token_ids
+            logprobs[index] += values
+
+    request = make_request("a", [5], max_new_tokens=(3, 12), seeds=(1, 2))
+    segments = await runner.generate(request, hear)
+    assert [heard[0], heard[1]] == [segment.token_ids for segment in segments]
+    assert [logprobs[0], logprobs[1]] == [segment.logprobs for segment in segments]
+    assert calls == 12
+
+
+async def test_prompts_are_scored_between_steps(runner: EngineRunner) -> None:
+    running = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
+    assert len(await runner.score([5, 6, 7])) == 2
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        await runner.score([10**6])
+    assert len((await running)[0].token_ids) == LONG

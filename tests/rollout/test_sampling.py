@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,15 +15,23 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 
 def draw(
-    num_rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+    num_rows: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    shaped: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     params = RowParams(
         temperatures=np.full(num_rows, temperature, dtype=np.float32),
         top_ps=np.full(num_rows, top_p, dtype=np.float32),
         top_ks=np.full(num_rows, top_k, dtype=np.int64),
+        min_ps=np.full(num_rows, min_p, dtype=np.float32),
     )
     seeds = np.arange(num_rows, dtype=np.uint64)
-    return sample(LOGITS.repeat(num_rows, 1), params, uniforms(seeds, np.full(num_rows, 3)))
+    tokens, logprobs = sample(LOGITS.repeat(num_rows, 1), params, uniforms(seeds, np.full(num_rows, 3)), shaped=shaped)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -45,27 +55,38 @@ def test_greedy_and_sampled_rows_mix() -> None:
         temperatures=np.array([0.0, 1.0], dtype=np.float32),
         top_ps=np.ones(2, dtype=np.float32),
         top_ks=np.zeros(2, dtype=np.int64),
+        min_ps=np.zeros(2, dtype=np.float32),
     )
     tokens, _ = sample(LOGITS.repeat(2, 1), params, np.array([0.999999, 0.999999]))
     assert tokens.tolist() == [0, len(LOGITS) - 1]
 
 
 @pytest.mark.parametrize(
-    ("top_p", "top_k", "allowed"),
+    ("top_p", "top_k", "min_p", "allowed"),
     [
-        (1.0, 2, {0, 1}),
-        (0.55, 0, {0}),
-        (0.9, 0, {0, 1, 2, 3}),
-        (0.8, 3, {0, 1}),
-        (1e-9, 0, {0}),
-        (1.0, 99, set(range(6))),
+        (1.0, 2, 0.0, {0, 1}),
+        (0.55, 0, 0.0, {0}),
+        (0.9, 0, 0.0, {0, 1, 2, 3}),
+        (0.8, 3, 0.0, {0, 1}),
+        (1e-9, 0, 0.0, {0}),
+        (1.0, 99, 0.0, set(range(6))),
+        (1.0, 0, 0.3, {0, 1}),  # e^-1 of the likeliest is enough, e^-1.5 is not
+        (1.0, 1, 1.0, {0}),
     ],
 )
 def test_restrictions_keep_the_most_likely_and_the_full_log_probability(
-    top_p: float, top_k: int, allowed: set[int]
+    top_p: float, top_k: int, min_p: float, allowed: set[int]
 ) -> None:
-    tokens, logprobs = draw(4000, top_p=top_p, top_k=top_k)
+    tokens, logprobs = draw(4000, top_p=top_p, top_k=top_k, min_p=min_p)
     assert set(tokens.tolist()) == allowed
+    torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS, -1)[tokens])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_other_logits_to_draw_from_leave_the_log_probability_the_policys_own(temperature: float) -> None:
+    shaped = LOGITS.flip(0).repeat(500, 1) * 20
+    tokens, logprobs = draw(500, temperature=temperature, shaped=shaped)
+    assert set(tokens.tolist()) == {5}
     torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS, -1)[tokens])
 
 
@@ -75,6 +96,7 @@ def test_excluded_tokens_are_never_drawn_at_the_edges() -> None:
         temperatures=np.ones(2, dtype=np.float32),
         top_ps=np.ones(2, dtype=np.float32),
         top_ks=np.zeros(2, dtype=np.int64),
+        min_ps=np.zeros(2, dtype=np.float32),
     )
     tokens, _ = sample(logits, params, np.array([0.0, 1.0 - 2.0**-53]))
     assert tokens.tolist() == [1, 2]
@@ -91,8 +113,22 @@ def test_uniforms_are_uniform_over_seeds_and_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}]
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"min_new_tokens": -1},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {3: float("inf")}},
+    ],
 )
-def test_parameters_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+def test_parameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)

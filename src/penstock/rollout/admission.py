@@ -67,5 +67,6 @@ class WaitingLine:
 
     def _start(self, running: Running, num_samples: int) -> list[Sequence]:
         first = running.num_started
-        running.num_started += num_samples
-        return [Sequence(running, index, self._eos_ids) for index in range(first, running.num_started)]
+        started = [Sequence(running, index, self._eos_ids) for index in range(first, first + num_samples)]
+        running.sequences += started
+        return started

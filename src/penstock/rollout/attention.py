@@ -69,17 +69,22 @@ def slot_attention(
     value: torch.Tensor,  # [1, K, T, D]
     attention_mask: torch.Tensor | None,
     *,
-    slot_batch: SlotBatch,
+    slot_batch: SlotBatch | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface. Returns ([1, T, H, D], None)."""
+    """Transformers' attention interface. Returns ([1, T, H, D], None). Without a `slot_batch` the tokens are one plain
+    sequence, of which nothing is kept."""
     if sliding_window is not None or softcap is not None or s_aux is not None:
         raise NotImplementedError("the slot engine serves plain full attention: no sliding window, softcap or sinks")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if slot_batch is None:
+        grouped = query.shape[1] != key.shape[1]
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+        return attended.transpose(1, 2), None
     packed = Packed(*(x[0].transpose(0, 1) for x in (query, key, value)))
     slots = slot_batch.cache.layer(module.layer_idx)
     out = packed.query.new_empty(packed.query.shape)

@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 from penstock.rollout.admission import Admission, WaitingLine
 from penstock.rollout.attention import ATTENTION_NAME
 from penstock.rollout.packing import pack
-from penstock.rollout.request import GenerateRequest
-from penstock.rollout.rows import Rows, Running
+from penstock.rollout.request import GenerateRequest, check_prompt
+from penstock.rollout.rows import Rows, Running, Sequence
 from penstock.rollout.sampling import sample, uniforms
 from penstock.rollout.served import check_model, check_tensors, eos_ids, make_cache
+from penstock.rollout.shaping import shaped
 from penstock.rollout.slots import regroup
 from penstock.types import NO_VERSION, Segment
 
@@ -79,6 +80,10 @@ class SlotEngine:
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError if the request cannot be served. Reads constants only: safe from any thread."""
         request.check(vocab_size=self._vocab_size, max_context=self.max_context)
+
+    def check_prompt(self, prompt_ids: list[int]) -> None:
+        """Raise ValueError for a prompt that cannot be computed."""
+        check_prompt(prompt_ids, vocab_size=self._vocab_size, max_context=self.max_context)
 
     def submit(self, request: GenerateRequest) -> Finished | None:
         """Queue a request; its segments come out of a later `step` or `abort`. A released engine ends it here."""
@@ -143,6 +148,19 @@ class SlotEngine:
             self._cache.allocate()
             self.released = False
 
+    def sequences(self, rid: str) -> list[Sequence]:
+        """The samples of a request that have started, as far as they are; none if there is no such request."""
+        running = self._requests.get(rid)
+        return running.sequences if running else []
+
+    @torch.inference_mode()
+    def score(self, prompt_ids: list[int]) -> list[float]:
+        """Log-probability of every token but the first, given those before it, at temperature 1."""
+        ids = torch.tensor([prompt_ids], device=self.model.device)
+        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        found: list[float] = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return found
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """The model's weights by name, tied ones once: what an update must provide."""
         return dict(self.model.named_parameters())
@@ -173,12 +191,27 @@ class SlotEngine:
         if packed.rows_of_logits is not None:
             logits = logits.index_select(0, packed.rows_of_logits)
         rows.positions[: len(rows)] += 1
-        tokens, logprobs = sample(logits, rows.params, uniforms(rows.seeds, rows.positions[: len(rows)]))
+        to_draw_from = shaped(logits, rows.sequences)
+        tokens, vocabulary = sample(
+            logits,
+            rows.params,
+            uniforms(rows.seeds, rows.positions[: len(rows)]),
+            shaped=None if to_draw_from is logits else to_draw_from,
+        )
+        self._tell_top_logprobs(vocabulary)
+        logprobs = vocabulary.gather(1, tokens[:, None])[:, 0]
         # One transfer for both: float64 holds every token id exactly.
         host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
         rows.tokens[: len(rows)] = host[0]
         self.num_generated_tokens += len(rows)
         return rows.tokens[: len(rows)].tolist(), host[1].tolist()
+
+    def _tell_top_logprobs(self, vocabulary: torch.Tensor) -> None:
+        """To the sequences that asked for them; `vocabulary` [n, vocab] are the log-probabilities of this place."""
+        for row, sequence in enumerate(self._rows.sequences):
+            if sequence.top_logprobs is not None:
+                best, ids = vocabulary[row].topk(sequence.params.top_logprobs)
+                sequence.top_logprobs.append(list(zip(best.tolist(), ids.tolist(), strict=True)))
 
     def _record(self, tokens: list[int], logprobs: list[float]) -> set[int]:
         """Append the new tokens; returns the rows that ended."""

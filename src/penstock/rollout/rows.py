@@ -15,9 +15,14 @@ class Running:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.num_started = 0
+        self.sequences: list[Sequence] = []
+        """Those that have started, by index."""
         self.segments: dict[int, Segment] = {}
         self.error: str | None = None
+
+    @property
+    def num_started(self) -> int:
+        return len(self.sequences)
 
     @property
     def num_waiting(self) -> int:
@@ -31,16 +36,30 @@ class Running:
 class Sequence:
     """One sample of a running request."""
 
-    __slots__ = ("_span_start", "_spans", "index", "logprobs", "max_new_tokens", "running", "stop_ids", "token_ids")
+    __slots__ = (
+        "_span_start",
+        "_spans",
+        "index",
+        "logprobs",
+        "max_new_tokens",
+        "params",
+        "running",
+        "shapes_logits",
+        "stop_ids",
+        "token_ids",
+        "top_logprobs",
+    )
 
     def __init__(self, running: Running, index: int, eos_ids: frozenset[int]) -> None:
-        params = running.request.params
+        self.params = params = running.request.params
+        self.shapes_logits = params.shapes_logits
         self.running = running
         self.index = index
         self.max_new_tokens = running.request.max_new_tokens[index]
         self.stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_ids
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[float, int]]] | None = [] if params.top_logprobs else None
         self._spans: list[VersionSpan] = []
         self._span_start = 0
 
@@ -48,7 +67,8 @@ class Sequence:
         """Take the next token; says whether it was the last."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        if token in self.stop_ids:
+        ends = self.running.request.ends
+        if token in self.stop_ids or (ends is not None and ends(self.token_ids)):
             return "stop"
         return "length" if len(self.token_ids) >= self.max_new_tokens else None
 
@@ -63,7 +83,11 @@ class Sequence:
         """Hand the segment to the request."""
         self.close_span(policy_version)
         self.running.segments[self.index] = Segment(
-            token_ids=self.token_ids, logprobs=self.logprobs, spans=self._spans, finish_reason=reason
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            spans=self._spans,
+            finish_reason=reason,
+            top_logprobs=self.top_logprobs,
         )
 
 
@@ -78,6 +102,7 @@ class Rows:
         self._temperatures = np.zeros(capacity, dtype=np.float32)
         self._top_ps = np.zeros(capacity, dtype=np.float32)
         self._top_ks = np.zeros(capacity, dtype=np.int64)
+        self._min_ps = np.zeros(capacity, dtype=np.float32)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -91,6 +116,7 @@ class Rows:
         self._temperatures[row] = request.params.temperature
         self._top_ps[row] = request.params.top_p
         self._top_ks[row] = request.params.top_k
+        self._min_ps[row] = request.params.min_p
 
     @property
     def seeds(self) -> npt.NDArray[np.uint64]:
@@ -103,11 +129,13 @@ class Rows:
             temperatures=self._temperatures[:num_rows],
             top_ps=self._top_ps[:num_rows],
             top_ks=self._top_ks[:num_rows],
+            min_ps=self._min_ps[:num_rows],
         )
 
     def move(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], num_rows: int) -> None:
         """Apply slot moves and keep the first `num_rows` rows."""
-        for array in (self.tokens, self.positions, self._seeds, self._temperatures, self._top_ps, self._top_ks):
+        shapes = (self._temperatures, self._top_ps, self._top_ks, self._min_ps)
+        for array in (self.tokens, self.positions, self._seeds, *shapes):
             array[target] = array[source]
         moved = [self.sequences[row] for row in source]
         for row, sequence in zip(target, moved, strict=True):

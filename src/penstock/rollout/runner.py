@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from penstock.rollout.busy import BusyMeter
 from penstock.rollout.costs import StepCosts
 from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest
+from penstock.rollout.rows import Sequence as Sample
 from penstock.types import BusySpan, Segment
 
 STOP_TIMEOUT_S = 30.0
@@ -39,12 +40,24 @@ class GenerationFailed(RuntimeError):
     """The engine could not finish this request, though it serves on."""
 
 
+class Increment(NamedTuple):
+    """What a sample of a running request has grown by."""
+
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+OnTokens = Callable[[list[Increment]], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """A request someone waits for."""
 
     request: GenerateRequest
     result: asyncio.Future[list[Segment]]
+    on_tokens: OnTokens | None
 
 
 class EngineRunner:
@@ -58,6 +71,8 @@ class EngineRunner:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._requests: dict[str, Pending] = {}
         self._actions: set[asyncio.Future[None]] = set()
+        self._followed: dict[str, list[int]] = {}
+        """Tokens told of each sample, of the requests whose growth somebody follows. The engine's thread's own."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop
@@ -92,15 +107,22 @@ class EngineRunner:
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
         self._end(RuntimeError("the engine has been stopped"))
 
-    async def generate(self, request: GenerateRequest) -> list[Segment]:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
         """One segment per seed; while the engine is released, empty ones at once. ValueError for a bad request;
-        cancelling this call aborts the request."""
+        cancelling this call aborts the request. `on_tokens` hears of every token before this returns."""
         self._check_alive()
         self.engine.check(request)
         if request.rid in self._requests:
             raise ValueError(f"request {request.rid} is already being served")
-        pending = self._requests[request.rid] = Pending(request=request, result=self._loop.create_future())
-        self._commands.put(lambda: self._post_one(self.engine.submit(request)))
+        pending = Pending(request=request, result=self._loop.create_future(), on_tokens=on_tokens)
+        self._requests[request.rid] = pending
+
+        def submit() -> None:
+            if on_tokens is not None:
+                self._followed[request.rid] = [0] * len(request.seeds)
+            self._post_one(self.engine.submit(request))
+
+        self._commands.put(submit)
         try:
             return await pending.result
         except asyncio.CancelledError:
@@ -128,6 +150,13 @@ class EngineRunner:
                 self.engine.load_weights(tensors, policy_version)
 
         await self._between_steps(load)
+
+    async def score(self, prompt_ids: list[int]) -> list[float]:
+        """Log-probability of every token of a prompt but the first. ValueError for a bad prompt."""
+        self.engine.check_prompt(prompt_ids)
+        found: list[float] = []
+        await self._between_steps(lambda: found.extend(self.engine.score(prompt_ids)))
+        return found
 
     async def release(self) -> None:
         """Free the generation memory. Running requests return what they have first, later ones nothing."""
@@ -169,6 +198,8 @@ class EngineRunner:
         engine, busy_s = self.engine, self._meter.busy_s
         with self._meter.measure("generate", engine.policy_version):
             finished = engine.step()
+        if self._followed:
+            self._tell_growth(finished)
         self.costs.add(
             decoded=engine.num_decoded,
             context=engine.num_context,
@@ -176,6 +207,24 @@ class EngineRunner:
             seconds=self._meter.busy_s - busy_s,
         )
         return finished
+
+    def _tell_growth(self, finished: list[Finished]) -> None:
+        ended = {each.request.rid: each for each in finished}
+        for rid, told in self._followed.items():
+            parts: Sequence[Segment | Sample] = ended[rid].segments if rid in ended else self.engine.sequences(rid)
+            grown = []
+            for index, part in enumerate(parts):
+                if len(part.token_ids) > told[index]:
+                    new = slice(told[index], None)
+                    grown.append(Increment(index, part.token_ids[new], part.logprobs[new]))
+                    told[index] = len(part.token_ids)
+            if grown:
+                self._loop.call_soon_threadsafe(self._deliver_growth, rid, grown)
+
+    def _deliver_growth(self, rid: str, grown: list[Increment]) -> None:
+        pending = self._requests.get(rid)
+        if pending is not None and pending.on_tokens is not None:
+            pending.on_tokens(grown)
 
     def _execute_commands(self) -> None:
         """All that are there; waits for one if the engine has nothing to do."""
@@ -195,6 +244,8 @@ class EngineRunner:
         self._post([finished] if finished else [])
 
     def _post(self, finished: list[Finished]) -> None:
+        for each in finished:
+            self._followed.pop(each.request.rid, None)
         if finished:
             self._loop.call_soon_threadsafe(self._deliver, finished)
 

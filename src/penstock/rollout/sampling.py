@@ -38,37 +38,47 @@ class RowParams:
     temperatures: npt.NDArray[np.float32]  # [n], 0 is greedy
     top_ps: npt.NDArray[np.float32]  # [n], 1 restricts nothing
     top_ks: npt.NDArray[np.int64]  # [n], 0 restricts nothing
+    min_ps: npt.NDArray[np.float32]  # [n], 0 restricts nothing
 
 
 def sample(
-    logits: torch.Tensor, params: RowParams, uniform: npt.NDArray[np.float64]
+    logits: torch.Tensor,
+    params: RowParams,
+    uniform: npt.NDArray[np.float64],
+    *,
+    shaped: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row. Returns tokens [n] and their log-probabilities [n].
+    """Draw one token per row. Returns tokens [n] and the log-probabilities of the vocabulary [n, vocab].
 
-    The log-probability is that of the full vocabulary at the row's temperature (of the raw logits if greedy),
-    whatever `top_p` and `top_k` cut away.
+    These are the policy's own at the row's temperature (of the raw logits if greedy), whatever `top_p`, `top_k` and
+    `min_p` cut away and `shaped`, the logits to draw from if they are others, adds.
     """
-    logits = logits.float()
     greedy = params.temperatures == 0
-    if not (params.temperatures == 1).all():
-        logits = logits / _column(np.where(greedy, np.float32(1), params.temperatures), logits.device)
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = _log_softmax(logits, params, greedy)
+    drawn = logprobs if shaped is None else _log_softmax(shaped, params, greedy)
     if greedy.all():
-        tokens = logprobs.argmax(dim=-1, keepdim=True)
+        tokens = drawn.argmax(dim=-1, keepdim=True)
     else:
-        probs = _restrict(logprobs.exp(), params)
+        probs = _restrict(drawn.exp(), params)
         # float64, so that the rounding of a long sum neither hides rare tokens nor reaches excluded ones.
         cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
         threshold = cumulative[:, -1:] * _column(uniform, logits.device)
         tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)
         if greedy.any():
-            tokens = torch.where(_column(greedy, logits.device), logprobs.argmax(dim=-1, keepdim=True), tokens)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+            tokens = torch.where(_column(greedy, logits.device), drawn.argmax(dim=-1, keepdim=True), tokens)
+    return tokens.squeeze(1), logprobs
+
+
+def _log_softmax(logits: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.bool_]) -> torch.Tensor:
+    logits = logits.float()
+    if not (params.temperatures == 1).all():
+        logits = logits / _column(np.where(greedy, np.float32(1), params.temperatures), logits.device)
+    return torch.log_softmax(logits, dim=-1)
 
 
 def _restrict(probs: torch.Tensor, params: RowParams) -> torch.Tensor:
-    """Zero what top-k and then top-p exclude, in the rows that ask for it."""
-    chosen = np.flatnonzero((params.top_ps < 1) | (params.top_ks > 0))
+    """Zero what top-k, then top-p, then min-p exclude, in the rows that ask for it."""
+    chosen = np.flatnonzero((params.top_ps < 1) | (params.top_ks > 0) | (params.min_ps > 0))
     if not len(chosen):
         return probs
     rows = torch.from_numpy(chosen).to(probs.device)
@@ -78,6 +88,7 @@ def _restrict(probs: torch.Tensor, params: RowParams) -> torch.Tensor:
     ranked[torch.arange(vocab_size, device=probs.device) >= _column(limits, probs.device)] = 0
     mass_before = ranked.cumsum(dim=-1) - ranked
     ranked[mass_before >= _column(params.top_ps[chosen], probs.device) * ranked.sum(dim=-1, keepdim=True)] = 0
+    ranked[ranked < _column(params.min_ps[chosen], probs.device) * ranked[:, :1]] = 0
     probs[rows] = torch.zeros_like(ranked).scatter_(1, order, ranked)
     return probs
 
