@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -26,6 +26,19 @@ class Http:
         data = body if isinstance(body, bytes | io.BytesIO) else json.dumps(body)
         async with self._session.post(path, data=data, **options) as response:
             return response.status, json.loads(await response.read())
+
+    async def stream(self, path: str, body: Any, *, events: int | None = None) -> list[Any]:
+        """The server-sent events, all of them or the first few."""
+        found: list[Any] = []
+        async with self._session.post(path, data=json.dumps(body)) as response:
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+            async for line in response.content:
+                if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                    found.append(json.loads(line[6:]))
+                if len(found) == events:
+                    return found
+        assert line == b"\n", "the last event is complete"
+        return found
 
     async def get(self, path: str, **options: Any) -> tuple[int, Any]:
         async with self._session.get(path, **options) as response:
@@ -59,6 +72,8 @@ async def test_generate_answers_in_the_shape_of_sglang(http: Http) -> None:
         "prompt_tokens": 2,
         "completion_tokens": 4,
         "cached_tokens": 0,
+        "input_token_logprobs": None,
+        "output_top_logprobs": None,
         "weight_version": "0",
         "weight_versions": [{"version": "0", "start": 0, "end": 4}],
     }
@@ -81,7 +96,7 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [ord(character) - ord("@") for character in text]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         return "".join(chr(ord("@") + token) for token in token_ids)
 
 
@@ -93,6 +108,113 @@ async def test_text_goes_in_and_out_through_the_tokenizer(runner: EngineRunner) 
         _, of_ids = await http.post("/generate", body)
     assert of_text["output_ids"] == of_ids["output_ids"]
     assert (of_text["text"], of_ids["text"]) == (Letters().decode(of_ids["output_ids"]), "")
+
+
+@pytest.fixture
+async def spoken(runner: EngineRunner) -> AsyncIterator[Http]:
+    """A server with a tokenizer."""
+    async with serve(runner, tokenizer=Letters()) as url, aiohttp.ClientSession(url) as session:
+        yield Http(session)
+
+
+async def test_a_batch_is_a_list_in_order(spoken: Http) -> None:
+    singles = [
+        (await spoken.post("/generate", {"input_ids": [token], "sampling_params": greedy()}))[1] for token in (5, 6)
+    ]
+    body = {"input_ids": [[5], [6]], "rid": "b", "sampling_params": greedy()}
+    status, replies = await spoken.post("/generate", body)
+    assert status == 200
+    assert [reply["output_ids"] for reply in replies] == [single["output_ids"] for single in singles]
+    assert [reply["meta_info"]["id"] for reply in replies] == ["b_0", "b_1"]
+    body = {"text": ["A", "B"], "sampling_params": [greedy(1), greedy(2, n=2)]}
+    _, replies = await spoken.post("/generate", body)
+    assert [len(reply["output_ids"]) for reply in replies] == [1, 2, 2]
+    _, replies = await spoken.post("/generate", {"text": ["A"], "sampling_params": greedy(1)})
+    assert len(replies) == 1
+
+
+async def test_a_batch_with_one_bad_prompt_is_refused_as_a_whole(spoken: Http, runner: EngineRunner) -> None:
+    status, reply = await spoken.post("/generate", {"input_ids": [[5], [99]], "sampling_params": greedy()})
+    assert (status, "outside the vocabulary" in reply["error"]["message"]) == (400, True)
+    assert runner.num_generated_tokens == 0
+
+
+async def test_answers_end_at_a_stop_string_which_is_cut(spoken: Http) -> None:
+    _, free = await spoken.post("/generate", {"text": "AB", "sampling_params": greedy(40)})
+    stop = free["text"][3:6]
+    first = free["text"].find(stop)
+    _, cut = await spoken.post("/generate", {"text": "AB", "sampling_params": greedy(40, stop=[stop, "never!"])})
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert (cut["text"], cut["output_ids"]) == (free["text"][:first], free["output_ids"][: first + 3])
+    sampling = greedy(40, stop=stop, no_stop_trim=True)
+    assert (await spoken.post("/generate", {"text": "AB", "sampling_params": sampling}))[1]["text"] == cut[
+        "text"
+    ] + stop
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+async def test_a_stop_token_is_not_part_of_the_text(spoken: Http, name: str) -> None:
+    _, free = await spoken.post("/generate", {"text": "AB", "sampling_params": greedy()})
+    token = free["output_ids"][-1]
+    _, reply = await spoken.post("/generate", {"text": "AB", "sampling_params": greedy(**{name: [token]})})
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
+    assert reply["output_ids"][-1] == token
+    assert reply["text"] == Letters().decode(reply["output_ids"][:-1])
+
+
+async def test_prompts_are_scored_with_nothing_generated(spoken: Http) -> None:
+    body = {"text": "ABC", "return_logprob": True, "logprob_start_len": 0, "return_text_in_logprobs": True}
+    _, reply = await spoken.post("/generate", {**body, "sampling_params": {"max_new_tokens": 0}})
+    triples = reply["meta_info"]["input_token_logprobs"]
+    assert [triple[1:] for triple in triples] == [[1, "A"], [2, "B"], [3, "C"]]
+    assert triples[0][0] is None and all(triple[0] < 0 for triple in triples[1:])
+    assert (reply["output_ids"], reply["meta_info"]["finish_reason"]) == ([], {"type": "length", "length": 0})
+    _, later = await spoken.post("/generate", {**body, "logprob_start_len": 2, "sampling_params": greedy()})
+    assert later["meta_info"]["input_token_logprobs"] == triples[2:]
+    assert len(later["output_ids"]) == 4
+
+
+async def test_the_likeliest_tokens_are_told(spoken: Http) -> None:
+    body = {"text": "A", "return_logprob": True, "top_logprobs_num": 2, "sampling_params": greedy()}
+    meta = (await spoken.post("/generate", body))[1]["meta_info"]
+    assert [place[0] for place in meta["output_top_logprobs"]] == meta["output_token_logprobs"]
+    assert [len(place) for place in meta["output_top_logprobs"]] == [2] * 4
+
+
+async def test_a_stream_grows_and_ends_with_the_whole_reply(spoken: Http) -> None:
+    body = {"text": "AB", "return_logprob": True, "sampling_params": greedy(12)}
+    _, whole = await spoken.post("/generate", body)
+    events = await spoken.stream("/generate", body | {"stream": True})
+    assert [event["text"] for event in events[:-1]] == [whole["text"][:length] for length in range(1, 13)]
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * 12
+    for reply in (whole, events[-1]):
+        for changing in ("e2e_latency", "id"):
+            del reply["meta_info"][changing]
+    assert events[-1] == whole
+
+
+async def test_several_samples_stream_under_their_index(spoken: Http) -> None:
+    sampling = {"n": 2, "max_new_tokens": [3, 5], "sampling_seed": [1, 2], "ignore_eos": True}
+    _, whole = await spoken.post("/generate", {"text": "AB", "sampling_params": sampling})
+    events = await spoken.stream("/generate", {"text": "AB", "stream": True, "sampling_params": sampling})
+    last = {event["index"]: event["text"] for event in events if event["meta_info"]["finish_reason"]}
+    assert last == {index: reply["text"] for index, reply in enumerate(whole)}
+
+
+async def test_a_stream_never_shows_what_a_stop_string_takes_back(spoken: Http) -> None:
+    _, free = await spoken.post("/generate", {"text": "AB", "sampling_params": greedy(40)})
+    stop = free["text"][3:6]
+    body = {"text": "AB", "stream": True, "sampling_params": greedy(40, stop=stop)}
+    texts = [event["text"] for event in await spoken.stream("/generate", body)]
+    assert all(texts[-1].startswith(text) for text in texts)
+    assert texts[-1] == free["text"][: free["text"].find(stop)]
+
+
+async def test_leaving_a_stream_frees_its_slots(spoken: Http, runner: EngineRunner) -> None:
+    body = {"text": "AB", "stream": True, "sampling_params": greedy(90)}
+    await spoken.stream("/generate", body, events=2)
+    await until(lambda: not runner.engine.has_work)
+    assert runner.num_generated_tokens < 90
 
 
 async def test_stop_tokens_are_reported_as_matched(http: Http) -> None:
@@ -112,16 +234,18 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"input_ids": [1], "text": "a"}, "exactly one of"),
     ({"text": "a"}, "no tokenizer"),
     ({"input_ids": "abc"}, "Expected `array | null`"),
-    ({"input_ids": [1, "a"]}, "Expected `int`"),
-    ({"input_ids": [[1], [2]]}, "Expected `int`"),
-    ({"input_ids": [1.5]}, "Expected `int`"),
+    ({"input_ids": [1, "a"]}, "Expected `int | array`"),
+    ({"input_ids": [[1], 2]}, "mixes token ids and lists"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 values in `sampling_params` for 2 prompts"),
+    ({"input_ids": [1], "sampling_params": [{}]}, "a list in `sampling_params` for a single prompt"),
+    ({"input_ids": [1.5]}, "Expected `int | array`"),
     ({"input_ids": [10**30], "sampling_params": {"max_new_tokens": 1}}, "outside the vocabulary"),
     ({"input_ids": []}, "prompt is empty"),
     ({"input_ids": [-1], "sampling_params": {"max_new_tokens": 1}}, "outside the vocabulary"),
     ({"input_ids": [64], "sampling_params": {"max_new_tokens": 1}}, "outside the vocabulary"),
     ({"input_ids": [1] * 5000}, "more than the context"),
-    ({"input_ids": [1], "stream": True}, "streaming"),
-    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    ({"input_ids": [99], "stream": True}, "outside the vocabulary"),
+    ({"input_ids": [99], "sampling_params": {"max_new_tokens": 0}}, "outside the vocabulary"),
     ({"input_ids": [1], "sampling_params": {"max_new_tokens": -5}}, "max_new_tokens"),
     ({"input_ids": [1], "sampling_params": {"max_new_tokens": "x"}}, "max_new_tokens"),
     ({"input_ids": [1], "sampling_params": {"max_new_tokens": 10**12}}, "more than the context"),
@@ -133,8 +257,11 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
     ({"input_ids": [1], "sampling_params": {"top_k": 10**15}}, "top_k"),
     ({"input_ids": [1], "sampling_params": {"stop_token_ids": list(range(1000))}}, "stop_token_ids"),
-    ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "`stop` is not served"),
-    ({"input_ids": [1], "sampling_params": {"min_p": 0.5}}, "`min_p` is not served"),
+    ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "no tokenizer: give stop token ids"),
+    ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "an empty string in `stop`"),
+    ({"input_ids": [1], "sampling_params": {"min_p": 1.5}}, "min_p"),
+    ({"input_ids": [1], "sampling_params": {"logit_bias": {"64": 1.0}}}, "outside the vocabulary"),
+    ({"input_ids": [1], "return_logprob": True, "top_logprobs_num": 65}, "at most 64"),
     ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "`json_schema` is not served"),
 ]
 

@@ -13,11 +13,11 @@ import torch
 import uvicorn
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.rollout.convert import Tokenizer
 from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
+from penstock.rollout.text import Tokenizer
 from penstock.rollout.update import Receive
 from penstock.types import Segment, WeightsHandle
 from penstock.weights.shared_memory import fingerprint

@@ -220,7 +220,7 @@ def _segment(reply: wire.GenerateReply) -> Segment:
             reason = "abort"
     return Segment(
         token_ids=reply.output_ids,
-        logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs or ()],
+        logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs or () if logprob is not None],
         spans=[VersionSpan(int(span.version), span.start, span.end) for span in meta.weight_versions],
         finish_reason=reason,
     )

@@ -1,93 +1,228 @@
-"""Between the wire and the engine: a JSON body becomes a GenerateRequest, segments become replies."""
+"""Between the wire and the engine: a JSON body becomes requests, segments become replies."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
 
 from penstock.rollout import wire
 from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.text import Stops, Tokenizer
 from penstock.types import Segment, stable_seed
+
+MAX_BATCH = 1024
+"""Prompts one body may hold."""
 
 _rids = (f"request-{number}" for number in itertools.count())
 
 
-class Tokenizer(Protocol):
-    """What `text` needs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One prompt, and what is to be told of it."""
 
-    def encode(self, text: str) -> list[int]: ...
+    rid: str
+    prompt_ids: list[int]
+    request: GenerateRequest | None
+    """None if the prompt is only to be scored (`max_new_tokens` 0)."""
+    num_samples: int
+    stops: Stops
+    body: wire.GenerateBody
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    @property
+    def scored_from(self) -> int | None:
+        """Place in the prompt from which on its log-probabilities are wanted."""
+        start = self.body.logprob_start_len
+        return start if self.body.return_logprob and isinstance(start, int) and start >= 0 else None
 
 
-def read_request(body: wire.GenerateBody, tokenizer: Tokenizer | None) -> GenerateRequest:
-    """Raises ValueError for whatever cannot be served."""
-    if body.stream:
-        raise ValueError("streaming is not served: leave out `stream`")
-    sampling = body.sampling_params
-    _refuse_unserved(sampling)
-    return GenerateRequest(
-        rid=body.rid or next(_rids),
-        prompt_ids=_prompt_ids(body, tokenizer),
-        params=SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=max(sampling.top_k, 0),
-            stop_token_ids=frozenset(sampling.stop_token_ids or ()),
-            ignore_eos=sampling.ignore_eos,
-        ),
-        max_new_tokens=_per_sample(sampling.max_new_tokens, sampling.n, "max_new_tokens"),
-        seeds=_seeds(sampling),
-    )
+def read_requests(body: wire.GenerateBody, tokenizer: Tokenizer | None) -> list[Asked]:
+    """One per prompt. Raises ValueError for whatever cannot be served."""
+    return [_read(single, tokenizer) for single in _split(body)]
+
+
+def is_batch(body: wire.GenerateBody) -> bool:
+    """Whether the answer is a list even if it holds a single reply."""
+    several = body.input_ids is not None and any(isinstance(ids, list) for ids in body.input_ids)
+    return several or isinstance(body.text, list)
 
 
 def write_replies(
-    request: GenerateRequest,
-    segments: list[Segment],
+    asked: Asked,
+    segments: Sequence[Segment],
     *,
-    with_logprobs: bool,
+    prompt_logprobs: Sequence[float] | None,
     tokenizer: Tokenizer | None,
     latency_s: float,
 ) -> list[wire.GenerateReply]:
-    """One reply per sample."""
+    """One reply per sample. `prompt_logprobs`: of every token but the first."""
     replies = []
+    tokenizer = tokenizer if asked.body.return_text else None
     for index, segment in enumerate(segments):
-        ids = segment.token_ids
-        triples: list[wire.LogprobTriple] = [(x, token, None) for x, token in zip(segment.logprobs, ids, strict=True)]
-        meta = wire.MetaInfo(
-            id=request.rid if len(segments) == 1 else f"{request.rid}_{index}",
-            finish_reason=_finish_reason(segment),
-            prompt_tokens=len(request.prompt_ids),
-            completion_tokens=len(ids),
-            weight_version=str(segment.spans[-1].policy_version) if segment.spans else "",
-            weight_versions=[wire.WeightSpan(str(version), start, end) for version, start, end in segment.spans],
-            output_token_logprobs=triples if with_logprobs else None,
-            e2e_latency=latency_s,
-        )
-        text = tokenizer.decode(ids) if tokenizer else ""
-        replies.append(wire.GenerateReply(text=text, output_ids=ids, meta_info=meta))
+        meta = _meta(asked, index, latency_s=latency_s)
+        meta.finish_reason = _finish_reason(asked, segment, tokenizer)
+        meta.completion_tokens = len(segment.token_ids)
+        meta.weight_version = str(segment.spans[-1].policy_version) if segment.spans else ""
+        meta.weight_versions = [wire.WeightSpan(str(version), start, end) for version, start, end in segment.spans]
+        if asked.body.return_logprob:
+            triples = partial(_triples, tokenizer=tokenizer if asked.body.return_text_in_logprobs else None)
+            meta.output_token_logprobs = triples(segment.logprobs, segment.token_ids)
+            if segment.top_logprobs is not None:
+                meta.output_top_logprobs = [triples(*zip(*place, strict=True)) for place in segment.top_logprobs]
+            if (start := asked.scored_from) is not None and prompt_logprobs is not None:
+                meta.input_token_logprobs = triples([None, *prompt_logprobs][start:], asked.prompt_ids[start:])
+        text = _text(asked, segment, tokenizer)
+        replies.append(wire.GenerateReply(text=text, output_ids=segment.token_ids, meta_info=meta))
     return replies
 
 
-def _finish_reason(segment: Segment) -> wire.Stop | wire.Length | wire.Abort:
+def write_growing(
+    asked: Asked, member: int, *, text: str, token_ids: list[int], logprobs: list[float], latency_s: float
+) -> wire.GenerateReply:
+    """What there is of one of the prompt's samples that has not ended."""
+    meta = _meta(asked, member, latency_s=latency_s)
+    meta.completion_tokens = len(token_ids)
+    if asked.body.return_logprob:
+        meta.output_token_logprobs = _triples(logprobs, token_ids, tokenizer=None)
+    return wire.GenerateReply(text=text, output_ids=token_ids, meta_info=meta)
+
+
+def _meta(asked: Asked, member: int, *, latency_s: float) -> wire.MetaInfo:
+    return wire.MetaInfo(
+        id=asked.rid if asked.num_samples == 1 else f"{asked.rid}_{member}",
+        finish_reason=None,
+        prompt_tokens=len(asked.prompt_ids),
+        completion_tokens=0,
+        weight_version="",
+        weight_versions=[],
+        e2e_latency=latency_s,
+    )
+
+
+def _split(body: wire.GenerateBody) -> list[wire.GenerateBody]:
+    """A batch as bodies of one prompt each; what is no list is the same for all."""
+    if (body.input_ids is None) == (body.text is None):
+        raise ValueError("give exactly one of `input_ids` and `text`")
+    if not is_batch(body):
+        return [body]
+    name = "text" if body.input_ids is None else "input_ids"
+    prompts: list[Any] = getattr(body, name)
+    if not 0 < len(prompts) <= MAX_BATCH:
+        raise ValueError(f"a batch has between 1 and {MAX_BATCH} prompts, not {len(prompts)}")
+    if name == "input_ids" and not all(isinstance(ids, list) for ids in prompts):
+        raise ValueError("`input_ids` mixes token ids and lists of them")
+    per_prompt = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
+    singles = []
+    for index, prompt in enumerate(prompts):
+        values = {key: _nth(getattr(body, key), index, len(prompts), key) for key in per_prompt}
+        if isinstance(body.rid, str):
+            values["rid"] = f"{body.rid}_{index}"
+        singles.append(msgspec.structs.replace(body, **{name: prompt}, **values))
+    return singles
+
+
+def _nth(value: Any, index: int, count: int, name: str) -> Any:
+    if not isinstance(value, list):
+        return value
+    if len(value) != count:
+        raise ValueError(f"{len(value)} values in `{name}` for {count} prompts")
+    return value[index]
+
+
+def _read(body: wire.GenerateBody, tokenizer: Tokenizer | None) -> Asked:
+    sampling = body.sampling_params
+    for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
+        if isinstance(getattr(body, name), list):
+            raise ValueError(f"a list in `{name}` for a single prompt")
+    assert isinstance(sampling, wire.SamplingBody)
+    _refuse_unserved(sampling)
+    stops = _stops(sampling)
+    if stops.strings and tokenizer is None:
+        raise ValueError("this server has no tokenizer: give stop token ids instead of strings")
+    if tokenizer is not None and not sampling.skip_special_tokens and body.return_text:
+        raise ValueError("`skip_special_tokens` false is not served: read `output_ids`")
+    rid = body.rid if isinstance(body.rid, str) else next(_rids)
+    prompt_ids = _prompt_ids(body, tokenizer)
+    limits = _per_sample(sampling.max_new_tokens, sampling.n, "max_new_tokens")
+    request = None
+    if any(limits):
+        request = GenerateRequest(
+            rid=rid,
+            prompt_ids=prompt_ids,
+            params=_params(sampling, stops, top_logprobs=int(body.top_logprobs_num or 0)),  # type: ignore[arg-type]
+            max_new_tokens=limits,
+            seeds=_seeds(sampling),
+            ends=partial(stops.end, tokenizer) if stops.strings and tokenizer is not None else None,
+        )
+    return Asked(rid=rid, prompt_ids=prompt_ids, request=request, num_samples=sampling.n, stops=stops, body=body)
+
+
+def _params(sampling: wire.SamplingBody, stops: Stops, *, top_logprobs: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p or 0.0,
+        stop_token_ids=stops.tokens,
+        ignore_eos=sampling.ignore_eos,
+        min_new_tokens=sampling.min_new_tokens or 0,
+        frequency_penalty=sampling.frequency_penalty or 0.0,
+        presence_penalty=sampling.presence_penalty or 0.0,
+        repetition_penalty=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias or {},
+        top_logprobs=top_logprobs,
+    )
+
+
+def _stops(sampling: wire.SamplingBody) -> Stops:
+    stop = sampling.stop
+    listed = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    strings = tuple(entry for entry in listed if isinstance(entry, str))
+    if not all(strings):
+        raise ValueError("an empty string in `stop` would end every answer")
+    tokens = [entry for entry in listed if isinstance(entry, int)] + (sampling.stop_token_ids or [])
+    return Stops(strings=strings, tokens=frozenset(tokens), keep=sampling.no_stop_trim)
+
+
+def _text(asked: Asked, segment: Segment, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return ""
+    ids = segment.token_ids
+    if ids and ids[-1] in asked.stops.tokens and segment.finish_reason == "stop" and not asked.stops.keep:
+        ids = ids[:-1]
+    return asked.stops.cut(tokenizer.decode(ids))
+
+
+def _finish_reason(asked: Asked, segment: Segment, tokenizer: Tokenizer | None) -> wire.Stop | wire.Length | wire.Abort:
     match segment.finish_reason:
         case "stop":
-            return wire.Stop(matched=segment.token_ids[-1])
+            matched = asked.stops.matched(tokenizer.decode(segment.token_ids)) if tokenizer else None
+            return wire.Stop(matched=segment.token_ids[-1] if matched is None else matched)
         case "length":
             return wire.Length(length=len(segment.token_ids))
         case "abort":
             return wire.Abort()
 
 
+def _triples(
+    logprobs: Sequence[float | None], token_ids: Sequence[int], *, tokenizer: Tokenizer | None
+) -> list[wire.LogprobTriple]:
+    texts = [tokenizer.decode([token]) for token in token_ids] if tokenizer else [None] * len(token_ids)
+    return list(zip(logprobs, token_ids, texts, strict=True))
+
+
 def _prompt_ids(body: wire.GenerateBody, tokenizer: Tokenizer | None) -> list[int]:
-    if (body.input_ids is None) == (body.text is None):
-        raise ValueError("give exactly one of `input_ids` and `text`")
     if body.input_ids is not None:
-        return body.input_ids
+        return [token for token in body.input_ids if isinstance(token, int)]
     if tokenizer is None:
         raise ValueError("this server has no tokenizer: give `input_ids` instead of `text`")
-    return tokenizer.encode(body.text or "")
+    assert isinstance(body.text, str)
+    return tokenizer.encode(body.text)
 
 
 def _refuse_unserved(sampling: wire.SamplingBody) -> None:

@@ -10,23 +10,25 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Scope, Send
 from starlette.types import Receive as ReceiveMessage
 
 from penstock.deadline import Stalled, deadline
 from penstock.rollout import wire
-from penstock.rollout.convert import Tokenizer, read_request, write_replies
+from penstock.rollout.convert import Asked, is_batch, read_requests, write_growing, write_replies
 from penstock.rollout.runner import EngineDead, EngineRunner, GenerationFailed
+from penstock.rollout.streaming import follow, scored
+from penstock.rollout.text import Tokenizer
 from penstock.rollout.update import Conflict, Fingerprint, Receive, WeightsUpdate
-from penstock.types import NO_VERSION, WeightsHandle
+from penstock.types import NO_VERSION, Segment, WeightsHandle
 
 MAX_BODY_BYTES = 16 * 2**20
 MEMORY_TIMEOUT_S = 60.0
@@ -115,19 +117,83 @@ class RolloutServer:
     async def generate(self, request: Request) -> Response:
         started = time.perf_counter()
         body = await _read(request, wire.GenerateBody)
-        generation = read_request(body, self._tokenizer)
+        asked = read_requests(body, self._tokenizer)
         if self._runner.policy_version == NO_VERSION:
             raise Refused(503, "no weights have been loaded yet")
-        async with self._aborted_on_disconnect(request, generation.rid):
-            segments = await self._runner.generate(generation)
-        replies = write_replies(
-            generation,
+        if body.stream:
+            for each in asked:
+                self._check(each)
+            return StreamingResponse(self._stream(asked, started), media_type="text/event-stream")
+        async with self._aborted_on_disconnect(request, [each.rid for each in asked]):
+            replies = await self._play(asked, started)
+        return _answer(replies if len(replies) > 1 or is_batch(body) else replies[0])
+
+    async def _play(self, asked: Sequence[Asked], started: float) -> list[wire.GenerateReply]:
+        """The replies to all prompts of a body, in order. If one cannot be served, none is."""
+        if len(asked) == 1:
+            return await self._play_one(asked[0], started)
+        for each in asked:
+            self._check(each)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._play_one(each, started)) for each in asked]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [reply for task in tasks for reply in task.result()]
+
+    async def _play_one(self, asked: Asked, started: float) -> list[wire.GenerateReply]:
+        prompt_logprobs = await self._score(asked)
+        segments = (
+            [scored()] * asked.num_samples if asked.request is None else await self._runner.generate(asked.request)
+        )
+        return self._told(asked, segments, prompt_logprobs, started)
+
+    def _told(
+        self, asked: Asked, segments: Sequence[Segment], prompt_logprobs: list[float] | None, started: float
+    ) -> list[wire.GenerateReply]:
+        return write_replies(
+            asked,
             segments,
-            with_logprobs=body.return_logprob,
-            tokenizer=self._tokenizer if body.return_text else None,
+            prompt_logprobs=prompt_logprobs,
+            tokenizer=self._tokenizer,
             latency_s=time.perf_counter() - started,
         )
-        return _answer(replies if len(replies) > 1 else replies[0])
+
+    async def _score(self, asked: Asked) -> list[float] | None:
+        return None if asked.scored_from is None else await self._runner.score(asked.prompt_ids)
+
+    def _check(self, asked: Asked) -> None:
+        if asked.request is None:
+            self._runner.engine.check_prompt(asked.prompt_ids)
+        else:
+            self._runner.engine.check(asked.request)
+
+    async def _stream(self, asked: Sequence[Asked], started: float) -> AsyncIterator[bytes]:
+        """Server-sent events: each sample's text so far, cumulative as SGLang's is, and its whole reply at its end.
+        What goes wrong once the status is sent is the last event."""
+        several = sum(each.num_samples for each in asked) > 1
+        try:
+            scores = {each.rid: await self._score(each) for each in asked}
+            async for growing in follow(self._runner, asked, self._tokenizer):
+                mine = growing.asked
+                if growing.segment is None:
+                    text = growing.text if mine.body.return_text else ""
+                    reply = write_growing(
+                        mine,
+                        growing.member,
+                        text=text,
+                        token_ids=growing.token_ids,
+                        logprobs=growing.logprobs,
+                        latency_s=time.perf_counter() - started,
+                    )
+                else:
+                    (reply,) = self._told(mine, [growing.segment], scores[mine.rid], started)
+                    reply.meta_info.id = mine.rid if mine.num_samples == 1 else f"{mine.rid}_{growing.member}"
+                reply.index = growing.index if several else None
+                yield b"data: " + wire.encode(reply) + b"\n\n"
+        except EXPECTED as error:
+            yield b"data: " + wire.encode(_error_object(str(error))) + b"\n\n"
+        yield b"data: [DONE]\n\n"
 
     async def abort_request(self, request: Request) -> Response:
         body = await _read(request, wire.AbortBody)
@@ -181,13 +247,14 @@ class RolloutServer:
         return _answer(wire.MemoryReply(state="resumed"))
 
     @asynccontextmanager
-    async def _aborted_on_disconnect(self, request: Request, rid: str) -> AsyncIterator[None]:
+    async def _aborted_on_disconnect(self, request: Request, rids: Sequence[str]) -> AsyncIterator[None]:
         """The body is read, so all that can still arrive is the client's departure."""
 
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
-            self._runner.abort(rid)
+            for rid in rids:
+                self._runner.abort(rid)
 
         watcher = asyncio.create_task(watch())
         try:

@@ -14,8 +14,8 @@ from msgspec import Meta, Struct
 MAX_SAMPLES = 1024
 """Samples one request may ask for."""
 
-LogprobTriple = tuple[float, int, str | None]
-"""(log-probability, token id, text or null)."""
+LogprobTriple = tuple[float | None, int, str | None]
+"""(log-probability, token id, text or null); of a prompt's first token there is no log-probability."""
 
 T = TypeVar("T")
 _json = msgspec.json.Encoder()
@@ -29,32 +29,28 @@ class SamplingBody(Struct, kw_only=True, omit_defaults=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    sampling_seed: int | list[int] | None = None
-    # Known but not served: ignoring them would change what is sampled.
-    stop: Any = None
-    stop_regex: Any = None
-    min_new_tokens: int | None = None
     min_p: float | None = None
+    stop: str | int | list[str | int] | None = None
+    """Strings, and token ids that some clients put here."""
+    stop_token_ids: list[int] | None = None
+    no_stop_trim: bool = False
+    ignore_eos: bool = False
+    min_new_tokens: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Any = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+    sampling_seed: int | list[int] | None = None
+    # Known but not served: ignoring them would change what is sampled.
+    stop_regex: Any = None
     json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
 
 
 NEUTRAL: dict[str, Any] = {
-    "stop": [],
     "stop_regex": [],
-    "min_new_tokens": 0,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
     "json_schema": None,
     "regex": None,
     "ebnf": None,
@@ -63,21 +59,26 @@ NEUTRAL: dict[str, Any] = {
 
 
 class GenerateBody(Struct, kw_only=True, omit_defaults=True):
-    """The request of `/generate`: exactly one of `input_ids` and `text`. `return_text` is our extension."""
+    """The request of `/generate`: exactly one of `input_ids` and `text`, one or a batch. `return_text` is our
+    extension."""
 
-    input_ids: list[int] | None = None
-    text: str | None = None
-    sampling_params: SamplingBody = msgspec.field(default_factory=SamplingBody)
-    rid: str | None = None
-    return_logprob: bool = False
+    input_ids: list[int | list[int]] | None = None
+    text: str | list[str] | None = None
+    sampling_params: SamplingBody | list[SamplingBody] = msgspec.field(default_factory=SamplingBody)
+    rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] | None = False
+    logprob_start_len: int | list[int] | None = -1
+    """From this place of the prompt on its tokens' log-probabilities are told too; -1 for none."""
+    top_logprobs_num: int | list[int] | None = 0
+    return_text_in_logprobs: bool = False
     return_text: bool = True
     stream: bool = False
 
 
 class Stop(Struct, tag_field="type", tag="stop"):
-    """Ended by a stop token."""
+    """Ended by a stop token or string."""
 
-    matched: int
+    matched: int | str
 
 
 class Length(Struct, tag_field="type", tag="length"):
@@ -106,13 +107,16 @@ class MetaInfo(Struct, kw_only=True):
     """`meta_info` of one sample."""
 
     id: str
-    finish_reason: Stop | Length | Abort
+    finish_reason: Stop | Length | Abort | None
+    """None of an answer that is still growing."""
     prompt_tokens: int
     completion_tokens: int
     weight_version: str
     weight_versions: list[WeightSpan]
     e2e_latency: float
+    input_token_logprobs: list[LogprobTriple] | None = None
     output_token_logprobs: list[LogprobTriple] | None = None
+    output_top_logprobs: list[list[LogprobTriple]] | None = None
     cached_tokens: int = 0
 
 
@@ -122,6 +126,8 @@ class GenerateReply(Struct, kw_only=True):
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
+    index: int | None = None
+    """Which of several, in a stream."""
 
 
 class AbortBody(Struct, kw_only=True):
