@@ -120,20 +120,18 @@ class RolloutServer:
         asked = read_requests(body, self._tokenizer)
         if self._runner.policy_version == NO_VERSION:
             raise Refused(503, "no weights have been loaded yet")
+        for each in asked:
+            self._check(each)
         if body.stream:
-            for each in asked:
-                self._check(each)
             return StreamingResponse(self._stream(asked, started), media_type="text/event-stream")
         async with self._aborted_on_disconnect(request, [each.rid for each in asked]):
             replies = await self._play(asked, started)
         return _answer(replies if len(replies) > 1 or is_batch(body) else replies[0])
 
     async def _play(self, asked: Sequence[Asked], started: float) -> list[wire.GenerateReply]:
-        """The replies to all prompts of a body, in order. If one cannot be served, none is."""
+        """The replies to all prompts of a body, in order."""
         if len(asked) == 1:
             return await self._play_one(asked[0], started)
-        for each in asked:
-            self._check(each)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._play_one(each, started)) for each in asked]
