@@ -83,7 +83,7 @@ WORKLOADS = (
         warm_start_steps=700,
         learning_rate=5e-4,
         warmup_steps=20,
-        steps=60,
+        steps=40,
     ),
 )
 

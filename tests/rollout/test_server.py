@@ -260,8 +260,11 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "no tokenizer: give stop token ids"),
     ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "an empty string in `stop`"),
     ({"input_ids": [1], "sampling_params": {"min_p": 1.5}}, "min_p"),
-    ({"input_ids": [1], "sampling_params": {"logit_bias": {"64": 1.0}}}, "outside the vocabulary"),
-    ({"input_ids": [1], "return_logprob": True, "top_logprobs_num": 65}, "at most 64"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"64": 1.0}}}, "outside the vocabulary"),
+    (
+        {"input_ids": [1], "return_logprob": True, "top_logprobs_num": 65, "sampling_params": {"max_new_tokens": 1}},
+        "at most 64",
+    ),
     ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "`json_schema` is not served"),
 ]
 
