@@ -81,8 +81,8 @@ WORKLOADS = (
         max_new_tokens=CAP + 2,
         max_context=2 * CAP + 40,
         warm_start_steps=700,
-        learning_rate=5e-4,
-        warmup_steps=20,
+        learning_rate=1e-4,
+        warmup_steps=10,
         steps=40,
     ),
 )
