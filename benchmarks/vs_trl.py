@@ -50,7 +50,7 @@ LEAST_REWARD = 0.1
 """Of the policy both begin with: with less there is nothing to amplify, and answers end nowhere."""
 SMOOTH = 5
 """Steps a reward is averaged over before it counts as reached."""
-TABLE = "Penstock and TRL"
+TABLE = f"Penstock and {TRL.replace('==', ' ')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
