@@ -14,7 +14,9 @@ from tiny_policy import make_engine, make_handle, print_of, serve, weights
 from penstock.deadline import Stalled
 from penstock.rollout.client import RolloutClient, RolloutError, Servers
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.update import WeightsUpdate
 from penstock.types import EpisodeId, Sampling, SegmentGrant
+from penstock.weights.shared_memory import fingerprint
 
 GRANT = SegmentGrant(episode=EpisodeId("tag", 0, 0, 0), max_tokens=4)
 
@@ -62,7 +64,8 @@ async def test_another_fingerprint_under_a_served_version_is_noticed(url: str) -
 
 
 async def test_a_server_that_holds_other_weights_than_announced_is_noticed(runner: EngineRunner) -> None:
-    async with serve(runner, receive=lambda handle: weights(3)) as url:
+    update = WeightsUpdate(runner, lambda handle: weights(3), fingerprint)
+    async with serve(runner, update=update) as url:
         servers = Servers([url])
         with pytest.raises(RolloutError, match=f"{url}.*{print_of('3')}, not 1 with {print_of('1')}"):
             await servers.update_weights(make_handle(1))

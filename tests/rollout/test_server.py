@@ -10,10 +10,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tiny_policy import make_engine, make_request, print_of, run, serve, until
+from tiny_policy import make_engine, make_handle, make_request, print_of, receive_seed, run, serve, until
 
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.update import Conflict, WeightsUpdate
 from penstock.types import NO_VERSION
+from penstock.weights.shared_memory import fingerprint
 
 
 class Http:
@@ -446,3 +448,40 @@ async def test_an_api_key_guards_everything_but_health(runner: EngineRunner) -> 
             assert (await http.get("/ready", headers=headers))[0] == 401
             assert (await http.post("/generate", {"input_ids": [5]}, headers=headers))[0] == 401
         assert (await http.get("/ready", headers={"Authorization": "Bearer secret"}))[0] == 200
+
+
+async def test_a_draining_commit_lets_running_answers_end_and_holds_the_others(
+    http: Http, runner: EngineRunner
+) -> None:
+    running = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(60)}))
+    await until(lambda: runner.engine.num_active)
+    await http.post("/weights/begin", weights_handle(1))
+    commit = asyncio.create_task(http.post("/weights/commit", {"policy_version": 1, "mode": "drain"}))
+    await until(lambda: not runner.engine.admitting)
+    later = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(4)}))
+    spans = [(await task)[1]["meta_info"]["weight_versions"] for task in (running, later)]
+    assert (await commit)[0] == 200
+    assert spans == [[{"version": "0", "start": 0, "end": 60}], [{"version": "1", "start": 0, "end": 4}]]
+
+
+async def test_a_retracting_commit_computes_running_answers_anew(http: Http, runner: EngineRunner) -> None:
+    running = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(80)}))
+    await until(lambda: runner.num_generated_tokens > 5)
+    await http.post("/weights/begin", weights_handle(1))
+    await http.post("/weights/commit", {"policy_version": 1, "mode": "retract"})
+    _, reply = await running
+    old, new = reply["meta_info"]["weight_versions"]
+    assert (old["version"], new["version"], new["end"]) == ("0", "1", 80)
+    so_far = [5, *reply["output_ids"][: new["start"]]]
+    body = {"input_ids": so_far, "sampling_params": greedy(80 - new["start"])}
+    assert (await http.post("/generate", body))[1]["output_ids"] == reply["output_ids"][new["start"] :]
+
+
+async def test_what_is_staged_is_forgotten_when_its_lease_ends(runner: EngineRunner) -> None:
+    update = WeightsUpdate(runner, receive_seed, fingerprint)
+    await update.begin(make_handle(1), lease_s=0.0)
+    for _ in range(2):  # once for the timer, once for this
+        await asyncio.sleep(0)
+    with pytest.raises(Conflict, match="nothing is staged"):
+        await update.commit(1)
+    assert runner.policy_version == 0

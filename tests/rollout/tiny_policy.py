@@ -14,11 +14,12 @@ import uvicorn
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.rollout.engine import Finished, SlotEngine
+from penstock.rollout.http import Surface
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
 from penstock.rollout.text import Tokenizer
-from penstock.rollout.update import Receive
+from penstock.rollout.update import WeightsUpdate
 from penstock.types import Segment, WeightsHandle
 from penstock.weights.shared_memory import fingerprint
 
@@ -132,18 +133,19 @@ async def until(condition: Callable[[], object]) -> None:
 async def serve(
     runner: EngineRunner,
     *,
-    receive: Receive = receive_seed,
+    update: WeightsUpdate | None = None,
     api_key: str | None = None,
     tokenizer: Tokenizer | None = None,
+    foreign: Sequence[Surface] = (),
 ) -> AsyncIterator[str]:
     """The URL of a server around `runner`."""
     app = create_app(
         runner,
         identity=Identity(run_id="run", nonce="abc"),
-        receive=receive,
-        fingerprint=fingerprint,
+        update=update or WeightsUpdate(runner, receive_seed, fingerprint),
         tokenizer=tokenizer,
         api_key=api_key,
+        foreign=foreign,
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from penstock.types import WeightsHandle
 from penstock.weights.shared_memory import (
     WeightsMismatch,
     WeightsPublisher,
+    describe,
     fingerprint,
     layout,
     publish,
@@ -105,3 +107,26 @@ def test_the_publisher_keeps_three_files_and_removes_all_at_the_end(tmp_path: Pa
     ]
     publisher.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_directory_is_received_whole_and_in_the_models_own_dtype(tmp_path: Path) -> None:
+    named = {name: tensor.contiguous() for name, tensor in weights().items()}
+    first, second = dict(list(named.items())[:1]), dict(list(named.items())[1:])
+    save_file(first, tmp_path / "model-1.safetensors")
+    save_file({name: tensor.float() for name, tensor in second.items()}, tmp_path / "model-2.safetensors")
+    expected = layout(named)
+    handle = describe(tmp_path, expected, policy_version=3)
+    received = receive(handle, expected)
+    assert received.keys() == named.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in named.items())
+    assert handle.fingerprint == fingerprint(named)
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(WeightsMismatch, match=r"bytes, expected"):
+        receive(handle, expected)
+    with pytest.raises(WeightsMismatch, match=r"is missing from the weights"):
+        describe(tmp_path, expected, policy_version=4)
+
+
+def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightsMismatch, match=f"{tmp_path} has no weights"):
+        describe(tmp_path, {}, policy_version=1)

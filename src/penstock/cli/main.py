@@ -57,6 +57,22 @@ def simulate(
 
 
 @app.command()
+def serve(
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face model directory.")],
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Anything but loopback needs PENSTOCK_API_KEY.")] = "127.0.0.1",
+    name: Annotated[
+        str | None, typer.Option(help="Under which clients know the model; its directory by default.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+) -> None:
+    """Serve a model to SGLang and OpenAI clients, without a run."""
+    from penstock.cli import serve as command
+
+    raise typer.Exit(command.serve(model, overrides or [], host=host, port=port, name=name))
+
+
+@app.command()
 def envs() -> None:
     """List the environments."""
     from penstock.envs.registry import available

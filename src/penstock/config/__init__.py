@@ -1,7 +1,7 @@
 """The whole configuration tree: frozen pydantic models, unknown keys fail, importable without torch."""
 
 from penstock.config.errors import ConfigError
-from penstock.config.load import load_config, parse_overrides
+from penstock.config.load import default_config, load_config, parse_overrides
 from penstock.config.objective import CanaryConfig, CriticConfig, LoraConfig, MasteredConfig, ObjectiveConfig
 from penstock.config.scheduling import (
     DispatchConfig,
@@ -55,6 +55,7 @@ __all__ = [
     "TriggerConfig",
     "WarmStartConfig",
     "WorkloadConfig",
+    "default_config",
     "load_config",
     "parse_overrides",
 ]

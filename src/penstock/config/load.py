@@ -56,6 +56,15 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `overrides`, validate. Raises `ConfigError`."""
     path = Path(path)
+    return _resolve(_read(path), overrides, path)
+
+
+def default_config(overrides: Sequence[str]) -> Config:
+    """The defaults with `overrides` applied. Raises `ConfigError`."""
+    return _resolve({}, overrides, Path("the defaults"))
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         document = yaml.load(path.read_text(), Loader=_Loader)
     except FileNotFoundError:
@@ -68,6 +77,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         document = {}
     if not isinstance(document, dict):
         raise ConfigError(f"{path} must hold sections (model:, env:, ...), not a {type(document).__name__}")
+    return document
+
+
+def _resolve(document: dict[str, Any], overrides: Sequence[str], path: Path) -> Config:
     changed = parse_overrides(overrides)
     tree = _merge(document, changed)
     if key := os.environ.get("PENSTOCK_API_KEY"):

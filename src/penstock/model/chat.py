@@ -58,9 +58,10 @@ class ChatTokenizer:
             tokenizer, _template(model_dir, config), special_tokens, _eos_ids(model_dir, tokenizer, special_tokens)
         )
 
-    def prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant begins to speak."""
-        return self.encode(self.render(messages))
+    def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
+        """Token ids of a conversation, up to where the assistant begins to speak. `settings` (`tools`, ...) are the
+        template's own."""
+        return self.encode(self.render(messages, **settings))
 
     def continuation(self, observation: str, *, ended: bool) -> list[int]:
         """The tokens between an assistant's turn and its next one, with `observation` as the user message between.
@@ -78,14 +79,15 @@ class ChatTokenizer:
         token_ids = self.encode(rest)
         return token_ids[1:] if ended and token_ids and token_ids[0] in self.eos_ids else token_ids
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """The text of a conversation, up to where the assistant begins to speak."""
         if self._template is None:
             raise ModelError(
                 "the model has no chat template: neither chat_template.jinja nor tokenizer_config.json holds one"
             )
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            known = {"add_generation_prompt": True} | self._special_tokens | settings
+            return self._template.render(messages=messages, **known)
         except TemplateError as error:
             raise ModelError(f"the chat template refused the conversation: {error}") from error
 

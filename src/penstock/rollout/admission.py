@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.rollout.rows import Running, Sequence
@@ -30,28 +31,47 @@ class WaitingLine:
         self._largest_part = max(num_slots // 8, 1)
         self._eos_ids = eos_ids
         self._line: deque[Running] = deque()
+        self._returned: deque[Sequence] = deque()
+        """Samples that lost their slot and go before everyone else."""
 
     @property
     def num_samples(self) -> int:
         """Samples without a slot."""
-        return sum(running.num_waiting for running in self._line)
+        return len(self._returned) + sum(running.num_waiting for running in self._line)
 
     def add(self, running: Running) -> None:
         """To the end of the line."""
         self._line.append(running)
 
+    def give_back(self, sequences: Iterable[Sequence]) -> None:
+        """To the head of the line: samples whose keys and values are to be computed again, their answers so far being
+        part of the prompt."""
+        self._returned.extend(sequences)
+
     def leave(self, running: Running) -> list[Sequence]:
-        """Take a request out; returns its samples that never started."""
-        if not running.num_waiting:
-            return []
-        self._line.remove(running)
-        return self._start(running, running.num_waiting)
+        """Take a request out; returns its samples that have no slot."""
+        mine = [sequence for sequence in self._returned if sequence.running is running]
+        if mine:
+            self._returned = deque(sequence for sequence in self._returned if sequence.running is not running)
+        if running.num_waiting:
+            self._line.remove(running)
+            mine += self._start(running, running.num_waiting)
+        return mine
 
     def admit(self, free: int) -> list[Admission]:
         """What goes into `free` slots now, ordered by prompt length."""
         admissions: list[Admission] = []
         budget = PREFILL_TOKENS
-        while self._line:
+        while self._returned and free:
+            sequence = self._returned[0]
+            so_far = sequence.running.request.prompt_ids + sequence.token_ids
+            if admissions and len(so_far) > budget:
+                break
+            self._returned.popleft()
+            admissions.append(Admission(prompt_ids=so_far, sequences=[sequence]))
+            free -= 1
+            budget -= len(so_far)
+        while self._line and not self._returned:
             running = self._line[0]
             prompt_ids = running.request.prompt_ids
             no_part_fits = min(running.num_waiting, self._largest_part) > free

@@ -41,6 +41,16 @@ class Asked:
         return start if self.body.return_logprob and isinstance(start, int) and start >= 0 else None
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of it: one segment per sample."""
+
+    asked: Asked
+    segments: Sequence[Segment]
+    prompt_logprobs: Sequence[float] | None
+    """Of every token of the prompt but the first, if they were asked for."""
+
+
 def read_requests(body: wire.GenerateBody, tokenizer: Tokenizer | None) -> list[Asked]:
     """One per prompt. Raises ValueError for whatever cannot be served."""
     return [_read(single, tokenizer) for single in _split(body)]
@@ -52,20 +62,14 @@ def is_batch(body: wire.GenerateBody) -> bool:
     return several or isinstance(body.text, list)
 
 
-def write_replies(
-    asked: Asked,
-    segments: Sequence[Segment],
-    *,
-    prompt_logprobs: Sequence[float] | None,
-    tokenizer: Tokenizer | None,
-    latency_s: float,
-) -> list[wire.GenerateReply]:
-    """One reply per sample. `prompt_logprobs`: of every token but the first."""
+def write_replies(answer: Answer, *, tokenizer: Tokenizer | None, latency_s: float) -> list[wire.GenerateReply]:
+    """One reply per sample."""
     replies = []
+    asked = answer.asked
     tokenizer = tokenizer if asked.body.return_text else None
-    for index, segment in enumerate(segments):
+    for index, segment in enumerate(answer.segments):
         meta = _meta(asked, index, latency_s=latency_s)
-        meta.finish_reason = _finish_reason(asked, segment, tokenizer)
+        meta.finish_reason = finish_reason(asked, segment, tokenizer)
         meta.completion_tokens = len(segment.token_ids)
         meta.weight_version = str(segment.spans[-1].policy_version) if segment.spans else ""
         meta.weight_versions = [wire.WeightSpan(str(version), start, end) for version, start, end in segment.spans]
@@ -74,9 +78,9 @@ def write_replies(
             meta.output_token_logprobs = triples(segment.logprobs, segment.token_ids)
             if segment.top_logprobs is not None:
                 meta.output_top_logprobs = [triples(*zip(*place, strict=True)) for place in segment.top_logprobs]
-            if (start := asked.scored_from) is not None and prompt_logprobs is not None:
-                meta.input_token_logprobs = triples([None, *prompt_logprobs][start:], asked.prompt_ids[start:])
-        text = _text(asked, segment, tokenizer)
+            if (start := asked.scored_from) is not None and answer.prompt_logprobs is not None:
+                meta.input_token_logprobs = triples([None, *answer.prompt_logprobs][start:], asked.prompt_ids[start:])
+        text = answer_text(asked, segment, tokenizer)
         replies.append(wire.GenerateReply(text=text, output_ids=segment.token_ids, meta_info=meta))
     return replies
 
@@ -92,9 +96,14 @@ def write_growing(
     return wire.GenerateReply(text=text, output_ids=token_ids, meta_info=meta)
 
 
+def sample_id(asked: Asked, member: int) -> str:
+    """Of one of a prompt's samples."""
+    return asked.rid if asked.num_samples == 1 else f"{asked.rid}_{member}"
+
+
 def _meta(asked: Asked, member: int, *, latency_s: float) -> wire.MetaInfo:
     return wire.MetaInfo(
-        id=asked.rid if asked.num_samples == 1 else f"{asked.rid}_{member}",
+        id=sample_id(asked, member),
         finish_reason=None,
         prompt_tokens=len(asked.prompt_ids),
         completion_tokens=0,
@@ -189,7 +198,8 @@ def _stops(sampling: wire.SamplingBody) -> Stops:
     return Stops(strings=strings, tokens=frozenset(tokens), keep=sampling.no_stop_trim)
 
 
-def _text(asked: Asked, segment: Segment, tokenizer: Tokenizer | None) -> str:
+def answer_text(asked: Asked, segment: Segment, tokenizer: Tokenizer | None) -> str:
+    """Without what ended it."""
     if tokenizer is None:
         return ""
     ids = segment.token_ids
@@ -198,7 +208,7 @@ def _text(asked: Asked, segment: Segment, tokenizer: Tokenizer | None) -> str:
     return asked.stops.cut(tokenizer.decode(ids))
 
 
-def _finish_reason(asked: Asked, segment: Segment, tokenizer: Tokenizer | None) -> wire.Stop | wire.Length | wire.Abort:
+def finish_reason(asked: Asked, segment: Segment, tokenizer: Tokenizer | None) -> wire.Stop | wire.Length | wire.Abort:
     match segment.finish_reason:
         case "stop":
             matched = asked.stops.matched(tokenizer.decode(segment.token_ids)) if tokenizer else None

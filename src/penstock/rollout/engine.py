@@ -7,6 +7,7 @@ forward over the newest token of every active row, packed together with the prom
 Invariants: rows 0..n-1 are active and live in slots 0..n-1; every token's version span and log-probability belong
 to the weights that sampled it; nothing invalid gets past `check`, so `step` fails only on a defect or the device.
 After an update the KV of running sequences is kept: their later tokens attend to keys of the older weights.
+Samples that are retracted lose theirs, and have it computed anew by the weights of when they go on.
 A released engine holds no KV memory and no requests: whoever asks is told `abort` at once; weights may be loaded.
 """
 
@@ -57,6 +58,10 @@ class SlotEngine:
         self.num_decoded = self.num_context = self.num_prefilled = 0
         """Of the last step: sequences advanced by a token, tokens they held before, and prompt tokens computed."""
         self.released = False
+        self.paused = False
+        """Nothing advances and nobody is admitted; requests may come and go."""
+        self.admitting = True
+        """While not, running samples go on and nobody joins them."""
         self._cache = make_cache(model, num_slots, max_context)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._rows = Rows(num_slots)
@@ -75,7 +80,7 @@ class SlotEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) and not self.paused
 
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError if the request cannot be served. Reads constants only: safe from any thread."""
@@ -100,7 +105,7 @@ class SlotEngine:
         """Admit what fits, generate one token for every active sequence, return the requests this completed."""
         num_decode = self.num_decoded = len(self._rows)
         self.num_context = int(self._rows.positions[:num_decode].sum())
-        admissions = self._waiting.admit(self.num_slots - num_decode)
+        admissions = self._waiting.admit(self.num_slots - num_decode) if self.admitting else []
         self.num_prefilled = sum(len(admission.prompt_ids) for admission in admissions)
         for admission in admissions:
             for sequence in admission.sequences:
@@ -141,6 +146,13 @@ class SlotEngine:
         self._cache.free()
         self.released = True
         return finished
+
+    def retract(self) -> None:
+        """Take all running samples off their slots and put them at the head of the line: prompt and answer so far are
+        computed again, with the weights of then, before they go on."""
+        for sequence in self._rows.sequences:
+            sequence.close_span(self.policy_version)
+        self._waiting.give_back(self._rows.clear())
 
     def resume(self) -> None:
         """Take the KV memory back and serve again."""

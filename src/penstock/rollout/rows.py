@@ -108,15 +108,20 @@ class Rows:
         return len(self.sequences)
 
     def append(self, sequence: Sequence) -> None:
-        """Add a row whose prompt is about to be computed."""
+        """Add a row whose prompt, and answer so far, is about to be computed."""
         row, request = len(self), sequence.running.request
         self.sequences.append(sequence)
-        self.positions[row] = len(request.prompt_ids) - 1
+        self.positions[row] = len(request.prompt_ids) + len(sequence.token_ids) - 1
         self._seeds[row] = request.seeds[sequence.index] % 2**64
         self._temperatures[row] = request.params.temperature
         self._top_ps[row] = request.params.top_p
         self._top_ks[row] = request.params.top_k
         self._min_ps[row] = request.params.min_p
+
+    def clear(self) -> list[Sequence]:
+        """Empty all rows; returns who was in them."""
+        sequences, self.sequences = self.sequences, []
+        return sequences
 
     @property
     def seeds(self) -> npt.NDArray[np.uint64]:

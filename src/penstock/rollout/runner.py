@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,9 @@ from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.rows import Sequence as Sample
 from penstock.types import BusySpan, Segment
+
+LoadMode = Literal["in_place", "retract", "drain"]
+PauseMode = Literal["abort", "in_place", "retract"]
 
 STOP_TIMEOUT_S = 30.0
 """For a step to end; a thread stuck in the device longer than that is left behind."""
@@ -73,6 +76,8 @@ class EngineRunner:
         self._actions: set[asyncio.Future[None]] = set()
         self._followed: dict[str, list[int]] = {}
         """Tokens told of each sample, of the requests whose growth somebody follows. The engine's thread's own."""
+        self._when_drained: list[Command] = []
+        """For when nothing runs any more; until then nobody is admitted. The engine's thread's own."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop
@@ -142,14 +147,27 @@ class EngineRunner:
         """End all requests early; returns how many there were."""
         return sum(self.abort(rid) for rid in list(self._requests))
 
-    async def load_weights(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> None:
-        """Replace the weights between two steps. ValueError, with nothing changed, if they do not fit."""
+    async def load_weights(
+        self, tensors: Mapping[str, torch.Tensor], policy_version: int, *, mode: LoadMode = "in_place"
+    ) -> None:
+        """Replace the weights between two steps. ValueError, with nothing changed, if they do not fit. `in_place`:
+        running samples go on with their keys and values; `retract`: these are computed again; `drain`: running samples
+        end first, and nobody joins them until then."""
 
         def load() -> None:
             with self._meter.measure("update_weights", policy_version):
                 self.engine.load_weights(tensors, policy_version)
+                if mode == "retract":
+                    self.engine.retract()
 
-        await self._between_steps(load)
+        await self._between_steps(load, drained=mode == "drain")
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Whether every request of now has ended, at the latest after so long."""
+        results = [pending.result for pending in self._requests.values()]
+        if results:
+            await asyncio.wait(results, timeout=timeout_s)
+        return all(result.done() for result in results)
 
     async def score(self, prompt_ids: list[int]) -> list[float]:
         """Log-probability of every token of a prompt but the first. ValueError for a bad prompt."""
@@ -157,6 +175,27 @@ class EngineRunner:
         found: list[float] = []
         await self._between_steps(lambda: found.extend(self.engine.score(prompt_ids)))
         return found
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating between two steps; what comes later waits. `abort` ends all requests with what they have,
+        `in_place` keeps their keys and values, `retract` has them computed again later."""
+
+        def pause() -> None:
+            if mode == "abort":
+                self._post(self.engine.abort_all())
+            elif mode == "retract":
+                self.engine.retract()
+            self.engine.paused = True
+
+        await self._between_steps(pause)
+
+    async def go_on(self) -> None:
+        """End a pause."""
+
+        def go_on() -> None:
+            self.engine.paused = False
+
+        await self._between_steps(go_on)
 
     async def release(self) -> None:
         """Free the generation memory. Running requests return what they have first, later ones nothing."""
@@ -166,12 +205,14 @@ class EngineRunner:
         """Take the generation memory back."""
         await self._between_steps(self.engine.resume)
 
-    async def _between_steps(self, action: Command) -> None:
-        """Let the engine's thread act. A ValueError of `action` is raised here, any other error ends the engine."""
+    async def _between_steps(self, action: Command, *, drained: bool = False) -> None:
+        """Let the engine's thread act, `drained` once nothing runs. A ValueError of `action` is raised here, any other
+        error ends the engine."""
         self._check_alive()
         done: asyncio.Future[None] = self._loop.create_future()
         self._actions.add(done)
-        self._commands.put(lambda: self._act(action, done))
+        act = partial(self._act, action, done)
+        self._commands.put(partial(self._when_drained.append, act) if drained else act)
         try:
             await done
         finally:
@@ -234,8 +275,14 @@ class EngineRunner:
             try:
                 command = self._commands.get_nowait()
             except Empty:
-                return
+                break
             command()
+        self.engine.admitting = not self._when_drained
+        if self._when_drained and not self.engine.num_active:
+            for act in self._when_drained:
+                act()
+            self._when_drained.clear()
+            self.engine.admitting = True
 
     def _request_stop(self) -> None:
         self._stopping = True

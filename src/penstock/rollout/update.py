@@ -12,13 +12,17 @@ from dataclasses import replace
 import torch
 
 from penstock.deadline import deadline
-from penstock.rollout.runner import EngineRunner
+from penstock.rollout.runner import EngineRunner, LoadMode
 from penstock.types import WeightsHandle
 
 RECEIVE_TIMEOUT_S = 300.0
 """For mapping and verifying one set of weights, from a cold disk if need be."""
 LOAD_TIMEOUT_S = 60.0
 """For the engine to end its step and copy."""
+LEASE_S = 600.0
+"""Between begin and commit."""
+DRAIN_TIMEOUT_S = 1800.0
+"""For running samples to end."""
 
 Receive = Callable[[WeightsHandle], Mapping[str, torch.Tensor]]
 Fingerprint = Callable[[Mapping[str, torch.Tensor]], str]
@@ -38,10 +42,12 @@ class WeightsUpdate:
         self._fingerprint = fingerprint
         self._lock = asyncio.Lock()
         self._staged: tuple[WeightsHandle, Mapping[str, torch.Tensor]] | None = None
+        self._lease: asyncio.TimerHandle | None = None
         self._served: WeightsHandle | None = None
 
-    async def begin(self, handle: WeightsHandle) -> WeightsHandle:
-        """Map and verify `handle` in a thread. Conflict unless it is newer than what is served."""
+    async def begin(self, handle: WeightsHandle, *, lease_s: float = LEASE_S) -> WeightsHandle:
+        """Map and verify `handle` in a thread. Conflict unless it is newer than what is served. What is not committed
+        within the lease is forgotten, as if it had been aborted."""
         async with self._lock:
             if _same(handle, self._served) or (self._staged and _same(handle, self._staged[0])):
                 return handle
@@ -53,7 +59,17 @@ class WeightsUpdate:
             self._staged = None
             async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=handle.path, holder="its storage"):
                 self._staged = (handle, await asyncio.to_thread(self._map, handle))
+            self._renew(lease_s)
             return handle
+
+    def _renew(self, lease_s: float) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = asyncio.get_running_loop().call_later(lease_s, self._expire)
+
+    def _expire(self) -> None:
+        if not self._lock.locked():  # else it is being committed or replaced
+            self._staged = None
 
     def _map(self, handle: WeightsHandle) -> Mapping[str, torch.Tensor]:
         try:
@@ -61,9 +77,9 @@ class WeightsUpdate:
         except OSError as error:
             raise ValueError(f"cannot read the weights: {error}") from error
 
-    async def commit(self, policy_version: int) -> WeightsHandle:
-        """Serve the staged weights from the next decode step on. Returns the handle of what is served, with the
-        fingerprint of what the engine really holds."""
+    async def commit(self, policy_version: int, *, mode: LoadMode = "in_place") -> WeightsHandle:
+        """Serve the staged weights from the next decode step on, or when what runs has ended (`drain`). Returns the
+        handle of what is served, with the fingerprint of what the engine really holds."""
         async with self._lock:
             if self._served is not None and self._served.policy_version == policy_version:
                 return self._served
@@ -72,8 +88,9 @@ class WeightsUpdate:
                 raise Conflict(f"commit of policy_version {policy_version}, but {staged} is staged")
             handle, tensors = self._staged
             if self._runner.policy_version != policy_version:  # else an earlier commit ran out of time, but took effect
-                async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a weights update", holder="the engine"):
-                    await self._runner.load_weights(tensors, policy_version)
+                seconds = DRAIN_TIMEOUT_S if mode == "drain" else LOAD_TIMEOUT_S
+                async with deadline(seconds, waiter="server", resource="a weights update", holder="the engine"):
+                    await self._runner.load_weights(tensors, policy_version, mode=mode)
             found = await asyncio.to_thread(self._fingerprint, self._runner.engine.parameters())
             self._served, self._staged = replace(handle, fingerprint=found), None
             return self._served

@@ -6,7 +6,7 @@ Unknown fields are ignored, because routers add their own; a known field we do n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -145,9 +145,10 @@ class AbortReply(Struct, kw_only=True):
 
 
 class CommitBody(Struct, kw_only=True):
-    """The request of `/weights/commit`."""
+    """The request of `/weights/commit`. `mode`: what becomes of answers that are being generated."""
 
     policy_version: int
+    mode: Literal["in_place", "retract", "drain"] = "in_place"
 
 
 class MemoryBody(Struct, kw_only=True, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""Weights in a file that servers map: written once per version, verified by every receiver, never copied in between.
+"""Weights in files that servers map: written once per version, verified by every receiver, never copied in between.
 
 A file exists under its name only when complete (temporary name, then rename) and belongs to its owner alone (0600).
 The fingerprint covers names, shapes, dtypes and bytes; a receiver computes it over what it
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -49,24 +49,33 @@ def publish(named: Mapping[str, Tensor], *, directory: Path, policy_version: int
 
 
 def receive(handle: WeightsHandle, expected: Layout) -> dict[str, Tensor]:
-    """Map the file of `handle`: tensors that share its pages. Raises `WeightsMismatch` if anything differs.
+    """Map the file of `handle`, or those of a model directory: tensors that share their pages, but for those that a
+    directory holds in another dtype. Raises `WeightsMismatch` if anything differs.
 
     The mapping stays valid after the file is unlinked. Writing to the tensors does not change the file.
     """
     path = Path(handle.path)
-    if not path.is_file():
-        raise WeightsMismatch(f"weights file {path} does not exist")
-    if path.stat().st_size != handle.num_bytes:
-        raise WeightsMismatch(f"{path} has {path.stat().st_size} bytes, expected {handle.num_bytes}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except SafetensorError as error:
-        raise WeightsMismatch(f"{path} is not a safetensors file: {error}") from None
+    files = _files(path)
+    if (num_bytes := sum(file.stat().st_size for file in files)) != handle.num_bytes:
+        raise WeightsMismatch(f"{path} has {num_bytes} bytes, expected {handle.num_bytes}")
+    named = _map(files, expected if path.is_dir() else {})
     _compare(named, expected)
     if (found := fingerprint(named)) != handle.fingerprint:
         raise WeightsMismatch(f"{path} has fingerprint {found}, expected {handle.fingerprint}: its bytes changed")
     return named
+
+
+def describe(directory: Path, expected: Layout, *, policy_version: int) -> WeightsHandle:
+    """The handle of a model directory that somebody else wrote. Raises `WeightsMismatch` if it is not this model's."""
+    files = _files(directory)
+    named = _map(files, expected)
+    _compare(named, expected)
+    return WeightsHandle(
+        policy_version=policy_version,
+        path=str(directory),
+        num_bytes=sum(file.stat().st_size for file in files),
+        fingerprint=fingerprint(named),
+    )
 
 
 def layout(named: Mapping[str, Tensor]) -> Layout:
@@ -82,6 +91,25 @@ def fingerprint(named: Mapping[str, Tensor]) -> str:
         checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {checksum}\n".encode())
     return digest.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    if not files:
+        raise WeightsMismatch(f"weights file {path} does not exist" if not path.is_dir() else f"{path} has no weights")
+    return files
+
+
+def _map(files: Sequence[Path], wanted: Layout) -> dict[str, Tensor]:
+    """By name, in the dtype `wanted` where that is known."""
+    named: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                named |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        except SafetensorError as error:
+            raise WeightsMismatch(f"{path} is not a safetensors file: {error}") from None
+    return {name: tensor.to(wanted[name][1]) if name in wanted else tensor for name, tensor in named.items()}
 
 
 def _compare(named: Mapping[str, Tensor], expected: Layout) -> None:

@@ -1,0 +1,480 @@
+"""The OpenAI surface: models, completions, chat completions, whole or streamed.
+
+Beyond OpenAI's own: token ids in and out, which training needs (`prompt` as ids, `prompt_token_ids` on chat as the
+authoritative history; `token_ids` and `prompt_token_ids` on every choice), vLLM's and SGLang's sampling extensions, and
+the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)` and in the header `X-Policy-Version`.
+Any model name is served by the one model there is, as SGLang does; a field that would change the answer and is not
+served is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import wraps
+from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from penstock.rollout import wire
+from penstock.rollout.answers import Answers, Growing
+from penstock.rollout.convert import Answer, Asked, answer_text, finish_reason, read_requests
+from penstock.rollout.http import (
+    EXPECTED,
+    LAST_EVENT,
+    Refused,
+    Route,
+    aborted_on_disconnect,
+    answer,
+    event,
+    read_body,
+    status_of,
+)
+from penstock.rollout.runner import EngineRunner
+from penstock.rollout.text import Tokenizer
+from penstock.types import Segment
+
+MAX_TOP_LOGPROBS = 20
+
+
+class ChatTemplate(Tokenizer, Protocol):
+    """A tokenizer that renders conversations."""
+
+    def prompt(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]: ...
+
+
+class StreamOptions(Struct, kw_only=True):
+    """What a stream ends with."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(Struct, kw_only=True):
+    """What both kinds of request say of sampling: OpenAI's names, then the extensions of vLLM and SGLang."""
+
+    model: str | None = None
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    stop: str | list[str | int] | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = 0.0
+    presence_penalty: float | None = 0.0
+    logit_bias: dict[int, float] | None = None
+    top_k: int | None = -1
+    min_p: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = 0
+    rid: str | None = None
+    request_id: str | None = None
+    # Known but not served: ignoring them would change the answer.
+    best_of: int | None = None
+    suffix: str | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class CompletionBody(SamplingFields, kw_only=True):
+    """The request of `/v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    """The request of `/v1/chat/completions`. `prompt_token_ids` (ours) is the conversation in tokens: it is then not
+    rendered, and `messages` may be anything."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    prompt_token_ids: list[int] | None = None
+
+
+class Usage(Struct, kw_only=True):
+    """Tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+Kind = Literal["text_completion", "chat.completion"]
+
+
+class OpenAI:
+    """The endpoints."""
+
+    def __init__(self, runner: EngineRunner, tokenizer: ChatTemplate, *, model_name: str) -> None:
+        self._runner, self._tokenizer, self._model_name = runner, tokenizer, model_name
+        self._answers = Answers(runner, tokenizer)
+        self._started = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", ["GET"], self.models),
+            Route("/v1/models/{name:path}", ["GET"], guarded(self.model)),
+            Route("/v1/completions", ["POST"], guarded(self.completions)),
+            Route("/v1/chat/completions", ["POST"], guarded(self.chat)),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        return answer({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._model_name:
+            raise Refused(404, f"the model {name!r} does not exist; this server serves {self._model_name!r}")
+        return answer(self._model())
+
+    async def completions(self, request: Request) -> Response:
+        body = await read_body(request, CompletionBody)
+        max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        generate = _generate_body(body, max_tokens, top_logprobs=body.logprobs, wanted=body.logprobs is not None)
+        generate.logprob_start_len = 0 if body.echo else -1
+        prompt: Any = body.prompt
+        is_text = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], str))
+        generate.text, generate.input_ids = (prompt, None) if is_text else (None, prompt)
+        return await self._answer(request, body, generate, Completions(self._tokenizer, echo=bool(body.echo)))
+
+    async def chat(self, request: Request) -> Response:
+        body = await read_body(request, ChatBody)
+        if not body.messages and body.prompt_token_ids is None:
+            raise ValueError("`messages` is empty")
+        ids = body.prompt_token_ids
+        if ids is None:
+            settings = body.chat_template_kwargs | ({"tools": body.tools} if body.tools else {})
+            ids = self._tokenizer.prompt(_flattened(body.messages), **settings)
+        max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        if max_tokens is None:
+            max_tokens = max(self._runner.engine.max_context - len(ids), 1)
+        generate = _generate_body(body, max_tokens, top_logprobs=body.top_logprobs, wanted=bool(body.logprobs))
+        generate.input_ids = list(ids)
+        return await self._answer(request, body, generate, Chat(self._tokenizer))
+
+    async def _answer(
+        self, request: Request, body: SamplingFields, generate: wire.GenerateBody, shape: Completions | Chat
+    ) -> Response:
+        asked = read_requests(generate, self._tokenizer)
+        self._answers.check(asked)
+        head = {"id": f"{shape.prefix}-{asked[0].rid}", "created": int(time.time()), "model": self._model_name}
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return StreamingResponse(
+                self._stream(asked, head, shape, with_usage=with_usage), media_type="text/event-stream"
+            )
+        async with aborted_on_disconnect(request, self._runner, [each.rid for each in asked]):
+            answers = await self._answers.give(asked)
+        pairs = [(each.asked, segment, each) for each in answers for segment in each.segments]
+        choices = [shape.choice(index, mine, segment, whole) for index, (mine, segment, whole) in enumerate(pairs)]
+        versions = [span for _, segment, _ in pairs for span in segment.spans]
+        reply = head | {"object": shape.kind, "choices": choices, "usage": _usage(answers)} | _provenance(pairs)
+        response = answer(reply)
+        if versions:
+            first, last = min(span.policy_version for span in versions), max(span.policy_version for span in versions)
+            response.headers["X-Policy-Version"] = f"{first}-{last}"
+        return response
+
+    async def _stream(
+        self, asked: Sequence[Asked], head: dict[str, Any], shape: Completions | Chat, *, with_usage: bool
+    ) -> AsyncIterator[bytes]:
+        """Deltas of each choice, its end with its finish reason, then the usage if it was asked for."""
+        head = head | {"object": shape.chunk_kind}
+        told: dict[int, Told] = {}
+        answers: list[Answer] = []
+        try:
+            async for sample in self._answers.follow(asked):
+                so_far = told.setdefault(sample.index, Told())
+                for choice in shape.deltas(sample, so_far):
+                    yield event(head | {"choices": [choice]})
+                if sample.answer is not None:
+                    answers.append(sample.answer)
+            if with_usage:
+                yield event(head | {"choices": [], "usage": _usage(answers)})
+        except EXPECTED as error:
+            yield event(_error(str(error), status_of(error)))
+        yield LAST_EVENT
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "penstock",
+            "root": self._model_name,
+            "max_model_len": self._runner.engine.max_context,
+        }
+
+
+class Told(Struct):
+    """Of a streamed choice: how much of it has been sent."""
+
+    text: int = 0
+    tokens: int = 0
+    begun: bool = False
+
+
+class Completions:
+    """How `/v1/completions` puts it."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, tokenizer: Tokenizer, *, echo: bool) -> None:
+        self._tokenizer, self._echo = tokenizer, echo
+
+    def choice(self, index: int, asked: Asked, segment: Segment, whole: Answer) -> dict[str, Any]:
+        """One sample."""
+        text, ids, logprobs = answer_text(asked, segment, self._tokenizer), segment.token_ids, list(segment.logprobs)
+        tops = segment.top_logprobs
+        shown_ids, shown_logprobs = ids, logprobs
+        if self._echo:
+            text = self._tokenizer.decode(asked.prompt_ids) + text
+            shown_ids = asked.prompt_ids + ids
+            shown_logprobs = [None, *(whole.prompt_logprobs or ()), *logprobs]  # type: ignore[list-item]
+            tops = [[]] * len(asked.prompt_ids) + tops if tops is not None else None
+        return {
+            "index": index,
+            "text": text,
+            "finish_reason": segment.finish_reason,
+            "matched_stop": _matched(asked, segment, self._tokenizer),
+            "logprobs": self._logprobs(shown_ids, shown_logprobs, tops) if asked.body.return_logprob else None,
+            "token_ids": ids,
+            "prompt_token_ids": asked.prompt_ids,
+        }
+
+    def deltas(self, sample: Growing, told: Told) -> list[dict[str, Any]]:
+        """What is new of one sample."""
+        if sample.answer is None:
+            text = sample.text
+            if len(text) == told.text:
+                return []
+            return [self._delta(sample, told, text, None)]
+        (segment,) = sample.answer.segments
+        text = answer_text(sample.asked, segment, self._tokenizer)
+        return [self._delta(sample, told, text, segment.finish_reason)]
+
+    def _delta(self, sample: Growing, told: Told, text: str, reason: str | None) -> dict[str, Any]:
+        ids, logprobs = sample.token_ids[told.tokens :], sample.logprobs[told.tokens :]
+        delta: dict[str, Any] = {
+            "index": sample.index,
+            "text": text[told.text :],
+            "finish_reason": reason,
+            "logprobs": self._logprobs(ids, logprobs, None) if sample.asked.body.return_logprob else None,
+            "token_ids": ids,
+        }
+        if not told.begun:
+            delta["prompt_token_ids"] = sample.asked.prompt_ids
+        told.text, told.tokens, told.begun = len(text), len(sample.token_ids), True
+        return delta
+
+    def _logprobs(
+        self, ids: Sequence[int], logprobs: Sequence[float], tops: list[list[tuple[float, int]]] | None
+    ) -> dict[str, Any]:
+        tokens = [self._tokenizer.decode([token], skip_special=False) for token in ids]
+        offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        return {
+            "tokens": tokens,
+            "token_logprobs": list(logprobs),
+            "text_offset": offsets,
+            "top_logprobs": None
+            if tops is None
+            else [
+                {self._tokenizer.decode([token], skip_special=False): logprob for logprob, token in place}
+                for place in tops
+            ],
+        }
+
+
+class Chat:
+    """How `/v1/chat/completions` puts it."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def choice(self, index: int, asked: Asked, segment: Segment, whole: Answer) -> dict[str, Any]:
+        """One sample."""
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": answer_text(asked, segment, self._tokenizer)},
+            "finish_reason": segment.finish_reason,
+            "matched_stop": _matched(asked, segment, self._tokenizer),
+            "logprobs": self._logprobs(asked, segment.token_ids, segment.logprobs, segment.top_logprobs),
+            "token_ids": segment.token_ids,
+            "response_token_ids": segment.token_ids,
+            "prompt_token_ids": asked.prompt_ids,
+        }
+
+    def deltas(self, sample: Growing, told: Told) -> list[dict[str, Any]]:
+        """What is new of one sample; first of all who speaks."""
+        found = []
+        if not told.begun:
+            told.begun = True
+            role = self._delta(sample, told, "", None) | {"prompt_token_ids": sample.asked.prompt_ids}
+            role["delta"] = {"role": "assistant", "content": ""}
+            found.append(role)
+        if sample.answer is None:
+            if len(sample.text) > told.text:
+                found.append(self._delta(sample, told, sample.text, None))
+            return found
+        (segment,) = sample.answer.segments
+        text = answer_text(sample.asked, segment, self._tokenizer)
+        if len(text) > told.text:
+            found.append(self._delta(sample, told, text, None))
+        last = self._delta(sample, told, text, segment.finish_reason)
+        last["delta"] = {}
+        return [*found, last]
+
+    def _delta(self, sample: Growing, told: Told, text: str, reason: str | None) -> dict[str, Any]:
+        ids, logprobs = sample.token_ids[told.tokens :], sample.logprobs[told.tokens :]
+        if not text and reason is None:
+            ids, logprobs = [], []
+        delta: dict[str, Any] = {
+            "index": sample.index,
+            "delta": {"content": text[told.text :]},
+            "finish_reason": reason,
+            "logprobs": self._logprobs(sample.asked, ids, logprobs, None),
+            "token_ids": ids,
+        }
+        told.text, told.tokens = len(text), told.tokens + len(ids)
+        return delta
+
+    def _logprobs(
+        self,
+        asked: Asked,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: list[list[tuple[float, int]]] | None,
+    ) -> dict[str, Any] | None:
+        if not asked.body.return_logprob:
+            return None
+        places = zip(ids, logprobs, tops or [[]] * len(ids), strict=True)
+        return {
+            "content": [
+                self._token(token, logprob) | {"top_logprobs": [self._token(other, value) for value, other in top]}
+                for token, logprob, top in places
+            ]
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._tokenizer.decode([token], skip_special=False)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Errors in OpenAI's shape; its SDK is told not to repeat what will fail again."""
+
+    @wraps(endpoint)
+    async def guard(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except EXPECTED as error:
+            status = status_of(error)
+            response = answer(_error(str(error), status), status)
+            response.headers["x-should-retry"] = "true" if status in (408, 429, 503) else "false"
+            return response
+
+    return guard
+
+
+def _generate_body(
+    body: SamplingFields, max_tokens: int, *, top_logprobs: int | None, wanted: bool
+) -> wire.GenerateBody:
+    """In the terms of `/generate`."""
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens must be at least 0, not {max_tokens}")
+    if top_logprobs is not None and not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"at most {MAX_TOP_LOGPROBS} top log-probabilities are told, not {top_logprobs}")
+    if body.best_of not in (None, 1, body.n):
+        raise ValueError("`best_of` is not served: sample with `n` and choose")
+    if body.suffix:
+        raise ValueError("`suffix` is not served")
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise ValueError("`response_format` is not served but for `text`")
+    num_samples = 1 if body.n is None else body.n
+    if not 1 <= num_samples <= wire.MAX_SAMPLES:
+        raise ValueError(f"n must be between 1 and {wire.MAX_SAMPLES}, not {num_samples}")
+    return wire.GenerateBody(
+        rid=body.rid or body.request_id,
+        return_logprob=wanted,
+        top_logprobs_num=top_logprobs or 0 if wanted else 0,
+        sampling_params=wire.SamplingBody(
+            n=num_samples,
+            max_new_tokens=max_tokens,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=-1 if body.top_k is None else body.top_k,
+            min_p=body.min_p,
+            stop=body.stop,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            min_new_tokens=body.min_tokens,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=body.logit_bias,
+            sampling_seed=body.seed,
+        ),
+    )
+
+
+def _flattened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Contents given as text parts become plain text; other parts are refused."""
+    flat = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+                raise ValueError("only text is served: a message has parts of another type")
+            content = "".join(str(part.get("text", "")) for part in content)
+        flat.append(message | {"content": content if content is not None else ""})
+    return flat
+
+
+def _matched(asked: Asked, segment: Segment, tokenizer: Tokenizer) -> int | str | None:
+    reason = finish_reason(asked, segment, tokenizer)
+    return reason.matched if isinstance(reason, wire.Stop) else None
+
+
+def _usage(answers: Sequence[Answer]) -> Usage:
+    prompts: dict[str, int] = {each.asked.rid: len(each.asked.prompt_ids) for each in answers}
+    prompt_tokens = sum(prompts.values())
+    completion_tokens = sum(len(segment.token_ids) for each in answers for segment in each.segments)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+    )
+
+
+def _provenance(pairs: Sequence[tuple[Asked, Segment, Answer]]) -> dict[str, Any]:
+    """Which policy_version made what, of the last token and of every choice."""
+    spans = [
+        [{"version": str(version), "start": start, "end": end} for version, start, end in segment.spans]
+        for _, segment, _ in pairs
+    ]
+    last = next((choice[-1]["version"] for choice in reversed(spans) if choice), None)
+    if last is None:
+        return {}
+    metadata = {"weight_version": last, "weight_versions": spans[0] if len(spans) == 1 else spans}
+    return {"system_fingerprint": f"policy_version-{last}", "metadata": metadata}
+
+
+def _error(message: str, status: int) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    code = "model_not_found" if status == 404 else None
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,258 @@
+"""SGLang's control surface beside `/generate`: what a server is, pausing, flushing, looking at weights.
+
+Where SGLang asserts, hangs or answers late, this answers: `/health_generate` in constant time while paused, aborts by
+exact request id, releases and resumes that may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+import penstock
+from penstock.deadline import deadline
+from penstock.rollout.http import HANDLE_FORMAT, Refused, Route, answer, error_object, read_body
+from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.runner import EngineRunner
+from penstock.rollout.update import WeightsUpdate
+from penstock.types import NO_VERSION, WeightsHandle
+
+CONTROL_TIMEOUT_S = 60.0
+"""For the engine to end its step."""
+PROBE_TIMEOUT_S = 20.0
+BRACKET_S = 600.0
+"""Between the begin and the end of a weight update."""
+
+
+class PauseBody(Struct, kw_only=True):
+    """The request of `/pause_generation`."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class BeginBody(Struct, kw_only=True):
+    """The request of `/begin_weight_update`."""
+
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+class FromDiskBody(Struct, kw_only=True):
+    """The request of `/update_weights_from_disk`."""
+
+    model_path: str
+    weight_version: str | int | None = None
+    abort_all_requests: bool = False
+    load_format: str | None = None
+    flush_cache: bool = True
+
+
+class FromTensorBody(Struct, kw_only=True):
+    """The request of `/update_weights_from_tensor`: our handle; SGLang's own pickled tensors are refused."""
+
+    handle: WeightsHandle | None = None
+    serialized_named_tensors: Any = None
+    weight_version: str | int | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+
+
+class WeightsByNameBody(Struct, kw_only=True):
+    """The request of `/get_weights_by_name`."""
+
+    name: str
+    truncate_size: int = 100
+
+
+class SGLang:
+    """The endpoints."""
+
+    def __init__(
+        self,
+        runner: EngineRunner,
+        update: WeightsUpdate,
+        *,
+        describe: Callable[[Path, int], WeightsHandle],
+        model_path: str,
+        model_name: str,
+    ) -> None:
+        """`describe` makes the handle of a model directory, to be served under a policy_version; in a thread."""
+        self._runner, self._update, self._describe = runner, update, describe
+        self._model_path, self._model_name = model_path, model_name
+        self._bracket: asyncio.TimerHandle | None = None
+        self._num_probes = 0
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/model_info", ["GET"], self.model_info),
+            Route("/get_model_info", ["GET"], self.model_info),
+            Route("/server_info", ["GET"], self.server_info),
+            Route("/get_server_info", ["GET"], self.server_info),
+            Route("/health_generate", ["GET"], self.health_generate),
+            Route("/flush_cache", ["GET", "POST"], self.flush_cache),
+            Route("/pause_generation", ["POST"], self.pause),
+            Route("/continue_generation", ["POST"], self.go_on),
+            Route("/begin_weight_update", ["POST"], self.begin),
+            Route("/end_weight_update", ["POST"], self.end),
+            Route("/update_weights_from_disk", ["POST"], self.update_from_disk),
+            Route("/update_weights_from_tensor", ["POST"], self.update_from_tensor),
+            Route("/get_weights_by_name", ["GET", "POST"], self.weights_by_name),
+        ]
+
+    async def model_info(self, request: Request) -> Response:
+        version = self._runner.policy_version
+        config = self._runner.engine.model.config
+        return answer(
+            {
+                "model_path": self._model_path,
+                "served_model_name": self._model_name,
+                "tokenizer_path": self._model_path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": str(version) if version != NO_VERSION else "",
+                "load_format": "auto",
+                "model_type": config.model_type,
+                "architectures": config.architectures or [type(self._runner.engine.model).__name__],
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+            }
+        )
+
+    async def server_info(self, request: Request) -> Response:
+        engine = self._runner.engine
+        return answer(
+            {
+                "model_path": self._model_path,
+                "served_model_name": self._model_name,
+                "version": f"penstock {penstock.__version__}",
+                "tp_size": 1,
+                "dp_size": 1,
+                "max_running_requests": engine.num_slots,
+                "max_total_num_tokens": engine.num_slots * engine.max_context,
+                "context_length": engine.max_context,
+                "internal_states": [
+                    {"num_running": engine.num_active, "num_waiting": engine.num_waiting, "paused": engine.paused}
+                ],
+            }
+        )
+
+    async def health_generate(self, request: Request) -> Response:
+        """One token, in a bounded time; while paused nothing can be generated, and nothing is wrong."""
+        if self._runner.error is not None:
+            return answer(error_object(str(self._runner.error)), 503)
+        if self._runner.policy_version == NO_VERSION:
+            raise Refused(503, "no weights have been loaded yet")
+        if not self._runner.engine.paused:
+            self._num_probes += 1
+            probe = GenerateRequest(
+                rid=f"health-{self._num_probes}",
+                prompt_ids=[0],
+                params=SamplingParams(temperature=0.0),
+                max_new_tokens=(1,),
+                seeds=(0,),
+            )
+            async with deadline(PROBE_TIMEOUT_S, waiter="a health probe", resource="one token", holder="the engine"):
+                await self._runner.generate(probe)
+        return Response(status_code=200)
+
+    async def flush_cache(self, request: Request) -> Response:
+        """No prefix outlives its request here: there is nothing to flush, but the promise that nothing runs."""
+        seconds = _seconds(request.query_params.get("timeout", "0"))
+        if not await self._runner.drained(seconds):
+            engine = self._runner.engine
+            return PlainTextResponse(
+                f"Flush cache failed: {engine.num_active} samples run and {engine.num_waiting} wait.\n", 400
+            )
+        return PlainTextResponse("Cache flushed.\n")
+
+    async def pause(self, request: Request) -> Response:
+        body = await read_body(request, PauseBody)
+        async with deadline(CONTROL_TIMEOUT_S, waiter="server", resource="a pause", holder="the engine"):
+            await self._runner.pause(body.mode)
+        return answer({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def go_on(self, request: Request) -> Response:
+        async with deadline(CONTROL_TIMEOUT_S, waiter="server", resource="the end of a pause", holder="the engine"):
+            await self._runner.go_on()
+        return answer({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def begin(self, request: Request) -> Response:
+        """Opens a bracket. Clients that know none need none; one that is left open closes itself."""
+        await read_body(request, BeginBody)
+        if self._bracket is not None:
+            return _outcome(False, "a weight update has already begun")
+        self._bracket = asyncio.get_running_loop().call_later(BRACKET_S, self._close_bracket)
+        return _outcome(True, "begun")
+
+    async def end(self, request: Request) -> Response:
+        if self._bracket is None:
+            return _outcome(False, "no weight update has begun, or it was left open too long")
+        self._close_bracket()
+        return _outcome(True, "ended")
+
+    def _close_bracket(self) -> None:
+        if self._bracket is not None:
+            self._bracket.cancel()
+            self._bracket = None
+
+    async def update_from_disk(self, request: Request) -> Response:
+        """A whole model directory; if anything about it is wrong, the old weights go on serving."""
+        body = await read_body(request, FromDiskBody)
+        version = self._version(body.weight_version)
+        try:
+            handle = await asyncio.to_thread(self._describe, Path(body.model_path), version)
+            return await self._serve(handle, abort=body.abort_all_requests)
+        except (ValueError, OSError) as error:
+            return _outcome(False, str(error))
+
+    async def update_from_tensor(self, request: Request) -> Response:
+        body = await read_body(request, FromTensorBody)
+        if body.handle is None:
+            raise Refused(400, HANDLE_FORMAT)
+        try:
+            return await self._serve(body.handle, abort=body.abort_all_requests)
+        except ValueError as error:
+            return _outcome(False, str(error))
+
+    async def _serve(self, handle: WeightsHandle, *, abort: bool) -> Response:
+        await self._update.begin(handle)
+        if abort:
+            self._runner.abort_all()
+        served = await self._update.commit(handle.policy_version)
+        return answer(
+            {"success": True, "message": f"serving weight_version {served.policy_version}", "num_paused_requests": 0}
+        )
+
+    def _version(self, label: str | int | None) -> int:
+        """SGLang's labels are any text; a policy_version is a number that only grows."""
+        if label is None:
+            return self._runner.policy_version + 1
+        try:
+            return int(label)
+        except ValueError:
+            raise ValueError(f"weight_version must be a whole number, not {label!r}") from None
+
+    async def weights_by_name(self, request: Request) -> Response:
+        """The first rows of a parameter, to verify an update with."""
+        body = await read_body(request, WeightsByNameBody)
+        parameter = self._runner.engine.parameters().get(body.name)
+        if parameter is None:
+            raise Refused(400, f"the model has no parameter {body.name!r}")
+        return answer(parameter.detach()[: max(body.truncate_size, 0)].float().cpu().tolist())
+
+
+def _outcome(success: bool, message: str) -> Response:
+    return answer({"success": success, "message": message}, 200 if success else 400)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return msgspec.convert(text, float, strict=False)
+    except msgspec.ValidationError:
+        raise ValueError(f"timeout must be a number of seconds, not {text!r}") from None

@@ -1,0 +1,39 @@
+"""One rollout server without a run: a model directory behind HTTP until a signal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from pathlib import Path
+
+import torch
+
+from penstock.config import Config
+from penstock.processes.cores import num_threads
+from penstock.processes.serving import HttpServer, bind, make_app, make_engine, url_of
+from penstock.rollout.runner import EngineRunner
+from penstock.rollout.server import Identity
+
+
+def serve(config: Config, model: Path, *, model_name: str) -> None:
+    """Serves the model in `model` until SIGINT or SIGTERM. OSError if the port is taken, `ModelError` for a directory
+    without a model."""
+    asyncio.run(_serve(config, model, model_name))
+
+
+async def _serve(config: Config, model: Path, model_name: str) -> None:
+    torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=1))
+    listener = bind(config.rollout.host, config.rollout.port)
+    runner = EngineRunner(make_engine(config, model, weights=True), process="rollout-0")
+    runner.start()
+    identity = Identity(run_id="alone", nonce=secrets.token_hex(8))
+    server = HttpServer(make_app(runner, config, model, identity=identity, model_name=model_name))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+    url = url_of(config.rollout.host, listener)
+    print(f"serving {model_name} at {url} (OpenAI: {url}/v1); Ctrl-C ends it", flush=True)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await runner.stop()

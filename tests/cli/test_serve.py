@@ -1,0 +1,79 @@
+"""`penstock serve` as a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from penstock.config import TinyModelConfig
+from penstock.model.load import load_policy
+from penstock.model.tiny import write_tiny_model
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, TinyModelConfig(num_layers=1, hidden_size=32), max_context=128)
+    load_policy(directory, weights=False, seed=0).save_pretrained(directory)
+    return directory
+
+
+def command(model: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "penstock.cli.main", "serve", "--model", str(model), *words]
+
+
+@contextmanager
+def served(model: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its URL."""
+    with subprocess.Popen(command(model, "--port", "0", *words), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            yield process, line.split(" at ")[1].split()[0]
+        finally:
+            process.kill()
+
+
+def test_a_model_directory_is_served_until_a_signal(model: Path) -> None:
+    with served(model, "--name", "speller", "model.max_context=128") as (process, url):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=30) as client:
+            assert client.models.list().data[0].id == "speller"
+            done = client.chat.completions.create(
+                model="speller", messages=[{"role": "user", "content": "hello"}], max_tokens=5, temperature=0
+            )
+            assert done.choices[0].message.content is not None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--host", "0.0.0.0"], 2, "PENSTOCK_API_KEY"),
+        (["rollout.slts=3"], 2, "did you mean rollout.slots?"),
+        (["model.max_context=100000"], 1, "exceeds the 128 positions"),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_error(model: Path, words: list[str], code: int, message: str) -> None:
+    result = subprocess.run(command(model, "--port", "0", *words), capture_output=True, text=True, timeout=60)
+    assert result.returncode == code
+    assert message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_directory_without_a_model_and_a_taken_port_are_named(model: Path, tmp_path: Path) -> None:
+    result = subprocess.run(command(tmp_path, "--port", "0"), capture_output=True, text=True, timeout=60)
+    assert (result.returncode, str(tmp_path) in result.stderr, "Traceback" in result.stderr) == (1, True, False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = subprocess.run(command(model, "--port", port), capture_output=True, text=True, timeout=60)
+    assert (result.returncode, f"cannot listen on 127.0.0.1:{port}" in result.stderr) == (1, True)

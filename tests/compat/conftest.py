@@ -1,0 +1,58 @@
+"""A rollout server with every surface, around a tiny random policy whose tokens are letters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
+
+from tiny_policy import make_engine, serve
+
+from penstock.compat.openai import OpenAI
+from penstock.compat.sglang import SGLang
+from penstock.rollout.runner import EngineRunner
+from penstock.rollout.update import WeightsUpdate
+from penstock.weights.shared_memory import describe, fingerprint, layout, receive
+
+
+class Letters:
+    """A tokenizer: one token per character. Conversations are the contents, a space between."""
+
+    def encode(self, text: str) -> list[int]:
+        return [(ord(character) - ord("@")) % 64 for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return "".join(chr(ord("@") + token) for token in token_ids)
+
+    def prompt(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]:
+        tools = [tool["function"]["name"] for tool in settings.get("tools", ())]
+        return self.encode(" ".join([*tools, *(message["content"] for message in messages)]))
+
+
+@pytest.fixture
+async def runner() -> AsyncIterator[EngineRunner]:
+    runner = EngineRunner(make_engine(), process="rollout-0")
+    runner.start()
+    yield runner
+    await runner.stop()
+
+
+@pytest.fixture
+async def url(runner: EngineRunner) -> AsyncIterator[str]:
+    expected = layout(runner.engine.parameters())
+    update = WeightsUpdate(runner, lambda handle: receive(handle, expected), fingerprint)
+    sglang = SGLang(
+        runner,
+        update,
+        describe=lambda path, version: describe(path, expected, policy_version=version),
+        model_path="tiny",
+        model_name="tiny",
+    )
+    surfaces = [OpenAI(runner, Letters(), model_name="tiny"), sglang]
+    async with serve(runner, update=update, tokenizer=Letters(), foreign=surfaces) as url:
+        yield url

@@ -1,0 +1,209 @@
+"""The unmodified OpenAI SDK against our server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+import openai
+import pytest
+from conftest import Letters
+from tiny_policy import make_engine, make_request, run, until
+
+from penstock.rollout.request import SamplingParams
+from penstock.rollout.runner import EngineRunner
+
+EXACT = {"ignore_eos": True}
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=20) as client:
+        yield client
+
+
+def greedy(prompt: str, count: int) -> list[int]:
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    request = make_request("a", Letters().encode(prompt), max_new_tokens=count, params=params)
+    return run(make_engine(), request)["a"][0].token_ids
+
+
+async def test_models_are_listed_with_their_context(client: openai.AsyncOpenAI) -> None:
+    (model,) = [model async for model in client.models.list()]
+    assert (model.id, model.to_dict()["max_model_len"]) == ("tiny", 96)
+    assert (await client.models.retrieve("tiny")).id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'huge' does not exist; this server serves 'tiny'"):
+        await client.models.retrieve("huge")
+
+
+async def test_a_completion_is_the_engines_answer(client: openai.AsyncOpenAI) -> None:
+    done = await client.completions.create(
+        model="tiny", prompt="HELLO", max_tokens=6, temperature=0, logprobs=2, extra_body=EXACT
+    )
+    (choice,) = done.choices
+    ids = greedy("HELLO", 6)
+    assert choice.text == Letters().decode(ids)
+    assert choice.finish_reason == "length"
+    assert choice.to_dict()["token_ids"] == ids
+    assert choice.to_dict()["prompt_token_ids"] == Letters().encode("HELLO")
+    assert choice.logprobs is not None and choice.logprobs.tokens == list(choice.text)
+    assert choice.logprobs.text_offset == list(range(6))
+    assert all(len(top) == 2 for top in choice.logprobs.top_logprobs or ())
+    assert done.usage is not None and (done.usage.prompt_tokens, done.usage.completion_tokens) == (5, 6)
+    assert done.system_fingerprint == "policy_version-0"
+    assert done.to_dict()["metadata"] == {
+        "weight_version": "0",
+        "weight_versions": [{"version": "0", "start": 0, "end": 6}],
+    }
+
+
+async def test_prompts_may_be_tokens_and_batches_have_a_choice_each(client: openai.AsyncOpenAI) -> None:
+    ids = Letters().encode("HELLO")
+    common = {"model": "tiny", "max_tokens": 4, "temperature": 0, "extra_body": EXACT}
+    one = await client.completions.create(prompt=ids, **common)  # type: ignore[call-overload]
+    assert one.choices[0].text == Letters().decode(greedy("HELLO", 4))
+    several = await client.completions.create(prompt=["HELLO", "BYE"], n=2, **common)  # type: ignore[call-overload]
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in several.choices[2:]] == [Letters().decode(greedy("BYE", 4))] * 2
+    assert several.usage.prompt_tokens == 8
+
+
+async def test_echo_scores_the_prompt(client: openai.AsyncOpenAI) -> None:
+    done = await client.completions.create(model="tiny", prompt="ABC", max_tokens=0, logprobs=0, echo=True)
+    (choice,) = done.choices
+    assert choice.text == "ABC" and choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None and choice.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+
+
+async def test_a_conversation_goes_through_the_chat_template(client: openai.AsyncOpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "ADD", "parameters": {}}}
+    done = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "system", "content": "BE"}, {"role": "user", "content": [{"type": "text", "text": "GOOD"}]}],
+        max_completion_tokens=5,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+        tools=[tool],  # type: ignore[list-item]
+        extra_body=EXACT,
+    )
+    (choice,) = done.choices
+    ids = greedy("ADD BE GOOD", 5)
+    assert choice.message.role == "assistant" and choice.message.content == Letters().decode(ids)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [place.token for place in choice.logprobs.content] == list(choice.message.content)
+    assert all(len(place.top_logprobs) == 3 for place in choice.logprobs.content)
+    assert choice.to_dict()["token_ids"] == ids
+
+
+async def test_tokens_are_the_authoritative_history(client: openai.AsyncOpenAI) -> None:
+    done = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "ignored"}],
+        max_tokens=3,
+        temperature=0,
+        extra_body=EXACT | {"prompt_token_ids": Letters().encode("HELLO")},
+    )
+    assert done.choices[0].message.content == Letters().decode(greedy("HELLO", 3))
+
+
+async def test_n_choices_differ_and_follow_the_seed(client: openai.AsyncOpenAI) -> None:
+    async def sample() -> list[str | None]:
+        done = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "GO"}], n=4, seed=3, max_tokens=8, extra_body=EXACT
+        )
+        return [choice.message.content for choice in done.choices]
+
+    first = await sample()
+    assert len(set(first)) > 1 and first == await sample()
+
+
+@pytest.mark.parametrize("stop", ["string", "strings", "token"])
+async def test_answers_end_where_they_are_told_to(client: openai.AsyncOpenAI, stop: str) -> None:
+    ids = greedy("HELLO", 12)
+    text = Letters().decode(ids)
+    asked = {"string": {"stop": text[4:6]}, "strings": {"stop": [text[4:6], "never"]}, "token": {"extra_body": {}}}[
+        stop
+    ]
+    extra = EXACT | ({"stop_token_ids": [ids[4]]} if stop == "token" else {})
+    done = await client.completions.create(  # type: ignore[call-overload]
+        model="tiny", prompt="HELLO", max_tokens=12, temperature=0, **(asked | {"extra_body": extra})
+    )
+    (choice,) = done.choices
+    end = text.find(text[4:6]) if stop != "token" else ids.index(ids[4])
+    assert (choice.text, choice.finish_reason) == (text[:end], "stop")
+    assert choice.to_dict()["matched_stop"] == (text[4:6] if stop != "token" else ids[4])
+
+
+async def test_a_chat_stream_adds_up_to_the_whole(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "HELLO"}],
+        max_tokens=6,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        extra_body=EXACT,
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    ids = [token for chunk in chunks if chunk.choices for token in chunk.choices[0].to_dict()["token_ids"]]
+    assert ids == greedy("HELLO", 6) and content == Letters().decode(ids)
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].usage is not None and chunks[-1].usage.total_tokens == 11
+
+
+async def test_streamed_completions_of_several_prompts_keep_their_index(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model="tiny", prompt=["HELLO", "BYE"], max_tokens=5, temperature=0, stream=True, extra_body=EXACT
+    )
+    texts = {0: "", 1: ""}
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: Letters().decode(greedy("HELLO", 5)), 1: Letters().decode(greedy("BYE", 5))}
+
+
+async def test_leaving_a_stream_ends_the_generation(client: openai.AsyncOpenAI, runner: EngineRunner) -> None:
+    stream = await client.completions.create(model="tiny", prompt="A", max_tokens=90, stream=True, extra_body=EXACT)
+    async for _ in stream:
+        break
+    await stream.close()
+    await until(lambda: not runner.engine.has_work)
+    assert runner.num_generated_tokens < 90
+
+
+async def test_the_synchronous_client(url: str) -> None:
+    def ask() -> str:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=20) as client:
+            done = client.completions.create(
+                model="tiny", prompt="HELLO", max_tokens=4, temperature=0, extra_body=EXACT
+            )
+            return done.choices[0].text
+
+    assert await asyncio.to_thread(ask) == Letters().decode(greedy("HELLO", 4))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "`messages` is empty"),
+        ({"messages": [{"role": "user", "content": "A"}], "n": 0}, "n must be between 1 and 1024"),
+        ({"messages": [{"role": "user", "content": "A"}], "temperature": -1}, "temperature"),
+        ({"messages": [{"role": "user", "content": "A"}], "max_tokens": 10**6}, "more than the context"),
+        ({"messages": [{"role": "user", "content": "A"}], "max_tokens": -1}, "max_tokens must be at least 0"),
+        ({"messages": [{"role": "user", "content": "A"}], "logprobs": True, "top_logprobs": 21}, "at most 20"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is served"),
+        ({"messages": [{"role": "user", "content": "A"}], "response_format": {"type": "json_object"}}, "not served"),
+        ({"messages": "A"}, "Expected `array`"),
+        ({}, "missing required field `messages`"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_once_and_for_all(url: str, body: object, message: str) -> None:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", json=body) as response:
+        reply = await response.json()
+    assert (response.status, response.headers["x-should-retry"]) == (400, "false")
+    assert message in reply["error"]["message"] and reply["error"]["type"] == "invalid_request_error"
