@@ -30,6 +30,8 @@ class Letters:
         return "".join(chr(ord("@") + token) for token in token_ids)
 
     def prompt(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]:
+        if any(message["content"] == "REFUSE" for message in messages):
+            raise RuntimeError("roles must alternate")
         tools = [tool["function"]["name"] for tool in settings.get("tools", ())]
         return self.encode(" ".join([*tools, *(message["content"] for message in messages)]))
 

@@ -199,6 +199,13 @@ async def test_the_synchronous_client(url: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is served"),
         ({"messages": [{"role": "user", "content": "A"}], "response_format": {"type": "json_object"}}, "not served"),
         ({"messages": "A"}, "Expected `array`"),
+        ({"messages": [{"role": "user", "content": 5}]}, "a `content` of text"),
+        ({"messages": [{"content": "A"}]}, "a `role`"),
+        ({"messages": [{"role": "user", "content": "REFUSE"}]}, "cannot be rendered: roles must alternate"),
+        ({"messages": [{"role": "user", "content": "A"}], "tool_choice": "required"}, "`tool_choice`"),
+        ({"messages": [{"role": "user", "content": "A"}], "guided_regex": "a+"}, "`guided_regex` is not served"),
+        ({"messages": [{"role": "user", "content": "A"}], "chat_template_kwargs": {"messages": []}}, "cannot set"),
+        ({"messages": [], "prompt_token_ids": [99], "max_tokens": 1}, "outside the vocabulary"),
         ({}, "missing required field `messages`"),
     ],
 )
@@ -207,3 +214,33 @@ async def test_what_cannot_be_served_is_refused_once_and_for_all(url: str, body:
         reply = await response.json()
     assert (response.status, response.headers["x-should-retry"]) == (400, "false")
     assert message in reply["error"]["message"] and reply["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("prompt", [["A", 1], [1, "A", 2], [[1], 2], []])
+async def test_prompts_of_several_kinds_are_refused(client: openai.AsyncOpenAI, prompt: list[object]) -> None:
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        await client.completions.create(model="tiny", prompt=prompt, max_tokens=1)  # type: ignore[call-overload]
+
+
+async def test_a_stream_ends_with_the_versions_and_shows_the_likeliest_tokens(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model="tiny", prompt="A", max_tokens=4, temperature=0, logprobs=2, stream=True, extra_body=EXACT
+    )
+    chunks = [chunk.choices[0].to_dict() async for chunk in stream]
+    assert chunks[-1]["metadata"]["weight_version"] == "0"  # type: ignore[index]
+    offsets = [offset for chunk in chunks if chunk["logprobs"] for offset in chunk["logprobs"]["text_offset"]]  # type: ignore[index,attr-defined]
+    assert offsets == [0, 1, 2, 3]
+    tops = [len(top) for chunk in chunks for top in (chunk["logprobs"] or {}).get("top_logprobs") or ()]  # type: ignore[attr-defined]
+    assert tops == [2] * 4
+
+
+async def test_a_client_that_leaves_ends_all_its_prompts(url: str, runner: EngineRunner) -> None:
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            await client.completions.create(model="tiny", prompt=["A", "B"], max_tokens=90, extra_body=EXACT)
+
+    asking = asyncio.create_task(ask())
+    await until(lambda: runner.engine.num_active == 2)
+    asking.cancel()
+    await until(lambda: not runner.engine.has_work)
+    assert runner.num_generated_tokens < 180

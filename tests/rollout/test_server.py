@@ -212,6 +212,13 @@ async def test_a_stream_never_shows_what_a_stop_string_takes_back(spoken: Http) 
     assert texts[-1] == free["text"][: free["text"].find(stop)]
 
 
+async def test_a_stream_never_shows_a_stop_token(spoken: Http) -> None:
+    _, free = await spoken.post("/generate", {"text": "AB", "sampling_params": greedy(12)})
+    body = {"text": "AB", "stream": True, "sampling_params": greedy(12, stop_token_ids=[free["output_ids"][6]])}
+    texts = [event["text"] for event in await spoken.stream("/generate", body)]
+    assert all(texts[-1].startswith(text) for text in texts)
+
+
 async def test_leaving_a_stream_frees_its_slots(spoken: Http, runner: EngineRunner) -> None:
     body = {"text": "AB", "stream": True, "sampling_params": greedy(90)}
     await spoken.stream("/generate", body, events=2)
@@ -261,6 +268,8 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"input_ids": [1], "sampling_params": {"stop_token_ids": list(range(1000))}}, "stop_token_ids"),
     ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "no tokenizer: give stop token ids"),
     ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "an empty string in `stop`"),
+    ({"input_ids": [1], "sampling_params": {"stop": ["x"] * 17}}, "at most 16 strings"),
+    ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "request a is already being served"),
     ({"input_ids": [1], "sampling_params": {"min_p": 1.5}}, "min_p"),
     ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"64": 1.0}}}, "outside the vocabulary"),
     (
@@ -413,7 +422,8 @@ async def test_memory_is_released_and_taken_back(http: Http, runner: EngineRunne
     status, part = await generation
     assert (status, part["meta_info"]["finish_reason"]["type"]) == (200, "abort")
     assert part["output_ids"] == whole["output_ids"][: len(part["output_ids"])]
-    assert (await http.get("/ready"))[1]["state"] == "serving"
+    status, ready = await http.get("/ready")
+    assert (status, ready["state"]) == (503, "released")
     status, early = await http.post("/generate", body)
     assert (status, early["output_ids"], early["meta_info"]["finish_reason"]["type"]) == (200, [], "abort")
     assert (early["meta_info"]["weight_version"], early["meta_info"]["weight_versions"]) == ("", [])
@@ -462,6 +472,23 @@ async def test_a_draining_commit_lets_running_answers_end_and_holds_the_others(
     spans = [(await task)[1]["meta_info"]["weight_versions"] for task in (running, later)]
     assert (await commit)[0] == 200
     assert spans == [[{"version": "0", "start": 0, "end": 60}], [{"version": "1", "start": 0, "end": 4}]]
+
+
+async def test_nothing_drains_while_paused_and_what_is_given_up_holds_nobody(http: Http, runner: EngineRunner) -> None:
+    running = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(60)}))
+    await until(lambda: runner.num_generated_tokens > 2)
+    await runner.pause("retract")
+    assert (await http.get("/ready"))[1]["state"] == "paused"
+    await http.post("/weights/begin", weights_handle(1))
+    status, reply = await http.post("/weights/commit", {"policy_version": 1, "mode": "drain"})
+    assert (status, "generation is paused" in reply["error"]["message"]) == (409, True)
+    given_up = asyncio.create_task(runner.load_weights({}, 1, mode="drain"))
+    await runner.score([1, 2])
+    given_up.cancel()
+    await runner.go_on()
+    _, whole = await running
+    assert [span["version"] for span in whole["meta_info"]["weight_versions"]] == ["0"]
+    assert (await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()}))[0] == 200
 
 
 async def test_a_retracting_commit_computes_running_answers_anew(http: Http, runner: EngineRunner) -> None:

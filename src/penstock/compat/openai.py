@@ -2,9 +2,9 @@
 
 Beyond OpenAI's own: token ids in and out, which training needs (`prompt` as ids, `prompt_token_ids` on chat as the
 authoritative history; `token_ids` and `prompt_token_ids` on every choice), vLLM's and SGLang's sampling extensions, and
-the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)` and in the header `X-Policy-Version`.
-Any model name is served by the one model there is, as SGLang does; a field that would change the answer and is not
-served is refused.
+the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, in the header `X-Policy-Version`, and
+in a stream on the last chunk of each choice. Any model name is served by the one model there is, as SGLang does; a
+field that would change the answer and is not served is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import wraps
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -27,17 +28,28 @@ from penstock.rollout.http import (
     LAST_EVENT,
     Refused,
     Route,
-    aborted_on_disconnect,
     answer,
     event,
     read_body,
     status_of,
+    unless_gone,
 )
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.text import Tokenizer
 from penstock.types import Segment
 
 MAX_TOP_LOGPROBS = 20
+UNSERVED = (
+    "suffix",
+    "regex",
+    "json_schema",
+    "ebnf",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+)
 
 
 class ChatTemplate(Tokenizer, Protocol):
@@ -78,6 +90,16 @@ class SamplingFields(Struct, kw_only=True):
     best_of: int | None = None
     suffix: str | None = None
     response_format: dict[str, Any] | None = None
+    regex: Any = None
+    json_schema: Any = None
+    ebnf: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -90,8 +112,8 @@ class CompletionBody(SamplingFields, kw_only=True):
 
 
 class ChatBody(SamplingFields, kw_only=True):
-    """The request of `/v1/chat/completions`. `prompt_token_ids` (ours) is the conversation in tokens: it is then not
-    rendered, and `messages` may be anything."""
+    """The request of `/v1/chat/completions`. `prompt_token_ids` (ours) is the conversation in tokens: `messages` are
+    then not rendered."""
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
@@ -102,6 +124,8 @@ class ChatBody(SamplingFields, kw_only=True):
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     prompt_token_ids: list[int] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
 
 
 class Usage(Struct, kw_only=True):
@@ -145,25 +169,43 @@ class OpenAI:
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         generate = _generate_body(body, max_tokens, top_logprobs=body.logprobs, wanted=body.logprobs is not None)
         generate.logprob_start_len = 0 if body.echo else -1
+        if body.echo and body.stream:
+            raise ValueError("`echo` is not served in a stream")
         prompt: Any = body.prompt
-        is_text = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], str))
-        generate.text, generate.input_ids = (prompt, None) if is_text else (None, prompt)
+        kinds = {str} if isinstance(prompt, str) else {type(part) for part in prompt}
+        if len(kinds) != 1:
+            raise ValueError("`prompt` is a string, a list of strings, token ids, or a list of lists of token ids")
+        generate.text, generate.input_ids = (prompt, None) if kinds == {str} else (None, prompt)
         return await self._answer(request, body, generate, Completions(self._tokenizer, echo=bool(body.echo)))
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatBody)
         if not body.messages and body.prompt_token_ids is None:
             raise ValueError("`messages` is empty")
+        if body.tool_choice not in (None, "auto", "none"):
+            raise ValueError("`tool_choice` is `auto` or `none`: no answer is forced to call a tool")
+        if body.continue_final_message or not body.add_generation_prompt:
+            raise ValueError("an assistant's message is not continued: give the conversation as `prompt_token_ids`")
         ids = body.prompt_token_ids
         if ids is None:
-            settings = body.chat_template_kwargs | ({"tools": body.tools} if body.tools else {})
-            ids = self._tokenizer.prompt(_flattened(body.messages), **settings)
+            ids = self._rendered(body)
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if max_tokens is None:
             max_tokens = max(self._runner.engine.max_context - len(ids), 1)
         generate = _generate_body(body, max_tokens, top_logprobs=body.top_logprobs, wanted=bool(body.logprobs))
         generate.input_ids = list(ids)
         return await self._answer(request, body, generate, Chat(self._tokenizer))
+
+    def _rendered(self, body: ChatBody) -> list[int]:
+        settings = body.chat_template_kwargs
+        if taken := sorted(settings.keys() & {"messages", "tools", "self"}):
+            raise ValueError(f"`chat_template_kwargs` cannot set {', '.join(taken)}")
+        if body.tools and body.tool_choice != "none":
+            settings = settings | {"tools": body.tools}
+        try:
+            return self._tokenizer.prompt([_message(message) for message in body.messages], **settings)
+        except Exception as error:  # a template is a program that somebody else wrote, run on what a third one sent
+            raise ValueError(f"the conversation cannot be rendered: {error}") from error
 
     async def _answer(
         self, request: Request, body: SamplingFields, generate: wire.GenerateBody, shape: Completions | Chat
@@ -176,12 +218,15 @@ class OpenAI:
             return StreamingResponse(
                 self._stream(asked, head, shape, with_usage=with_usage), media_type="text/event-stream"
             )
-        async with aborted_on_disconnect(request, self._runner, [each.rid for each in asked]):
-            answers = await self._answers.give(asked)
+        answers = await unless_gone(request, self._answers.give(asked))
         pairs = [(each.asked, segment, each) for each in answers for segment in each.segments]
         choices = [shape.choice(index, mine, segment, whole) for index, (mine, segment, whole) in enumerate(pairs)]
         versions = [span for _, segment, _ in pairs for span in segment.spans]
-        reply = head | {"object": shape.kind, "choices": choices, "usage": _usage(answers)} | _provenance(pairs)
+        reply = (
+            head
+            | {"object": shape.kind, "choices": choices, "usage": _usage(answers)}
+            | _provenance([segment for _, segment, _ in pairs])
+        )
         response = answer(reply)
         if versions:
             first, last = min(span.policy_version for span in versions), max(span.policy_version for span in versions)
@@ -258,33 +303,41 @@ class Completions:
     def deltas(self, sample: Growing, told: Told) -> list[dict[str, Any]]:
         """What is new of one sample."""
         if sample.answer is None:
-            text = sample.text
+            text = sample.text()
             if len(text) == told.text:
                 return []
             return [self._delta(sample, told, text, None)]
         (segment,) = sample.answer.segments
         text = answer_text(sample.asked, segment, self._tokenizer)
-        return [self._delta(sample, told, text, segment.finish_reason)]
+        return [self._delta(sample, told, text, segment.finish_reason) | _provenance([segment])]
 
     def _delta(self, sample: Growing, told: Told, text: str, reason: str | None) -> dict[str, Any]:
-        ids, logprobs = sample.token_ids[told.tokens :], sample.logprobs[told.tokens :]
+        ids, logprobs, tops = sample.since(told.tokens)
         delta: dict[str, Any] = {
             "index": sample.index,
             "text": text[told.text :],
             "finish_reason": reason,
-            "logprobs": self._logprobs(ids, logprobs, None) if sample.asked.body.return_logprob else None,
+            "logprobs": None,
             "token_ids": ids,
         }
+        if sample.asked.body.return_logprob:
+            delta["logprobs"] = self._logprobs(ids, logprobs, tops, start=told.text)
         if not told.begun:
             delta["prompt_token_ids"] = sample.asked.prompt_ids
-        told.text, told.tokens, told.begun = len(text), len(sample.token_ids), True
+        told.text, told.tokens, told.begun = len(text), sample.num_tokens, True
         return delta
 
     def _logprobs(
-        self, ids: Sequence[int], logprobs: Sequence[float], tops: list[list[tuple[float, int]]] | None
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: list[list[tuple[float, int]]] | None,
+        *,
+        start: int = 0,
     ) -> dict[str, Any]:
+        """`start`: where in the text the first of them begins."""
         tokens = [self._tokenizer.decode([token], skip_special=False) for token in ids]
-        offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        offsets = list(accumulate(map(len, tokens), initial=start))[:-1]
         return {
             "tokens": tokens,
             "token_logprobs": list(logprobs),
@@ -328,8 +381,9 @@ class Chat:
             role["delta"] = {"role": "assistant", "content": ""}
             found.append(role)
         if sample.answer is None:
-            if len(sample.text) > told.text:
-                found.append(self._delta(sample, told, sample.text, None))
+            so_far = sample.text()
+            if len(so_far) > told.text:
+                found.append(self._delta(sample, told, so_far, None))
             return found
         (segment,) = sample.answer.segments
         text = answer_text(sample.asked, segment, self._tokenizer)
@@ -337,17 +391,15 @@ class Chat:
             found.append(self._delta(sample, told, text, None))
         last = self._delta(sample, told, text, segment.finish_reason)
         last["delta"] = {}
-        return [*found, last]
+        return [*found, last | _provenance([segment])]
 
     def _delta(self, sample: Growing, told: Told, text: str, reason: str | None) -> dict[str, Any]:
-        ids, logprobs = sample.token_ids[told.tokens :], sample.logprobs[told.tokens :]
-        if not text and reason is None:
-            ids, logprobs = [], []
+        ids, logprobs, tops = sample.since(told.tokens if text or reason else sample.num_tokens)
         delta: dict[str, Any] = {
             "index": sample.index,
             "delta": {"content": text[told.text :]},
             "finish_reason": reason,
-            "logprobs": self._logprobs(sample.asked, ids, logprobs, None),
+            "logprobs": self._logprobs(sample.asked, ids, logprobs, tops),
             "token_ids": ids,
         }
         told.text, told.tokens = len(text), told.tokens + len(ids)
@@ -401,8 +453,13 @@ def _generate_body(
         raise ValueError(f"at most {MAX_TOP_LOGPROBS} top log-probabilities are told, not {top_logprobs}")
     if body.best_of not in (None, 1, body.n):
         raise ValueError("`best_of` is not served: sample with `n` and choose")
-    if body.suffix:
-        raise ValueError("`suffix` is not served")
+    for name in UNSERVED:
+        if getattr(body, name):
+            raise ValueError(f"`{name}` is not served")
+    if not body.skip_special_tokens:
+        raise ValueError("`skip_special_tokens` false is not served: read `token_ids`")
+    if top_logprobs and not wanted:
+        raise ValueError("`top_logprobs` needs `logprobs`")
     if body.response_format is not None and body.response_format.get("type") != "text":
         raise ValueError("`response_format` is not served but for `text`")
     num_samples = 1 if body.n is None else body.n
@@ -421,6 +478,7 @@ def _generate_body(
             min_p=body.min_p,
             stop=body.stop,
             stop_token_ids=body.stop_token_ids,
+            no_stop_trim=body.include_stop_str_in_output,
             ignore_eos=body.ignore_eos,
             min_new_tokens=body.min_tokens,
             frequency_penalty=body.frequency_penalty,
@@ -432,17 +490,27 @@ def _generate_body(
     )
 
 
-def _flattened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Contents given as text parts become plain text; other parts are refused."""
-    flat = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-                raise ValueError("only text is served: a message has parts of another type")
-            content = "".join(str(part.get("text", "")) for part in content)
-        flat.append(message | {"content": content if content is not None else ""})
-    return flat
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """As templates expect it: text parts as plain text (other parts are refused), arguments of calls as objects."""
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise ValueError("only text is served: a message has parts of another type")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(message.get("role"), str) or not isinstance(content, str | None):
+        raise ValueError("a message has a `role` and a `content` of text")
+    plain = message | {"content": content or ""}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        function = function | {"arguments": msgspec.json.decode(arguments or "{}")}
+    return call | {"function": function}
 
 
 def _matched(asked: Asked, segment: Segment, tokenizer: Tokenizer) -> int | str | None:
@@ -461,11 +529,11 @@ def _usage(answers: Sequence[Answer]) -> Usage:
     )
 
 
-def _provenance(pairs: Sequence[tuple[Asked, Segment, Answer]]) -> dict[str, Any]:
+def _provenance(segments: Sequence[Segment]) -> dict[str, Any]:
     """Which policy_version made what, of the last token and of every choice."""
     spans = [
         [{"version": str(version), "start": start, "end": end} for version, start, end in segment.spans]
-        for _, segment, _ in pairs
+        for segment in segments
     ]
     last = next((choice[-1]["version"] for choice in reversed(spans) if choice), None)
     if last is None:

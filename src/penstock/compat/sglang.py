@@ -7,12 +7,13 @@ exact request id, releases and resumes that may be repeated.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -26,7 +27,9 @@ from penstock.types import NO_VERSION, WeightsHandle
 
 CONTROL_TIMEOUT_S = 60.0
 """For the engine to end its step."""
+MAX_FLUSH_WAIT_S = 3600.0
 PROBE_TIMEOUT_S = 20.0
+MAX_ROWS = 1000
 BRACKET_S = 600.0
 """Between the begin and the end of a weight update."""
 
@@ -86,7 +89,6 @@ class SGLang:
         self._runner, self._update, self._describe = runner, update, describe
         self._model_path, self._model_name = model_path, model_name
         self._bracket: asyncio.TimerHandle | None = None
-        self._num_probes = 0
 
     def routes(self) -> list[Route]:
         return [
@@ -148,18 +150,26 @@ class SGLang:
             return answer(error_object(str(self._runner.error)), 503)
         if self._runner.policy_version == NO_VERSION:
             raise Refused(503, "no weights have been loaded yet")
-        if not self._runner.engine.paused:
-            self._num_probes += 1
+        if not self._alive_without_a_probe():
             probe = GenerateRequest(
-                rid=f"health-{self._num_probes}",
+                rid=f"health-{secrets.token_hex(8)}",
                 prompt_ids=[0],
                 params=SamplingParams(temperature=0.0),
                 max_new_tokens=(1,),
                 seeds=(0,),
             )
-            async with deadline(PROBE_TIMEOUT_S, waiter="a health probe", resource="one token", holder="the engine"):
-                await self._runner.generate(probe)
+            generated = self._runner.num_generated_tokens
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    await self._runner.generate(probe)
+            except TimeoutError:
+                if self._runner.num_generated_tokens == generated and not self._alive_without_a_probe():
+                    raise Refused(503, f"no token in {PROBE_TIMEOUT_S:g} s") from None
         return Response(status_code=200)
+
+    def _alive_without_a_probe(self) -> bool:
+        engine = self._runner.engine
+        return engine.paused or engine.released or not engine.admitting
 
     async def flush_cache(self, request: Request) -> Response:
         """No prefix outlives its request here: there is nothing to flush, but the promise that nothing runs."""
@@ -204,11 +214,11 @@ class SGLang:
     async def update_from_disk(self, request: Request) -> Response:
         """A whole model directory; if anything about it is wrong, the old weights go on serving."""
         body = await read_body(request, FromDiskBody)
-        version = self._version(body.weight_version)
         try:
+            version = self._version(body.weight_version)
             handle = await asyncio.to_thread(self._describe, Path(body.model_path), version)
             return await self._serve(handle, abort=body.abort_all_requests)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             return _outcome(False, str(error))
 
     async def update_from_tensor(self, request: Request) -> Response:
@@ -216,6 +226,8 @@ class SGLang:
         if body.handle is None:
             raise Refused(400, HANDLE_FORMAT)
         try:
+            if body.weight_version is not None and self._version(body.weight_version) != body.handle.policy_version:
+                raise ValueError(f"weight_version {body.weight_version} is not the handle's policy_version")
             return await self._serve(body.handle, abort=body.abort_all_requests)
         except ValueError as error:
             return _outcome(False, str(error))
@@ -244,7 +256,9 @@ class SGLang:
         parameter = self._runner.engine.parameters().get(body.name)
         if parameter is None:
             raise Refused(400, f"the model has no parameter {body.name!r}")
-        return answer(parameter.detach()[: max(body.truncate_size, 0)].float().cpu().tolist())
+        if not 0 <= body.truncate_size <= MAX_ROWS:
+            raise ValueError(f"truncate_size must be between 0 and {MAX_ROWS}, not {body.truncate_size}")
+        return answer(parameter.detach()[: body.truncate_size].float().cpu().tolist())
 
 
 def _outcome(success: bool, message: str) -> Response:
@@ -253,6 +267,7 @@ def _outcome(success: bool, message: str) -> Response:
 
 def _seconds(text: str) -> float:
     try:
-        return msgspec.convert(text, float, strict=False)
+        seconds: float = msgspec.convert(text, Annotated[float, Meta(ge=0, le=MAX_FLUSH_WAIT_S)], strict=False)
+        return seconds
     except msgspec.ValidationError:
-        raise ValueError(f"timeout must be a number of seconds, not {text!r}") from None
+        raise ValueError(f"timeout must be between 0 and {MAX_FLUSH_WAIT_S:g} seconds, not {text!r}") from None

@@ -37,7 +37,12 @@ class WaitingLine:
     @property
     def num_samples(self) -> int:
         """Samples without a slot."""
-        return len(self._returned) + sum(running.num_waiting for running in self._line)
+        return len(self._returned) + sum(running.num_waiting for running in tuple(self._line))  # asked from any thread
+
+    @property
+    def num_returned(self) -> int:
+        """Of these, the ones that had one."""
+        return len(self._returned)
 
     def add(self, running: Running) -> None:
         """To the end of the line."""
@@ -58,8 +63,8 @@ class WaitingLine:
             mine += self._start(running, running.num_waiting)
         return mine
 
-    def admit(self, free: int) -> list[Admission]:
-        """What goes into `free` slots now, ordered by prompt length."""
+    def admit(self, free: int, *, new: bool = True) -> list[Admission]:
+        """What goes into `free` slots now, ordered by prompt length; unless `new`, only samples that had started."""
         admissions: list[Admission] = []
         budget = PREFILL_TOKENS
         while self._returned and free:
@@ -71,7 +76,7 @@ class WaitingLine:
             admissions.append(Admission(prompt_ids=so_far, sequences=[sequence]))
             free -= 1
             budget -= len(so_far)
-        while self._line and not self._returned:
+        while new and self._line and not self._returned:
             running = self._line[0]
             prompt_ids = running.request.prompt_ids
             no_part_fits = min(running.num_waiting, self._largest_part) > free

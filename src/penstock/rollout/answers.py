@@ -25,6 +25,7 @@ class Growing:
     tokenizer: Tokenizer | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     answer: Answer | None = None
     """Of this sample alone; set when it has ended."""
     _text: GrowingText | None = None
@@ -32,14 +33,24 @@ class Growing:
     def add(self, increment: Increment) -> None:
         self.token_ids += increment.token_ids
         self.logprobs += increment.logprobs
+        self.top_logprobs += increment.top_logprobs or ()
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def since(self, place: int) -> tuple[list[int], list[float], list[list[tuple[float, int]]] | None]:
+        """(tokens, log-probabilities, likeliest tokens if they were asked for) from `place` on."""
+        tops = self.top_logprobs[place:] if self.top_logprobs else None
+        return self.token_ids[place:], self.logprobs[place:], tops
+
     def text(self) -> str:
-        """What will stay, whatever comes: no half character, nothing that may yet turn out to begin a stop string."""
+        """What will stay, whatever comes: no half character, no stop token, nothing that may yet turn out to begin a
+        stop string."""
         if self.tokenizer is None:
             return ""
         self._text = self._text or GrowingText(self.tokenizer)
-        so_far = self._text.add(self.token_ids[self._text.num_tokens :])
+        so_far = self._text.add(self.asked.stops.spoken(self.token_ids)[self._text.num_tokens :])
         return self.asked.stops.settled(self.asked.stops.cut(so_far))
 
 
@@ -54,6 +65,9 @@ class Answers:
         """Refuse what cannot be served, before anything is begun."""
         if self._runner.policy_version == NO_VERSION:
             raise Refused(503, "no weights have been loaded yet")
+        rids = [asked.rid for asked in all_asked]
+        if taken := [rid for rid in rids if rids.count(rid) > 1 or self._runner.serves(rid)][:1]:
+            raise ValueError(f"request {taken[0]} is already being served")
         for asked in all_asked:
             if asked.request is None:
                 self._runner.engine.check_prompt(asked.prompt_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,9 @@ from penstock.types import Segment, stable_seed
 MAX_BATCH = 1024
 """Prompts one body may hold."""
 
-_rids = (f"request-{number}" for number in itertools.count())
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
+
+_rids = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +68,11 @@ def is_batch(body: wire.GenerateBody) -> bool:
 def write_replies(answer: Answer, *, tokenizer: Tokenizer | None, latency_s: float) -> list[wire.GenerateReply]:
     """One reply per sample."""
     replies = []
-    asked = answer.asked
+    asked, decoder = answer.asked, tokenizer
     tokenizer = tokenizer if asked.body.return_text else None
     for index, segment in enumerate(answer.segments):
         meta = _meta(asked, index, latency_s=latency_s)
-        meta.finish_reason = finish_reason(asked, segment, tokenizer)
+        meta.finish_reason = finish_reason(asked, segment, decoder)
         meta.completion_tokens = len(segment.token_ids)
         meta.weight_version = str(segment.spans[-1].policy_version) if segment.spans else ""
         meta.weight_versions = [wire.WeightSpan(str(version), start, end) for version, start, end in segment.spans]
@@ -194,6 +197,8 @@ def _stops(sampling: wire.SamplingBody) -> Stops:
     strings = tuple(entry for entry in listed if isinstance(entry, str))
     if not all(strings):
         raise ValueError("an empty string in `stop` would end every answer")
+    if len(strings) > MAX_STOP_STRINGS or any(len(string) > MAX_STOP_LENGTH for string in strings):
+        raise ValueError(f"`stop` holds at most {MAX_STOP_STRINGS} strings of {MAX_STOP_LENGTH} characters")
     tokens = [entry for entry in listed if isinstance(entry, int)] + (sampling.stop_token_ids or [])
     return Stops(strings=strings, tokens=frozenset(tokens), keep=sampling.no_stop_trim)
 
@@ -202,16 +207,15 @@ def answer_text(asked: Asked, segment: Segment, tokenizer: Tokenizer | None) -> 
     """Without what ended it."""
     if tokenizer is None:
         return ""
-    ids = segment.token_ids
-    if ids and ids[-1] in asked.stops.tokens and segment.finish_reason == "stop" and not asked.stops.keep:
-        ids = ids[:-1]
+    ids = asked.stops.spoken(segment.token_ids) if segment.finish_reason == "stop" else segment.token_ids
     return asked.stops.cut(tokenizer.decode(ids))
 
 
 def finish_reason(asked: Asked, segment: Segment, tokenizer: Tokenizer | None) -> wire.Stop | wire.Length | wire.Abort:
     match segment.finish_reason:
         case "stop":
-            matched = asked.stops.matched(tokenizer.decode(segment.token_ids)) if tokenizer else None
+            searched = tokenizer is not None and asked.stops.strings
+            matched = asked.stops.matched(tokenizer.decode(segment.token_ids)) if searched else None  # type: ignore[union-attr]
             return wire.Stop(matched=segment.token_ids[-1] if matched is None else matched)
         case "length":
             return wire.Length(length=len(segment.token_ids))
@@ -228,7 +232,9 @@ def _triples(
 
 def _prompt_ids(body: wire.GenerateBody, tokenizer: Tokenizer | None) -> list[int]:
     if body.input_ids is not None:
-        return [token for token in body.input_ids if isinstance(token, int)]
+        if not all(isinstance(token, int) for token in body.input_ids):
+            raise ValueError("`input_ids` mixes token ids and lists of them")
+        return body.input_ids  # type: ignore[return-value]
     if tokenizer is None:
         raise ValueError("this server has no tokenizer: give `input_ids` instead of `text`")
     assert isinstance(body.text, str)

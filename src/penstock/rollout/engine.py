@@ -32,6 +32,8 @@ from penstock.rollout.shaping import shaped
 from penstock.rollout.slots import regroup
 from penstock.types import NO_VERSION, Segment
 
+SCORED_PLACES = 512
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
@@ -74,6 +76,11 @@ class SlotEngine:
         return len(self._rows)
 
     @property
+    def num_started(self) -> int:
+        """Samples being generated, or retracted in the midst of it."""
+        return len(self._rows) + self._waiting.num_returned
+
+    @property
     def num_waiting(self) -> int:
         """Samples without a slot yet."""
         return self._waiting.num_samples
@@ -105,7 +112,7 @@ class SlotEngine:
         """Admit what fits, generate one token for every active sequence, return the requests this completed."""
         num_decode = self.num_decoded = len(self._rows)
         self.num_context = int(self._rows.positions[:num_decode].sum())
-        admissions = self._waiting.admit(self.num_slots - num_decode) if self.admitting else []
+        admissions = self._waiting.admit(self.num_slots - num_decode, new=self.admitting)
         self.num_prefilled = sum(len(admission.prompt_ids) for admission in admissions)
         for admission in admissions:
             for sequence in admission.sequences:
@@ -167,10 +174,13 @@ class SlotEngine:
 
     @torch.inference_mode()
     def score(self, prompt_ids: list[int]) -> list[float]:
-        """Log-probability of every token but the first, given those before it, at temperature 1."""
+        """Log-probability of every token but the first, given those before it, at temperature 1. The logits of only so
+        many places exist at a time, whatever the prompt's length."""
         ids = torch.tensor([prompt_ids], device=self.model.device)
-        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        found: list[float] = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        found: list[float] = []
+        for places in torch.split(torch.arange(len(prompt_ids) - 1, device=ids.device), SCORED_PLACES):
+            logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=places).logits[0].float()
+            found += torch.log_softmax(logits, dim=-1).gather(1, ids[0, places + 1, None])[:, 0].tolist()
         return found
 
     def parameters(self) -> dict[str, torch.Tensor]:

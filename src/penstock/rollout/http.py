@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -15,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.deadline import Stalled
 from penstock.rollout import wire
-from penstock.rollout.runner import EngineDead, EngineRunner, GenerationFailed
+from penstock.rollout.runner import EngineDead, GenerationFailed
 from penstock.rollout.update import Conflict
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -23,6 +22,9 @@ HANDLE_FORMAT = (
     "weights are announced by a JSON handle with policy_version, path, num_bytes and fingerprint, "
     "where path names a safetensors file in shared memory or on disk; tensors in the body are not accepted"
 )
+
+
+T = TypeVar("T")
 
 
 class Route(NamedTuple):
@@ -109,21 +111,24 @@ def event(value: object) -> bytes:
 LAST_EVENT = b"data: [DONE]\n\n"
 
 
-@asynccontextmanager
-async def aborted_on_disconnect(request: Request, runner: EngineRunner, rids: Sequence[str]) -> AsyncIterator[None]:
-    """The body is read, so all that can still arrive is the client's departure."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; cancelled when the client leaves. The body is read, so that all that can still arrive is the
+    news of its departure."""
 
-    async def watch() -> None:
+    async def departure() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        for rid in rids:
-            runner.abort(rid)
 
-    watcher = asyncio.create_task(watch())
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(departure())
     try:
-        yield
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        watcher.cancel()
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 class BearerAuth:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 
 MAX_STOP_TOKENS = 256
 """Stop tokens per request: far above any tokenizer's set, low enough that nobody can slow a decode step with them."""
 MAX_BIASED_TOKENS = 1024
+MAX_BIAS = 100.0
 MAX_TOP_LOGPROBS = 64
 
 
@@ -48,12 +48,12 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise ValueError(f"{name} must be in [-2, 2], not {getattr(self, name)}")
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            raise ValueError(f"repetition_penalty must be in (0, 10], not {self.repetition_penalty}")
+        if not 0.01 <= self.repetition_penalty <= 10.0:
+            raise ValueError(f"repetition_penalty must be in [0.01, 10], not {self.repetition_penalty}")
         if len(self.logit_bias) > MAX_BIASED_TOKENS:
             raise ValueError(f"logit_bias names {len(self.logit_bias)} tokens, at most {MAX_BIASED_TOKENS} are allowed")
-        if not all(isfinite(bias) for bias in self.logit_bias.values()):
-            raise ValueError("logit_bias must be finite")
+        if not all(-MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()):
+            raise ValueError(f"logit_bias must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"at most {MAX_TOP_LOGPROBS} top log-probabilities are told, not {self.top_logprobs}")
 

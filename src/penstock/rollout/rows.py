@@ -76,7 +76,10 @@ class Sequence:
         """Everything since the last span was sampled by `policy_version`."""
         end = len(self.token_ids)
         if end > self._span_start:
-            self._spans.append(VersionSpan(policy_version, self._span_start, end))
+            start = self._span_start
+            if self._spans and self._spans[-1].policy_version == policy_version:
+                start = self._spans.pop().start
+            self._spans.append(VersionSpan(policy_version, start, end))
             self._span_start = end
 
     def finish(self, reason: FinishReason, policy_version: int) -> None:

@@ -49,6 +49,7 @@ class Increment(NamedTuple):
     sample: int
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[list[tuple[float, int]]] | None
 
 
 OnTokens = Callable[[list[Increment]], None]
@@ -74,9 +75,9 @@ class EngineRunner:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._requests: dict[str, Pending] = {}
         self._actions: set[asyncio.Future[None]] = set()
-        self._followed: dict[str, list[int]] = {}
-        """Tokens told of each sample, of the requests whose growth somebody follows. The engine's thread's own."""
-        self._when_drained: list[Command] = []
+        self._followed: dict[str, tuple[GenerateRequest, list[int]]] = {}
+        """Requests whose growth somebody follows, and the tokens told of each sample. The engine's thread's own."""
+        self._when_drained: list[tuple[Command, asyncio.Future[None]]] = []
         """For when nothing runs any more; until then nobody is admitted. The engine's thread's own."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -124,7 +125,7 @@ class EngineRunner:
 
         def submit() -> None:
             if on_tokens is not None:
-                self._followed[request.rid] = [0] * len(request.seeds)
+                self._followed[request.rid] = (request, [0] * len(request.seeds))
             self._post_one(self.engine.submit(request))
 
         self._commands.put(submit)
@@ -135,6 +136,10 @@ class EngineRunner:
             raise
         finally:
             self._requests.pop(request.rid, None)
+
+    def serves(self, rid: str) -> bool:
+        """Whether somebody waits for this request."""
+        return rid in self._requests
 
     def abort(self, rid: str) -> bool:
         """End a request early: its `generate` returns what there is. False if there is no such request."""
@@ -212,7 +217,7 @@ class EngineRunner:
         done: asyncio.Future[None] = self._loop.create_future()
         self._actions.add(done)
         act = partial(self._act, action, done)
-        self._commands.put(partial(self._when_drained.append, act) if drained else act)
+        self._commands.put(partial(self._when_drained.append, (act, done)) if drained else act)
         try:
             await done
         finally:
@@ -251,20 +256,21 @@ class EngineRunner:
 
     def _tell_growth(self, finished: list[Finished]) -> None:
         ended = {each.request.rid: each for each in finished}
-        for rid, told in self._followed.items():
+        for rid, (request, told) in self._followed.items():
             parts: Sequence[Segment | Sample] = ended[rid].segments if rid in ended else self.engine.sequences(rid)
             grown = []
             for index, part in enumerate(parts):
                 if len(part.token_ids) > told[index]:
                     new = slice(told[index], None)
-                    grown.append(Increment(index, part.token_ids[new], part.logprobs[new]))
+                    tops = None if part.top_logprobs is None else part.top_logprobs[new]
+                    grown.append(Increment(index, part.token_ids[new], part.logprobs[new], tops))
                     told[index] = len(part.token_ids)
             if grown:
-                self._loop.call_soon_threadsafe(self._deliver_growth, rid, grown)
+                self._loop.call_soon_threadsafe(self._deliver_growth, request, grown)
 
-    def _deliver_growth(self, rid: str, grown: list[Increment]) -> None:
-        pending = self._requests.get(rid)
-        if pending is not None and pending.on_tokens is not None:
+    def _deliver_growth(self, request: GenerateRequest, grown: list[Increment]) -> None:
+        pending = self._requests.get(request.rid)
+        if pending is not None and pending.request is request and pending.on_tokens is not None:
             pending.on_tokens(grown)
 
     def _execute_commands(self) -> None:
@@ -277,12 +283,13 @@ class EngineRunner:
             except Empty:
                 break
             command()
-        self.engine.admitting = not self._when_drained
-        if self._when_drained and not self.engine.num_active:
-            for act in self._when_drained:
+        # Whoever gave up waiting no longer holds anything back.
+        self._when_drained = [(act, done) for act, done in self._when_drained if not done.done()]
+        if self._when_drained and not self.engine.num_started:
+            for act, _ in self._when_drained:
                 act()
-            self._when_drained.clear()
-            self.engine.admitting = True
+            self._when_drained = []
+        self.engine.admitting = not self._when_drained
 
     def _request_stop(self) -> None:
         self._stopping = True

@@ -28,12 +28,12 @@ from penstock.rollout.http import (
     Refused,
     Route,
     Surface,
-    aborted_on_disconnect,
     answer,
     answer_error,
     error_object,
     event,
     read_body,
+    unless_gone,
 )
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.text import Tokenizer
@@ -95,8 +95,8 @@ class RolloutServer:
             Route("/weights/begin", ["POST"], self.begin_weights),
             Route("/weights/commit", ["POST"], self.commit_weights),
             Route("/weights/abort", ["POST"], self.abort_weights),
-            Route("/release_memory_occupation", ["POST"], self.release),
-            Route("/resume_memory_occupation", ["POST"], self.resume),
+            Route("/release_memory_occupation", ["GET", "POST"], self.release),
+            Route("/resume_memory_occupation", ["GET", "POST"], self.resume),
         ]
 
     async def generate(self, request: Request) -> Response:
@@ -106,8 +106,7 @@ class RolloutServer:
         self._answers.check(asked)
         if body.stream:
             return StreamingResponse(self._stream(asked, started), media_type="text/event-stream")
-        async with aborted_on_disconnect(request, self._runner, [each.rid for each in asked]):
-            answers = await self._answers.give(asked)
+        answers = await unless_gone(request, self._answers.give(asked))
         replies = [reply for each in answers for reply in self._told(each, started)]
         return answer(replies if len(replies) > 1 or is_batch(body) else replies[0])
 
@@ -124,7 +123,7 @@ class RolloutServer:
                     reply = write_growing(
                         sample.asked,
                         sample.member,
-                        text=sample.text if sample.asked.body.return_text else "",
+                        text=sample.text() if sample.asked.body.return_text else "",
                         token_ids=sample.token_ids,
                         logprobs=sample.logprobs,
                         latency_s=time.perf_counter() - started,
@@ -151,9 +150,12 @@ class RolloutServer:
         return answer({"status": "ok"}) if error is None else answer(error_object(str(error)), 500)
 
     async def ready(self, request: Request) -> Response:
-        """Ready: weights are loaded. Says which process this is."""
+        """Ready: weights are loaded, and generation is neither paused nor released. Says which process this is."""
         version = self._runner.policy_version
-        state = "serving" if version != NO_VERSION else "waiting_for_weights"
+        engine = self._runner.engine
+        state = "paused" if engine.paused else "released" if engine.released else "serving"
+        if version == NO_VERSION:
+            state = "waiting_for_weights"
         if self._runner.error is not None:
             state = "dead"
         identity = self._identity

@@ -36,8 +36,9 @@ def _shape(row: torch.Tensor, sequence: Sequence) -> None:
         ids, counts = np.unique(generated, return_counts=True)
         penalties = params.frequency_penalty * counts + params.presence_penalty
         row[_tensor(ids, row)] -= _tensor(penalties.astype(np.float32), row)
-    for token, bias in params.logit_bias.items():
-        row[token] += bias
+    if params.logit_bias:
+        ids = np.fromiter(params.logit_bias, dtype=np.int64)
+        row[_tensor(ids, row)] += _tensor(np.fromiter(params.logit_bias.values(), dtype=np.float32), row)
     if len(generated) < params.min_new_tokens and sequence.stop_ids:
         row[list(sequence.stop_ids)] = -torch.inf
 

@@ -34,6 +34,10 @@ class Stops:
         text = tokenizer.decode(token_ids[-window:])
         return any(string in text for string in self.strings)
 
+    def spoken(self, token_ids: list[int]) -> list[int]:
+        """`token_ids` without a stop token at their end."""
+        return token_ids[:-1] if not self.keep and token_ids and token_ids[-1] in self.tokens else token_ids
+
     def matched(self, text: str) -> str | None:
         """The stop string that comes first in `text`."""
         found = [(at, string) for string in self.strings if (at := text.find(string)) >= 0]
@@ -75,6 +79,8 @@ class GrowingText:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The whole text so far; of a character that is not complete nothing yet."""
+        if not token_ids:
+            return self.text
         self._ids += token_ids
         before = self._tokenizer.decode(self._ids[self._context : self._done])
         now = self._tokenizer.decode(self._ids[self._context :])

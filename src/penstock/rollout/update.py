@@ -86,6 +86,8 @@ class WeightsUpdate:
             if self._staged is None or self._staged[0].policy_version != policy_version:
                 staged = "nothing" if self._staged is None else f"policy_version {self._staged[0].policy_version}"
                 raise Conflict(f"commit of policy_version {policy_version}, but {staged} is staged")
+            if mode == "drain" and self._runner.engine.paused:
+                raise Conflict("generation is paused: what runs cannot end; continue, or commit in another mode")
             handle, tensors = self._staged
             if self._runner.policy_version != policy_version:  # else an earlier commit ran out of time, but took effect
                 seconds = DRAIN_TIMEOUT_S if mode == "drain" else LOAD_TIMEOUT_S

@@ -172,7 +172,7 @@ class WeightsReply(Struct, kw_only=True):
 
 
 class Ready(Struct, kw_only=True):
-    """The reply of `/ready`. `state` is `serving`, `waiting_for_weights` or `dead`."""
+    """The reply of `/ready`. `state` is `serving`, `paused`, `released`, `waiting_for_weights` or `dead`."""
 
     run_id: str
     nonce: str

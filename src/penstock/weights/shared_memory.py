@@ -101,7 +101,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _map(files: Sequence[Path], wanted: Layout) -> dict[str, Tensor]:
-    """By name, in the dtype `wanted` where that is known."""
+    """By name; if it is known what is `wanted`, only that, and in its dtype."""
     named: dict[str, Tensor] = {}
     for path in files:
         try:
@@ -109,7 +109,10 @@ def _map(files: Sequence[Path], wanted: Layout) -> dict[str, Tensor]:
                 named |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         except SafetensorError as error:
             raise WeightsMismatch(f"{path} is not a safetensors file: {error}") from None
-    return {name: tensor.to(wanted[name][1]) if name in wanted else tensor for name, tensor in named.items()}
+    if not wanted:
+        return named
+    # A directory may hold tied weights under each of their names.
+    return {name: tensor.to(wanted[name][1]) for name, tensor in named.items() if name in wanted}
 
 
 def _compare(named: Mapping[str, Tensor], expected: Layout) -> None:

@@ -1,0 +1,138 @@
+"""The rollout server against the slot engine in process, and how full environments that think keep it.
+
+The server is `penstock serve` in a process of its own; the engine alone is the same engine in this process; both with
+one torch thread, same policy, prompts, lengths, sampling. They take turns, a round at a time; a ratio is the median
+over the rounds, time is wall time, since two processes are compared with one. Thinking environments ask for one answer
+after another, with exponential pauses in between; the share of busy slots is read from the server itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import numpy as np
+import torch
+from engine import make_prompts, run_slots
+from report import arguments, publish
+
+from penstock.config import TinyModelConfig
+from penstock.model.load import load_policy
+from penstock.model.tiny import write_tiny_model
+from penstock.rollout.engine import SlotEngine
+from penstock.rollout.wire import GenerateBody, SamplingBody, encode
+
+MAX_CONTEXT = 512
+CLIENTS, TOKENS = 256, 64
+SLOTS, ENVIRONMENTS, THINK_S, THINK_TOKENS = 64, 256, 0.2, 64
+WATCH_S, SETTLE_S, POLL_S = 20.0, 3.0, 0.05
+
+
+@contextmanager
+def server(model: Path, slots: int) -> Iterator[str]:
+    """The URL of a server of its own."""
+    words = ["--port", "0", f"rollout.slots={slots}", f"model.max_context={MAX_CONTEXT}", "rollout.torch_threads=1"]
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", "--model", str(model), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split(" at ")[1].split()[0]
+        finally:
+            process.terminate()
+
+
+def body(prompt: Sequence[int], tokens: int, seed: int) -> bytes:
+    sampling = SamplingBody(max_new_tokens=tokens, ignore_eos=True, sampling_seed=seed)
+    return encode(
+        GenerateBody(input_ids=list(prompt), sampling_params=sampling, return_logprob=True, return_text=False)
+    )
+
+
+async def ask(session: aiohttp.ClientSession, given: bytes) -> None:
+    async with session.post("/generate", data=given) as response:
+        assert response.status == 200, await response.text()
+        await response.read()
+
+
+async def all_at_once(url: str, bodies: Sequence[bytes]) -> float:
+    """Seconds until every client has its answer."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, connector=connector) as session:
+        start = time.perf_counter()
+        await asyncio.gather(*(ask(session, given) for given in bodies))
+        return time.perf_counter() - start
+
+
+async def fill_with_think_time(url: str, bodies: Sequence[bytes], watch_s: float) -> float:
+    """Mean share of slots busy, once things have settled."""
+
+    async def environment(number: int) -> None:
+        draw = random.Random(number)
+        while True:
+            await asyncio.sleep(draw.expovariate(1 / THINK_S))
+            await ask(session, bodies[number])
+
+    shares = []
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        tasks = [asyncio.create_task(environment(number)) for number in range(ENVIRONMENTS)]
+        start = time.monotonic()
+        while (elapsed := time.monotonic() - start) < SETTLE_S + watch_s:
+            await asyncio.sleep(POLL_S)
+            async with session.get("/server_info") as response:
+                busy = (await response.json())["internal_states"][0]["num_running"]
+            if elapsed > SETTLE_S:
+                shares.append(busy / SLOTS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return fmean(shares)
+
+
+def compare(model: Path, rounds: int) -> dict[str, float]:
+    """HTTP against the engine alone."""
+    engine = SlotEngine(load_policy(model, weights=True), num_slots=CLIENTS, max_context=MAX_CONTEXT, policy_version=0)
+    prompts = make_prompts(CLIENTS, engine.model.config.vocab_size)
+    bodies = [body(prompt, TOKENS, seed) for seed, prompt in enumerate(prompts)]
+    pairs = []
+    with server(model, CLIENTS) as url:
+        for number in range(rounds + 1):
+            start = time.perf_counter()
+            run_slots(engine, prompts, [TOKENS] * CLIENTS)
+            alone = time.perf_counter() - start
+            over_http = asyncio.run(all_at_once(url, bodies))
+            if number:  # the first round warms up
+                pairs.append((alone, over_http))
+    return {
+        "http_vs_inprocess": median(alone / http for alone, http in pairs),
+        "http_tokens_per_s": CLIENTS * TOKENS / median(http for _, http in pairs),
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as directory:
+        model = Path(directory)
+        write_tiny_model(model, TinyModelConfig(), MAX_CONTEXT)
+        load_policy(model, weights=False, seed=0).save_pretrained(model)
+        figures = compare(model, 2 if options.quick else 7)
+        prompts = make_prompts(ENVIRONMENTS, 100)
+        lengths = np.clip(np.random.default_rng(0).lognormal(np.log(THINK_TOKENS), 0.5, ENVIRONMENTS), 8, 256)
+        bodies = [body(prompt, int(length), n) for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))]
+        with server(model, SLOTS) as url:
+            watch_s = WATCH_S / 4 if options.quick else WATCH_S
+            figures["fill_with_think_time"] = asyncio.run(fill_with_think_time(url, bodies, watch_s))
+    publish("rollout_http", figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

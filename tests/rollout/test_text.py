@@ -1,0 +1,72 @@
+"""Text that grows with its tokens, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from penstock.rollout.text import GrowingText, Stops
+
+TEXT = "grüße, 水 und 🙂!"
+
+
+class Bytes:
+    """A tokenizer: one token per byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+class Words:
+    """A tokenizer whose words bring their own spaces, but for the first."""
+
+    def __init__(self) -> None:
+        self._tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "▁c": 2}, unk_token="▁a"))
+        self._tokenizer.decoder = decoders.Metaspace()
+
+    def encode(self, text: str) -> list[int]:
+        return ["abc".index(word) for word in text.split()]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return str(self._tokenizer.decode(list(token_ids)))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1))
+def test_text_only_grows_and_shows_no_half_character(sizes: list[int]) -> None:
+    ids, growing, place, seen = Bytes().encode(TEXT), GrowingText(Bytes()), 0, ""
+    for size in [*sizes, len(ids)]:
+        text = growing.add(ids[place : place + size])
+        place += size
+        assert text.startswith(seen) and TEXT.startswith(text)
+        seen = text
+    assert seen == TEXT
+
+
+def test_spaces_that_depend_on_what_came_before_stay() -> None:
+    growing = GrowingText(Words())
+    for token in (0, 1, 2, 0):
+        growing.add([token])
+        assert growing.add([]) == growing.text
+    assert growing.text == "a b c a"
+
+
+@pytest.mark.parametrize(
+    ("text", "settled", "cut"),
+    [("hello E", "hello ", "hello E"), ("hello END x", "hello END x", "hello "), ("EN", "", "EN")],
+)
+def test_a_stop_string_takes_nothing_back(text: str, settled: str, cut: str) -> None:
+    stops = Stops(strings=("END",))
+    assert (stops.settled(text), stops.cut(text)) == (settled, cut)
+
+
+def test_a_stop_string_is_seen_whatever_tokens_spell_it() -> None:
+    stops = Stops(strings=("🙂", "never"))
+    ids = Bytes().encode("oh 🙂")
+    assert [stops.end(Bytes(), ids[:length]) for length in range(1, len(ids) + 1)] == [False] * (len(ids) - 1) + [True]
