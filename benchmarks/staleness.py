@@ -240,6 +240,7 @@ def plot(found: dict[Cell, Outcome], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5))
+    axes.set_prop_cycle(color=[plt.get_cmap("tab20")(number) for number in range(20)])
     for name in dict.fromkeys(cell.objective for cell in found):
         means = [
             fmean(outcome.reward for cell, outcome in found.items() if (cell.objective, cell.lag) == (name, lag))
