@@ -45,7 +45,7 @@ def served(model: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], st
 
 
 def test_a_model_directory_is_served_until_a_signal(model: Path) -> None:
-    with served(model, "--name", "speller", "model.max_context=128") as (process, url):
+    with served(model, "--name", "speller") as (process, url):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=30) as client:
             assert client.models.list().data[0].id == "speller"
             done = client.chat.completions.create(

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.config import ConfigError, default_config
-from penstock.model.files import ModelError
+from penstock.cli.train import refuse
+from penstock.config import ConfigError, ModelConfig, default_config
+from penstock.model.files import ModelError, read_json
 
 
 def serve(model: Path, overrides: Sequence[str], *, host: str, port: int, name: str | None) -> int:
     """Returns the exit code."""
     try:
-        config = default_config([f"rollout.host={host}", f"rollout.port={port}", f"model.path={model}", *overrides])
+        longest = read_json(model, "config.json").get("max_position_embeddings", ModelConfig().max_context)
+        words = [f"model.path={model}", f"model.max_context={min(longest, ModelConfig().max_context)}"]
+        config = default_config([f"rollout.host={host}", f"rollout.port={port}", *words, *overrides])
+    except ModelError as error:
+        return refuse(error, 1)
     except ConfigError as error:
-        return _refuse(error, 2)
+        return refuse(error, 2)
     from penstock.processes.alone import serve as serve_alone
 
     try:
         serve_alone(config, model, model_name=name or str(model))
     except OSError as error:
-        return _refuse(f"cannot listen on {host}:{port}: {error.strerror or error}", 1)
+        return refuse(f"cannot listen on {host}:{port}: {error.strerror or error}", 1)
     except (ModelError, ValueError) as error:
-        return _refuse(error, 1)
+        return refuse(error, 1)
     return 0
-
-
-def _refuse(error: object, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return code

@@ -52,7 +52,7 @@ def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) 
         return refuse(error, 1)
 
 
-def refuse(error: Exception, code: int) -> int:
+def refuse(error: object, code: int) -> int:
     """Say why, where errors belong."""
     print(f"error: {error}", file=sys.stderr)
     return code

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import wraps
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -134,9 +134,6 @@ class Usage(Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-
-
-Kind = Literal["text_completion", "chat.completion"]
 
 
 class OpenAI:

@@ -1,7 +1,7 @@
-"""SGLang's control surface beside `/generate`: what a server is, pausing, flushing, looking at weights.
+"""SGLang's control surface, beside what `rollout/server.py` shares with it: what a server is, pauses, flushes, weights.
 
-Where SGLang asserts, hangs or answers late, this answers: `/health_generate` in constant time while paused, aborts by
-exact request id, releases and resumes that may be repeated.
+Where SGLang asserts, hangs or answers late, this answers: `/health_generate` at once while paused, brackets that close
+themselves, updates that leave the old weights if anything is wrong with the new ones.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -66,8 +67,9 @@ class Answers:
         if self._runner.policy_version == NO_VERSION:
             raise Refused(503, "no weights have been loaded yet")
         rids = [asked.rid for asked in all_asked]
-        if taken := [rid for rid in rids if rids.count(rid) > 1 or self._runner.serves(rid)][:1]:
-            raise ValueError(f"request {taken[0]} is already being served")
+        for rid, count in Counter(rids).items():
+            if count > 1 or self._runner.serves(rid):
+                raise ValueError(f"request {rid} is already being served")
         for asked in all_asked:
             if asked.request is None:
                 self._runner.engine.check_prompt(asked.prompt_ids)

@@ -1,6 +1,6 @@
 """The JSON of the rollout server, typed: SGLang's `/generate` plus what is ours. Shared by server and client.
 
-Foreign names stay foreign here (`weight_version`); nothing outside this module and its two users knows them.
+Foreign names stay foreign here (`weight_version`); the scheduler, the store and the trainer never see them.
 Unknown fields are ignored, because routers add their own; a known field we do not implement is refused.
 """
 
