@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.cli.train import refuse
+from penstock.cli.refusal import refuse
 from penstock.config import ConfigError, ModelConfig, default_config
 from penstock.model.files import ModelError, read_json
 

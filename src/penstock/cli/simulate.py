@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from penstock.cli.refusal import refuse
 from penstock.config import Config, ConfigError, load_config
 from penstock.observe import simulation_plot
 from penstock.observe.jsonl import write_json
@@ -88,12 +89,6 @@ def leave_behind(report: Report, config: Config, *, json: Path | None, plot: Pat
     write_json(json, plain)
     simulation_plot.draw(plot, [result.plain() for result in report.results])
     print(f"results {json}\npicture {plot}")
-
-
-def refuse(reason: str, code: int) -> int:
-    """Say why, where errors belong."""
-    print(f"error: {reason}", file=sys.stderr)
-    return code
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 
 from penstock.cli.preflight import Refused, check
+from penstock.cli.refusal import refuse
 from penstock.config import Config, ConfigError, load_config
 from penstock.observe import plots, progress, report, summary
 from penstock.observe.view import Plan
@@ -50,12 +51,6 @@ def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) 
             return conclude(run, carry_out(run))
     except (ConfigError, Refused, RunExists) as error:
         return refuse(error, 1)
-
-
-def refuse(error: object, code: int) -> int:
-    """Say why, where errors belong."""
-    print(f"error: {error}", file=sys.stderr)
-    return code
 
 
 def carry_out(run: OpenRun) -> Outcome:

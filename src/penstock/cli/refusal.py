@@ -1,0 +1,11 @@
+"""How a command says no."""
+
+from __future__ import annotations
+
+import sys
+
+
+def refuse(reason: object, code: int) -> int:
+    """Say why, where errors belong."""
+    print(f"error: {reason}", file=sys.stderr)
+    return code
