@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, TinyModelConfig(num_layers=1, hidden_size=32), max_context=128)
+    write_tiny_model(directory, TinyModelConfig(num_layers=1, hidden_size=32), max_context=64)
     load_policy(directory, weights=False, seed=0).save_pretrained(directory)
     return directory
 
@@ -61,7 +61,7 @@ def test_a_model_directory_is_served_until_a_signal(model: Path) -> None:
     [
         (["--host", "0.0.0.0"], 2, "PENSTOCK_API_KEY"),
         (["rollout.slts=3"], 2, "did you mean rollout.slots?"),
-        (["model.max_context=100000"], 1, "exceeds the 128 positions"),
+        (["model.max_context=100000"], 1, "exceeds the 64 positions"),
     ],
 )
 def test_what_cannot_be_served_is_one_clear_error(model: Path, words: list[str], code: int, message: str) -> None:

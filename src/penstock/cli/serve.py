@@ -15,6 +15,7 @@ def serve(model: Path, overrides: Sequence[str], *, host: str, port: int, name: 
     try:
         longest = read_json(model, "config.json").get("max_position_embeddings", ModelConfig().max_context)
         words = [f"model.path={model}", f"model.max_context={min(longest, ModelConfig().max_context)}"]
+        words.append("env.max_new_tokens=1")  # no environment plays here: its answers must not bound the context
         config = default_config([f"rollout.host={host}", f"rollout.port={port}", *words, *overrides])
     except ModelError as error:
         return refuse(error, 1)
