@@ -30,6 +30,10 @@ TRAIN_TAG, EVAL_TAG = "train", "eval"
 FinishReason = Literal["stop", "length", "abort"]
 TrajectoryStatus = Literal["completed", "truncated", "aborted", "failed"]
 
+UpdateMode = Literal["in_place", "retract", "drain"]
+"""What becomes of running answers when new weights come: they go on over their keys and values, or have these computed
+anew, or end first."""
+
 
 NO_VERSION = -1
 """Stands for "no policy": unsampled positions (prompts, observations), servers before their first weights."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from penstock.config import Config
 from penstock.envs.registry import locate
 from penstock.model.files import has_weights
 from penstock.scheduler.length.predictor import length_predictor
+
+CHECK_S = 30.0
 
 
 class Refused(RuntimeError):
@@ -30,7 +34,9 @@ def check(config: Config) -> None:
         raise Refused(f"scheduler.length.learn_from: {earlier} is not the directory of a run: it has no pool/index")
     if config.scheduler.dispatch.policy in ("sjf", "ljf"):
         check_predictor(config)
-    if config.rollout.port:
+    if config.rollout.engine != "penstock" and not config.rollout.urls:
+        check_engine(config.rollout.engine, config.rollout.python or sys.executable)
+    if config.rollout.port and not config.rollout.urls:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
 
@@ -58,6 +64,18 @@ def check_model(directory: Path) -> None:
             f"model.path: {directory} is no Hugging Face model directory ({missing} in it); "
             "give one made by save_pretrained, or `tiny`"
         )
+
+
+def check_engine(engine: str, python: str) -> None:
+    """Whether the environment that a foreign engine is to be started from has it."""
+    remedy = "name the interpreter of an environment that has it, or give running servers as rollout.urls"
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine!r}) is None)"
+    try:
+        found = subprocess.run([python, "-c", look], capture_output=True, timeout=CHECK_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Refused(f"rollout.python: {python} cannot be run ({error}); {remedy}") from None
+    if not found:
+        raise Refused(f"rollout.python: {python} has no package {engine}; {remedy}")
 
 
 def check_port(host: str, port: int) -> None:

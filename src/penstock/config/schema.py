@@ -11,6 +11,7 @@ from penstock.config.objective import UNCORRECTED, CanaryConfig, CriticConfig, L
 from penstock.config.scheduling import SchedulerConfig
 from penstock.config.section import Section
 from penstock.config.simulation import SimulatorConfig
+from penstock.types import UpdateMode
 
 
 class TinyModelConfig(Section):
@@ -112,7 +113,20 @@ class EnvConfig(Section):
 class RolloutConfig(Section):
     """Generation servers."""
 
+    engine: Literal["penstock", "sglang", "vllm"] = "penstock"
+    """What generates. Ours runs anywhere; the others are started from an environment of their own (`python`), or run
+    already (`urls`)."""
     servers: int = Field(1, ge=1)
+    urls: list[str] = Field(default_factory=list)
+    """Servers that run already, instead of `servers` that we start. They must see the files that the trainer writes."""
+    python: str | None = None
+    """Interpreter of the environment that `engine` is installed in; ours if unset."""
+    args: list[str] = Field(default_factory=list)
+    """More arguments for the command line of a foreign engine."""
+    update_mode: UpdateMode | None = None
+    """What becomes of running answers when new weights come. `in_place`: they go on over their keys and values (ours,
+    if unset). `retract`: these are computed anew (foreign engines, if unset: they end the answers, which go on from
+    their recorded tokens). `drain`: they end first."""
     slots: int = Field(128, ge=1)
     """KV slots per server: the largest decode batch."""
     torch_threads: int = Field(1, ge=1)
@@ -122,6 +136,23 @@ class RolloutConfig(Section):
     request_timeout_s: float = Field(120.0, gt=0)
     api_key: str | None = Field(None, repr=False)
     """Needed when `host` is not loopback; taken from the environment variable PENSTOCK_API_KEY if unset."""
+
+    @property
+    def num_servers(self) -> int:
+        """Ours and foreign ones."""
+        return len(self.urls) or self.servers
+
+    @model_validator(mode="after")
+    def _engine_settings_fit(self) -> RolloutConfig:
+        if self.urls and self.servers != 1:
+            raise ValueError(f"servers ({self.servers}) are started by us, urls are running already: give one of them")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls: {url!r} does not begin with http:// or https://")
+        for name in ("python", "args"):
+            if getattr(self, name) and (self.engine == "penstock" or self.urls):
+                raise ValueError(f"{name} is for a foreign engine that we start, not for engine {self.engine}")
+        return self
 
 
 class TrainerConfig(Section):
@@ -202,7 +233,7 @@ class Config(Section):
     @property
     def max_running(self) -> int:
         """Episodes that may generate at once, over all servers."""
-        return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.servers
+        return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.num_servers
 
     @property
     def look_ahead(self) -> int:
@@ -259,6 +290,11 @@ class Config(Section):
             raise ValueError(
                 f"rollout.port ({self.rollout.port}) leaves no room for rollout.servers ({self.rollout.servers}) "
                 "ports up to 65535: choose a lower port, or 0 to let the system choose"
+            )
+        if self.rollout.engine != "penstock" and self.scheduler.mode == "colocated":
+            raise ValueError(
+                f"scheduler.mode colocated has servers give way to the trainer, which rollout.engine "
+                f"{self.rollout.engine} does not do here: use rollout.engine penstock or another mode"
             )
         loopback = self.rollout.host in ("127.0.0.1", "localhost", "::1")
         if not loopback and not self.rollout.api_key:

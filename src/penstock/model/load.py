@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.model.files import ModelError, has_weights, read_json
@@ -53,6 +55,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ModelError(f"unknown dtype {name!r}")
     return dtype
+
+
+def with_tied_names(model: PreTrainedModel, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`named` weights of the model, and every tied one also under its further names, as a copy of its own: what a
+    receiver that ties nothing expects."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(weight): name for name, weight in every.items() if name in named}
+    tied = {name: known[id(weight)] for name, weight in every.items() if name not in named and id(weight) in known}
+    return {**named, **{name: named[other].clone() for name, other in tied.items()}}
 
 
 def _from_disk(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -27,7 +27,7 @@ from penstock.deadline import Stalled
 from penstock.observe.recorder import Recorder
 from penstock.observe.trackers import open_trackers
 from penstock.ports import TaskSource
-from penstock.rollout.client import Servers
+from penstock.rollout.servers import Servers
 from penstock.scheduler.foresight import Background
 from penstock.scheduler.scheduler import Scheduler
 from penstock.store.index import PoolIndex
@@ -46,7 +46,7 @@ class Controller:
     def __init__(self, config: Config, nonce: str, recorder: Recorder) -> None:
         self._nonce, self._recorder = nonce, recorder
         self.system: loop.System | None = None
-        self._expected = {f"rollout-{i}" for i in range(config.rollout.servers)} | {"trainer-0"}
+        self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)} | {"trainer-0"}
         self._urls: dict[str, str] = {}
         self._capacities: dict[str, int] = {}
         """Environment workers that asked for work before there was any."""
@@ -147,7 +147,14 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
     timeout_s = config.rollout.request_timeout_s
     beside = asyncio.TaskGroup()
     workers = RemoteWorkers(bus, beside, timeout_s=timeout_s)
-    servers = Servers(controller.server_urls, api_key=config.rollout.api_key, timeout_s=timeout_s)
+    servers = Servers(
+        controller.server_urls,
+        engine=config.rollout.engine,
+        update_mode=config.rollout.update_mode,
+        api_key=config.rollout.api_key,
+        timeout_s=timeout_s,
+        lost=lambda url, why: recorder.event("server_lost", url=url, why=why),
+    )
     system = loop.System(
         config=config,
         run_dir=child.run_dir,

@@ -29,7 +29,7 @@ from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
 from penstock.processes.playing import PlayedGroup
 from penstock.processes.saved import Recalled, SavedEpisodes
-from penstock.rollout.client import Servers
+from penstock.rollout.servers import Servers
 from penstock.supervisor.child import Child
 from penstock.types import EpisodeId, GroupAttempt, SegmentGrant, Trajectory
 
@@ -191,7 +191,10 @@ async def serve(child: Child) -> None:
         ):
             worker.peer = peer
             servers = Servers(
-                welcome.server_urls, api_key=config.rollout.api_key, timeout_s=config.rollout.request_timeout_s
+                welcome.server_urls,
+                engine=config.rollout.engine,
+                api_key=config.rollout.api_key,
+                timeout_s=config.rollout.request_timeout_s,
             )
             worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat)
             await worker.ask(TaskRequest(worker=child.name, capacity=config.max_open))

@@ -25,7 +25,7 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             env=TORCH_ENVIRONMENT if role in ("rollout", "trainer") else {},
         )
 
-    rollouts = [spec("rollout", number) for number in range(config.rollout.servers)]
+    rollouts = [spec("rollout", number) for number in range(config.rollout.num_servers)]
     environments = [spec("env", number) for number in range(config.env.workers)]
     return [[spec("controller")], [*rollouts, spec("trainer", 0)], environments]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.config import Config
 from penstock.control.bus import CONTROLLER, Handler, Peer
-from penstock.control.messages import Heartbeat, Hello, Welcome
+from penstock.control.messages import AnyMessage, Heartbeat, Hello, Welcome
 from penstock.supervisor.child import Child
 from penstock.types import BusySpan
 
@@ -56,6 +56,11 @@ async def _beat(peer: Peer, name: str, telemetry: Callable[[], Telemetry], perio
     while True:
         peer.notify(CONTROLLER, _heartbeat(name, telemetry()))
         await asyncio.sleep(period_s)
+
+
+async def ask_nothing(_: str, message: AnyMessage) -> AnyMessage | None:
+    """Handler of those whom nobody asks anything over the bus; broadcasts are for others."""
+    return None
 
 
 def _heartbeat(name: str, telemetry: Telemetry) -> Heartbeat:

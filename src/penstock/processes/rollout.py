@@ -1,71 +1,20 @@
-"""A rollout server: slot engine and HTTP server, with a seat on the bus for its address and its heartbeats."""
+"""A rollout server's process: our own engine, or the keeper of a foreign one, which never imports torch."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
+from collections.abc import Coroutine
+from typing import Any
 
-import torch
-
-from penstock.config import Config, load_config
-from penstock.control.messages import AnyMessage
-from penstock.processes.cores import num_threads
-from penstock.processes.layout import model_dir
-from penstock.processes.member import Telemetry, membership
-from penstock.processes.serving import HttpServer, bind, make_app, make_engine, url_of
-from penstock.rollout.runner import EngineRunner
-from penstock.rollout.server import Identity
+from penstock.config import load_config
 from penstock.supervisor.child import Child
 
 
-async def serve(child: Child) -> None:
+def serve(child: Child) -> Coroutine[Any, Any, None]:
     config = load_config(child.run_dir / "config.yaml")
-    stop = child.stop_event()
-    torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=config.rollout.servers))
-    listener = listen(child, config)
-    directory = model_dir(config, child.run_dir)
-    runner = EngineRunner(make_engine(config, directory, weights=False), process=child.name)
-    runner.start()
-    identity = Identity(run_id=child.run_id, nonce=child.nonce)
-    server = HttpServer(make_app(runner, config, directory, identity=identity, model_name=config.model.path))
-    url = url_of(config.rollout.host, listener)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(server.serve(sockets=[listener]))
-            async with membership(
-                child, config, role="rollout", handler=refuse, telemetry=lambda: telemetry(runner), url=url
-            ):
-                child.report_ready(url)
-                await stop.wait()
-            server.should_exit = True
-            await serving
-    finally:
-        await runner.stop()
+    if config.rollout.engine == "penstock" and not config.rollout.urls:
+        from penstock.processes import slot_server
 
+        return slot_server.serve(child, config)
+    from penstock.processes import foreign_server
 
-def telemetry(runner: EngineRunner) -> Telemetry:
-    return Telemetry(
-        progress=runner.num_generated_tokens,
-        busy_s=runner.busy_s,
-        counters={
-            "tokens": runner.num_generated_tokens,
-            "active": runner.engine.num_active,
-            **runner.costs.counters(),
-        },
-        spans=runner.drain_spans(),
-    )
-
-
-def listen(child: Child, config: Config) -> socket.socket:
-    """Bind before the model is loaded, so that a busy port is known at once."""
-    number = int(child.name.rpartition("-")[2])
-    port = config.rollout.port + number if config.rollout.port else 0
-    try:
-        return bind(config.rollout.host, port)
-    except OSError as error:
-        child.fail(f"{child.name} cannot listen on {config.rollout.host}:{port}: {error.strerror}")
-
-
-async def refuse(_: str, message: AnyMessage) -> AnyMessage | None:
-    """Broadcasts are for others; nobody asks a rollout server anything over the bus."""
-    return None
+    return foreign_server.serve(child, config)

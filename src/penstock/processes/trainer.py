@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from penstock.config import Config, load_config
 from penstock.control.messages import (
@@ -33,7 +34,7 @@ from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import environment_maker
 from penstock.groups.local import LocalGroup
 from penstock.model.chat import ChatTokenizer
-from penstock.model.load import load_policy, resolve_device, resolve_dtype
+from penstock.model.load import load_policy, resolve_device, resolve_dtype, with_tied_names
 from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
@@ -103,8 +104,7 @@ class TrainerProcess:
                 return self._step()
             case Publish():
                 with self._span("publish"):
-                    served = {name: tensor.to(self._dtype) for name, tensor in self._learner.named_weights().items()}
-                    return Published(handle=self._publisher.publish(served, self._learner.policy_version))
+                    return Published(handle=self._publisher.publish(self._served(), self._learner.policy_version))
             case SaveCheckpoint(directory=directory, state=state):
                 with self._span("checkpoint"):
                     target = Path(directory)
@@ -139,6 +139,11 @@ class TrainerProcess:
         self._busy_s += state.metrics["busy_s"] - self._busy_since_step_s
         self._busy_since_step_s = 0.0
         return LearnerStateUpdate(state=state)
+
+    def _served(self) -> dict[str, Tensor]:
+        """The weights as servers load them."""
+        named = {name: tensor.to(self._dtype) for name, tensor in self._learner.named_weights().items()}
+        return with_tied_names(self._model, named) if self._config.rollout.engine == "vllm" else named
 
     def _warm_start(self) -> dict[str, float]:
         settings = self._config.model.warm_start

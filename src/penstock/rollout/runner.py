@@ -23,9 +23,8 @@ from penstock.rollout.costs import StepCosts
 from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.rows import Sequence as Sample
-from penstock.types import BusySpan, Segment
+from penstock.types import BusySpan, Segment, UpdateMode
 
-LoadMode = Literal["in_place", "retract", "drain"]
 PauseMode = Literal["abort", "in_place", "retract"]
 
 STOP_TIMEOUT_S = 30.0
@@ -153,7 +152,7 @@ class EngineRunner:
         return sum(self.abort(rid) for rid in list(self._requests))
 
     async def load_weights(
-        self, tensors: Mapping[str, torch.Tensor], policy_version: int, *, mode: LoadMode = "in_place"
+        self, tensors: Mapping[str, torch.Tensor], policy_version: int, *, mode: UpdateMode = "in_place"
     ) -> None:
         """Replace the weights between two steps. ValueError, with nothing changed, if they do not fit. `in_place`:
         running samples go on with their keys and values; `retract`: these are computed again; `drain`: running samples

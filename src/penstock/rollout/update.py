@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from penstock.deadline import deadline
-from penstock.rollout.runner import EngineRunner, LoadMode
-from penstock.types import WeightsHandle
+from penstock.rollout.runner import EngineRunner
+from penstock.types import UpdateMode, WeightsHandle
 
 RECEIVE_TIMEOUT_S = 300.0
 """For mapping and verifying one set of weights, from a cold disk if need be."""
@@ -77,7 +77,7 @@ class WeightsUpdate:
         except OSError as error:
             raise ValueError(f"cannot read the weights: {error}") from error
 
-    async def commit(self, policy_version: int, *, mode: LoadMode = "in_place") -> WeightsHandle:
+    async def commit(self, policy_version: int, *, mode: UpdateMode = "in_place") -> WeightsHandle:
         """Serve the staged weights from the next decode step on, or when what runs has ended (`drain`). Returns the
         handle of what is served, with the fingerprint of what the engine really holds."""
         async with self._lock:

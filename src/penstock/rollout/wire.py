@@ -6,10 +6,12 @@ Unknown fields are ignored, because routers add their own; a known field we do n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+
+from penstock.types import UpdateMode
 
 MAX_SAMPLES = 1024
 """Samples one request may ask for."""
@@ -148,7 +150,7 @@ class CommitBody(Struct, kw_only=True):
     """The request of `/weights/commit`. `mode`: what becomes of answers that are being generated."""
 
     policy_version: int
-    mode: Literal["in_place", "retract", "drain"] = "in_place"
+    mode: UpdateMode = "in_place"
 
 
 class MemoryBody(Struct, kw_only=True, omit_defaults=True):

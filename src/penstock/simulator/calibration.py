@@ -94,7 +94,7 @@ def measured(run: RecordedRun) -> dict[str, float]:
     """What the run did after its first tenth."""
     first, last = run.metrics[_warmup(len(run.metrics)) - 1], run.metrics[-1]
     start, end = first["time"], last["time"]
-    servers = run.config.rollout.servers
+    servers = run.config.rollout.num_servers
     return {
         "samples_per_s": (last["ledger"]["trained"] - first["ledger"]["trained"]) / (end - start),
         "generator_busy": run.busy_within(["generate"], start, end) / (end - start) / servers,

@@ -40,7 +40,7 @@ def _generation(config: Config, population: Population) -> float:
         slots = min(slots, max(engine.kv_tokens / (population.prompt_tokens + population.mean_tokens), 1.0))
     token_s = (engine.step_s + engine.sequence_s * slots) / slots + engine.context_token_s * population.mean_context
     sample_s = population.mean_tokens * token_s + population.prefill_tokens * engine.prefill_token_s
-    return config.rollout.servers / sample_s
+    return config.rollout.num_servers / sample_s
 
 
 def _training(config: Config, tokens: float) -> float:

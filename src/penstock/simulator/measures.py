@@ -122,7 +122,7 @@ def measure(outcome: Outcome, workload: Workload, *, shares_devices: bool) -> Me
 
 def _idleness(outcome: Outcome, first: StepMark, last: StepMark, *, shares_devices: bool) -> dict[str, Any]:
     config = outcome.config
-    engine, servers = config.simulator.engine, config.rollout.servers
+    engine, servers = config.simulator.engine, config.rollout.num_servers
     seconds = max(last.time - first.time, 1e-12)
     training = last.trainer_busy_s - first.trainer_busy_s
     assert first.totals is not None and last.totals is not None

@@ -126,7 +126,9 @@ class Simulation:
     ) -> None:
         now = asyncio.get_running_loop().time
         self.config = config
-        self.fleet = Fleet(config.simulator.engine, num_servers=config.rollout.servers, num_slots=config.rollout.slots)
+        self.fleet = Fleet(
+            config.simulator.engine, num_servers=config.rollout.num_servers, num_slots=config.rollout.slots
+        )
         self.experience = Experience(max_staleness=config.scheduler.max_staleness)
         self.trainer = TrainerModel(config.simulator.trainer, self.experience)
         scheduler = Scheduler(config, now=now, record=lambda decider, reason, inputs: None)

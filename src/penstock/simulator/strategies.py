@@ -134,7 +134,7 @@ def _surroundings(config: Config, workload: Workload, strategy: Strategy) -> dic
 def _all_devices(config: Config) -> dict[str, Any]:
     """Every device generates, then every device trains."""
     simulator = config.simulator
-    devices = config.rollout.servers + simulator.trainer_devices
+    devices = config.rollout.num_servers + simulator.trainer_devices
     share = simulator.trainer_devices / devices
     times = simulator.trainer
     trainer = {"token_s": times.token_s * share, "call_s": times.call_s * share, "step_s": times.step_s * share}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from penstock.types import WeightsHandle
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype by parameter name."""
 
-KEPT_FILES = 3
+KEPT_VERSIONS = 3
 """The newest, the one waiting for the servers, and the one they are mapping."""
 
 
@@ -32,10 +33,13 @@ class WeightsMismatch(ValueError):
 
 
 def publish(named: Mapping[str, Tensor], *, directory: Path, policy_version: int) -> WeightsHandle:
-    """Write `named` to `directory` and return what others need to map it."""
+    """Write `named` to a folder of its own in `directory`, where engines that read model directories find it too, and
+    return what others need to map it."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = directory / str(policy_version)
+    folder.mkdir(exist_ok=True, mode=0o700)
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    path = directory / f"weights-{policy_version}.safetensors"
+    path = folder / "model.safetensors"
     unfinished = path.with_suffix(".unfinished")
     os.close(os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
     try:
@@ -129,22 +133,22 @@ def _compare(named: Mapping[str, Tensor], expected: Layout) -> None:
 
 
 class WeightsPublisher:
-    """Publishes version after version; older files than the last three are unlinked, and all of them on `close`."""
+    """Publishes version after version; older ones than the last three are removed, and all of them on `close`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: list[Path] = []
+        self._folders: list[Path] = []
 
     def publish(self, named: Mapping[str, Tensor], policy_version: int) -> WeightsHandle:
         """Write one version."""
         handle = publish(named, directory=self._directory, policy_version=policy_version)
-        path = Path(handle.path)
-        self._files = [file for file in self._files if file != path] + [path]
-        while len(self._files) > KEPT_FILES:
-            self._files.pop(0).unlink(missing_ok=True)
+        written = Path(handle.path).parent
+        self._folders = [folder for folder in self._folders if folder != written] + [written]
+        while len(self._folders) > KEPT_VERSIONS:
+            shutil.rmtree(self._folders.pop(0), ignore_errors=True)
         return handle
 
     def close(self) -> None:
-        """Unlink what is left."""
-        while self._files:
-            self._files.pop().unlink(missing_ok=True)
+        """Remove what is left."""
+        while self._folders:
+            shutil.rmtree(self._folders.pop(), ignore_errors=True)

@@ -1,0 +1,213 @@
+"""The keeper of a rollout server that is not ours, or that somebody else started.
+
+Starts it if it has to, waits until it answers, speaks for it on the bus, and ends when it ends. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.config import Config
+from penstock.deadline import Stalled
+from penstock.processes.layout import model_dir
+from penstock.processes.member import Telemetry, ask_nothing, membership
+from penstock.rollout.servers import connect
+from penstock.rollout.session import HttpSession, RolloutError
+from penstock.supervisor.child import Child
+from penstock.types import BusySpan
+
+ASK_EVERY_S = 0.5
+
+MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+
+VLLM_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes the first cores for itself, and the trainer needs some
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+UNTIED = '{"tie_word_embeddings": false}'
+"""On the CPU vLLM 0.32 packs tied output weights once, and an update does not reach them. We send them by name."""
+
+
+class Meters(NamedTuple):
+    """Names in an engine's `/metrics`."""
+
+    tokens: str
+    running: str
+
+
+METERS = {
+    "penstock": Meters("penstock_generated_tokens", "penstock_requests_running"),
+    "vllm": Meters("vllm:generation_tokens", "vllm:num_requests_running"),
+    "sglang": Meters("sglang:generation_tokens", "sglang:num_running_reqs"),
+}
+
+
+async def serve(child: Child, config: Config) -> None:
+    stop = child.stop_event()
+    number = int(child.name.rpartition("-")[2])
+    session = HttpSession(api_key=config.rollout.api_key, timeout_s=config.rollout.request_timeout_s)
+    try:
+        async with engine_of(child, config, number) as (url, process):
+            await answering(config, url, session, process)
+            watch = Watch(child.name, config, url, session)
+            async with (
+                watching(watch),
+                membership(child, config, role="rollout", handler=ask_nothing, telemetry=watch.telemetry, url=url),
+            ):
+                child.report_ready(url)
+                await ended(stop, process)
+    finally:
+        await session.close()
+    if not stop.is_set():
+        assert process is not None
+        child.fail(f"{config.rollout.engine} ended with exit code {process.returncode}; its last words are above")
+
+
+@asynccontextmanager
+async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[tuple[str, Process | None]]:
+    """Where the server is, and its process if it is ours to end. It writes to this process's log."""
+    if config.rollout.urls:
+        yield config.rollout.urls[number].rstrip("/"), None
+        return
+    port = config.rollout.port + number if config.rollout.port else free_port(config.rollout.host)
+    process = await asyncio.create_subprocess_exec(*command(child, config, port), env=environment(config))
+    try:
+        yield f"http://{config.rollout.host}:{port}", process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        try:
+            async with asyncio.timeout(config.supervisor.grace_s):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+
+
+def command(child: Child, config: Config, port: int) -> list[str]:
+    """Of the engine's own server. The weights come from the trainer: what it begins with does not matter."""
+    rollout, model = config.rollout, str(model_dir(config, child.run_dir))
+    words = [rollout.python or sys.executable, "-m", MODULES[rollout.engine]]
+    words += ["--host", rollout.host, "--port", str(port), "--served-model-name", config.model.path]
+    words += ["--dtype", config.model.dtype, "--load-format", "dummy"]
+    if rollout.engine == "vllm":
+        words += ["--model", model, "--max-model-len", str(config.model.max_context)]
+        words += ["--max-num-seqs", str(rollout.slots), "--enable-scale-out"]
+        words += ["--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
+        words += ["--hf-overrides", UNTIED]
+    else:
+        words += ["--model-path", model, "--context-length", str(config.model.max_context)]
+        words += ["--max-running-requests", str(rollout.slots), "--enable-metrics"]
+    return [*words, *rollout.args]
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Ours, what the engine needs where it is not set, and the key, which no command line shows."""
+    wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)}
+    if config.rollout.api_key:
+        wanted["VLLM_API_KEY"] = config.rollout.api_key
+    return wanted | os.environ
+
+
+def free_port(host: str) -> int:
+    """One that nobody listens on now: foreign engines do not say which port the system chose for them."""
+    with socket.create_server((host, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+async def answering(config: Config, url: str, session: HttpSession, process: Process | None) -> None:
+    """Until it does; Stalled, or RolloutError as soon as its process has ended."""
+    client, seconds = connect(config.rollout.engine, url, session), config.supervisor.ready_timeout_s
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            return await client.alive()
+        except (RolloutError, Stalled) as error:
+            if process is not None and process.returncode is not None:
+                name = config.rollout.engine
+                raise RolloutError(
+                    url, f"{name} ended with exit code {process.returncode} before it answered"
+                ) from None
+            if time.monotonic() > limit:
+                raise Stalled(waiter="run", resource=f"an answer ({error})", holder=url, seconds=seconds) from None
+        await asyncio.sleep(ASK_EVERY_S)
+
+
+async def ended(stop: asyncio.Event, process: Process | None) -> None:
+    """Until a stop is asked for, or the engine has ended by itself."""
+    waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
+    if process is not None:
+        waiting.append(asyncio.ensure_future(process.wait()))
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()
+
+
+class Watch:
+    """Reads the engine's own meters. It counts as busy while it says that something runs."""
+
+    def __init__(self, name: str, config: Config, url: str, session: HttpSession) -> None:
+        self._name, self._meters = name, METERS[config.rollout.engine]
+        self._url, self._session = url, session
+        self._tokens, self._running, self._busy_s = 0, 0, 0.0
+        self._seen_at = time.time()
+        self._spans: list[BusySpan] = []
+
+    async def look(self) -> None:
+        """Once. An engine that does not answer is the clients' concern."""
+        try:
+            text = (await self._session.send("GET", self._url, "/metrics", timeout_s=ASK_EVERY_S * 4)).decode()
+        except (RolloutError, Stalled):
+            return
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        self._tokens, running = (
+            int(sum(sample.value for sample in families[name].samples if not sample.name.endswith("_created")))
+            if name in families
+            else 0
+            for name in self._meters
+        )
+        now = time.time()
+        if self._running and running:
+            self._busy_s += now - self._seen_at
+            self._spans.append(BusySpan(process=self._name, kind="generate", start=self._seen_at, end=now))
+        self._seen_at, self._running = now, running
+
+    def telemetry(self) -> Telemetry:
+        spans, self._spans = self._spans, []
+        return Telemetry(
+            progress=self._tokens,
+            busy_s=self._busy_s,
+            counters={"tokens": self._tokens, "active": self._running},
+            spans=spans,
+        )
+
+
+@asynccontextmanager
+async def watching(watch: Watch) -> AsyncIterator[None]:
+    """Looks now and then for the length of the body."""
+
+    async def look() -> None:
+        while True:
+            await watch.look()
+            await asyncio.sleep(ASK_EVERY_S)
+
+    async with asyncio.TaskGroup() as tasks:
+        looking = tasks.create_task(look())
+        yield
+        looking.cancel()
