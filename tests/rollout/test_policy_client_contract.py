@@ -1,18 +1,21 @@
-"""What every PolicyClient keeps: run over the scripted fake and over the real client and server."""
+"""What every PolicyClient keeps: run over the scripted fake and over the real clients and our server."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from tiny_policy import VOCAB_SIZE, until
 
 from penstock.ports import PolicyClient
-from penstock.rollout.client import RolloutClient, Servers
+from penstock.rollout.client import RolloutClient
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.scripted import ScriptedPolicy
+from penstock.rollout.servers import Servers
+from penstock.rollout.session import HttpSession
+from penstock.rollout.sglang import SGLangClient
 from penstock.types import EpisodeId, Sampling, Segment, SegmentGrant, VersionSpan
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=16)
@@ -34,20 +37,35 @@ class Releasable(PolicyClient, Protocol):
     async def resume(self) -> None: ...
 
 
-@pytest.fixture(params=["scripted", "one server", "all servers"])
-async def policy(request: pytest.FixtureRequest, url: str) -> AsyncIterator[Releasable]:
-    if request.param == "scripted":
+async def made(kind: str, url: str) -> AsyncIterator[Any]:
+    if kind == "scripted":
         yield ScriptedPolicy(scripted_answer)
-        return
-    client = RolloutClient(url) if request.param == "one server" else Servers([url])
-    yield client
-    await client.close()
+    elif kind == "all servers":
+        servers = Servers([url])
+        yield servers
+        await servers.close()
+    else:
+        session = HttpSession()
+        yield RolloutClient(url, session) if kind == "one server" else SGLangClient(url, session)
+        await session.close()
+
+
+@pytest.fixture(params=["scripted", "one server", "all servers", "as SGLang"])
+async def policy(request: pytest.FixtureRequest, url: str) -> AsyncIterator[PolicyClient]:
+    async for client in made(request.param, url):
+        yield client
+
+
+@pytest.fixture(params=["scripted", "one server", "all servers"])
+async def releasable(request: pytest.FixtureRequest, url: str) -> AsyncIterator[Releasable]:
+    async for client in made(request.param, url):
+        yield client
 
 
 @pytest.fixture
-def generating(policy: Releasable, runner: EngineRunner) -> Callable[[], object]:
+def generating(releasable: Releasable, runner: EngineRunner) -> Callable[[], object]:
     """Is anything being generated?"""
-    return lambda: policy.num_sampled if isinstance(policy, ScriptedPolicy) else runner.engine.num_active
+    return lambda: releasable.num_sampled if isinstance(releasable, ScriptedPolicy) else runner.engine.num_active
 
 
 def grants(*max_tokens: int) -> list[SegmentGrant]:
@@ -92,24 +110,24 @@ async def test_a_cut_answer_continues_under_the_same_seed(policy: PolicyClient) 
 
 
 async def test_giving_way_ends_requests_with_what_they_have(
-    policy: Releasable, generating: Callable[[], object]
+    releasable: Releasable, generating: Callable[[], object]
 ) -> None:
     seeds = [10, 11, 12, 13]
 
     async def ask(prompt_ids: list[int], limit: int, seeds: list[int]) -> list[Segment]:
-        return await policy.generate(prompt_ids, grants(*[limit] * len(seeds)), SAMPLING, seeds)
+        return await releasable.generate(prompt_ids, grants(*[limit] * len(seeds)), SAMPLING, seeds)
 
     running = asyncio.create_task(ask([3, 4], LONG, seeds))
     await until(generating)
-    await policy.release()
+    await releasable.release()
     parts = await running
     assert "abort" in {part.finish_reason for part in parts}
     async with asyncio.timeout(5):  # whoever asks meanwhile is told at once
         assert await ask([3, 4], LONG, seeds) == [NOTHING] * len(seeds)
         assert await ask([3, 4, 5], 1, [10]) == [NOTHING]
-    await policy.release()
-    await policy.resume()
-    await policy.resume()
+    await releasable.release()
+    await releasable.resume()
+    await releasable.resume()
     for part, whole, seed in zip(parts, await ask([3, 4], LONG, seeds), seeds, strict=True):
         assert len(part.logprobs) == len(part.token_ids)
         assert [span.end for span in part.spans[-1:]] == [len(part.token_ids)][: len(part.spans)]

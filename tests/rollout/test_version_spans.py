@@ -17,7 +17,7 @@ from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.ports import Work
-from penstock.rollout.client import Servers
+from penstock.rollout.servers import Servers
 from penstock.simulator.parts import leased
 from penstock.types import Sampling, Segment, SegmentGrant, Task, Trajectory
 

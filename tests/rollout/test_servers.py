@@ -1,0 +1,204 @@
+"""All servers of a run as one: load, affinity, the transaction over them, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+from tiny_policy import make_engine, make_handle, print_of, serve, weights
+
+from penstock.rollout import servers as servers_module
+from penstock.rollout.client import RolloutClient
+from penstock.rollout.runner import EngineRunner
+from penstock.rollout.servers import Servers
+from penstock.rollout.session import HttpSession, RolloutError
+from penstock.rollout.update import WeightsUpdate
+from penstock.types import EpisodeId, Sampling, SegmentGrant
+from penstock.weights.shared_memory import fingerprint
+
+GRANT = SegmentGrant(episode=EpisodeId("tag", 0, 0, 0), max_tokens=4)
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[EngineRunner]:
+    """A second server's engine, which already serves policy_version 5."""
+    runner = EngineRunner(make_engine(policy_version=5), process="rollout-1")
+    runner.start()
+    yield runner
+    await runner.stop()
+
+
+class Line:
+    """A connection to a server that can be cut: what is under way then, and whatever comes, gets no answer."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._session = url, ClientSession()
+        self.cut, self.asked = False, asyncio.Event()
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        self.server = TestServer(app)
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        self.asked.set()
+        if not self.cut:
+            async with self._session.request(
+                request.method, self._url + request.path, data=await request.read()
+            ) as reply:
+                body = await reply.read()
+            if not self.cut:
+                return web.Response(status=reply.status, body=body, content_type="application/json")
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    @property
+    def url(self) -> str:
+        return str(self.server.make_url("")).rstrip("/")
+
+    async def close(self) -> None:
+        await self._session.close()
+        await self.server.close()
+
+
+@pytest.fixture
+async def line(url: str) -> AsyncIterator[Line]:
+    """To the server that serves policy_version 0."""
+    line = Line(url)
+    await line.server.start_server()
+    yield line
+    await line.close()
+
+
+def grant(episode: int, *, max_tokens: int = 4) -> SegmentGrant:
+    return SegmentGrant(episode=EpisodeId("tag", episode, 0, 0), max_tokens=max_tokens)
+
+
+async def served_by(servers: Servers, episode: int) -> int:
+    """The version of the server that answers."""
+    (segment,) = await servers.generate([5], [grant(episode)], Sampling(temperature=0.0), [1])
+    return segment.spans[0].policy_version
+
+
+async def test_what_a_lost_server_was_generating_is_asked_of_another(line: Line, other: EngineRunner) -> None:
+    lost: list[str] = []
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: lost.append(url))
+        running = [
+            asyncio.create_task(servers.generate([5], [grant(n, max_tokens=60)], Sampling(), [n])) for n in range(8)
+        ]
+        await line.asked.wait()
+        line.cut = True
+        answers = [segments[0] for segments in await asyncio.gather(*running)]
+        assert await served_by(servers, 9) == 5
+        await servers.close()
+    assert {segment.spans[0].policy_version for segment in answers} == {5}
+    assert all(len(segment.token_ids) == len(segment.logprobs) > 0 for segment in answers)
+    assert lost == [line.url]
+
+
+async def test_a_server_that_is_back_is_used_again(
+    line: Line, other: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(other) as second:
+        servers = Servers([line.url, second])
+        line.cut = True
+        assert await served_by(servers, 0) == 5
+        line.cut = False
+        assert await served_by(servers, 1) == 5  # not asked again so soon
+        monkeypatch.setattr(servers_module, "RETRY_S", 0.0)
+        assert await served_by(servers, 2) == 0
+        await servers.close()
+
+
+async def test_if_all_are_lost_the_error_is_the_last_ones(line: Line, other: EngineRunner) -> None:
+    async with serve(other) as second:
+        servers = Servers([line.url, second])
+        line.cut = True
+        await other.stop()
+        with pytest.raises(RolloutError, match=f"{second}.*the engine is dead"):
+            await served_by(servers, 0)
+        line.cut = False
+        assert await served_by(servers, 1) == 0
+        await servers.close()
+
+
+async def test_a_bad_request_is_no_servers_fault(line: Line, other: EngineRunner) -> None:
+    lost: list[str] = []
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: lost.append(url))
+        with pytest.raises(RolloutError, match="answered 400: token id 999"):
+            await servers.generate([999], [GRANT], Sampling(), [1])
+        await servers.close()
+    assert lost == []
+
+
+async def test_an_episode_stays_on_its_server(runner: EngineRunner, other: EngineRunner) -> None:
+    async with serve(runner) as first, serve(other) as second:
+        servers = Servers([first, second])
+        homes = dict(enumerate(await asyncio.gather(*(served_by(servers, episode) for episode in range(4)))))
+        assert set(homes.values()) == {0, 5}
+        for episode, version in homes.items():
+            assert await served_by(servers, episode) == version
+        await servers.close()
+
+
+async def test_an_update_leaves_a_lost_server_behind_until_it_is_back(line: Line, other: EngineRunner) -> None:
+    runner_version = RolloutClient(line.url, session := HttpSession())
+    async with serve(other) as second:
+        servers = Servers([line.url, second])
+        line.cut = True
+        await servers.update_weights(make_handle(6))
+        line.cut = False
+        assert (await runner_version.served_version(), other.policy_version) == (0, 6)
+        await servers.update_weights(make_handle(7))
+        assert (await runner_version.served_version(), other.policy_version) == (7, 7)
+        line.cut = True
+        await other.stop()
+        with pytest.raises(RolloutError):
+            await servers.update_weights(make_handle(8))
+        await servers.close()
+    await session.close()
+
+
+async def test_an_update_reaches_every_server(runner: EngineRunner, other: EngineRunner) -> None:
+    async with serve(runner) as first, serve(other) as second:
+        servers = Servers([first, second])
+        await servers.update_weights(make_handle(6))
+        await servers.update_weights(make_handle(6))
+        await servers.close()
+    assert (runner.policy_version, other.policy_version) == (6, 6)
+
+
+async def test_an_update_that_one_server_refuses_changes_none(runner: EngineRunner, other: EngineRunner) -> None:
+    async with serve(runner) as first, serve(other) as second:
+        servers = Servers([first, second])
+        with pytest.raises(RolloutError, match=f"{second}.*409.*not newer than 5"):
+            await servers.update_weights(make_handle(3))
+        session = HttpSession()
+        with pytest.raises(RolloutError, match="nothing is staged"):
+            await RolloutClient(first, session).commit_weights(make_handle(3))
+        await session.close()
+        await servers.close()
+    assert (runner.policy_version, other.policy_version) == (0, 5)
+
+
+async def test_a_server_that_holds_other_weights_than_announced_is_noticed(runner: EngineRunner) -> None:
+    update = WeightsUpdate(runner, lambda handle: weights(3), fingerprint)
+    async with serve(runner, update=update) as url:
+        servers = Servers([url])
+        with pytest.raises(RolloutError, match=f"{url}.*{print_of('3')}, not 1 with {print_of('1')}"):
+            await servers.update_weights(make_handle(1))
+        await servers.close()
+
+
+async def test_requests_go_to_the_server_with_the_least_load(runner: EngineRunner, other: EngineRunner) -> None:
+    async with serve(runner) as first, serve(other) as second:
+        servers = Servers([first, second])
+        sampling = Sampling(temperature=0.0)
+        answers = await asyncio.gather(*(servers.generate([5], [GRANT] * 2, sampling, [1, 2]) for _ in range(10)))
+        await servers.close()
+    versions = [segments[0].spans[0].policy_version for segments in answers]
+    assert (versions.count(0), versions.count(5)) == (5, 5)
