@@ -48,8 +48,6 @@ WARM_START_BATCH = 128
 MICRO_BATCHES = (32, 64, 128, 256)
 LEAST_REWARD = 0.1
 """Of the policy both begin with: with less there is nothing to amplify, and answers end nowhere."""
-SMOOTH = 5
-"""Steps a reward is averaged over before it counts as reached."""
 TABLE = f"Penstock and {TRL.replace('==', ' ')}"
 
 
@@ -64,6 +62,8 @@ class Workload:
     learning_rate: float
     warmup_steps: int
     steps: int
+    smooth: int
+    """Steps a reward is averaged over before it counts as reached: more where prompts differ more."""
 
 
 WORKLOADS = (
@@ -75,15 +75,17 @@ WORKLOADS = (
         learning_rate=5e-4,
         warmup_steps=20,
         steps=200,
+        smooth=5,
     ),
     Workload(
         name="longtail",
         max_new_tokens=CAP + 2,
         max_context=2 * CAP + 40,
-        warm_start_steps=700,
+        warm_start_steps=420,
         learning_rate=1e-4,
         warmup_steps=10,
-        steps=40,
+        steps=60,
+        smooth=10,
     ),
 )
 
@@ -99,12 +101,13 @@ class Found:
     response_tokens: float
     """Mean of an answer."""
     held_out: float
+    smooth: int
     staleness_mean: float = 0.0
     masked_share: float = 0.0
 
     def smoothed(self) -> list[float]:
         rewards = [reward for _, reward in self.rewards]
-        return [fmean(rewards[max(end - SMOOTH, 0) : end]) for end in range(1, len(rewards) + 1)]
+        return [fmean(rewards[max(end - self.smooth, 0) : end]) for end in range(1, len(rewards) + 1)]
 
     def time_to(self, reward: float) -> float | None:
         """Seconds until the smoothed reward is there."""
@@ -137,6 +140,7 @@ class Bench:
             samples_per_s=samples_per_s(run_dir),
             response_tokens=mean_length(run_dir),
             held_out=self._held_out(run_dir / "checkpoints" / f"step_{self._steps}"),
+            smooth=self._workload.smooth,
             staleness_mean=fmean(line["staleness_mean"] for line in metrics),
             masked_share=masked_share(run_dir),
         )
@@ -151,6 +155,7 @@ class Bench:
             samples_per_s=GROUPS * GROUP_SIZE * (len(timed) - 1) / (timed[-1] - timed[0]),
             response_tokens=fmean(found["lengths"]),
             held_out=self._held_out(out),
+            smooth=self._workload.smooth,
         )
 
     def best_micro_batch(self, candidates: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.types import (
+    Endpoint,
     EpisodeId,
     EpisodeLease,
     EpisodeSummary,
@@ -47,6 +48,14 @@ class Environment(Protocol):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Act. Returns (observation, reward, terminated, truncated, info)."""
+        ...
+
+
+class Agent(Protocol):
+    """A program that plays an episode by itself, speaking to the policy through any OpenAI client."""
+
+    async def play(self, llm: Endpoint, seed: int) -> float:
+        """Returns the reward. A plain function if the class says `blocking = True`: it gets a thread of its own."""
         ...
 
 

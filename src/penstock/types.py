@@ -342,6 +342,16 @@ class WeightsHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where an agent's OpenAI client finds the policy: `OpenAI(base_url=..., api_key=...)`. Either part alone says
+    which episode it is, so one of them may be shared."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
     """What the learner tells the rest of the system after each optimizer step."""
 

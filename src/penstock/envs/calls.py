@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import numbers
 from typing import Any
-
-from penstock.ports import Environment
 
 
 class EpisodeFailure(RuntimeError):
     """An episode cannot go on; becomes the `error` of its trajectory."""
 
 
-def call(env: Environment, method: str, *args: Any) -> Any:
+def call(env: object, method: str, *args: Any) -> Any:
     """What the method returns, or an awaitable of it. Environments that declare `blocking = True` get a thread."""
     bound = getattr(env, method)
     return asyncio.to_thread(bound, *args) if getattr(env, "blocking", False) else bound(*args)
+
+
+async def call_async(env: object, method: str, *args: Any) -> Any:
+    """What the method returns in the end."""
+    result = call(env, method, *args)
+    return await result if inspect.isawaitable(result) else result
 
 
 def check_observation(observation: object) -> str:
@@ -28,5 +33,9 @@ def check_observation(observation: object) -> str:
 
 def check_step(observation: object, reward: object) -> None:
     check_observation(observation)
+    check_reward(reward)
+
+
+def check_reward(reward: object) -> None:
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise EpisodeFailure(f"the environment's reward is {reward!r}, not a finite number")

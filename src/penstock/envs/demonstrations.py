@@ -49,5 +49,5 @@ def _episode(env: Any, chat: ChatTokenizer, *, seed: int) -> tuple[list[int], li
         observation, _, terminated, truncated, _ = env.step(action)
         if terminated or truncated:
             return token_ids, mask
-        observed = chat.continuation(observation, ended=True)
+        observed = chat.continuation([{"role": "user", "content": observation}], ended=True)
         token_ids, mask = token_ids + observed, mask + [0] * len(observed)

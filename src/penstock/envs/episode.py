@@ -75,6 +75,13 @@ class Episode:
         self.context += observation_ids
         self.turn_tokens = 0
 
+    def forget_turn(self) -> None:
+        """As if the open turn had never been."""
+        turn = self.turns.pop()
+        del self.context[len(self.context) - len(turn.observation_ids) - self.turn_tokens :]
+        self.num_tokens -= self.turn_tokens
+        self.turn_tokens = 0
+
     def take(self, segment: Segment) -> SegmentDecision:
         """Append a segment to the open turn; says what the answer is now."""
         if segment.token_ids:

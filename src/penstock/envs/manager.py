@@ -12,10 +12,12 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from penstock.config import Config
-from penstock.envs.calls import EpisodeFailure, call, check_observation, check_step
+from penstock.envs.agents import Conversation, Gateway, Patience
+from penstock.envs.calls import EpisodeFailure, call, call_async, check_observation, check_reward, check_step
 from penstock.envs.episode import Episode, contained_together, spending
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, PolicyClient, Work
@@ -44,11 +46,20 @@ class EnvManager:
     """Plays any number of groups concurrently on one event loop."""
 
     def __init__(
-        self, config: Config, *, make: MakeEnvironment, policy: PolicyClient, grants: Grants, chat: ChatTokenizer
+        self,
+        config: Config,
+        *,
+        make: MakeEnvironment,
+        policy: PolicyClient,
+        grants: Grants,
+        chat: ChatTokenizer,
+        gateway: Gateway | None = None,
     ) -> None:
+        """`gateway`: for environments that are agents."""
         self._env, self._max_context = config.env, config.model.max_context
         self._bounds = SegmentPolicy.from_config(config)
         self._make, self._policy, self._grants, self._chat = make, policy, grants, chat
+        self._gateway = gateway
 
     async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
         """Play every lease; `ended` hears of each episode as soon as it ends. Members in `begun` go on from there."""
@@ -59,7 +70,9 @@ class EnvManager:
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 saved = begun.get(episode.lease.episode.episode)
-                if saved is None and not episode.ended:
+                if _is_agent(episode.env):
+                    tasks.create_task(self._play_agent(episode))
+                elif saved is None and not episode.ended:
                     fresh.setdefault(episode.observation, []).append(episode)
                 elif saved is not None and not episode.ended:
                     tasks.create_task(self._play_on(episode, saved))
@@ -86,6 +99,8 @@ class EnvManager:
             for episode in episodes:
                 with episode.contained():
                     episode.env = self._make(task)
+                    if _is_agent(episode.env):
+                        continue
                     result = call(episode.env, "reset", episode.lease.env_seed)
                     if inspect.isawaitable(result):
                         tasks.create_task(self._observe_first(episode, result))
@@ -96,6 +111,38 @@ class EnvManager:
         with episode.contained():
             async with spending([episode], **RESET):
                 episode.observation = check_observation((await result)[0])
+
+    async def _play_agent(self, episode: Episode) -> None:
+        """The agent plays; what it asks the policy meanwhile are the episode's turns."""
+        with episode.contained():
+            if self._gateway is None:
+                raise EpisodeFailure("this worker has no gateway for agents")
+            lease = episode.lease
+            patience = Patience(lease.deadline_s, waiter=f"{lease.episode} of {episode.task_id}")
+            conversation = Conversation(
+                episode,
+                self._chat,
+                partial(self._generate_for_agent, patience),
+                max_turns=self._env.max_turns,
+                max_context=self._max_context,
+            )
+            endpoint = await self._gateway.open(conversation)
+            try:
+                reward = await patience.bound(call_async(episode.env, "play", endpoint, lease.env_seed))
+            finally:
+                self._gateway.close(endpoint)
+            check_reward(reward)
+            if not episode.turns:
+                raise EpisodeFailure("the agent never asked the policy anything")
+            episode.reward = float(reward)
+        episode.end()
+
+    async def _generate_for_agent(self, patience: Patience, episode: Episode, unfinished: bool) -> Segment:
+        """The first answer has its grant already."""
+        grant = episode.grant
+        if unfinished or len(episode.turns) > 1:
+            grant = await patience.excuse(self._next_grant(episode, unfinished=unfinished))
+        return await self._policy_segment(episode, grant)
 
     async def _play_alike(self, observation: str, episodes: list[Episode]) -> None:
         """Members that see the same share their first request; then each goes its own way."""
@@ -174,7 +221,7 @@ class EnvManager:
         budget = episode.turn_budget
         if len(episode.turns) >= self._env.max_turns or budget <= 0:
             return False
-        observation_ids = self._chat.continuation(observation, ended=finished)
+        observation_ids = self._chat.continuation([{"role": "user", "content": observation}], ended=finished)
         if len(episode.context) + len(observation_ids) + budget > self._max_context:
             return False
         episode.open_turn(observation_ids)
@@ -184,8 +231,15 @@ class EnvManager:
         return await self._grants.request(episode.trajectory(), unfinished=unfinished, num_tokens=episode.num_tokens)
 
     async def _generate(self, episode: Episode, grant: SegmentGrant) -> Segment:
+        async with spending([episode], **ANSWER):
+            return await self._policy_segment(episode, grant)
+
+    async def _policy_segment(self, episode: Episode, grant: SegmentGrant) -> Segment:
         seeds = [episode.lease.sampling_seed]  # the engine mixes in the position: a cut answer goes on as if uncut
         grants = [episode.within_budget(grant)]
-        async with spending([episode], **ANSWER):
-            (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
+        (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
         return segment
+
+
+def _is_agent(env: object) -> bool:
+    return hasattr(env, "play")

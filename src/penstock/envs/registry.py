@@ -54,8 +54,11 @@ def resolve(name: str) -> type[Environment]:
         found: Any = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
         raise ConfigError(f"env.name {name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and hasattr(found, "reset") and hasattr(found, "step")):
-        raise ConfigError(f"env.name {name!r} is not a class with reset(seed) and step(action)")
+    plays = hasattr(found, "play") or (hasattr(found, "reset") and hasattr(found, "step"))
+    if not (isinstance(found, type) and plays):
+        raise ConfigError(
+            f"env.name {name!r} is not a class with reset(seed) and step(action), nor one with play(llm, seed)"
+        )
     return found
 
 

@@ -63,17 +63,13 @@ class ChatTokenizer:
         template's own."""
         return self.encode(self.render(messages, **settings))
 
-    def continuation(self, observation: str, *, ended: bool) -> list[int]:
-        """The tokens between an assistant's turn and its next one, with `observation` as the user message between.
+    def continuation(self, messages: Sequence[Mapping[str, Any]], *, ended: bool, **settings: Any) -> list[int]:
+        """The tokens between an assistant's turn and its next one, with `messages` between.
 
         `ended`: the generated turn already closes with an end-of-turn token, which is then not repeated.
         """
-        turn = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": SENTINEL},
-            {"role": "user", "content": observation},
-        ]
-        _, found, rest = self.render(turn).partition(SENTINEL)
+        turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}, *messages]
+        _, found, rest = self.render(turn, **settings).partition(SENTINEL)
         if not found:
             raise ModelError("the chat template leaves out the assistant's words: it cannot carry a conversation")
         token_ids = self.encode(rest)

@@ -1,0 +1,194 @@
+"""Agents that bring their own loop: programs that play an episode through an OpenAI client, unchanged.
+
+A gateway shows each of them an endpoint of its own. What it says there becomes the turns of its episode: prompts are
+what the agent sent, answers are the policy's tokens as they were sampled. A conversation only grows: of a history that
+the gateway itself has answered, the recorded tokens count, never a new tokenisation of their text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from penstock.deadline import Stalled
+from penstock.envs.episode import Episode
+from penstock.model.chat import ChatTokenizer
+from penstock.types import Endpoint, Segment, VersionSpan
+
+Message = Mapping[str, Any]
+
+
+class Gateway(Protocol):
+    """Shows conversations to agents."""
+
+    async def open(self, conversation: Conversation) -> Endpoint:
+        """Where this conversation is held, until it is closed."""
+        ...
+
+    def close(self, endpoint: Endpoint) -> None:
+        """Whoever still asks there is told that it is over."""
+        ...
+
+
+class Over(RuntimeError):
+    """The episode has no turn or no token left: nothing more can be said in it."""
+
+
+class Diverged(ValueError):
+    """The agent's history is not what was said so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """An answer and the prompt it answers."""
+
+    prompt_ids: list[int]
+    segment: Segment
+    finished: bool
+    """It ended by itself, and was not cut by a limit."""
+
+
+Generate = Callable[[Episode, bool], Awaitable[Segment]]
+"""Asks for the next segment of the open turn; the flag says whether it goes on with an answer that was cut."""
+
+
+class Conversation:
+    """One episode as its agent sees it. Requests are answered one after the other."""
+
+    def __init__(
+        self,
+        episode: Episode,
+        chat: ChatTokenizer,
+        generate: Generate,
+        *,
+        max_turns: int,
+        max_context: int,
+    ) -> None:
+        self._episode, self._chat, self._generate = episode, chat, generate
+        self._max_turns, self._max_context = max_turns, max_context
+        self._bounds = episode.bounds
+        self._history: list[Message] = []
+        """Messages whose tokens are the episode's context, the last answer included."""
+        self._turn = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        return str(self._episode.lease.episode)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer."""
+        return self._max_context
+
+    def prompt(self, messages: Sequence[Message], **settings: Any) -> list[int]:
+        """The tokens of a conversation up to where the assistant speaks; recorded ones as far as it repeats them."""
+        known = len(self._history)
+        asked = _plain(messages)
+        if not known or asked[:known] != self._history:
+            return self._chat.prompt(messages, **settings)
+        if len(asked) == known:
+            raise Diverged("the conversation ends with the assistant's own words: say something to it first")
+        ended = self._episode.context[-1] in self._chat.eos_ids
+        return self._episode.context + self._chat.continuation(messages[known:], ended=ended, **settings)
+
+    async def answer(
+        self, prompt_ids: list[int], max_tokens: int | None, messages: Sequence[Message] | None = None
+    ) -> Said:
+        """One turn; `messages` are what `prompt` made the ids of. Raises `Diverged` for another history than this,
+        `Over` when nothing more can be said."""
+        async with self._turn:
+            episode, known = self._episode, len(self._episode.context)
+            if prompt_ids[:known] != episode.context or len(prompt_ids) == known:
+                raise Diverged(
+                    "the prompt does not begin with what was said so far, token by token: an episode is one "
+                    "conversation that only grows; branches and rewritten histories cannot be trained as one"
+                )
+            limit = episode.turn_budget if max_tokens is None else min(max_tokens, episode.turn_budget)
+            limit = min(limit, self._max_context - len(prompt_ids))
+            if len(episode.turns) >= self._max_turns:
+                raise Over(f"the episode has had its {self._max_turns} turns (env.max_turns)")
+            if limit < 1:
+                raise Over(
+                    f"{len(prompt_ids)} prompt tokens leave no room to answer within model.max_context "
+                    f"{self._max_context} and the episode's budget"
+                )
+            episode.bounds = replace(self._bounds, max_new_tokens=limit)
+            episode.open_turn(prompt_ids[known:])
+            try:
+                finished = await self._complete(episode)
+            except BaseException:
+                episode.forget_turn()
+                raise
+            segments = episode.turns[-1].segments
+            said = _joined(segments, "stop" if finished else "length")
+            episode.text = self._chat.decode(said.token_ids)
+            self._history = []
+            if messages is not None:
+                self._history = [*_plain(messages), {"role": "assistant", "content": episode.text}]
+            return Said(prompt_ids=prompt_ids, segment=said, finished=finished)
+
+    async def _complete(self, episode: Episode) -> bool:
+        segment = await self._generate(episode, False)
+        while (decision := episode.take(segment)).case == "cut":
+            segment = await self._generate(episode, True)
+        return decision.case == "finished"
+
+
+class Patience:
+    """Bounds an agent's play to the seconds of its lease; waiting for the scheduler costs it none."""
+
+    def __init__(self, seconds: float, *, waiter: str) -> None:
+        self._seconds, self._waiter = seconds, waiter
+        self._timer: asyncio.Timeout | None = None
+
+    async def bound(self, play: Awaitable[Any]) -> Any:
+        """What `play` returns. Stalled when the time is up."""
+        try:
+            async with asyncio.timeout(self._seconds) as self._timer:
+                return await play
+        except TimeoutError as error:
+            if self._timer is None or not self._timer.expired() or isinstance(error, Stalled):
+                raise
+            raise Stalled(
+                waiter=self._waiter, resource="the end of play", holder="its agent", seconds=self._seconds
+            ) from None
+
+    async def excuse(self, waiting: Awaitable[Any]) -> Any:
+        """What `waiting` returns; the time it takes is given back."""
+        now = asyncio.get_running_loop().time
+        started = now()
+        try:
+            return await waiting
+        finally:
+            timer = self._timer
+            if timer is not None and not timer.expired() and (when := timer.when()) is not None:
+                timer.reschedule(when + now() - started)
+
+
+def _joined(segments: Sequence[Segment], reason: str) -> Segment:
+    """Consecutive segments of one answer as one."""
+    spans: list[VersionSpan] = []
+    length = 0
+    for segment in segments:
+        for version, start, end in segment.spans:
+            if spans and spans[-1].policy_version == version:
+                spans[-1] = VersionSpan(version, spans[-1].start, length + end)
+            else:
+                spans.append(VersionSpan(version, length + start, length + end))
+        length += len(segment.token_ids)
+    return Segment(
+        token_ids=[token for segment in segments for token in segment.token_ids],
+        logprobs=[logprob for segment in segments for logprob in segment.logprobs],
+        spans=spans,
+        finish_reason="stop" if reason == "stop" else "length",
+    )
+
+
+def _plain(messages: Sequence[Message]) -> list[Message]:
+    """As they matter for the tokens: clients echo answers with fields of their own that are empty."""
+    empty: tuple[Any, ...] = (None, [], {}, "")
+    return [
+        {key: value for key, value in message.items() if key == "content" or value not in empty} for message in messages
+    ]
