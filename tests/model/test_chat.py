@@ -58,7 +58,9 @@ def test_continuation_equals_rendering_the_whole_conversation(
     assume(not any(token in observation for token in SPECIAL_TOKENS))
     opening, answer = [{"role": "user", "content": "guess"}], "50"
     generated = chat.encode(answer) + (list(chat.eos_ids[:1]) if ended else [])
-    grown = chat.prompt(opening) + generated + chat.continuation([{"role": "user", "content": observation}], ended=ended)
+    grown = (
+        chat.prompt(opening) + generated + chat.continuation([{"role": "user", "content": observation}], ended=ended)
+    )
     whole = [*opening, {"role": "assistant", "content": answer}, {"role": "user", "content": observation}]
     assert grown == chat.prompt(whole)
 

@@ -26,8 +26,8 @@ def command(example: str, runs: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "penstock.cli.main", "train", config, f"runs_dir={runs}", *overrides]
 
 
-def train(example: str, runs: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(example, runs, *overrides), capture_output=True, text=True, timeout=240)
+def train(example: str, runs: Path, *overrides: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(example, runs, *overrides), capture_output=True, text=True, timeout=timeout_s)
 
 
 def only_run(runs: Path) -> Path:

@@ -1,0 +1,46 @@
+"""The quickstart's recipe with a real vLLM as the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_training_run import EXAMPLES, leftovers, lines, only_run, train
+
+PYTHON = EXAMPLES.parent / ".venv-vllm" / "bin" / "python"
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.vllm,
+    pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-vllm: make .venv-vllm"),
+]
+
+RECIPE = ["trainer.steps=60", "observe.progress=false", "observe.plots=false"]
+
+
+def summary(example: str, runs: Path, *overrides: str) -> dict[str, Any]:
+    result = train(example, runs, *RECIPE, *overrides, timeout_s=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found: dict[str, Any] = json.loads((only_run(runs) / "summary.json").read_text())
+    return found
+
+
+def test_it_reaches_what_our_own_engine_reaches(tmp_path: Path) -> None:
+    ours = summary("quickstart", tmp_path / "ours")
+    theirs = summary("vllm", tmp_path / "theirs", f"rollout.python={PYTHON}")
+    for found in (ours, theirs):
+        assert found["eval_after"] > found["eval_before"] + 0.03
+        assert found["kl_engine_trainer"] < 1e-4
+    # 256 answers each: the standard error of a mean is about 0.02.
+    assert theirs["eval_after"] == pytest.approx(ours["eval_after"], abs=0.08)
+    assert leftovers(only_run(tmp_path / "theirs")) == []
+
+
+def test_answers_that_outlive_an_update_say_which_weights_made_each_token(tmp_path: Path) -> None:
+    found = summary("vllm", tmp_path, f"rollout.python={PYTHON}", "rollout.update_mode=in_place", "trainer.steps=12")
+    assert found["kl_engine_trainer"] < 1e-4
+    metrics = lines(only_run(tmp_path) / "metrics.jsonl")
+    assert max(line["staleness_max"] for line in metrics) >= 1
+    assert found["trajectories"] >= 12 * 32 * 8
