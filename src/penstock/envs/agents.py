@@ -72,6 +72,10 @@ class Conversation:
         self._history: list[Message] = []
         """Messages whose tokens are the episode's context, the last answer included."""
         self._turn = asyncio.Lock()
+        self.over = False
+        """Something was refused because no turn or no token was left."""
+        self.cut = False
+        """The last answer ended at a limit."""
 
     @property
     def name(self) -> str:
@@ -108,8 +112,10 @@ class Conversation:
             limit = episode.turn_budget if max_tokens is None else min(max_tokens, episode.turn_budget)
             limit = min(limit, self._max_context - len(prompt_ids))
             if len(episode.turns) >= self._max_turns:
+                self.over = True
                 raise Over(f"the episode has had its {self._max_turns} turns (env.max_turns)")
             if limit < 1:
+                self.over = True
                 raise Over(
                     f"{len(prompt_ids)} prompt tokens leave no room to answer within model.max_context "
                     f"{self._max_context} and the episode's budget"
@@ -122,6 +128,7 @@ class Conversation:
                 episode.forget_turn()
                 raise
             segments = episode.turns[-1].segments
+            self.cut = not finished
             said = _joined(segments, "stop" if finished else "length")
             episode.text = self._chat.decode(said.token_ids)
             self._history = []

@@ -129,12 +129,18 @@ class EnvManager:
             endpoint = await self._gateway.open(conversation)
             try:
                 reward = await patience.bound(call_async(episode.env, "play", endpoint, lease.env_seed))
+            except Exception:
+                if not conversation.over:
+                    raise
+                reward = 0.0  # an agent may well give up when it is told that nothing more can be said
             finally:
                 self._gateway.close(endpoint)
             check_reward(reward)
             if not episode.turns:
                 raise EpisodeFailure("the agent never asked the policy anything")
-            episode.reward = float(reward)
+            if conversation.over or conversation.cut:
+                episode.status = "truncated"
+            episode.reward = 0.0 if self._env.penalize_truncation and conversation.cut else float(reward)
         episode.end()
 
     async def _generate_for_agent(self, patience: Patience, episode: Episode, unfinished: bool) -> Segment:
