@@ -13,6 +13,7 @@ from tiny_policy import make_engine, make_handle, print_of, serve, weights
 
 from penstock.deadline import Stalled
 from penstock.rollout.client import RolloutClient, RolloutError, Servers
+from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.update import WeightsUpdate
 from penstock.types import EpisodeId, Sampling, SegmentGrant
@@ -132,7 +133,7 @@ async def test_readiness_carries_the_identity(url: str) -> None:
 
 
 async def test_the_key_is_sent(runner: EngineRunner) -> None:
-    async with serve(runner, api_key="secret") as url:
+    async with serve(runner, keys=Keys(generation="secret")) as url:
         client = RolloutClient(url, api_key="secret")
         assert len(await client.generate([5], [GRANT], Sampling(), [1])) == 1
         await client.close()

@@ -34,6 +34,16 @@ BRACKET_S = 600.0
 """Between the begin and the end of a weight update."""
 
 
+Seconds = Annotated[float, Meta(ge=0, le=MAX_FLUSH_WAIT_S)]
+
+
+class Outcome(Struct, kw_only=True):
+    """What came of a call that changes the server's state."""
+
+    success: bool
+    message: str
+
+
 class PauseBody(Struct, kw_only=True):
     """The request of `/pause_generation`."""
 
@@ -92,19 +102,33 @@ class SGLang:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/model_info", ["GET"], self.model_info),
-            Route("/get_model_info", ["GET"], self.model_info),
-            Route("/server_info", ["GET"], self.server_info),
-            Route("/get_server_info", ["GET"], self.server_info),
-            Route("/health_generate", ["GET"], self.health_generate),
-            Route("/flush_cache", ["GET", "POST"], self.flush_cache),
-            Route("/pause_generation", ["POST"], self.pause),
-            Route("/continue_generation", ["POST"], self.go_on),
-            Route("/begin_weight_update", ["POST"], self.begin),
-            Route("/end_weight_update", ["POST"], self.end),
-            Route("/update_weights_from_disk", ["POST"], self.update_from_disk),
-            Route("/update_weights_from_tensor", ["POST"], self.update_from_tensor),
-            Route("/get_weights_by_name", ["GET", "POST"], self.weights_by_name),
+            Route("/model_info", ["GET"], self.model_info, "generation", reply=dict[str, Any]),
+            Route("/get_model_info", ["GET"], self.model_info, "generation", reply=dict[str, Any]),
+            Route("/server_info", ["GET"], self.server_info, "generation", reply=dict[str, Any]),
+            Route("/get_server_info", ["GET"], self.server_info, "generation", reply=dict[str, Any]),
+            Route("/health_generate", ["GET"], self.health_generate, "generation", reply=None),
+            Route("/flush_cache", ["GET", "POST"], self.flush_cache, reply=None, query={"timeout": Seconds}),
+            Route("/pause_generation", ["POST"], self.pause, body=PauseBody, reply=dict[str, str]),
+            Route("/continue_generation", ["POST"], self.go_on, reply=dict[str, str]),
+            Route("/begin_weight_update", ["POST"], self.begin, body=BeginBody, reply=Outcome, error=dict[str, Any]),
+            Route("/end_weight_update", ["POST"], self.end, reply=Outcome, error=dict[str, Any]),
+            Route(
+                "/update_weights_from_disk",
+                ["POST"],
+                self.update_from_disk,
+                body=FromDiskBody,
+                reply=Outcome,
+                error=dict[str, Any],
+            ),
+            Route(
+                "/update_weights_from_tensor",
+                ["POST"],
+                self.update_from_tensor,
+                body=FromTensorBody,
+                reply=Outcome,
+                error=dict[str, Any],
+            ),
+            Route("/get_weights_by_name", ["GET", "POST"], self.weights_by_name, body=WeightsByNameBody, reply=list),
         ]
 
     async def model_info(self, request: Request) -> Response:
@@ -262,12 +286,12 @@ class SGLang:
 
 
 def _outcome(success: bool, message: str) -> Response:
-    return answer({"success": success, "message": message}, 200 if success else 400)
+    return answer(Outcome(success=success, message=message), 200 if success else 400)
 
 
 def _seconds(text: str) -> float:
     try:
-        seconds: float = msgspec.convert(text, Annotated[float, Meta(ge=0, le=MAX_FLUSH_WAIT_S)], strict=False)
+        seconds: float = msgspec.convert(text, Seconds, strict=False)
         return seconds
     except msgspec.ValidationError:
         raise ValueError(f"timeout must be between 0 and {MAX_FLUSH_WAIT_S:g} seconds, not {text!r}") from None

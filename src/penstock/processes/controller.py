@@ -147,7 +147,7 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
     timeout_s = config.rollout.request_timeout_s
     beside = asyncio.TaskGroup()
     workers = RemoteWorkers(bus, beside, timeout_s=timeout_s)
-    servers = Servers(controller.server_urls, api_key=config.rollout.api_key, timeout_s=timeout_s)
+    servers = Servers(controller.server_urls, api_key=config.rollout.control_key, timeout_s=timeout_s)
     system = loop.System(
         config=config,
         run_dir=child.run_dir,

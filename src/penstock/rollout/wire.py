@@ -171,6 +171,24 @@ class WeightsReply(Struct, kw_only=True):
     fingerprint: str
 
 
+class ErrorMessage(Struct, kw_only=True):
+    """What went wrong."""
+
+    message: str
+
+
+class ErrorReply(Struct, kw_only=True):
+    """An error as SGLang puts it: a plain string if the body could not be read."""
+
+    error: ErrorMessage | str
+
+
+class Health(Struct, kw_only=True):
+    """The reply of `/health`: the engine's thread has not failed."""
+
+    status: str
+
+
 class Ready(Struct, kw_only=True):
     """The reply of `/ready`. `state` is `serving`, `paused`, `released`, `waiting_for_weights` or `dead`."""
 
