@@ -171,7 +171,7 @@ class ModelList(Struct, kw_only=True):
     data: list[Model]
 
 
-class ErrorDetails(Struct, kw_only=True):
+class OpenAIErrorDetails(Struct, kw_only=True):
     """What went wrong."""
 
     message: str
@@ -180,10 +180,10 @@ class ErrorDetails(Struct, kw_only=True):
     code: str | None = None
 
 
-class ErrorReply(Struct, kw_only=True):
+class OpenAIError(Struct, kw_only=True):
     """An error."""
 
-    error: ErrorDetails
+    error: OpenAIErrorDetails
 
 
 class OpenAI:
@@ -195,7 +195,7 @@ class OpenAI:
         self._started = int(time.time())
 
     def routes(self) -> list[Route]:
-        route = partial(Route, access="generation", refuse=refuse, error=ErrorReply)
+        route = partial(Route, access="generation", refuse=refuse, error=OpenAIError)
         return [
             route("/v1/models", ["GET"], self.models, reply=ModelList),
             route("/v1/models/{name}", ["GET"], self.model, reply=Model),
@@ -587,7 +587,7 @@ def _provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> d
     return {"system_fingerprint": f"policy_version-{last}", "metadata": metadata}
 
 
-def _error(error: Exception) -> ErrorReply:
+def _error(error: Exception) -> OpenAIError:
     status = status_of(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return ErrorReply(error=ErrorDetails(message=str(error), type=kind, code=CODES.get(status)))
+    return OpenAIError(error=OpenAIErrorDetails(message=str(error), type=kind, code=CODES.get(status)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -101,6 +102,7 @@ class SGLang:
         self._bracket: asyncio.TimerHandle | None = None
 
     def routes(self) -> list[Route]:
+        change = partial(Route, methods=["POST"], reply=Outcome, error=dict[str, Any])
         return [
             Route("/model_info", ["GET"], self.model_info, "generation", reply=dict[str, Any]),
             Route("/get_model_info", ["GET"], self.model_info, "generation", reply=dict[str, Any]),
@@ -110,24 +112,10 @@ class SGLang:
             Route("/flush_cache", ["GET", "POST"], self.flush_cache, reply=None, query={"timeout": Seconds}),
             Route("/pause_generation", ["POST"], self.pause, body=PauseBody, reply=dict[str, str]),
             Route("/continue_generation", ["POST"], self.go_on, reply=dict[str, str]),
-            Route("/begin_weight_update", ["POST"], self.begin, body=BeginBody, reply=Outcome, error=dict[str, Any]),
-            Route("/end_weight_update", ["POST"], self.end, reply=Outcome, error=dict[str, Any]),
-            Route(
-                "/update_weights_from_disk",
-                ["POST"],
-                self.update_from_disk,
-                body=FromDiskBody,
-                reply=Outcome,
-                error=dict[str, Any],
-            ),
-            Route(
-                "/update_weights_from_tensor",
-                ["POST"],
-                self.update_from_tensor,
-                body=FromTensorBody,
-                reply=Outcome,
-                error=dict[str, Any],
-            ),
+            change("/begin_weight_update", endpoint=self.begin, body=BeginBody),
+            change("/end_weight_update", endpoint=self.end),
+            change("/update_weights_from_disk", endpoint=self.update_from_disk, body=FromDiskBody),
+            change("/update_weights_from_tensor", endpoint=self.update_from_tensor, body=FromTensorBody),
             Route("/get_weights_by_name", ["GET", "POST"], self.weights_by_name, body=WeightsByNameBody, reply=list),
         ]
 

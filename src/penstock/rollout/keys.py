@@ -24,7 +24,7 @@ class Keys:
         if not accepted:
             return
         given = request.headers.get("authorization", "").encode("latin-1")
-        if not any([hmac.compare_digest(given, f"Bearer {key}".encode()) for key in accepted]):
+        if not any(hmac.compare_digest(given, f"Bearer {key}".encode()) for key in accepted):
             which = "admin API key" if access == "control" and self.admin is not None else "API key"
             raise Refused(401, f"missing or wrong {which}", {"WWW-Authenticate": "Bearer"})
 

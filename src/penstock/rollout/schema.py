@@ -17,12 +17,8 @@ STREAMS = {"text/event-stream": {"schema": {"type": "string"}}}
 def openapi(routes: Iterable[Route]) -> dict[str, Any]:
     """Routes without methods are left out."""
     shown = [route for route in routes if route.methods]
-    kinds = [
-        kind
-        for route in shown
-        for kind in (route.body, route.reply, route.error, *route.query.values())
-        if kind is not None
-    ]
+    named = [(route.body, route.reply, route.error, *route.query.values()) for route in shown]
+    kinds = [kind for kinds in named for kind in kinds if kind is not None]
     found, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     schemas = dict(zip(map(repr, kinds), found, strict=True))
     paths: dict[str, Any] = {}

@@ -206,6 +206,10 @@ def encode(value: object) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Typed JSON; raises msgspec.DecodeError (msgspec.ValidationError for a wrong shape)."""
     try:
+        if not data.isascii():
+            data.decode()  # msgspec skips what no field asks for, whatever it is
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
         raise msgspec.DecodeError("JSON nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"JSON is malformed: invalid UTF-8 (byte {error.start})") from None
