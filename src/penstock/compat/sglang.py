@@ -177,7 +177,7 @@ class SGLang:
             except TimeoutError:
                 if self._runner.num_generated_tokens == generated and not self._alive_without_a_probe():
                     raise Refused(503, f"no token in {PROBE_TIMEOUT_S:g} s") from None
-        return Response(status_code=200)
+        return PlainTextResponse("")
 
     def _alive_without_a_probe(self) -> bool:
         engine = self._runner.engine

@@ -9,13 +9,14 @@ import msgspec
 
 import penstock
 from penstock.rollout.http import Route
+from penstock.rollout.keys import Keys
 
 REFERENCE = "#/components/schemas/{name}"
 STREAMS = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
-def openapi(routes: Iterable[Route]) -> dict[str, Any]:
-    """Routes without methods are left out."""
+def openapi(routes: Iterable[Route], keys: Keys) -> dict[str, Any]:
+    """Routes without methods are left out. What `keys` guard is said to need one."""
     shown = [route for route in routes if route.methods]
     named = [(route.body, route.reply, route.error, *route.query.values()) for route in shown]
     kinds = [kind for kinds in named for kind in kinds if kind is not None]
@@ -24,7 +25,9 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route in shown:
         for method in route.methods:
-            paths.setdefault(route.path, {})[method.lower()] = _operation(route, method, schemas)
+            paths.setdefault(route.path, {})[method.lower()] = _operation(
+                route, method, schemas, needs_key=bool(keys.accepted(route.access))
+            )
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock rollout server", "version": penstock.__version__},
@@ -43,7 +46,6 @@ def _operation(route: Route, method: str, schemas: dict[str, Any]) -> dict[str, 
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{route.path}",
         "summary": " ".join(summary.split()),
-        "security": [] if route.access == "everybody" else [{"key": []}],
         "responses": {
             "200": {"description": "Done.", "content": content | (STREAMS if route.streams else {})},
             "default": {"description": "Refused or failed.", "content": refused},

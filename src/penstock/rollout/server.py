@@ -74,7 +74,7 @@ def create_app(
     """The application around a started `runner`. `foreign`: other protocols' paths."""
     keys = keys or Keys()
     surfaces = (RolloutServer(runner, identity, update, tokenizer, keys), *foreign)
-    about = About([route for surface in surfaces for route in surface.routes()])
+    about = About([route for surface in surfaces for route in surface.routes()], keys)
     app = App(about.all_routes, keys)
     about.metrics = ServerMetrics(runner, app.responses)
     return app
@@ -83,14 +83,14 @@ def create_app(
 class About:
     """What the server tells of itself."""
 
-    def __init__(self, routes: Sequence[Route]) -> None:
+    def __init__(self, routes: Sequence[Route], keys: Keys) -> None:
         self.metrics: ServerMetrics
         self.all_routes = [
             *routes,
             Route("/metrics", ["GET"], self.tell_metrics, "generation", reply=None),
             Route("/openapi.json", ["GET"], self.tell_schema, "generation", reply=dict[str, Any]),
         ]
-        self._schema = wire.encode(openapi(self.all_routes))
+        self._schema = wire.encode(openapi(self.all_routes, keys))
 
     async def tell_metrics(self, request: Request) -> Response:
         """For Prometheus."""
