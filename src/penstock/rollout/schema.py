@@ -25,9 +25,9 @@ def openapi(routes: Iterable[Route], keys: Keys) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route in shown:
         for method in route.methods:
-            paths.setdefault(route.path, {})[method.lower()] = _operation(
-                route, method, schemas, needs_key=bool(keys.accepted(route.access))
-            )
+            operation = _operation(route, method, schemas)
+            operation["security"] = [{"key": []}] if keys.accepted(route.access) else []
+            paths.setdefault(route.path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock rollout server", "version": penstock.__version__},
