@@ -12,7 +12,7 @@ from penstock.rollout.http import Route
 from penstock.rollout.keys import Keys
 
 REFERENCE = "#/components/schemas/{name}"
-STREAMS = {"text/event-stream": {"schema": {"type": "string"}}}
+STREAMS: dict[str, Any] = {"text/event-stream": {}}
 
 
 def openapi(routes: Iterable[Route], keys: Keys) -> dict[str, Any]:
