@@ -14,6 +14,7 @@ from tiny_policy import make_handle, print_of, serve
 
 from penstock.deadline import Stalled
 from penstock.rollout.client import RolloutClient
+from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.types import EpisodeId, Sampling, SegmentGrant
@@ -83,5 +84,5 @@ async def test_readiness_carries_the_identity(url: str) -> None:
 
 
 async def test_the_key_is_sent(runner: EngineRunner) -> None:
-    async with serve(runner, api_key="secret") as url, connected(url, api_key="secret") as client:
+    async with serve(runner, keys=Keys(generation="secret")) as url, connected(url, api_key="secret") as client:
         assert len(await client.generate([5], [GRANT], Sampling(), [1])) == 1

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from tiny_policy import make_engine, make_handle, make_request, print_of, receive_seed, run, serve, until
 
+from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.update import Conflict, WeightsUpdate
 from penstock.types import NO_VERSION
@@ -451,7 +452,7 @@ async def test_a_dead_engine_shows_in_health_and_ready(http: Http, runner: Engin
 
 
 async def test_an_api_key_guards_everything_but_health(runner: EngineRunner) -> None:
-    async with serve(runner, api_key="secret") as url, aiohttp.ClientSession(url) as session:
+    async with serve(runner, keys=Keys(generation="secret")) as url, aiohttp.ClientSession(url) as session:
         http = Http(session)
         assert (await http.get("/health"))[0] == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCau
 
 from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.http import Surface
+from penstock.rollout.keys import Keys
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
@@ -134,7 +135,7 @@ async def serve(
     runner: EngineRunner,
     *,
     update: WeightsUpdate | None = None,
-    api_key: str | None = None,
+    keys: Keys | None = None,
     tokenizer: Tokenizer | None = None,
     foreign: Sequence[Surface] = (),
 ) -> AsyncIterator[str]:
@@ -144,7 +145,7 @@ async def serve(
         identity=Identity(run_id="run", nonce="abc"),
         update=update or WeightsUpdate(runner, receive_seed, fingerprint),
         tokenizer=tokenizer,
-        api_key=api_key,
+        keys=keys,
         foreign=foreign,
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:

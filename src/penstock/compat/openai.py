@@ -10,8 +10,8 @@ field that would change the answer and is not served is refused.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import wraps
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.rollout import wire
 from penstock.rollout.answers import Answers, Growing
-from penstock.rollout.convert import Answer, Asked, answer_text, finish_reason, read_requests
+from penstock.rollout.convert import Answer, Asked, answer_text, finish_reason, read_requests, version_header
 from penstock.rollout.http import (
     EXPECTED,
     LAST_EVENT,
@@ -30,6 +30,7 @@ from penstock.rollout.http import (
     Route,
     answer,
     event,
+    nowhere,
     read_body,
     status_of,
     unless_gone,
@@ -39,6 +40,9 @@ from penstock.rollout.text import Tokenizer
 from penstock.types import Segment
 
 MAX_TOP_LOGPROBS = 20
+PASSING = (408, 409, 429, 503)
+"""Statuses of what may succeed when it is tried again."""
+CODES = {401: "invalid_api_key", 404: "model_not_found"}
 UNSERVED = (
     "suffix",
     "regex",
@@ -136,6 +140,52 @@ class Usage(Struct, kw_only=True):
     total_tokens: int
 
 
+class CompletionReply(Struct, kw_only=True):
+    """The reply of both kinds of request; of a choice only what both have is said here."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: Usage
+    system_fingerprint: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class Model(Struct, kw_only=True):
+    """What `/v1/models` tells of a model."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "penstock"
+    root: str
+    max_model_len: int
+
+
+class ModelList(Struct, kw_only=True):
+    """The reply of `/v1/models`."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+class OpenAIErrorDetails(Struct, kw_only=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class OpenAIError(Struct, kw_only=True):
+    """An error."""
+
+    error: OpenAIErrorDetails
+
+
 class OpenAI:
     """The endpoints."""
 
@@ -145,23 +195,30 @@ class OpenAI:
         self._started = int(time.time())
 
     def routes(self) -> list[Route]:
+        route = partial(Route, access="generation", refuse=refuse, error=OpenAIError)
         return [
-            Route("/v1/models", ["GET"], self.models),
-            Route("/v1/models/{name:path}", ["GET"], guarded(self.model)),
-            Route("/v1/completions", ["POST"], guarded(self.completions)),
-            Route("/v1/chat/completions", ["POST"], guarded(self.chat)),
+            route("/v1/models", ["GET"], self.models, reply=ModelList),
+            route("/v1/models/{name}", ["GET"], self.model, reply=Model),
+            route(
+                "/v1/completions", ["POST"], self.completions, body=CompletionBody, reply=CompletionReply, streams=True
+            ),
+            route("/v1/chat/completions", ["POST"], self.chat, body=ChatBody, reply=CompletionReply, streams=True),
+            route("/v1/{rest}", [], nowhere),
         ]
 
     async def models(self, request: Request) -> Response:
-        return answer({"object": "list", "data": [self._model()]})
+        """The one model there is."""
+        return answer(ModelList(data=[self._model()]))
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
+        """The model of that name."""
+        name = request.path_params["rest"]
         if name != self._model_name:
             raise Refused(404, f"the model {name!r} does not exist; this server serves {self._model_name!r}")
         return answer(self._model())
 
     async def completions(self, request: Request) -> Response:
+        """Text or tokens that follow a prompt."""
         body = await read_body(request, CompletionBody)
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         generate = _generate_body(body, max_tokens, top_logprobs=body.logprobs, wanted=body.logprobs is not None)
@@ -176,6 +233,7 @@ class OpenAI:
         return await self._answer(request, body, generate, Completions(self._tokenizer, echo=bool(body.echo)))
 
     async def chat(self, request: Request) -> Response:
+        """The assistant's next message."""
         body = await read_body(request, ChatBody)
         if not body.messages and body.prompt_token_ids is None:
             raise ValueError("`messages` is empty")
@@ -218,16 +276,13 @@ class OpenAI:
         answers = await unless_gone(request, self._answers.give(asked))
         pairs = [(each.asked, segment, each) for each in answers for segment in each.segments]
         choices = [shape.choice(index, mine, segment, whole) for index, (mine, segment, whole) in enumerate(pairs)]
-        versions = [span for _, segment, _ in pairs for span in segment.spans]
         reply = (
             head
             | {"object": shape.kind, "choices": choices, "usage": _usage(answers)}
-            | _provenance([segment for _, segment, _ in pairs])
+            | _provenance([segment for _, segment, _ in pairs], answers[-1].scored_by)
         )
         response = answer(reply)
-        if versions:
-            first, last = min(span.policy_version for span in versions), max(span.policy_version for span in versions)
-            response.headers["X-Policy-Version"] = f"{first}-{last}"
+        response.headers.update(version_header(answers))
         return response
 
     async def _stream(
@@ -247,18 +302,16 @@ class OpenAI:
             if with_usage:
                 yield event(head | {"choices": [], "usage": _usage(answers)})
         except EXPECTED as error:
-            yield event(_error(str(error), status_of(error)))
+            yield event(_error(error))
         yield LAST_EVENT
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._model_name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "penstock",
-            "root": self._model_name,
-            "max_model_len": self._runner.engine.max_context,
-        }
+    def _model(self) -> Model:
+        return Model(
+            id=self._model_name,
+            created=self._started,
+            root=self._model_name,
+            max_model_len=self._runner.engine.max_context,
+        )
 
 
 class Told(Struct):
@@ -424,20 +477,12 @@ class Chat:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Errors in OpenAI's shape; its SDK is told not to repeat what will fail again."""
-
-    @wraps(endpoint)
-    async def guard(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except EXPECTED as error:
-            status = status_of(error)
-            response = answer(_error(str(error), status), status)
-            response.headers["x-should-retry"] = "true" if status in (408, 429, 503) else "false"
-            return response
-
-    return guard
+def refuse(error: Exception) -> Response:
+    """In OpenAI's shape; its SDK is told not to repeat what will fail again."""
+    status = status_of(error)
+    response = answer(_error(error), status)
+    response.headers["x-should-retry"] = "true" if status in PASSING else "false"
+    return response
 
 
 def _generate_body(
@@ -526,20 +571,23 @@ def _usage(answers: Sequence[Answer]) -> Usage:
     )
 
 
-def _provenance(segments: Sequence[Segment]) -> dict[str, Any]:
-    """Which policy_version made what, of the last token and of every choice."""
+def _provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> dict[str, Any]:
+    """Which policy_version made what, of the last token and of every choice; of nothing but scores, who computed
+    them."""
     spans = [
         [{"version": str(version), "start": start, "end": end} for version, start, end in segment.spans]
         for segment in segments
     ]
     last = next((choice[-1]["version"] for choice in reversed(spans) if choice), None)
+    if last is None and scored_by:
+        last = str(scored_by[-1])
     if last is None:
         return {}
     metadata = {"weight_version": last, "weight_versions": spans[0] if len(spans) == 1 else spans}
     return {"system_fingerprint": f"policy_version-{last}", "metadata": metadata}
 
 
-def _error(message: str, status: int) -> dict[str, Any]:
+def _error(error: Exception) -> OpenAIError:
+    status = status_of(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    code = "model_not_found" if status == 404 else None
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return OpenAIError(error=OpenAIErrorDetails(message=str(error), type=kind, code=CODES.get(status)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +33,16 @@ PROBE_TIMEOUT_S = 20.0
 MAX_ROWS = 1000
 BRACKET_S = 600.0
 """Between the begin and the end of a weight update."""
+
+
+Seconds = Annotated[float, Meta(ge=0, le=MAX_FLUSH_WAIT_S)]
+
+
+class Outcome(Struct, kw_only=True):
+    """What came of a call that changes the server's state."""
+
+    success: bool
+    message: str
 
 
 class PauseBody(Struct, kw_only=True):
@@ -91,20 +102,21 @@ class SGLang:
         self._bracket: asyncio.TimerHandle | None = None
 
     def routes(self) -> list[Route]:
+        change = partial(Route, methods=["POST"], reply=Outcome, error=dict[str, Any])
         return [
-            Route("/model_info", ["GET"], self.model_info),
-            Route("/get_model_info", ["GET"], self.model_info),
-            Route("/server_info", ["GET"], self.server_info),
-            Route("/get_server_info", ["GET"], self.server_info),
-            Route("/health_generate", ["GET"], self.health_generate),
-            Route("/flush_cache", ["GET", "POST"], self.flush_cache),
-            Route("/pause_generation", ["POST"], self.pause),
-            Route("/continue_generation", ["POST"], self.go_on),
-            Route("/begin_weight_update", ["POST"], self.begin),
-            Route("/end_weight_update", ["POST"], self.end),
-            Route("/update_weights_from_disk", ["POST"], self.update_from_disk),
-            Route("/update_weights_from_tensor", ["POST"], self.update_from_tensor),
-            Route("/get_weights_by_name", ["GET", "POST"], self.weights_by_name),
+            Route("/model_info", ["GET"], self.model_info, "generation", reply=dict[str, Any]),
+            Route("/get_model_info", ["GET"], self.model_info, "generation", reply=dict[str, Any]),
+            Route("/server_info", ["GET"], self.server_info, "generation", reply=dict[str, Any]),
+            Route("/get_server_info", ["GET"], self.server_info, "generation", reply=dict[str, Any]),
+            Route("/health_generate", ["GET"], self.health_generate, "generation", reply=None),
+            Route("/flush_cache", ["GET", "POST"], self.flush_cache, reply=None, query={"timeout": Seconds}),
+            Route("/pause_generation", ["POST"], self.pause, body=PauseBody, reply=dict[str, str]),
+            Route("/continue_generation", ["POST"], self.go_on, reply=dict[str, str]),
+            change("/begin_weight_update", endpoint=self.begin, body=BeginBody),
+            change("/end_weight_update", endpoint=self.end),
+            change("/update_weights_from_disk", endpoint=self.update_from_disk, body=FromDiskBody),
+            change("/update_weights_from_tensor", endpoint=self.update_from_tensor, body=FromTensorBody),
+            Route("/get_weights_by_name", ["GET", "POST"], self.weights_by_name, body=WeightsByNameBody, reply=list),
         ]
 
     async def model_info(self, request: Request) -> Response:
@@ -165,7 +177,7 @@ class SGLang:
             except TimeoutError:
                 if self._runner.num_generated_tokens == generated and not self._alive_without_a_probe():
                     raise Refused(503, f"no token in {PROBE_TIMEOUT_S:g} s") from None
-        return Response(status_code=200)
+        return PlainTextResponse("")
 
     def _alive_without_a_probe(self) -> bool:
         engine = self._runner.engine
@@ -262,12 +274,12 @@ class SGLang:
 
 
 def _outcome(success: bool, message: str) -> Response:
-    return answer({"success": success, "message": message}, 200 if success else 400)
+    return answer(Outcome(success=success, message=message), 200 if success else 400)
 
 
 def _seconds(text: str) -> float:
     try:
-        seconds: float = msgspec.convert(text, Annotated[float, Meta(ge=0, le=MAX_FLUSH_WAIT_S)], strict=False)
+        seconds: float = msgspec.convert(text, Seconds, strict=False)
         return seconds
     except msgspec.ValidationError:
         raise ValueError(f"timeout must be between 0 and {MAX_FLUSH_WAIT_S:g} seconds, not {text!r}") from None

@@ -15,6 +15,9 @@ from pydantic import BaseModel, ValidationError
 from penstock.config.errors import ConfigError
 from penstock.config.schema import Config
 
+SECRETS = {"rollout.api_key": "PENSTOCK_API_KEY", "rollout.admin_api_key": "PENSTOCK_ADMIN_API_KEY"}
+"""Settings that come from the environment, if a file does not give them: by name, the variable."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `3e-4` as text; everyone who types a learning rate means a number."""
@@ -34,10 +37,8 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         key, separator, value = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"override {override!r} is not of the form section.key=value")
-        if key == "rollout.api_key":
-            raise ConfigError(
-                "rollout.api_key on the command line would show in the process list: use PENSTOCK_API_KEY"
-            )
+        if key in SECRETS:
+            raise ConfigError(f"{key} on the command line would show in the process list: use {SECRETS[key]}")
         node = tree
         *sections, leaf = key.split(".")
         for section in sections:
@@ -83,8 +84,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _resolve(document: dict[str, Any], overrides: Sequence[str], path: Path) -> Config:
     changed = parse_overrides(overrides)
     tree = _merge(document, changed)
-    if key := os.environ.get("PENSTOCK_API_KEY"):
-        tree = _merge({"rollout": {"api_key": key}}, tree)
+    for name, variable in SECRETS.items():
+        if secret := os.environ.get(variable):
+            section, _, key = name.partition(".")
+            tree = _merge({section: {key: secret}}, tree)
     return _validate(tree, changed, path)
 
 

@@ -136,6 +136,14 @@ class RolloutConfig(Section):
     request_timeout_s: float = Field(120.0, gt=0)
     api_key: str | None = Field(None, repr=False)
     """Needed when `host` is not loopback; taken from the environment variable PENSTOCK_API_KEY if unset."""
+    admin_api_key: str | None = Field(None, repr=False)
+    """Needed then for all that controls a server instead of generating; without it `api_key` is good for both. Taken
+    from the environment variable PENSTOCK_ADMIN_API_KEY if unset. Environment workers do not get it."""
+
+    @property
+    def control_key(self) -> str | None:
+        """What opens the servers' control paths."""
+        return self.admin_api_key or self.api_key
 
     @property
     def num_servers(self) -> int:

@@ -151,7 +151,7 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
         controller.server_urls,
         engine=config.rollout.engine,
         update_mode=config.rollout.update_mode,
-        api_key=config.rollout.api_key,
+        api_key=config.rollout.control_key,
         timeout_s=timeout_s,
         lost=lambda url, why: recorder.event("server_lost", url=url, why=why),
     )

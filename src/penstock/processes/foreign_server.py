@@ -50,7 +50,7 @@ class Meters(NamedTuple):
 
 
 METERS = {
-    "penstock": Meters("penstock_generated_tokens", "penstock_requests_running"),
+    "penstock": Meters("penstock_generation_tokens", "penstock_num_requests_running"),
     "vllm": Meters("vllm:generation_tokens", "vllm:num_requests_running"),
     "sglang": Meters("sglang:generation_tokens", "sglang:num_running_reqs"),
 }

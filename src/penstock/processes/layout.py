@@ -22,12 +22,19 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             module="penstock.processes.start",
             ready_s=config.supervisor.ready_timeout_s,
             grace_s=config.supervisor.grace_s,
-            env=TORCH_ENVIRONMENT if role in ("rollout", "trainer") else {},
+            env=(TORCH_ENVIRONMENT if role in ("rollout", "trainer") else {}) | _keys(config, role),
         )
 
     rollouts = [spec("rollout", number) for number in range(config.rollout.num_servers)]
     environments = [spec("env", number) for number in range(config.env.workers)]
     return [[spec("controller")], [*rollouts, spec("trainer", 0)], environments]
+
+
+def _keys(config: Config, role: str) -> dict[str, str]:
+    """Only who controls the servers, and they themselves, know the key for that; an empty one hides what a process
+    would inherit."""
+    known = role in ("controller", "rollout")
+    return {"PENSTOCK_ADMIN_API_KEY": (config.rollout.admin_api_key or "") if known else ""}
 
 
 def model_dir(config: Config, run_dir: Path) -> Path:

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
 
 from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
 from penstock.config import Config
 from penstock.model.chat import ChatTokenizer
 from penstock.model.load import load_policy, resolve_device, resolve_dtype
+from penstock.rollout.app import App
 from penstock.rollout.engine import SlotEngine
+from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
 from penstock.rollout.update import WeightsUpdate
@@ -35,7 +36,7 @@ def make_engine(config: Config, directory: Path, *, weights: bool) -> SlotEngine
     )
 
 
-def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity: Identity, model_name: str) -> FastAPI:
+def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity: Identity, model_name: str) -> App:
     """Our own paths, SGLang's and OpenAI's in front of one engine."""
     tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
 
@@ -52,7 +53,7 @@ def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity:
         identity=identity,
         update=update,
         tokenizer=tokenizer,
-        api_key=config.rollout.api_key,
+        keys=Keys(generation=config.rollout.api_key, admin=config.rollout.admin_api_key),
         foreign=[OpenAI(runner, tokenizer, model_name=model_name), sglang],
     )
 
@@ -78,7 +79,7 @@ def url_of(host: str, listener: socket.socket) -> str:
 class HttpServer(uvicorn.Server):
     """Leaves signals to the process."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: App) -> None:
         super().__init__(
             uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         )

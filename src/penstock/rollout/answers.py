@@ -115,7 +115,7 @@ class Answers:
                 if end is not None:
                     num_open -= 1
                     for sample, segment in zip(samples[number], end.segments, strict=True):
-                        sample.answer = Answer(sample.asked, [segment], end.prompt_logprobs)
+                        sample.answer = Answer(sample.asked, [segment], end.prompt_logprobs, end.scored_by)
                         yield sample
         finally:
             for task in tasks:
@@ -123,8 +123,8 @@ class Answers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give(self, asked: Asked, on_tokens: OnTokens | None = None) -> Answer:
-        scores = None if asked.scored_from is None else await self._runner.score(asked.prompt_ids)
+        scores = (None, ()) if asked.scored_from is None else await self._runner.score(asked.prompt_ids)
         if asked.request is None:
             nothing = Segment(token_ids=[], logprobs=[], spans=[], finish_reason="length")
-            return Answer(asked, [nothing] * asked.num_samples, scores)
-        return Answer(asked, await self._runner.generate(asked.request, on_tokens), scores)
+            return Answer(asked, [nothing] * asked.num_samples, *scores)
+        return Answer(asked, await self._runner.generate(asked.request, on_tokens), *scores)

@@ -52,6 +52,13 @@ class Answer:
     segments: Sequence[Segment]
     prompt_logprobs: Sequence[float] | None
     """Of every token of the prompt but the first, if they were asked for."""
+    scored_by: tuple[int, ...] = ()
+    """Versions that computed these, first and last."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Every policy_version that had a part in it."""
+        return [*self.scored_by, *(span.policy_version for segment in self.segments for span in segment.spans)]
 
 
 def read_requests(body: wire.GenerateBody, tokenizer: Tokenizer | None) -> list[Asked]:
@@ -74,7 +81,8 @@ def write_replies(answer: Answer, *, tokenizer: Tokenizer | None, latency_s: flo
         meta = _meta(asked, index, latency_s=latency_s)
         meta.finish_reason = finish_reason(asked, segment, decoder)
         meta.completion_tokens = len(segment.token_ids)
-        meta.weight_version = str(segment.spans[-1].policy_version) if segment.spans else ""
+        last = segment.spans[-1].policy_version if segment.spans else answer.scored_by[-1] if answer.scored_by else ""
+        meta.weight_version = str(last)
         meta.weight_versions = [wire.WeightSpan(str(version), start, end) for version, start, end in segment.spans]
         if asked.body.return_logprob:
             triples = partial(_triples, tokenizer=tokenizer if asked.body.return_text_in_logprobs else None)
@@ -86,6 +94,12 @@ def write_replies(answer: Answer, *, tokenizer: Tokenizer | None, latency_s: flo
         text = answer_text(asked, segment, tokenizer)
         replies.append(wire.GenerateReply(text=text, output_ids=segment.token_ids, meta_info=meta))
     return replies
+
+
+def version_header(answers: Sequence[Answer]) -> dict[str, str]:
+    """`X-Policy-Version`: the oldest and the newest that made any of it."""
+    versions = [version for answer in answers for version in answer.versions]
+    return {"X-Policy-Version": f"{min(versions)}-{max(versions)}"} if versions else {}
 
 
 def write_growing(

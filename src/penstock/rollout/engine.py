@@ -13,7 +13,7 @@ A released engine holds no KV memory and no requests: whoever asks is told `abor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
@@ -59,6 +59,8 @@ class SlotEngine:
         self.num_generated_tokens = 0
         self.num_decoded = self.num_context = self.num_prefilled = 0
         """Of the last step: sequences advanced by a token, tokens they held before, and prompt tokens computed."""
+        self.begun: list[str] = []
+        """Requests whose first token the last step made."""
         self.released = False
         self.paused = False
         """Nothing advances and nobody is admitted; requests may come and go."""
@@ -114,6 +116,8 @@ class SlotEngine:
         self.num_context = int(self._rows.positions[:num_decode].sum())
         admissions = self._waiting.admit(self.num_slots - num_decode, new=self.admitting)
         self.num_prefilled = sum(len(admission.prompt_ids) for admission in admissions)
+        first = (admission.sequences[0] for admission in admissions)
+        self.begun = [it.running.request.rid for it in first if it.index == 0 and not it.token_ids]
         for admission in admissions:
             for sequence in admission.sequences:
                 self._rows.append(sequence)
@@ -172,16 +176,19 @@ class SlotEngine:
         running = self._requests.get(rid)
         return running.sequences if running else []
 
-    @torch.inference_mode()
     def score(self, prompt_ids: list[int]) -> list[float]:
-        """Log-probability of every token but the first, given those before it, at temperature 1. The logits of only so
-        many places exist at a time, whatever the prompt's length."""
+        """Log-probability of every token but the first, given those before it, at temperature 1."""
+        return [logprob for part in self.scoring(prompt_ids) for logprob in part]
+
+    @torch.inference_mode()
+    def scoring(self, prompt_ids: list[int]) -> Iterator[list[float]]:
+        """The same a part at a time: the logits of only so many places exist at once, whatever the prompt's length, and
+        steps may be taken in between."""
         ids = torch.tensor([prompt_ids], device=self.model.device)
-        found: list[float] = []
         for places in torch.split(torch.arange(len(prompt_ids) - 1, device=ids.device), SCORED_PLACES):
             logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=places).logits[0].float()
-            found += torch.log_softmax(logits, dim=-1).gather(1, ids[0, places + 1, None])[:, 0].tolist()
-        return found
+            found: list[float] = torch.log_softmax(logits, dim=-1).gather(1, ids[0, places + 1, None])[:, 0].tolist()
+            yield found
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The model's weights by name, tied ones once: what an update must provide."""

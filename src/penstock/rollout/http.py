@@ -1,16 +1,14 @@
-"""What every route of the rollout server shares: bodies in, bodies out, errors with their status, the key."""
+"""What every route of the rollout server shares: bodies in, bodies out, errors with their status."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.deadline import Stalled
 from penstock.rollout import wire
@@ -26,26 +24,15 @@ HANDLE_FORMAT = (
 
 T = TypeVar("T")
 
-
-class Route(NamedTuple):
-    """One path of a server."""
-
-    path: str
-    methods: list[str]
-    endpoint: Callable[[Request], Awaitable[Response]]
-
-
-class Surface(Protocol):
-    """A family of paths."""
-
-    def routes(self) -> list[Route]: ...
+GONE = 499
+"""For the books only: the client left before its answer."""
 
 
 class Refused(Exception):
     """A request turned down with `status`."""
 
-    def __init__(self, status: int, message: str) -> None:
-        self.status = status
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        self.status, self.headers = status, headers or {}
         super().__init__(message)
 
 
@@ -73,23 +60,28 @@ def status_of(error: Exception) -> int:
             return 400
         case Stalled():
             return 504
+        case ClientDisconnect():
+            return GONE
         case _:
             return 500
 
 
-def error_object(message: str) -> dict[str, dict[str, str]]:
+def error_object(message: str) -> wire.ErrorReply:
     """SGLang's shape."""
-    return {"error": {"message": message}}
+    return wire.ErrorReply(error=wire.ErrorMessage(message=message))
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
+def answer_error(error: Exception) -> Response:
     """In SGLang's shapes, of which that for a malformed body is another."""
-    body: object = {"error": str(error)} if isinstance(error, msgspec.DecodeError) else error_object(str(error))
-    return answer(body, status_of(error))
+    unread = isinstance(error, msgspec.DecodeError)
+    return answer(wire.ErrorReply(error=str(error)) if unread else error_object(str(error)), status_of(error))
 
 
 async def read_body(request: Request, kind: type[wire.T]) -> wire.T:
     """The decoded body, refused as soon as it turns out too long."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -110,38 +102,62 @@ def event(value: object) -> bytes:
 
 LAST_EVENT = b"data: [DONE]\n\n"
 
+Access = Literal["everybody", "generation", "control"]
+"""Whose key a route needs."""
+
+
+class Route(NamedTuple):
+    """One path of a server. A path that ends in `{name}` stands for whatever follows, slashes included; one without
+    methods refuses what lies below it and does not exist."""
+
+    path: str
+    methods: list[str]
+    endpoint: Callable[[Request], Awaitable[Response]]
+    access: Access = "control"
+    body: Any = None
+    """Type of the JSON it reads; None if it reads none."""
+    reply: Any = Any
+    """Type of the JSON it answers with; None if that is plain text."""
+    query: Mapping[str, Any] = {}
+    """Names and types of what may follow the question mark."""
+    streams: bool = False
+    """Whether it can answer with server-sent events too."""
+    refuse: Callable[[Exception], Response] = answer_error
+    """An error in the route's own shape."""
+    error: Any = wire.ErrorReply
+    """Type of that."""
+
+
+class Surface(Protocol):
+    """A family of paths."""
+
+    def routes(self) -> list[Route]: ...
+
+
+async def nowhere(request: Request) -> Response:
+    """A path that does not exist."""
+    raise Refused(404, f"there is no {request.url.path}")
+
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns; cancelled when the client leaves. The body is read, so that all that can still arrive is the
     news of its departure."""
+    caller, left = asyncio.current_task(), False
+    assert caller is not None
 
-    async def departure() -> None:
+    async def watch() -> None:
+        nonlocal left
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        left = True
+        caller.cancel()
 
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(departure())
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if left and not caller.uncancel():
+            raise ClientDisconnect from None
+        raise
     finally:
-        working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
-class BearerAuth:
-    """ASGI middleware: every path but `/health` needs `Authorization: Bearer <api_key>`."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                await answer(error_object("missing or wrong API key"), 401)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        watching.cancel()

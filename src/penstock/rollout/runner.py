@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -20,6 +22,7 @@ import torch
 from penstock.model.compute import compute_seconds
 from penstock.rollout.busy import BusyMeter
 from penstock.rollout.costs import StepCosts
+from penstock.rollout.durations import Durations
 from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.rows import Sequence as Sample
@@ -51,6 +54,13 @@ class Increment(NamedTuple):
     top_logprobs: list[list[tuple[float, int]]] | None
 
 
+class Scored(NamedTuple):
+    """Log-probabilities of a prompt's tokens, and which versions computed the first and the last of them."""
+
+    logprobs: list[float]
+    versions: tuple[int, ...]
+
+
 OnTokens = Callable[[list[Increment]], None]
 
 
@@ -61,6 +71,8 @@ class Pending:
     request: GenerateRequest
     result: asyncio.Future[list[Segment]]
     on_tokens: OnTokens | None
+    asked_at: float
+    """On the performance counter."""
 
 
 class EngineRunner:
@@ -70,6 +82,10 @@ class EngineRunner:
         self.engine = engine
         self.error: BaseException | None = None
         self.costs = StepCosts()
+        self.latencies, self.first_tokens = Durations(), Durations()
+        """From a request to its whole answer, and to its first token."""
+        self.num_prompt_tokens = self.num_weight_updates = self.num_aborted = 0
+        """Prompt tokens computed, weights loaded, requests that were ended early: so far."""
         self._meter = BusyMeter(process, partial(compute_seconds, engine.model.device))
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._requests: dict[str, Pending] = {}
@@ -78,6 +94,8 @@ class EngineRunner:
         """Requests whose growth somebody follows, and the tokens told of each sample. The engine's thread's own."""
         self._when_drained: list[tuple[Command, asyncio.Future[None]]] = []
         """For when nothing runs any more; until then nobody is admitted. The engine's thread's own."""
+        self._scores: deque[tuple[Iterator[None], asyncio.Future[None]]] = deque()
+        """Prompts to be scored, a part of one of them after every step. The engine's thread's own."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop
@@ -119,7 +137,9 @@ class EngineRunner:
         self.engine.check(request)
         if request.rid in self._requests:
             raise ValueError(f"request {request.rid} is already being served")
-        pending = Pending(request=request, result=self._loop.create_future(), on_tokens=on_tokens)
+        pending = Pending(
+            request=request, result=self._loop.create_future(), on_tokens=on_tokens, asked_at=time.perf_counter()
+        )
         self._requests[request.rid] = pending
 
         def submit() -> None:
@@ -129,7 +149,9 @@ class EngineRunner:
 
         self._commands.put(submit)
         try:
-            return await pending.result
+            segments = await pending.result
+            self.latencies.add(time.perf_counter() - pending.asked_at)
+            return segments
         except asyncio.CancelledError:
             self.abort(request.rid)
             raise
@@ -161,6 +183,7 @@ class EngineRunner:
         def load() -> None:
             with self._meter.measure("update_weights", policy_version):
                 self.engine.load_weights(tensors, policy_version)
+                self.num_weight_updates += 1
                 if mode == "retract":
                     self.engine.retract()
 
@@ -173,12 +196,26 @@ class EngineRunner:
             await asyncio.wait(results, timeout=timeout_s)
         return all(result.done() for result in results)
 
-    async def score(self, prompt_ids: list[int]) -> list[float]:
+    async def score(self, prompt_ids: list[int]) -> Scored:
         """Log-probability of every token of a prompt but the first. ValueError for a bad prompt."""
         self.engine.check_prompt(prompt_ids)
-        found: list[float] = []
-        await self._between_steps(lambda: found.extend(self.engine.score(prompt_ids)))
-        return found
+        self._check_alive()
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._actions.add(done)
+        found, versions = list[float](), list[int]()
+
+        def parts() -> Iterator[None]:
+            for part in self.engine.scoring(prompt_ids):
+                found.extend(part)
+                versions.append(self.engine.policy_version)
+                yield
+
+        self._commands.put(lambda: self._scores.append((parts(), done)))
+        try:
+            await done
+        finally:
+            self._actions.discard(done)
+        return Scored(found, (versions[0], versions[-1]) if versions else ())
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating between two steps; what comes later waits. `abort` ends all requests with what they have,
@@ -236,8 +273,21 @@ class EngineRunner:
                 self._execute_commands()
                 if self.engine.has_work:
                     self._post(self._step())
+                if self._scores:
+                    self._score_a_part()
         except BaseException as error:  # the boundary of the thread: recorded, and handed to everyone who waits
             self._loop.call_soon_threadsafe(self._end, error)
+
+    def _score_a_part(self) -> None:
+        """Of the prompt that has waited longest, unless nobody waits for it any more."""
+        parts, done = self._scores[0]
+        try:
+            if not done.done():
+                next(parts)
+                return
+        except StopIteration:
+            self._loop.call_soon_threadsafe(_resolve, done, None, None)
+        self._scores.popleft()
 
     def _step(self) -> list[Finished]:
         engine, busy_s = self.engine, self._meter.busy_s
@@ -245,6 +295,12 @@ class EngineRunner:
             finished = engine.step()
         if self._followed:
             self._tell_growth(finished)
+        if engine.num_prefilled:
+            self.num_prompt_tokens += engine.num_prefilled
+            now = time.perf_counter()
+            for rid in engine.begun:
+                if (pending := self._requests.get(rid)) is not None:
+                    self.first_tokens.add(now - pending.asked_at)
         self.costs.add(
             decoded=engine.num_decoded,
             context=engine.num_context,
@@ -274,7 +330,7 @@ class EngineRunner:
 
     def _execute_commands(self) -> None:
         """All that are there; waits for one if the engine has nothing to do."""
-        if not self.engine.has_work:
+        if not self.engine.has_work and not self._scores:
             self._commands.get()()
         while not self._stopping:
             try:
@@ -299,6 +355,7 @@ class EngineRunner:
     def _post(self, finished: list[Finished]) -> None:
         for each in finished:
             self._followed.pop(each.request.rid, None)
+            self.num_aborted += any(segment.finish_reason == "abort" for segment in each.segments)
         if finished:
             self._loop.call_soon_threadsafe(self._deliver, finished)
 

@@ -1,8 +1,7 @@
 """The rollout server's HTTP surface: SGLang's `/generate`, readiness with identity, weights as transactions.
 
-Bad input is answered with 4xx before it reaches the engine. Bodies are decoded and encoded by msgspec in plain
-Starlette routes: at hundreds of requests per second the validation of FastAPI's own routes would be the larger part
-of the work.
+Bad input is answered with 4xx before it reaches the engine. `/metrics` is for Prometheus, `/openapi.json` describes all
+paths of the server, those of other surfaces included.
 """
 
 from __future__ import annotations
@@ -10,32 +9,43 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.deadline import deadline
 from penstock.rollout import wire
 from penstock.rollout.answers import Answers
-from penstock.rollout.convert import Answer, Asked, is_batch, read_requests, sample_id, write_growing, write_replies
+from penstock.rollout.app import App
+from penstock.rollout.convert import (
+    Answer,
+    Asked,
+    is_batch,
+    read_requests,
+    sample_id,
+    version_header,
+    write_growing,
+    write_replies,
+)
 from penstock.rollout.http import (
     EXPECTED,
     HANDLE_FORMAT,
     LAST_EVENT,
-    BearerAuth,
     Refused,
     Route,
     Surface,
     answer,
-    answer_error,
     error_object,
     event,
     read_body,
     unless_gone,
 )
+from penstock.rollout.keys import Keys
+from penstock.rollout.metrics import ServerMetrics
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.schema import openapi
 from penstock.rollout.text import Tokenizer
 from penstock.rollout.update import WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
@@ -58,29 +68,53 @@ def create_app(
     identity: Identity,
     update: WeightsUpdate,
     tokenizer: Tokenizer | None = None,
-    api_key: str | None = None,
+    keys: Keys | None = None,
     foreign: Sequence[Surface] = (),
-) -> FastAPI:
+) -> App:
     """The application around a started `runner`. `foreign`: other protocols' paths."""
-    app = FastAPI(openapi_url=None)
-    server = RolloutServer(runner, identity, update, tokenizer)
-    for surface in (server, *foreign):
-        for path, methods, endpoint in surface.routes():
-            app.router.add_route(path, endpoint, methods)
-    for kind in EXPECTED:
-        app.add_exception_handler(kind, answer_error)
-    if api_key is not None:
-        app.add_middleware(BearerAuth, api_key=api_key)
+    keys = keys or Keys()
+    surfaces = (RolloutServer(runner, identity, update, tokenizer, keys), *foreign)
+    about = About([route for surface in surfaces for route in surface.routes()], keys)
+    app = App(about.all_routes, keys)
+    about.metrics = ServerMetrics(runner, app.responses)
     return app
+
+
+class About:
+    """What the server tells of itself."""
+
+    def __init__(self, routes: Sequence[Route], keys: Keys) -> None:
+        self.metrics: ServerMetrics
+        self.all_routes = [
+            *routes,
+            Route("/metrics", ["GET"], self.tell_metrics, "generation", reply=None),
+            Route("/openapi.json", ["GET"], self.tell_schema, "generation", reply=dict[str, Any]),
+        ]
+        self._schema = wire.encode(openapi(self.all_routes, keys))
+
+    async def tell_metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        text, content_type = self.metrics.text(request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": content_type})
+
+    async def tell_schema(self, request: Request) -> Response:
+        """This description."""
+        return Response(self._schema, media_type="application/json")
 
 
 class RolloutServer:
     """The endpoints."""
 
     def __init__(
-        self, runner: EngineRunner, identity: Identity, update: WeightsUpdate, tokenizer: Tokenizer | None
+        self,
+        runner: EngineRunner,
+        identity: Identity,
+        update: WeightsUpdate,
+        tokenizer: Tokenizer | None,
+        keys: Keys,
     ) -> None:
         self._runner = runner
+        self._keys = keys
         self._identity = identity
         self._update = update
         self._tokenizer = tokenizer
@@ -88,18 +122,37 @@ class RolloutServer:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/generate", ["POST", "PUT"], self.generate),
-            Route("/abort_request", ["POST"], self.abort_request),
-            Route("/health", ["GET"], self.health),
-            Route("/ready", ["GET"], self.ready),
-            Route("/weights/begin", ["POST"], self.begin_weights),
-            Route("/weights/commit", ["POST"], self.commit_weights),
-            Route("/weights/abort", ["POST"], self.abort_weights),
-            Route("/release_memory_occupation", ["GET", "POST"], self.release),
-            Route("/resume_memory_occupation", ["GET", "POST"], self.resume),
+            Route(
+                "/generate",
+                ["POST", "PUT"],
+                self.generate,
+                "generation",
+                body=wire.GenerateBody,
+                reply=wire.GenerateReply | list[wire.GenerateReply],
+                streams=True,
+            ),
+            Route(
+                "/abort_request", ["POST"], self.abort_request, "generation", body=wire.AbortBody, reply=wire.AbortReply
+            ),
+            Route("/health", ["GET"], self.health, "everybody", reply=wire.Health),
+            Route("/ready", ["GET"], self.ready, "generation", reply=wire.Ready, error=dict[str, Any]),
+            Route("/weights/begin", ["POST"], self.begin_weights, body=WeightsHandle, reply=wire.WeightsReply),
+            Route("/weights/commit", ["POST"], self.commit_weights, body=wire.CommitBody, reply=wire.WeightsReply),
+            Route("/weights/abort", ["POST"], self.abort_weights, reply=wire.MemoryReply),
+            Route(
+                "/release_memory_occupation",
+                ["GET", "POST"],
+                self.release,
+                body=wire.MemoryBody,
+                reply=wire.MemoryReply,
+            ),
+            Route(
+                "/resume_memory_occupation", ["GET", "POST"], self.resume, body=wire.MemoryBody, reply=wire.MemoryReply
+            ),
         ]
 
     async def generate(self, request: Request) -> Response:
+        """One reply per prompt and sample; a list if there can be several."""
         started = time.perf_counter()
         body = await read_body(request, wire.GenerateBody)
         asked = read_requests(body, self._tokenizer)
@@ -108,7 +161,9 @@ class RolloutServer:
             return StreamingResponse(self._stream(asked, started), media_type="text/event-stream")
         answers = await unless_gone(request, self._answers.give(asked))
         replies = [reply for each in answers for reply in self._told(each, started)]
-        return answer(replies if len(replies) > 1 or is_batch(body) else replies[0])
+        response = answer(replies if len(replies) > 1 or is_batch(body) else replies[0])
+        response.headers.update(version_header(answers))
+        return response
 
     def _told(self, answer: Answer, started: float) -> list[wire.GenerateReply]:
         return write_replies(answer, tokenizer=self._tokenizer, latency_s=time.perf_counter() - started)
@@ -138,8 +193,10 @@ class RolloutServer:
         yield LAST_EVENT
 
     async def abort_request(self, request: Request) -> Response:
+        """Ends one request; all of them only for whoever may control the server."""
         body = await read_body(request, wire.AbortBody)
         if body.abort_all:
+            self._keys.check("control", request)
             return answer(wire.AbortReply(aborted=self._runner.abort_all(), unknown=[]))
         found = self._runner.abort(body.rid)
         return answer(wire.AbortReply(aborted=int(found), unknown=[] if found or not body.rid else [body.rid]))
@@ -147,7 +204,7 @@ class RolloutServer:
     async def health(self, request: Request) -> Response:
         """Alive: the engine's thread has not failed. Constant time, whatever the load."""
         error = self._runner.error
-        return answer({"status": "ok"}) if error is None else answer(error_object(str(error)), 500)
+        return answer(wire.Health(status="ok")) if error is None else answer(error_object(str(error)), 500)
 
     async def ready(self, request: Request) -> Response:
         """Ready: weights are loaded, and generation is neither paused nor released. Says which process this is."""
@@ -163,6 +220,7 @@ class RolloutServer:
         return answer(reply, 200 if state == "serving" else 503)
 
     async def begin_weights(self, request: Request) -> Response:
+        """Maps and verifies weights; nothing is served yet."""
         try:
             handle = await read_body(request, WeightsHandle)
         except msgspec.DecodeError as error:
@@ -170,10 +228,12 @@ class RolloutServer:
         return _answer_weights("staged", await self._update.begin(handle))
 
     async def commit_weights(self, request: Request) -> Response:
+        """Serves what has been staged."""
         body = await read_body(request, wire.CommitBody)
         return _answer_weights("committed", await self._update.commit(body.policy_version, mode=body.mode))
 
     async def abort_weights(self, request: Request) -> Response:
+        """Forgets what has been staged."""
         await self._update.abort()
         return answer({"state": "aborted"})
 

@@ -173,6 +173,24 @@ class WeightsReply(Struct, kw_only=True):
     fingerprint: str
 
 
+class ErrorMessage(Struct, kw_only=True):
+    """What went wrong."""
+
+    message: str
+
+
+class ErrorReply(Struct, kw_only=True):
+    """An error as SGLang puts it: a plain string if the body could not be read."""
+
+    error: ErrorMessage | str
+
+
+class Health(Struct, kw_only=True):
+    """The reply of `/health`: the engine's thread has not failed."""
+
+    status: str
+
+
 class Ready(Struct, kw_only=True):
     """The reply of `/ready`. `state` is `serving`, `paused`, `released`, `waiting_for_weights` or `dead`."""
 
@@ -190,6 +208,10 @@ def encode(value: object) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Typed JSON; raises msgspec.DecodeError (msgspec.ValidationError for a wrong shape)."""
     try:
+        if not data.isascii():
+            data.decode()  # msgspec skips what no field asks for, whatever it is
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
         raise msgspec.DecodeError("JSON nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"JSON is malformed: invalid UTF-8 (byte {error.start})") from None

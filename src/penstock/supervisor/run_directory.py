@@ -53,7 +53,7 @@ def runtime_path(run_id: str) -> Path:
 
 def publishable(config: Config) -> dict[str, Any]:
     """The configuration as plain values, without its secrets."""
-    return config.model_dump(mode="json", exclude={"rollout": {"api_key"}})
+    return config.model_dump(mode="json", exclude={"rollout": {"api_key", "admin_api_key"}})
 
 
 @contextmanager

@@ -1,0 +1,38 @@
+"""Who may call what: one key for those who generate, another for whoever controls the server."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from penstock.rollout.http import Access, Refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """What `Authorization: Bearer` must carry, as SGLang does it: without an `admin` key the `generation` key controls
+    too; with one it is needed for control, and good for everything. What has no key is open."""
+
+    generation: str | None = field(default=None, repr=False)
+    admin: str | None = field(default=None, repr=False)
+
+    def check(self, access: Access, request: Request) -> None:
+        """Raises Refused with status 401."""
+        accepted = self.accepted(access)
+        if not accepted:
+            return
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if not any(hmac.compare_digest(given, f"Bearer {key}".encode()) for key in accepted):
+            which = "admin API key" if access == "control" and self.admin is not None else "API key"
+            raise Refused(401, f"missing or wrong {which}", {"WWW-Authenticate": "Bearer"})
+
+    def accepted(self, access: Access) -> list[str]:
+        """Any of these will do; empty where none is needed."""
+        keys = {"everybody": [], "generation": [self.generation, self.admin], "control": [self.admin]}[access]
+        if access == "control" and self.admin is None:
+            keys = [self.generation]
+        if access == "generation" and self.generation is None:
+            keys = []
+        return [key for key in keys if key is not None]
