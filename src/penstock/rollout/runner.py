@@ -71,6 +71,8 @@ class EngineRunner:
         self.engine = engine
         self.error: BaseException | None = None
         self.costs = StepCosts()
+        self.num_pauses = 0
+        """How often a pause was asked for: tells one from the next."""
         self._meter = BusyMeter(process, partial(compute_seconds, engine.model.device))
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._requests: dict[str, Pending] = {}
@@ -167,6 +169,17 @@ class EngineRunner:
 
         await self._between_steps(load, drained=mode == "drain")
 
+    async def rename_weights(self, policy_version: int) -> None:
+        """What is held is `policy_version`. ValueError if that is older than what it was called so far."""
+        await self._between_steps(partial(self.engine.rename_weights, policy_version))
+
+    async def first_rows(self, name: str, count: int) -> torch.Tensor:
+        """A copy of the first rows of a parameter, as it is between two steps. KeyError if there is none."""
+        parameter = self.engine.parameters()[name].detach()
+        found: list[torch.Tensor] = []
+        await self._between_steps(lambda: found.append((parameter[:count] if parameter.ndim else parameter).clone()))
+        return found[0]
+
     async def drained(self, timeout_s: float) -> bool:
         """Whether every request of now has ended, at the latest after so long."""
         results = [pending.result for pending in self._requests.values()]
@@ -184,6 +197,7 @@ class EngineRunner:
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating between two steps; what comes later waits. `abort` ends all requests with what they have,
         `in_place` keeps their keys and values, `retract` has them computed again later."""
+        self.num_pauses += 1
 
         def pause() -> None:
             if mode == "abort":

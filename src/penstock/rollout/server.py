@@ -37,7 +37,7 @@ from penstock.rollout.http import (
 )
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.text import Tokenizer
-from penstock.rollout.update import WeightsUpdate
+from penstock.rollout.update import Served, WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
 
 MEMORY_TIMEOUT_S = 60.0
@@ -93,6 +93,7 @@ class RolloutServer:
             Route("/health", ["GET"], self.health),
             Route("/ready", ["GET"], self.ready),
             Route("/weights/begin", ["POST"], self.begin_weights),
+            Route("/weights/chunk", ["POST"], self.take_chunk),
             Route("/weights/commit", ["POST"], self.commit_weights),
             Route("/weights/abort", ["POST"], self.abort_weights),
             Route("/release_memory_occupation", ["GET", "POST"], self.release),
@@ -167,11 +168,27 @@ class RolloutServer:
             handle = await read_body(request, WeightsHandle)
         except msgspec.DecodeError as error:
             raise Refused(400, f"{HANDLE_FORMAT} ({error})") from None
-        return _answer_weights("staged", await self._update.begin(handle))
+        begun = await self._update.begin(handle)
+        return _answer_weights("staged", Served(begun.policy_version, begun.fingerprint))
+
+    async def take_chunk(self, request: Request) -> Response:
+        """Answered once the chunk is there. A group's chunk is broadcast while this call is in flight."""
+        body = await read_body(request, wire.ChunkBody)
+        if (body.group is None) == (body.device is None):
+            raise ValueError("a chunk comes by exactly one way: `group` or `device`")
+        staged = await self._update.chunk(body.policy_version, body.seq, body.group or body.device)
+        return answer(
+            wire.ChunkReply(
+                policy_version=body.policy_version,
+                chunks=sorted(staged.chunks),
+                num_missing=len(self._update.missing(staged)),
+            )
+        )
 
     async def commit_weights(self, request: Request) -> Response:
         body = await read_body(request, wire.CommitBody)
-        return _answer_weights("committed", await self._update.commit(body.policy_version, mode=body.mode))
+        update = self._update.commit(body.policy_version, mode=body.mode, fingerprint=body.fingerprint)
+        return _answer_weights("committed", await update)
 
     async def abort_weights(self, request: Request) -> Response:
         await self._update.abort()
@@ -197,5 +214,7 @@ def _check_tags(body: wire.MemoryBody) -> None:
         raise ValueError(f"only the memory tagged kv_cache can be released, not {', '.join(body.tags) or 'nothing'}")
 
 
-def _answer_weights(state: str, handle: WeightsHandle) -> Response:
-    return answer(wire.WeightsReply(state=state, policy_version=handle.policy_version, fingerprint=handle.fingerprint))
+def _answer_weights(state: str, weights: Served) -> Response:
+    return answer(
+        wire.WeightsReply(state=state, policy_version=weights.policy_version, fingerprint=weights.fingerprint)
+    )

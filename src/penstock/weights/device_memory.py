@@ -60,7 +60,7 @@ def take(handle: DeviceTensors, *, device: torch.device, max_bytes: int) -> dict
             torch.Size([total]),
             (1,),
             0,
-            torch.UntypedStorage,
+            torch.storage.TypedStorage,
             torch.uint8,
             index,
             handle.memory_handle,
