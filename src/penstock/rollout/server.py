@@ -174,9 +174,10 @@ class RolloutServer:
     async def take_chunk(self, request: Request) -> Response:
         """Answered once the chunk is there. A group's chunk is broadcast while this call is in flight."""
         body = await read_body(request, wire.ChunkBody)
-        if (body.group is None) == (body.device is None):
+        source = body.group or body.device
+        if source is None or (body.group and body.device):
             raise ValueError("a chunk comes by exactly one way: `group` or `device`")
-        staged = await self._update.chunk(body.policy_version, body.seq, body.group or body.device)
+        staged = await self._update.chunk(body.policy_version, body.seq, source)
         return answer(
             wire.ChunkReply(
                 policy_version=body.policy_version,

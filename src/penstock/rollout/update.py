@@ -1,4 +1,4 @@
-"""Weights updates as transactions: what is new is staged and verified while generation goes on, then committed or dropped.
+"""Weights updates as transactions: the new is staged and verified while generation goes on, then committed or dropped.
 
 It comes whole, as a handle (`begin`), or in chunks that accumulate (`chunk`, `add`) until every weight of the model is
 there. Calls under a policy_version may be repeated. Nothing is served that was not verified, the served weights stay

@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as distributed
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from penstock.types import GroupTensors
@@ -147,9 +148,7 @@ class Groups:
                 raise GroupFailed(f"group {place.name} exists already: destroy it first")
             self._joining.add(place.name)
         try:
-            group = Group(
-                place, rank, join_timeout_s=self._join_timeout_s, transfer_timeout_s=self._transfer_timeout_s
-            )
+            group = Group(place, rank, join_timeout_s=self._join_timeout_s, transfer_timeout_s=self._transfer_timeout_s)
             with self._lock:
                 self._groups[place.name] = group
         finally:
@@ -207,16 +206,17 @@ class Groups:
 
 
 def _join(place: GroupPlace, rank: int, timeout: timedelta) -> distributed.ProcessGroup:
-    store = distributed.TCPStore(
+    store = TCPStore(
         place.address, place.port, place.world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
     )
     # An empty list of ranks: as if it were the default group, which it does not become.
+    group: distributed.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         place.world_size,
         rank,
         [],
         place.backend,
-        distributed.PrefixStore(place.name, store),
+        PrefixStore(place.name, store),
         group_name=distributed_c10d.GroupName(place.name),
         timeout=timeout,
     )

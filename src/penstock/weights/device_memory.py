@@ -24,7 +24,7 @@ def share(named: Mapping[str, Tensor]) -> tuple[DeviceTensors, Tensor]:
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         raise ValueError(f"only tensors of one CUDA device can be shared, not of {sorted(map(str, devices))}")
     flat = flatten(list(named.values()))
-    _, arguments = reduce_tensor(flat)
+    _, arguments = reduce_tensor(flat)  # type: ignore[no-untyped-call]
     device, memory_handle, num_bytes, offset_bytes, _, counter, counter_offset, event, sync = arguments[6:]
     # Whoever opens the handle may use another stream.
     torch.cuda.current_stream(flat.device).synchronize()
@@ -55,7 +55,7 @@ def take(handle: DeviceTensors, *, device: torch.device, max_bytes: int) -> dict
         raise ValueError(f"{total} bytes are announced, but the shared memory holds {handle.num_bytes}")
     index = _index_of(handle.device_uuid)
     try:
-        flat = rebuild_cuda_tensor(
+        flat = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
             Tensor,
             torch.Size([total]),
             (1,),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.types import TensorNames
+from penstock.weights.shared_memory import Layout
 
 
 class Spec(NamedTuple):
@@ -50,6 +51,11 @@ def specs(announced: TensorNames, *, max_bytes: int) -> list[Spec]:
     if (num_bytes := sum(spec.num_bytes for spec in found)) > max_bytes:
         raise ValueError(f"{num_bytes} bytes are announced, but this model takes at most {max_bytes}")
     return found
+
+
+def max_chunk_bytes(layout: Layout) -> int:
+    """More than any sender needs: the whole model in float64, its tied weights under two names."""
+    return 2 * 8 * sum(prod(shape) for shape, _ in layout.values())
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
