@@ -6,7 +6,7 @@ weights; generation stood still for as long as that token came later than others
 from the client, so it holds whatever the server, the socket and the client add.
 
 `one_gb_pause_vs_copy`: in one process, so that both are measured alike: the engine's own clock, from the end of the
-last step under the old weights (1 GB of float32) to the beginning of the first under the new, over the time that a plain
+last step under the old weights (1 GB of float32) to the beginning of the first under the new, over the time a plain
 copy of 1 GB of tensors takes with the same threads, in turns.
 
 `updates_in_a_row`: a server process is updated as fast as it answers while 256 requests are always in flight. Its
