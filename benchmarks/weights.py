@@ -56,7 +56,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 def body(tokens: int, *, stream: bool = False) -> bytes:
     sampling = SamplingBody(max_new_tokens=tokens, ignore_eos=True, temperature=0.0)
-    return encode(GenerateBody(input_ids=PROMPT, sampling_params=sampling, return_text=False, stream=stream))
+    return encode(GenerateBody(input_ids=[*PROMPT], sampling_params=sampling, return_text=False, stream=stream))
 
 
 async def ask(session: aiohttp.ClientSession, tokens: int) -> GenerateReply:

@@ -122,6 +122,16 @@ async def test_a_bucket_that_is_refused_unheard_ends_the_trainers_wait(trainer: 
 
 
 @pytest.mark.integration
+async def test_a_group_that_is_left_ends_what_is_being_received(trainer: TrainerProcess) -> None:
+    groups = make_groups()
+    await joined(trainer, groups)
+    receiving = asyncio.create_task(asyncio.to_thread(groups.receive, announced(SHAPES)))
+    await asyncio.to_thread(groups.leave, "g")
+    with pytest.raises(GroupFailed, match=r"the group was left|no group|is closed"):
+        await receiving
+
+
+@pytest.mark.integration
 async def test_whoever_comes_alone_gives_up(trainer: TrainerProcess) -> None:
     error = await trainer.asked("join", join_timeout_s=0.2, timeout_s=1.0, **trainer.place())
     assert error is not None and "rank 0 waited up to 0.2 s for 1 servers to join group g" in error

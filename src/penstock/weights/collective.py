@@ -55,6 +55,7 @@ class Group:
         self.place, self.rank = place, rank
         self._transfer_timeout_s = transfer_timeout_s
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._failure: str | None = None
         try:
             self._group: distributed.ProcessGroup | None = _join(place, rank, timedelta(seconds=join_timeout_s))
@@ -72,7 +73,7 @@ class Group:
                 raise GroupFailed(f"group {self.place.name} is closed: {self._failure}; make it anew")
             start = time.monotonic()
             try:
-                _broadcast(self._group, tensors, self._transfer_timeout_s)
+                _broadcast(self._group, tensors, self._transfer_timeout_s, self._closing)
             except (RuntimeError, ValueError) as error:
                 holder = f"{self.place.world_size - 1} servers" if self.rank == 0 else "rank 0"
                 seconds = time.monotonic() - start
@@ -81,7 +82,8 @@ class Group:
                 raise GroupFailed(f"{failure}: {_first_line(error)}") from error
 
     def close(self, reason: str = "it was destroyed") -> None:
-        """Leave; whoever waits for this rank is told so."""
+        """Leave; whoever waits for this rank, or in it, is told so."""
+        self._closing.set()
         with self._lock:
             self._leave(reason)
 
@@ -224,7 +226,9 @@ def _join(place: GroupPlace, rank: int, timeout: timedelta) -> distributed.Proce
     return group
 
 
-def _broadcast(group: distributed.ProcessGroup, tensors: Sequence[Tensor], timeout_s: float) -> None:
+def _broadcast(
+    group: distributed.ProcessGroup, tensors: Sequence[Tensor], timeout_s: float, closing: threading.Event
+) -> None:
     options = distributed.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
     options.timeout = timedelta(seconds=timeout_s)
@@ -235,6 +239,8 @@ def _broadcast(group: distributed.ProcessGroup, tensors: Sequence[Tensor], timeo
         while not work.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("the time is up")
+            if closing.is_set():
+                raise RuntimeError("the group was left")
             time.sleep(POLL_S)
         work.wait()
 
