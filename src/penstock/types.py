@@ -352,6 +352,40 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Which tensors a transfer carries, in its order."""
+
+    names: list[str]
+    dtypes: list[str]
+    """As torch spells them: `bfloat16`."""
+    shapes: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTensors(TensorNames):
+    """Tensors that rank 0 of a group broadcasts while the receiver is told of them."""
+
+    group_name: str
+    flat: bool = False
+    """All of them as one broadcast of their bytes, end to end; otherwise one broadcast each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTensors(TensorNames):
+    """Tensors in another process's device memory, their bytes end to end in one allocation; CUDA's IPC fields."""
+
+    device_uuid: str
+    memory_handle: bytes
+    num_bytes: int
+    """Of the storage inside the allocation."""
+    offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
     """What the learner tells the rest of the system after each optimizer step."""
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
 from penstock.config import TinyModelConfig
 from penstock.model.load import load_policy
 from penstock.model.tiny import write_tiny_model
+from penstock.weights.collective import Broadcast, GroupPlace
+from penstock.weights.shared_memory import fingerprint
+from penstock.weights.tensors import buckets
 
 pytestmark = pytest.mark.integration
 
@@ -54,6 +61,49 @@ def test_a_model_directory_is_served_until_a_signal(model: Path) -> None:
             assert done.choices[0].message.content is not None
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 0
+
+
+async def test_a_trainer_broadcasts_weights_to_it_in_chunks(model: Path) -> None:
+    policy = load_policy(model, weights=False, seed=1)
+    named = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = GroupPlace(name="g", address="127.0.0.1", port=listener.getsockname()[1], world_size=2)
+    with served(model) as (process, url):
+        async with aiohttp.ClientSession(url) as session:
+
+            async def post(path: str, given: object) -> tuple[int, Any]:
+                async with session.post(path, json=given) as response:
+                    return response.status, await response.json()
+
+            joining = asyncio.create_task(asyncio.to_thread(Broadcast, place))
+            given = {
+                "master_address": place.address,
+                "master_port": place.port,
+                "rank_offset": 1,
+                "world_size": 2,
+                "group_name": "g",
+                "backend": "gloo",
+            }
+            assert (await post("/init_weights_update_group", given))[0] == 200
+            broadcast = await joining
+            for seq, bucket in enumerate(buckets(named, 10_000)):
+                sending = asyncio.create_task(asyncio.to_thread(broadcast.send, bucket))
+                chunk = {"policy_version": 1, "seq": seq, "group": asdict(broadcast.announce(bucket))}
+                status, reply = await post("/weights/chunk", chunk)
+                assert (status, await sending) == (200, None), reply
+            assert seq > 1 and reply["num_missing"] == 0
+            told = fingerprint(named)
+            status, reply = await post("/weights/commit", {"policy_version": 1, "fingerprint": told})
+            assert (status, reply["fingerprint"]) == (200, told)
+            device = {"device_uuid": "", "memory_handle": "", "ref_counter_handle": "", "event_handle": ""}
+            numbers = {"num_bytes": 0, "offset_bytes": 0, "ref_counter_offset": 0, "event_sync_required": False}
+            tensors = {"names": [], "dtypes": [], "shapes": []}
+            chunk = {"policy_version": 2, "seq": 0, "device": {**device, **numbers, **tensors}}
+            status, reply = await post("/weights/chunk", chunk)
+            assert (status, "need a server on a CUDA device" in reply["error"]["message"]) == (400, True)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, 20) == 0
+    broadcast.close()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 
@@ -17,6 +18,7 @@ from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.update import WeightsUpdate
+from penstock.weights.collective import Groups
 from penstock.weights.shared_memory import describe, fingerprint, layout, receive
 
 
@@ -51,6 +53,7 @@ async def url(runner: EngineRunner) -> AsyncIterator[str]:
     sglang = SGLang(
         runner,
         update,
+        Groups(device=torch.device("cpu"), max_bytes=2**20),
         describe=lambda path, version: describe(path, expected, policy_version=version),
         model_path="tiny",
         model_name="tiny",

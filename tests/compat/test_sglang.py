@@ -211,6 +211,7 @@ async def test_weights_come_by_handle_inside_a_bracket_or_without(
             assert (await post(session, "/begin_weight_update"))[0] == 400
         given = {"handle": dataclasses.asdict(handle), "flush_cache": True}
         assert (await post(session, "/update_weights_from_tensor", given))[1]["success"]
-        assert runner.policy_version == version
+        assert runner.policy_version == 1
     assert (await post(session, "/end_weight_update"))[0] == 200
+    assert runner.policy_version == 2
     assert (await post(session, "/end_weight_update"))[0] == 400

@@ -8,7 +8,9 @@ import pytest
 from tiny_policy import make_engine, make_request, run, until, weights
 
 from penstock.rollout.engine import SlotEngine
-from penstock.rollout.runner import EngineDead, EngineRunner, GenerationFailed, Increment
+from penstock.rollout.failures import EngineDead, GenerationFailed
+from penstock.rollout.generator import Increment
+from penstock.rollout.runner import EngineRunner
 
 LONG = 90
 

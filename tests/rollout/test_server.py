@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 from tiny_policy import make_engine, make_handle, make_request, print_of, receive_seed, run, serve, until
 
+from penstock.rollout.failures import Conflict
 from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.update import Conflict, WeightsUpdate
+from penstock.rollout.update import WeightsUpdate
 from penstock.types import NO_VERSION
 from penstock.weights.shared_memory import fingerprint
 

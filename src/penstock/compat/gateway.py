@@ -3,8 +3,8 @@
 The key is the API key, or a part of the base URL (`/s/KEY/v1`) for agents that have only that. What an agent asks there
 becomes the turns of its episode. The same prompt again gets the same answer, also while that is still being generated:
 an SDK that retries draws no second sample. Sampling is the run's own (its temperature is part of what is trained):
-temperature, top_p, seed and the like are not the agent's to choose here, and a stop string, a second choice or a penalty
-is refused. Requests after the episode's end get 410.
+temperature, top_p, seed and the like are not the agent's to choose here, and a stop string, a second choice or a
+penalty is refused. Requests after the episode's end get 410.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from penstock.compat.openai import OpenAI, refuse
 from penstock.envs.agents import Conversation, Over, Said
 from penstock.model.chat import ChatTokenizer
 from penstock.rollout.app import App
+from penstock.rollout.generator import OnTokens, Scored
 from penstock.rollout.http import Refused
 from penstock.rollout.keys import Keys
-from penstock.rollout.request import GenerateRequest, OnTokens, SamplingParams
+from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.types import Endpoint, Segment
 
 REMEMBERED_KEYS = 65_536
@@ -109,7 +110,7 @@ class Session:
         """Raise ValueError: prompts are answered here, not scored."""
         raise ValueError("prompts are not scored in an episode")
 
-    async def score(self, prompt_ids: list[int]) -> tuple[list[float], Sequence[int]]:
+    async def score(self, prompt_ids: list[int]) -> Scored:
         raise ValueError("prompts are not scored in an episode")
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:

@@ -23,6 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from penstock.rollout import wire
 from penstock.rollout.answers import Answers, Growing
 from penstock.rollout.convert import Answer, Asked, answer_text, finish_reason, read_requests, version_header
+from penstock.rollout.generator import Generator
 from penstock.rollout.http import (
     EXPECTED,
     LAST_EVENT,
@@ -35,7 +36,6 @@ from penstock.rollout.http import (
     status_of,
     unless_gone,
 )
-from penstock.rollout.runner import EngineRunner
 from penstock.rollout.text import Tokenizer
 from penstock.types import Segment
 
@@ -189,9 +189,9 @@ class OpenAIError(Struct, kw_only=True):
 class OpenAI:
     """The endpoints."""
 
-    def __init__(self, runner: EngineRunner, tokenizer: ChatTemplate, *, model_name: str) -> None:
-        self._runner, self._tokenizer, self._model_name = runner, tokenizer, model_name
-        self._answers = Answers(runner, tokenizer)
+    def __init__(self, generator: Generator, tokenizer: ChatTemplate, *, model_name: str) -> None:
+        self._generator, self._tokenizer, self._model_name = generator, tokenizer, model_name
+        self._answers = Answers(generator, tokenizer)
         self._started = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -246,7 +246,7 @@ class OpenAI:
             ids = self._rendered(body)
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if max_tokens is None:
-            max_tokens = max(self._runner.engine.max_context - len(ids), 1)
+            max_tokens = max(self._generator.max_context - len(ids), 1)
         generate = _generate_body(body, max_tokens, top_logprobs=body.top_logprobs, wanted=bool(body.logprobs))
         generate.input_ids = list(ids)
         return await self._answer(request, body, generate, Chat(self._tokenizer))
@@ -310,7 +310,7 @@ class OpenAI:
             id=self._model_name,
             created=self._started,
             root=self._model_name,
-            max_model_len=self._runner.engine.max_context,
+            max_model_len=self._generator.max_context,
         )
 
 

@@ -2,6 +2,11 @@
 
 Where SGLang asserts, hangs or answers late, this answers: `/health_generate` at once while paused, brackets that close
 themselves, updates that leave the old weights if anything is wrong with the new ones.
+
+Buckets of weights, from a group or by handle, are staged while the old weights serve. Inside a bracket all of them take
+effect at `/end_weight_update`; without one, as soon as every weight of the model has come. Clients may label every
+bucket, the last one, or none: new weights then get the next number, so that no two sets of weights share one, and
+`/update_weight_version` may give them a higher one later. A label never goes back.
 """
 
 from __future__ import annotations
@@ -23,16 +28,15 @@ from penstock.deadline import deadline
 from penstock.rollout.http import HANDLE_FORMAT, Refused, Route, answer, error_object, read_body
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.update import WeightsUpdate
-from penstock.types import NO_VERSION, WeightsHandle
+from penstock.rollout.update import Served, Staged, WeightsUpdate
+from penstock.types import NO_VERSION, GroupTensors, WeightsHandle
+from penstock.weights.collective import GroupPlace, Groups
 
 CONTROL_TIMEOUT_S = 60.0
 """For the engine to end its step."""
 MAX_FLUSH_WAIT_S = 3600.0
 PROBE_TIMEOUT_S = 20.0
 MAX_ROWS = 1000
-BRACKET_S = 600.0
-"""Between the begin and the end of a weight update."""
 
 
 Seconds = Annotated[float, Meta(ge=0, le=MAX_FLUSH_WAIT_S)]
@@ -77,6 +81,43 @@ class FromTensorBody(Struct, kw_only=True):
     flush_cache: bool = True
 
 
+class InitGroupBody(Struct, kw_only=True):
+    """The request of `/init_weights_update_group`. This server is rank `rank_offset`; rank 0 broadcasts."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class DestroyGroupBody(Struct, kw_only=True):
+    """The request of `/destroy_weights_update_group`."""
+
+    group_name: str = "weight_update_group"
+
+
+class FromDistributedBody(Struct, kw_only=True):
+    """The request of `/update_weights_from_distributed`: one bucket, broadcast while this call is in flight."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | int | None = None
+    load_format: Literal["flattened_bucket"] | None = None
+
+
+class VersionBody(Struct, kw_only=True):
+    """The request of `/update_weight_version`."""
+
+    new_version: str | int
+    abort_all_requests: bool = True
+
+
 class WeightsByNameBody(Struct, kw_only=True):
     """The request of `/get_weights_by_name`."""
 
@@ -91,15 +132,16 @@ class SGLang:
         self,
         runner: EngineRunner,
         update: WeightsUpdate,
+        groups: Groups,
         *,
         describe: Callable[[Path, int], WeightsHandle],
         model_path: str,
         model_name: str,
     ) -> None:
         """`describe` makes the handle of a model directory, to be served under a policy_version; in a thread."""
-        self._runner, self._update, self._describe = runner, update, describe
+        self._runner, self._update, self._groups, self._describe = runner, update, groups, describe
         self._model_path, self._model_name = model_path, model_name
-        self._bracket: asyncio.TimerHandle | None = None
+        self._bracket: Staged | None = None
 
     def routes(self) -> list[Route]:
         change = partial(Route, methods=["POST"], reply=Outcome, error=dict[str, Any])
@@ -116,6 +158,10 @@ class SGLang:
             change("/end_weight_update", endpoint=self.end),
             change("/update_weights_from_disk", endpoint=self.update_from_disk, body=FromDiskBody),
             change("/update_weights_from_tensor", endpoint=self.update_from_tensor, body=FromTensorBody),
+            change("/init_weights_update_group", endpoint=self.init_group, body=InitGroupBody),
+            change("/destroy_weights_update_group", endpoint=self.destroy_group, body=DestroyGroupBody),
+            change("/update_weights_from_distributed", endpoint=self.update_from_distributed, body=FromDistributedBody),
+            change("/update_weight_version", endpoint=self.update_version, body=VersionBody),
             Route("/get_weights_by_name", ["GET", "POST"], self.weights_by_name, body=WeightsByNameBody, reply=list),
         ]
 
@@ -205,33 +251,42 @@ class SGLang:
         return answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def begin(self, request: Request) -> Response:
-        """Opens a bracket. Clients that know none need none; one that is left open closes itself."""
+        """Opens a bracket. Clients that know none need none; one that is left open closes itself, and ends the pause
+        it was opened under."""
         await read_body(request, BeginBody)
-        if self._bracket is not None:
+        if self._update.is_open(self._bracket):
             return _outcome(False, "a weight update has already begun")
-        self._bracket = asyncio.get_running_loop().call_later(BRACKET_S, self._close_bracket)
+        self._bracket = await self._update.open()
         return _outcome(True, "begun")
 
     async def end(self, request: Request) -> Response:
-        if self._bracket is None:
-            return _outcome(False, "no weight update has begun, or it was left open too long")
-        self._close_bracket()
-        return _outcome(True, "ended")
-
-    def _close_bracket(self) -> None:
-        if self._bracket is not None:
-            self._bracket.cancel()
-            self._bracket = None
+        """Serves what came inside the bracket, or refuses it as a whole; either way the bracket is closed."""
+        bracket, self._bracket = self._bracket, None
+        if bracket is None or not self._update.is_open(bracket):
+            return _outcome(False, "no weight update has begun, or it was left open too long, or another replaced it")
+        try:
+            served = await self._update.finish(bracket)
+        except ValueError as error:
+            return _outcome(False, str(error))
+        return _outcome(True, "ended" if served is None else _serving(served))
 
     async def update_from_disk(self, request: Request) -> Response:
-        """A whole model directory; if anything about it is wrong, the old weights go on serving."""
+        """A whole model directory, served at once; if anything about it is wrong, the old weights go on serving."""
         body = await read_body(request, FromDiskBody)
         try:
+            if self._update.is_open(self._bracket):
+                raise ValueError("a weight update has begun: end it before weights come from disk")
             version = self._version(body.weight_version)
-            handle = await asyncio.to_thread(self._describe, Path(body.model_path), version)
+            handle = await asyncio.to_thread(self._read_directory, Path(body.model_path), version)
             return await self._serve(handle, abort=body.abort_all_requests)
         except ValueError as error:
             return _outcome(False, str(error))
+
+    def _read_directory(self, path: Path, version: int) -> WeightsHandle:
+        try:
+            return self._describe(path, version)
+        except OSError as error:
+            raise ValueError(f"cannot read the weights: {error}") from error
 
     async def update_from_tensor(self, request: Request) -> Response:
         body = await read_body(request, FromTensorBody)
@@ -240,7 +295,13 @@ class SGLang:
         try:
             if body.weight_version is not None and self._version(body.weight_version) != body.handle.policy_version:
                 raise ValueError(f"weight_version {body.weight_version} is not the handle's policy_version")
-            return await self._serve(body.handle, abort=body.abort_all_requests)
+            if not self._update.is_open(self._bracket):
+                return await self._serve(body.handle, abort=body.abort_all_requests)
+            await self._update.begin(body.handle)
+            self._bracket = self._update.staged
+            if body.abort_all_requests:
+                self._runner.abort_all()
+            return _outcome(True, f"staged weight_version {body.handle.policy_version}")
         except ValueError as error:
             return _outcome(False, str(error))
 
@@ -249,9 +310,69 @@ class SGLang:
         if abort:
             self._runner.abort_all()
         served = await self._update.commit(handle.policy_version)
-        return answer(
-            {"success": True, "message": f"serving weight_version {served.policy_version}", "num_paused_requests": 0}
+        return answer({"success": True, "message": _serving(served), "num_paused_requests": 0})
+
+    async def init_group(self, request: Request) -> Response:
+        """Answered once every rank is there. A bucket of an earlier sender is forgotten."""
+        body = await read_body(request, InitGroupBody)
+        place = GroupPlace(
+            name=body.group_name,
+            address=body.master_address,
+            port=body.master_port,
+            world_size=body.world_size,
+            backend=body.backend,
         )
+        try:
+            await asyncio.to_thread(self._groups.join, place, body.rank_offset)
+        except ValueError as error:
+            return _outcome(False, str(error))
+        if not self._update.is_open(self._bracket):
+            await self._update.abort()
+        return _outcome(True, f"joined group {body.group_name} as rank {body.rank_offset} of {body.world_size}")
+
+    async def destroy_group(self, request: Request) -> Response:
+        body = await read_body(request, DestroyGroupBody)
+        try:
+            await asyncio.to_thread(self._groups.leave, body.group_name)
+        except ValueError as error:
+            return _outcome(False, str(error))
+        return _outcome(True, f"left group {body.group_name}")
+
+    async def update_from_distributed(self, request: Request) -> Response:
+        """Received first and judged then, so that the ranks stay in step whatever is wrong with the bucket."""
+        body = await read_body(request, FromDistributedBody)
+        announced = GroupTensors(
+            group_name=body.group_name,
+            names=body.names,
+            dtypes=body.dtypes,
+            shapes=body.shapes,
+            flat=body.load_format == "flattened_bucket",
+        )
+        try:
+            received = await asyncio.to_thread(self._groups.receive, announced)
+            version = None if body.weight_version is None else self._version(body.weight_version)
+            staged = await self._update.add(received, policy_version=version)
+            if body.abort_all_requests:
+                self._runner.abort_all()
+            missing = len(self._update.missing(staged))
+            if staged.bracketed or missing:
+                return _outcome(True, f"staged; {missing} weights have not come yet")
+            served = await self._update.finish(staged)
+        except ValueError as error:
+            return _outcome(False, str(error))
+        return _outcome(True, "nothing to serve" if served is None else _serving(served))
+
+    async def update_version(self, request: Request) -> Response:
+        """What came last is this version: what is served, or inside a bracket, what it will serve."""
+        body = await read_body(request, VersionBody)
+        try:
+            version = self._version(body.new_version)
+            if body.abort_all_requests:
+                self._runner.abort_all()
+            await self._update.rename(version)
+        except ValueError as error:
+            return _outcome(False, str(error))
+        return answer({"success": True, "message": f"weight_version is {version}", "new_version": str(version)})
 
     def _version(self, label: str | int | None) -> int:
         """SGLang's labels are any text; a policy_version is a number that only grows."""
@@ -265,16 +386,21 @@ class SGLang:
     async def weights_by_name(self, request: Request) -> Response:
         """The first rows of a parameter, to verify an update with."""
         body = await read_body(request, WeightsByNameBody)
-        parameter = self._runner.engine.parameters().get(body.name)
-        if parameter is None:
-            raise Refused(400, f"the model has no parameter {body.name!r}")
         if not 0 <= body.truncate_size <= MAX_ROWS:
             raise ValueError(f"truncate_size must be between 0 and {MAX_ROWS}, not {body.truncate_size}")
-        return answer(parameter.detach()[: body.truncate_size].float().cpu().tolist())
+        if body.name not in self._runner.engine.parameters():
+            raise Refused(400, f"the model has no parameter {body.name!r}")
+        async with deadline(CONTROL_TIMEOUT_S, waiter="server", resource="a parameter", holder="the engine"):
+            rows = await self._runner.first_rows(body.name, body.truncate_size)
+        return answer(await asyncio.to_thread(lambda: rows.float().cpu().tolist()))
 
 
 def _outcome(success: bool, message: str) -> Response:
     return answer(Outcome(success=success, message=message), 200 if success else 400)
+
+
+def _serving(served: Served) -> str:
+    return f"serving weight_version {served.policy_version}"
 
 
 def _seconds(text: str) -> float:

@@ -19,9 +19,12 @@ from penstock.rollout.engine import SlotEngine
 from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
-from penstock.rollout.update import WeightsUpdate
-from penstock.types import NO_VERSION
+from penstock.rollout.update import Chunk, Tensors, WeightsUpdate
+from penstock.types import NO_VERSION, GroupTensors
+from penstock.weights.collective import Groups
+from penstock.weights.device_memory import take
 from penstock.weights.shared_memory import describe, fingerprint, layout, receive
+from penstock.weights.tensors import max_chunk_bytes
 
 
 def make_engine(config: Config, directory: Path, *, weights: bool) -> SlotEngine:
@@ -39,11 +42,19 @@ def make_engine(config: Config, directory: Path, *, weights: bool) -> SlotEngine
 def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity: Identity, model_name: str) -> App:
     """Our own paths, SGLang's and OpenAI's in front of one engine."""
     tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
+    device, max_bytes = runner.engine.model.device, max_chunk_bytes(expected)
+    groups = Groups(device=device, max_bytes=max_bytes)
 
-    update = WeightsUpdate(runner, lambda handle: receive(handle, expected), fingerprint)
+    def receive_chunk(chunk: Chunk) -> Tensors:
+        if isinstance(chunk, GroupTensors):
+            return groups.receive(chunk)
+        return take(chunk, device=device, max_bytes=max_bytes)
+
+    update = WeightsUpdate(runner, lambda handle: receive(handle, expected), fingerprint, receive_chunk)
     sglang = SGLang(
         runner,
         update,
+        groups,
         describe=lambda path, version: describe(path, expected, policy_version=version),
         model_path=str(directory),
         model_name=model_name,

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.rollout.convert import Answer, Asked
+from penstock.rollout.generator import Generator, Increment, OnTokens
 from penstock.rollout.http import Refused
-from penstock.rollout.runner import EngineRunner, Increment, OnTokens
 from penstock.rollout.text import GrowingText, Tokenizer
 from penstock.types import NO_VERSION, Segment
 
@@ -56,25 +56,25 @@ class Growing:
 
 
 class Answers:
-    """Asks the engine."""
+    """Asks whoever generates."""
 
-    def __init__(self, runner: EngineRunner, tokenizer: Tokenizer | None) -> None:
-        self._runner = runner
+    def __init__(self, generator: Generator, tokenizer: Tokenizer | None) -> None:
+        self._generator = generator
         self._tokenizer = tokenizer
 
     def check(self, all_asked: Sequence[Asked]) -> None:
         """Refuse what cannot be served, before anything is begun."""
-        if self._runner.policy_version == NO_VERSION:
+        if self._generator.policy_version == NO_VERSION:
             raise Refused(503, "no weights have been loaded yet")
         rids = [asked.rid for asked in all_asked]
         for rid, count in Counter(rids).items():
-            if count > 1 or self._runner.serves(rid):
+            if count > 1 or self._generator.serves(rid):
                 raise ValueError(f"request {rid} is already being served")
         for asked in all_asked:
             if asked.request is None:
-                self._runner.engine.check_prompt(asked.prompt_ids)
+                self._generator.check_prompt(asked.prompt_ids)
             else:
-                self._runner.engine.check(asked.request)
+                self._generator.check(asked.request)
 
     async def give(self, all_asked: Sequence[Asked]) -> list[Answer]:
         """One per prompt, in order."""
@@ -123,8 +123,8 @@ class Answers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give(self, asked: Asked, on_tokens: OnTokens | None = None) -> Answer:
-        scores = (None, ()) if asked.scored_from is None else await self._runner.score(asked.prompt_ids)
+        scores = (None, ()) if asked.scored_from is None else await self._generator.score(asked.prompt_ids)
         if asked.request is None:
             nothing = Segment(token_ids=[], logprobs=[], spans=[], finish_reason="length")
             return Answer(asked, [nothing] * asked.num_samples, *scores)
-        return Answer(asked, await self._runner.generate(asked.request, on_tokens), *scores)
+        return Answer(asked, await self._generator.generate(asked.request, on_tokens), *scores)

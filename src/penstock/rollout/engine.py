@@ -194,6 +194,10 @@ class SlotEngine:
         """The model's weights by name, tied ones once: what an update must provide."""
         return dict(self.model.named_parameters())
 
+    def tied_names(self) -> set[str]:
+        """Further names of weights that `parameters` has already."""
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self.parameters().keys()
+
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> None:
         """Copy new weights in; nothing is touched unless all of them fit. Running sequences continue."""
@@ -205,6 +209,14 @@ class SlotEngine:
             sequence.close_span(self.policy_version)
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
+        self.policy_version = policy_version
+
+    def rename_weights(self, policy_version: int) -> None:
+        """The weights that are held are `policy_version`, from the next token on. It never goes back."""
+        if policy_version < self.policy_version:
+            raise ValueError(f"policy_version {policy_version} is older than {self.policy_version}")
+        for sequence in self._rows.sequences:
+            sequence.close_span(self.policy_version)
         self.policy_version = policy_version
 
     def _forward(self, num_decode: int, admissions: list[Admission]) -> tuple[list[int], list[float]]:

@@ -12,8 +12,7 @@ from starlette.responses import Response
 
 from penstock.deadline import Stalled
 from penstock.rollout import wire
-from penstock.rollout.runner import EngineDead, GenerationFailed
-from penstock.rollout.update import Conflict
+from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed
 
 MAX_BODY_BYTES = 16 * 2**20
 HANDLE_FORMAT = (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from penstock.rollout.busy import BusyMeter
 from penstock.rollout.costs import StepCosts
 from penstock.rollout.durations import Durations
 from penstock.rollout.engine import Finished, SlotEngine
+from penstock.rollout.failures import EngineDead, GenerationFailed
+from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.rows import Sequence as Sample
 from penstock.types import BusySpan, Segment, UpdateMode
@@ -35,33 +37,6 @@ STOP_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
 Command = Callable[[], None]
-
-
-class EngineDead(RuntimeError):
-    """The engine's thread has ended; `__cause__` says why."""
-
-
-class GenerationFailed(RuntimeError):
-    """The engine could not finish this request, though it serves on."""
-
-
-class Increment(NamedTuple):
-    """What a sample of a running request has grown by."""
-
-    sample: int
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[float, int]]] | None
-
-
-class Scored(NamedTuple):
-    """Log-probabilities of a prompt's tokens, and which versions computed the first and the last of them."""
-
-    logprobs: list[float]
-    versions: tuple[int, ...]
-
-
-OnTokens = Callable[[list[Increment]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +61,8 @@ class EngineRunner:
         """From a request to its whole answer, and to its first token."""
         self.num_prompt_tokens = self.num_weight_updates = self.num_aborted = 0
         """Prompt tokens computed, weights loaded, requests that were ended early: so far."""
+        self.num_pauses = 0
+        """How often a pause was asked for: tells one from the next."""
         self._meter = BusyMeter(process, partial(compute_seconds, engine.model.device))
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._requests: dict[str, Pending] = {}
@@ -114,6 +91,19 @@ class EngineRunner:
     def num_generated_tokens(self) -> int:
         """Since the engine was built."""
         return self.engine.num_generated_tokens
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.engine.max_context
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise ValueError if the request cannot be served."""
+        self.engine.check(request)
+
+    def check_prompt(self, prompt_ids: list[int]) -> None:
+        """Raise ValueError for a prompt that cannot be computed."""
+        self.engine.check_prompt(prompt_ids)
 
     def drain_spans(self) -> list[BusySpan]:
         """Busy intervals since the last call."""
@@ -189,6 +179,17 @@ class EngineRunner:
 
         await self._between_steps(load, drained=mode == "drain")
 
+    async def rename_weights(self, policy_version: int) -> None:
+        """What is held is `policy_version`. ValueError if that is older than what it was called so far."""
+        await self._between_steps(partial(self.engine.rename_weights, policy_version))
+
+    async def first_rows(self, name: str, count: int) -> torch.Tensor:
+        """A copy of the first rows of a parameter, as it is between two steps. KeyError if there is none."""
+        parameter = self.engine.parameters()[name].detach()
+        found: list[torch.Tensor] = []
+        await self._between_steps(lambda: found.append((parameter[:count] if parameter.ndim else parameter).clone()))
+        return found[0]
+
     async def drained(self, timeout_s: float) -> bool:
         """Whether every request of now has ended, at the latest after so long."""
         results = [pending.result for pending in self._requests.values()]
@@ -220,6 +221,7 @@ class EngineRunner:
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating between two steps; what comes later waits. `abort` ends all requests with what they have,
         `in_place` keeps their keys and values, `retract` has them computed again later."""
+        self.num_pauses += 1
 
         def pause() -> None:
             if mode == "abort":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -59,3 +59,21 @@ def check_tensors(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, 
         if tensors[name].shape != parameter.shape:
             given, expected = tuple(tensors[name].shape), tuple(parameter.shape)
             raise ValueError(f"weight {name} has shape {given} instead of {expected}")
+
+
+def fit_tensors(
+    parameters: Mapping[str, torch.Tensor], tied: Collection[str], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Some of the model's weights, in the dtype it keeps them in; further names of `tied` weights are left out. Raises
+    ValueError for a name or a shape that the model does not have."""
+    fitted = {}
+    for name, tensor in tensors.items():
+        if name in tied:
+            continue
+        if name not in parameters:
+            raise ValueError(f"weight {name} is unknown to the model")
+        if tensor.shape != parameters[name].shape:
+            given, expected = tuple(tensor.shape), tuple(parameters[name].shape)
+            raise ValueError(f"weight {name} has shape {given} instead of {expected}")
+        fitted[name] = tensor.to(parameters[name].dtype)
+    return fitted

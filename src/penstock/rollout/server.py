@@ -47,7 +47,7 @@ from penstock.rollout.metrics import ServerMetrics
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.schema import openapi
 from penstock.rollout.text import Tokenizer
-from penstock.rollout.update import WeightsUpdate
+from penstock.rollout.update import Served, WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
 
 MEMORY_TIMEOUT_S = 60.0
@@ -137,6 +137,7 @@ class RolloutServer:
             Route("/health", ["GET"], self.health, "everybody", reply=wire.Health),
             Route("/ready", ["GET"], self.ready, "generation", reply=wire.Ready, error=dict[str, Any]),
             Route("/weights/begin", ["POST"], self.begin_weights, body=WeightsHandle, reply=wire.WeightsReply),
+            Route("/weights/chunk", ["POST"], self.take_chunk, body=wire.ChunkBody, reply=wire.ChunkReply),
             Route("/weights/commit", ["POST"], self.commit_weights, body=wire.CommitBody, reply=wire.WeightsReply),
             Route("/weights/abort", ["POST"], self.abort_weights, reply=wire.MemoryReply),
             Route(
@@ -225,12 +226,29 @@ class RolloutServer:
             handle = await read_body(request, WeightsHandle)
         except msgspec.DecodeError as error:
             raise Refused(400, f"{HANDLE_FORMAT} ({error})") from None
-        return _answer_weights("staged", await self._update.begin(handle))
+        begun = await self._update.begin(handle)
+        return _answer_weights("staged", Served(begun.policy_version, begun.fingerprint))
+
+    async def take_chunk(self, request: Request) -> Response:
+        """Answered once the chunk is there. A group's chunk is broadcast while this call is in flight."""
+        body = await read_body(request, wire.ChunkBody)
+        source = body.group or body.device
+        if source is None or (body.group and body.device):
+            raise ValueError("a chunk comes by exactly one way: `group` or `device`")
+        staged = await self._update.chunk(body.policy_version, body.seq, source)
+        return answer(
+            wire.ChunkReply(
+                policy_version=body.policy_version,
+                chunks=sorted(staged.chunks),
+                num_missing=len(self._update.missing(staged)),
+            )
+        )
 
     async def commit_weights(self, request: Request) -> Response:
         """Serves what has been staged."""
         body = await read_body(request, wire.CommitBody)
-        return _answer_weights("committed", await self._update.commit(body.policy_version, mode=body.mode))
+        update = self._update.commit(body.policy_version, mode=body.mode, fingerprint=body.fingerprint)
+        return _answer_weights("committed", await update)
 
     async def abort_weights(self, request: Request) -> Response:
         """Forgets what has been staged."""
@@ -257,5 +275,7 @@ def _check_tags(body: wire.MemoryBody) -> None:
         raise ValueError(f"only the memory tagged kv_cache can be released, not {', '.join(body.tags) or 'nothing'}")
 
 
-def _answer_weights(state: str, handle: WeightsHandle) -> Response:
-    return answer(wire.WeightsReply(state=state, policy_version=handle.policy_version, fingerprint=handle.fingerprint))
+def _answer_weights(state: str, weights: Served) -> Response:
+    return answer(
+        wire.WeightsReply(state=state, policy_version=weights.policy_version, fingerprint=weights.fingerprint)
+    )

@@ -1,110 +1,283 @@
-"""Weights updates as transactions: begin (map and verify, while generation goes on), then commit or abort.
+"""Weights updates as transactions: the new is staged and verified while generation goes on, then committed or dropped.
 
-Every call may be repeated. Nothing is served that was not verified, and a policy_version never goes back.
+It comes whole, as a handle (`begin`), or in chunks that accumulate (`chunk`, `add`) until every weight of the model is
+there. Calls under a policy_version may be repeated. Nothing is served that was not verified, the served weights stay
+whole until a commit, and a policy_version never goes back. What nobody goes on with is dropped when its lease ends; a
+pause that it was made under ends then too, since whoever paused is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from penstock.deadline import deadline
+from penstock.rollout.failures import Conflict
 from penstock.rollout.runner import EngineRunner
-from penstock.types import UpdateMode, WeightsHandle
+from penstock.rollout.served import fit_tensors
+from penstock.types import NO_VERSION, DeviceTensors, GroupTensors, UpdateMode, WeightsHandle
 
 RECEIVE_TIMEOUT_S = 300.0
-"""For mapping and verifying one set of weights, from a cold disk if need be."""
+"""For mapping and verifying one set of weights, from a cold disk if need be; or for one chunk."""
 LOAD_TIMEOUT_S = 60.0
 """For the engine to end its step and copy."""
 LEASE_S = 600.0
-"""Between begin and commit."""
+"""Between two calls of an update."""
 DRAIN_TIMEOUT_S = 1800.0
 """For running samples to end."""
 
-Receive = Callable[[WeightsHandle], Mapping[str, torch.Tensor]]
-Fingerprint = Callable[[Mapping[str, torch.Tensor]], str]
+Tensors = Mapping[str, torch.Tensor]
+Chunk = GroupTensors | DeviceTensors
+Receive = Callable[[WeightsHandle], Tensors]
+ReceiveChunk = Callable[[Chunk], Tensors]
+Fingerprint = Callable[[Tensors], str]
 
 
-class Conflict(ValueError):
-    """The call does not fit the state of the transaction."""
+class Served(NamedTuple):
+    """What a commit put in place."""
+
+    policy_version: int
+    fingerprint: str
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """What is there of an update."""
+
+    policy_version: int | None
+    """None until somebody names it."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    fingerprint: str | None = None
+    """Of a handle, which was verified against it."""
+    chunks: set[int] = field(default_factory=set)
+    """Sequence numbers of what has come."""
+    bracketed: bool = False
+    """Served when its sender says so, not as soon as it is whole."""
+    pause: int | None = None
+    """Under which pause it was made."""
+
+
+def refuse_chunks(chunk: Chunk) -> Tensors:
+    """A server without transports."""
+    raise ValueError("this server takes weights by handle only")
 
 
 class WeightsUpdate:
-    """The state of the one transaction a server may have open. A later `begin` replaces an earlier one."""
+    """The state of the one update a server may have open. A later one replaces an earlier one."""
 
-    def __init__(self, runner: EngineRunner, receive: Receive, fingerprint: Fingerprint) -> None:
+    def __init__(
+        self,
+        runner: EngineRunner,
+        receive: Receive,
+        fingerprint: Fingerprint,
+        receive_chunk: ReceiveChunk = refuse_chunks,
+    ) -> None:
         """`fingerprint`: of named weights, as publishers compute it."""
         self._runner = runner
         self._receive = receive
+        self._receive_chunk = receive_chunk
         self._fingerprint = fingerprint
         self._lock = asyncio.Lock()
-        self._staged: tuple[WeightsHandle, Mapping[str, torch.Tensor]] | None = None
+        self._staged: Staged | None = None
         self._lease: asyncio.TimerHandle | None = None
-        self._served: WeightsHandle | None = None
+        self._lease_s = LEASE_S
+        self._ending_pause: asyncio.Task[None] | None = None
+        self._served: Served | None = None
+
+    @property
+    def staged(self) -> Staged | None:
+        """What is there of the open update."""
+        return self._staged
 
     async def begin(self, handle: WeightsHandle, *, lease_s: float = LEASE_S) -> WeightsHandle:
         """Map and verify `handle` in a thread. Conflict unless it is newer than what is served. What is not committed
         within the lease is forgotten, as if it had been aborted."""
         async with self._lock:
-            if _same(handle, self._served) or (self._staged and _same(handle, self._staged[0])):
+            if self._is_known(handle):
                 return handle
-            if handle.policy_version <= self._runner.policy_version:
-                raise Conflict(
-                    f"policy_version {handle.policy_version} is not newer than "
-                    f"{self._runner.policy_version}, which is being served"
-                )
-            self._staged = None
+            self._check_newer(handle.policy_version)
+            self._stage(None)
             async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=handle.path, holder="its storage"):
-                self._staged = (handle, await asyncio.to_thread(self._map, handle))
-            self._renew(lease_s)
+                tensors = dict(await asyncio.to_thread(self._map, handle))
+            self._stage(Staged(handle.policy_version, tensors, handle.fingerprint), lease_s)
             return handle
 
-    def _renew(self, lease_s: float) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-        self._lease = asyncio.get_running_loop().call_later(lease_s, self._expire)
+    def _is_known(self, handle: WeightsHandle) -> bool:
+        known = (handle.policy_version, handle.fingerprint)
+        return known == self._served or (
+            self._staged is not None and known == (self._staged.policy_version, self._staged.fingerprint)
+        )
 
-    def _expire(self) -> None:
-        if not self._lock.locked():  # else it is being committed or replaced
-            self._staged = None
-
-    def _map(self, handle: WeightsHandle) -> Mapping[str, torch.Tensor]:
+    def _map(self, handle: WeightsHandle) -> Tensors:
         try:
             return self._receive(handle)
         except OSError as error:
             raise ValueError(f"cannot read the weights: {error}") from error
 
-    async def commit(self, policy_version: int, *, mode: UpdateMode = "in_place") -> WeightsHandle:
-        """Serve the staged weights from the next decode step on, or when what runs has ended (`drain`). Returns the
-        handle of what is served, with the fingerprint of what the engine really holds."""
+    async def chunk(self, policy_version: int, seq: int, source: Chunk) -> Staged:
+        """Receive one part of `policy_version`, in a thread, unless it is there already. Conflict unless that is newer
+        than what is served. Returns the update."""
+        async with self._lock:
+            self._check_newer(policy_version)
+            staged = self._staged
+            if staged is None or staged.fingerprint is not None or staged.policy_version != policy_version:
+                staged = Staged(policy_version)
+                self._stage(staged)
+            if seq not in staged.chunks:
+                async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=f"chunk {seq}", holder="its sender"):
+                    received = await asyncio.to_thread(self._receive_chunk, source)
+                staged.tensors |= await self._fit(received)
+                staged.chunks.add(seq)
+            self._stage(staged)
+            return staged
+
+    async def open(self, *, lease_s: float = LEASE_S) -> Staged:
+        """An update whose parts come by `add`, and which is served at `finish`."""
+        async with self._lock:
+            staged = Staged(None, bracketed=True)
+            self._stage(staged, lease_s)
+            return staged
+
+    async def add(self, tensors: Tensors, *, policy_version: int | None = None) -> Staged:
+        """Part of the open update, or of one that is opened here and whole as soon as every weight is there. Such a one
+        starts over when a weight comes again or its policy_version changes: its sender has. Returns the update."""
+        async with self._lock:
+            if policy_version is not None:
+                self._check_newer(policy_version)
+            fitted = await self._fit(tensors)
+            staged = self._staged
+            if staged is None or staged.fingerprint is not None or self._starts_over(staged, fitted, policy_version):
+                staged = Staged(None, bracketed=staged is not None and staged.bracketed)
+            if policy_version is not None:
+                staged.policy_version = policy_version
+            staged.tensors |= fitted
+            self._stage(staged)
+            return staged
+
+    def _starts_over(self, staged: Staged, fitted: Tensors, policy_version: int | None) -> bool:
+        if staged.bracketed:
+            return False
+        renamed = policy_version is not None and staged.policy_version not in (None, policy_version)
+        return renamed or not staged.tensors.keys().isdisjoint(fitted)
+
+    async def _fit(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        engine = self._runner.engine
+        return await asyncio.to_thread(fit_tensors, engine.parameters(), engine.tied_names(), tensors)
+
+    def missing(self, staged: Staged) -> list[str]:
+        """The weights that have not come yet."""
+        return sorted(self._runner.engine.parameters().keys() - staged.tensors.keys())
+
+    def is_open(self, staged: Staged | None) -> bool:
+        """Whether this update has neither been committed, replaced nor dropped."""
+        return staged is not None and staged is self._staged
+
+    async def finish(self, staged: Staged) -> Served | None:
+        """Serve the open update, under the next policy_version unless it has one; None if there is nothing in it.
+        Whatever the outcome, it is closed then. Conflict if it is not open, or not whole."""
+        async with self._lock:
+            if not self.is_open(staged):
+                raise Conflict("the update is no longer open")
+            try:
+                if not staged.tensors:
+                    return None
+                if staged.policy_version is None:
+                    staged.policy_version = self._runner.policy_version + 1
+                return await self._commit(staged, staged.policy_version, "in_place")
+            finally:
+                self._stage(None)
+
+    async def commit(
+        self, policy_version: int, *, mode: UpdateMode = "in_place", fingerprint: str | None = None
+    ) -> Served:
+        """Serve what is staged from the next decode step on, or when what runs has ended (`drain`). What came in chunks
+        must be whole, and have the `fingerprint` if one is given. Returns what is served, with the fingerprint of what
+        the engine really holds."""
         async with self._lock:
             if self._served is not None and self._served.policy_version == policy_version:
                 return self._served
-            if self._staged is None or self._staged[0].policy_version != policy_version:
-                staged = "nothing" if self._staged is None else f"policy_version {self._staged[0].policy_version}"
-                raise Conflict(f"commit of policy_version {policy_version}, but {staged} is staged")
-            if mode == "drain" and self._runner.engine.paused:
-                raise Conflict("generation is paused: what runs cannot end; continue, or commit in another mode")
-            handle, tensors = self._staged
-            if self._runner.policy_version != policy_version:  # else an earlier commit ran out of time, but took effect
-                seconds = DRAIN_TIMEOUT_S if mode == "drain" else LOAD_TIMEOUT_S
-                async with deadline(seconds, waiter="server", resource="a weights update", holder="the engine"):
-                    await self._runner.load_weights(tensors, policy_version, mode=mode)
-            found = await asyncio.to_thread(self._fingerprint, self._runner.engine.parameters())
-            self._served, self._staged = replace(handle, fingerprint=found), None
-            return self._served
+            if self._staged is None or self._staged.policy_version != policy_version:
+                version = "nothing" if self._staged is None else f"policy_version {self._staged.policy_version}"
+                raise Conflict(f"commit of policy_version {policy_version}, but {version} is staged")
+            if fingerprint is not None:
+                await self._verify(self._staged, fingerprint)
+            served = await self._commit(self._staged, policy_version, mode)
+            self._stage(None)
+            return served
+
+    async def _verify(self, staged: Staged, fingerprint: str) -> None:
+        found = staged.fingerprint or await asyncio.to_thread(self._fingerprint, staged.tensors)
+        if found != fingerprint:
+            raise Conflict(f"what is staged has fingerprint {found}, not {fingerprint}: a chunk is missing or differs")
+
+    async def _commit(self, staged: Staged, policy_version: int, mode: UpdateMode) -> Served:
+        if missing := self.missing(staged):
+            raise Conflict(f"the update lacks {len(missing)} weights, the first is {missing[0]}")
+        if mode == "drain" and self._runner.engine.paused:
+            raise Conflict("generation is paused: what runs cannot end; continue, or commit in another mode")
+        if self._runner.policy_version != policy_version:  # else an earlier commit ran out of time, but took effect
+            seconds = DRAIN_TIMEOUT_S if mode == "drain" else LOAD_TIMEOUT_S
+            async with deadline(seconds, waiter="server", resource="a weights update", holder="the engine"):
+                await self._runner.load_weights(staged.tensors, policy_version, mode=mode)
+        # Beside the engine's thread, which generates on: only a commit writes weights, and this one holds the lock.
+        found = await asyncio.to_thread(self._fingerprint, self._runner.engine.parameters())
+        self._served = Served(policy_version, found)
+        return self._served
+
+    async def rename(self, policy_version: int) -> None:
+        """What came last is `policy_version`: the open bracket if there is one, else what is served. Conflict if it
+        would go back."""
+        async with self._lock:
+            current = self._runner.policy_version
+            if self._staged is not None and self._staged.bracketed:
+                self._check_newer(policy_version)
+                self._staged.policy_version = policy_version
+                return
+            if current == NO_VERSION:
+                raise Conflict("no weights have been loaded yet")
+            if policy_version < current:
+                raise Conflict(f"policy_version {policy_version} is older than {current}, which is being served")
+            async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a new name", holder="the engine"):
+                await self._runner.rename_weights(policy_version)
+            if self._served is not None:
+                self._served = self._served._replace(policy_version=policy_version)
 
     async def abort(self) -> None:
         """Forget what is staged; the served weights stay."""
         async with self._lock:
-            self._staged = None
+            self._stage(None)
 
+    def _check_newer(self, policy_version: int) -> None:
+        if policy_version <= self._runner.policy_version:
+            raise Conflict(
+                f"policy_version {policy_version} is not newer than "
+                f"{self._runner.policy_version}, which is being served"
+            )
 
-def _same(handle: WeightsHandle, other: WeightsHandle | None) -> bool:
-    return other is not None and (handle.policy_version, handle.fingerprint) == (
-        other.policy_version,
-        other.fingerprint,
-    )
+    def _stage(self, staged: Staged | None, lease_s: float | None = None) -> None:
+        """Keep this, and for how long from now on."""
+        self._staged = staged
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        if staged is not None:
+            staged.pause = self._runner.num_pauses if self._runner.engine.paused else staged.pause
+            self._lease_s = self._lease_s if lease_s is None else lease_s
+            self._lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire)
+        else:
+            self._lease_s = LEASE_S
+
+    def _expire(self) -> None:
+        staged = self._staged
+        if staged is None:
+            return
+        if self._lock.locked():  # it is being committed or replaced: see again later
+            self._lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire)
+            return
+        self._staged = None
+        if staged.pause == self._runner.num_pauses and self._runner.engine.paused:
+            self._ending_pause = asyncio.get_running_loop().create_task(self._runner.go_on())

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.types import UpdateMode
+from penstock.types import DeviceTensors, GroupTensors, UpdateMode
 
 MAX_SAMPLES = 1024
 """Samples one request may ask for."""
@@ -146,11 +146,31 @@ class AbortReply(Struct, kw_only=True):
     unknown: list[str]
 
 
+class ChunkBody(Struct, kw_only=True):
+    """The request of `/weights/chunk`: part number `seq` of the weights, by exactly one way."""
+
+    policy_version: int
+    seq: Annotated[int, Meta(ge=0)]
+    group: GroupTensors | None = None
+    device: DeviceTensors | None = None
+
+
+class ChunkReply(Struct, kw_only=True):
+    """How much of the update is there: a repeated chunk changes nothing."""
+
+    policy_version: int
+    chunks: list[int]
+    num_missing: int
+    """Weights that have not come yet."""
+
+
 class CommitBody(Struct, kw_only=True):
-    """The request of `/weights/commit`. `mode`: what becomes of answers that are being generated."""
+    """The request of `/weights/commit`. `mode`: what becomes of answers that are being generated. `fingerprint`: of
+    what came in chunks, verified before anything is paused; a handle has its own."""
 
     policy_version: int
     mode: UpdateMode = "in_place"
+    fingerprint: str | None = None
 
 
 class MemoryBody(Struct, kw_only=True, omit_defaults=True):

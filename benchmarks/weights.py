@@ -1,0 +1,269 @@
+"""What a weights update costs generation, and whether every token says which weights made it.
+
+`tiny_pause_ms`: a server process generates for several clients, one of which streams; the tiny policy's weights are
+updated over HTTP again and again. The version spans of the streamed answer say which token was the first of new
+weights; generation stood still for as long as that token came later than others do (than the median distance). Seen
+from the client, so it holds whatever the server, the socket and the client add.
+
+`one_gb_pause_vs_copy`: in one process, so that both are measured alike: the engine's own clock, from the end of the
+last step under the old weights (1 GB of float32) to the beginning of the first under the new, over the time a plain
+copy of 1 GB of tensors takes with the same threads, in turns.
+
+`updates_in_a_row`: a server process is updated as fast as it answers while 256 requests are always in flight. Its
+policy is made so that the greedy token is a function of the weights alone, which tells what made a token, whatever its
+version span says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import torch
+from report import arguments, publish
+from rollout_http import server
+
+from penstock.config import TinyModelConfig
+from penstock.model.load import load_policy
+from penstock.model.tiny import write_tiny_model
+from penstock.rollout.client import RolloutClient
+from penstock.rollout.engine import SlotEngine
+from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.runner import EngineRunner
+from penstock.rollout.session import HttpSession
+from penstock.rollout.update import WeightsUpdate
+from penstock.rollout.wire import GenerateBody, GenerateReply, SamplingBody, decode, encode
+from penstock.types import WeightsHandle
+from penstock.weights import shared_memory
+
+MAX_CONTEXT = 512
+SHARED_MEMORY = Path("/dev/shm")
+PROMPT = [5, 6, 7, 8]
+CLIENTS, STREAM_TOKENS, TOKENS_BETWEEN = 8, 400, 12
+ONE_GB = TinyModelConfig(hidden_size=1792, intermediate_size=4864, num_layers=7, num_heads=14, num_kv_heads=7)
+ONE_GB_TOKENS = 400
+REQUESTS, TOKENS, UPDATES = 256, 96, 200
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def body(tokens: int, *, stream: bool = False) -> bytes:
+    sampling = SamplingBody(max_new_tokens=tokens, ignore_eos=True, temperature=0.0)
+    return encode(GenerateBody(input_ids=[*PROMPT], sampling_params=sampling, return_text=False, stream=stream))
+
+
+async def ask(session: aiohttp.ClientSession, tokens: int) -> GenerateReply:
+    async with session.post("/generate", data=body(tokens)) as response:
+        return decode(await response.read(), GenerateReply)
+
+
+@contextmanager
+def published() -> Iterator[shared_memory.WeightsPublisher]:
+    """A publisher whose files go with it."""
+    with TemporaryDirectory(dir=SHARED_MEMORY) as directory:
+        publisher = shared_memory.WeightsPublisher(Path(directory))
+        yield publisher
+        publisher.close()
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[tuple[aiohttp.ClientSession, RolloutClient]]:
+    calls = HttpSession()
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        try:
+            yield session, RolloutClient(url, calls)
+        finally:
+            await calls.close()
+
+
+async def update(client: RolloutClient, handle: WeightsHandle) -> None:
+    await client.begin_weights(handle)
+    await client.commit_weights(handle)
+
+
+async def tiny_pauses(url: str, tensors: Tensors, streams: int) -> list[float]:
+    """Seconds, one per update that fell into a stream."""
+    pauses: list[float] = []
+    version = 0
+    with published() as publisher:
+        async with connected(url) as (session, client):
+
+            async def others() -> None:
+                while True:
+                    await ask(session, STREAM_TOKENS)
+
+            playing = [asyncio.create_task(others()) for _ in range(CLIENTS - 1)]
+            for _ in range(streams):
+                arrived: list[float] = []
+                handle = publisher.publish(tensors, version + 1)
+                updating: asyncio.Task[None] | None = None
+                updated_at = 0
+                async with session.post("/generate", data=body(STREAM_TOKENS, stream=True)) as response:
+                    async for line in response.content:
+                        if not line.startswith(b"data: {"):
+                            continue
+                        reply = decode(line[6:], GenerateReply)
+                        now = time.perf_counter()
+                        arrived += [now] * (len(reply.output_ids) - len(arrived))
+                        if (updating is None or updating.done()) and len(arrived) >= updated_at + TOKENS_BETWEEN:
+                            if updating is not None:
+                                await updating
+                                handle = publisher.publish(tensors, version + 1)
+                            version, updated_at = version + 1, len(arrived)
+                            updating = asyncio.create_task(update(client, handle))
+                if updating is not None:
+                    await updating
+                gaps = [later - earlier for earlier, later in pairwise(arrived)]
+                starts = [span.start for span in reply.meta_info.weight_versions[1:]]
+                pauses += [gaps[start - 1] - median(gaps) for start in starts]
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+    return pauses
+
+
+async def one_gb(directory: Path, rounds: int) -> dict[str, float]:
+    write_tiny_model(directory, ONE_GB, MAX_CONTEXT)
+    model = load_policy(directory, weights=False, seed=0)
+    engine = SlotEngine(model, num_slots=4, max_context=MAX_CONTEXT, policy_version=0)
+    runner = EngineRunner(engine, process="rollout-0")
+    expected = shared_memory.layout(engine.parameters())
+    transaction = WeightsUpdate(
+        runner, lambda handle: shared_memory.receive(handle, expected), shared_memory.fingerprint
+    )
+    source = {name: parameter.detach().clone() for name, parameter in engine.parameters().items()}
+    target = {name: torch.empty_like(tensor).fill_(0) for name, tensor in source.items()}
+    num_bytes = sum(tensor.nbytes for tensor in source.values())
+    runner.start()
+    pauses, copies = [], []
+    with published() as publisher:
+        for version in range(1, rounds + 2):
+            request = GenerateRequest(
+                rid=f"r{version}",
+                prompt_ids=PROMPT,
+                params=SamplingParams(temperature=0.0, ignore_eos=True),
+                max_new_tokens=(ONE_GB_TOKENS,),
+                seeds=(0,),
+            )
+            handle = await asyncio.to_thread(publisher.publish, source, version)
+            running = asyncio.create_task(runner.generate(request))
+            await transaction.begin(handle)
+            runner.drain_spans()
+            await transaction.commit(version)
+            spans = [span for span in runner.drain_spans() if span.kind == "generate"]
+            runner.abort(request.rid)
+            await running
+            before = max(span.end for span in spans if span.policy_version < version)
+            after = min(span.start for span in spans if span.policy_version == version)
+            start = time.perf_counter()
+            for name, tensor in source.items():
+                target[name].copy_(tensor)
+            copy_s = time.perf_counter() - start
+            if version > 1:  # the first round warms up
+                pauses.append(after - before)
+                copies.append(copy_s)
+    await runner.stop()
+    return {
+        "one_gb_bytes": float(num_bytes),
+        "one_gb_pause_s": median(pauses),
+        "one_gb_copy_s": median(copies),
+        "one_gb_pause_vs_copy": median(pauses) / median(copies),
+    }
+
+
+def telling(tensors: Tensors, version: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Weights under which the greedy token is `version`, modulo the vocabulary, whatever came before: every embedding
+    is the same, nothing is added to it, and one row of the head agrees with it."""
+    told = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for name in told:
+        if "norm" in name or name == "model.embed_tokens.weight":
+            told[name].fill_(1.0)
+    told["lm_head.weight"][version % vocab_size] = 1.0
+    return told
+
+
+async def in_a_row(url: str, tensors: Tensors, vocab_size: int, updates: int) -> dict[str, float]:
+    lost = misversioned = num_tokens = num_answers = 0
+    seen: set[int] = set()
+    over = False
+
+    def judge(reply: GenerateReply) -> None:
+        nonlocal lost, misversioned, num_tokens, num_answers
+        ids, meta = reply.output_ids, reply.meta_info
+        lost += len(ids) != TOKENS
+        versions = [int(span.version) for span in meta.weight_versions for _ in range(span.start, span.end)]
+        truths = [version % vocab_size for version in versions]
+        misversioned += abs(len(truths) - len(ids)) + sum(a != b for a, b in zip(truths, ids, strict=False))
+        num_tokens, num_answers = num_tokens + len(ids), num_answers + 1
+        seen.update(versions)
+
+    with published() as publisher:
+        async with connected(url) as (session, client):
+            await update(client, publisher.publish(telling(tensors, 1, vocab_size), 1))
+
+            async def play() -> None:
+                nonlocal lost
+                while not over:
+                    try:
+                        judge(await ask(session, TOKENS))
+                    except (aiohttp.ClientError, ValueError):  # a failed request is what is counted
+                        lost += 1
+
+            playing = [asyncio.create_task(play()) for _ in range(REQUESTS)]
+            start = time.perf_counter()
+            for version in range(2, updates + 2):
+                await update(client, publisher.publish(telling(tensors, version, vocab_size), version))
+            seconds = time.perf_counter() - start
+            over = True
+            await asyncio.gather(*playing)
+    return {
+        "updates_in_a_row": updates,
+        "updates_in_a_row_per_s": updates / seconds,
+        "updates_in_a_row_answers": num_answers,
+        "updates_in_a_row_tokens": num_tokens,
+        "updates_in_a_row_versions_seen": len(seen),
+        "updates_in_a_row_lost": lost,
+        "updates_in_a_row_misversioned": misversioned,
+    }
+
+
+def write_model(directory: Path, *, tied: bool) -> dict[str, torch.Tensor]:
+    """The tiny policy with weights; returns them."""
+    write_tiny_model(directory, TinyModelConfig(), MAX_CONTEXT)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    model = load_policy(directory, weights=False, seed=0)
+    model.save_pretrained(directory)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    figures: dict[str, float] = {}
+    with TemporaryDirectory() as directory:
+        tensors = write_model(Path(directory), tied=True)
+        with server(Path(directory), CLIENTS) as url:
+            pauses = asyncio.run(tiny_pauses(url, tensors, 2 if options.quick else 8))
+    figures["tiny_pause_ms"] = median(pauses) * 1000
+    figures["tiny_pause_worst_ms"] = max(pauses) * 1000
+    figures["tiny_pause_updates"] = len(pauses)
+    with TemporaryDirectory() as directory:
+        figures |= asyncio.run(one_gb(Path(directory), 2 if options.quick else 7))
+    with TemporaryDirectory() as directory:
+        tensors = write_model(Path(directory), tied=False)
+        vocab_size = len(tensors["lm_head.weight"])
+        with server(Path(directory), REQUESTS) as url:
+            figures |= asyncio.run(in_a_row(url, tensors, vocab_size, 20 if options.quick else UPDATES))
+    publish("weights", figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Updates that come in parts: repeated, incomplete, abandoned, renamed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+import aiohttp
+import pytest
+import torch
+from tiny_policy import make_engine, make_handle, make_request, receive_seed, serve, until, weights
+
+from penstock.rollout.failures import Conflict
+from penstock.rollout.request import SamplingParams
+from penstock.rollout.runner import EngineRunner
+from penstock.rollout.update import Chunk, WeightsUpdate
+from penstock.types import NO_VERSION, GroupTensors
+from penstock.weights.shared_memory import fingerprint
+
+PARTS = [dict(list(weights(3).items())[start::2]) for start in (0, 1)]
+
+
+class Transport:
+    """Stands for the weights box: a group's name is the number of one of `PARTS`."""
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+
+    def __call__(self, chunk: Chunk) -> Mapping[str, torch.Tensor]:
+        assert isinstance(chunk, GroupTensors)
+        self.received.append(chunk.group_name)
+        return PARTS[int(chunk.group_name)]
+
+
+def part(number: int) -> GroupTensors:
+    return GroupTensors(group_name=str(number), names=[], dtypes=[], shapes=[])
+
+
+@pytest.fixture
+def transport() -> Transport:
+    return Transport()
+
+
+@pytest.fixture
+def update(runner: EngineRunner, transport: Transport) -> WeightsUpdate:
+    return WeightsUpdate(runner, receive_seed, fingerprint, transport)
+
+
+def holds(runner: EngineRunner, seed: int) -> bool:
+    return all(torch.equal(parameter, weights(seed)[name]) for name, parameter in runner.engine.parameters().items())
+
+
+async def test_chunks_take_effect_together_and_once(
+    update: WeightsUpdate, runner: EngineRunner, transport: Transport
+) -> None:
+    for seq in (0, 0, 1, 0):
+        await update.chunk(5, seq, part(seq))
+        assert holds(runner, 0)
+    assert transport.received == ["0", "1"]
+    for _ in range(2):
+        served = await update.commit(5, fingerprint=fingerprint(weights(3)))
+        assert (served.policy_version, served.fingerprint) == (5, fingerprint(weights(3)))
+    assert holds(runner, 3)
+    with pytest.raises(Conflict, match="policy_version 5 is not newer than 5"):
+        await update.chunk(5, 0, part(0))
+
+
+async def test_what_is_not_whole_is_not_served(update: WeightsUpdate, runner: EngineRunner) -> None:
+    await update.chunk(5, 0, part(0))
+    with pytest.raises(Conflict, match=f"lacks {len(PARTS[1])} weights, the first is {min(PARTS[1])}"):
+        await update.commit(5)
+    await update.chunk(5, 1, part(1))
+    with pytest.raises(Conflict, match=r"has fingerprint .*, not another"):
+        await update.commit(5, fingerprint="another")
+    assert holds(runner, 0) and runner.policy_version == 0
+    await update.commit(5)
+    assert holds(runner, 3)
+
+
+async def test_a_chunk_of_a_newer_version_replaces_what_was_staged(update: WeightsUpdate) -> None:
+    await update.chunk(5, 0, part(0))
+    await update.chunk(6, 1, part(1))
+    with pytest.raises(Conflict, match="commit of policy_version 5, but policy_version 6 is staged"):
+        await update.commit(5)
+    with pytest.raises(Conflict, match="lacks"):
+        await update.commit(6)
+    await update.begin(make_handle(7))
+    await update.chunk(7, 0, part(0))
+    with pytest.raises(Conflict, match="lacks"):
+        await update.commit(7)
+    await update.abort()
+    with pytest.raises(Conflict, match="nothing is staged"):
+        await update.commit(7)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"nothing": torch.zeros(1)}, "weight nothing is unknown to the model"),
+        ({"model.norm.weight": torch.zeros(3)}, r"model.norm.weight has shape \(3,\) instead of \(32,\)"),
+    ],
+)
+async def test_weights_the_model_does_not_have_are_refused_when_they_come(
+    update: WeightsUpdate, tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        await update.add(tensors)
+    assert update.staged is None
+
+
+async def test_another_dtype_and_tied_names_are_no_obstacle(update: WeightsUpdate, runner: EngineRunner) -> None:
+    given = {name: tensor.double() for name, tensor in weights(3).items()}
+    staged = await update.add(given | {"lm_head.weight": given["model.embed_tokens.weight"]})
+    await update.finish(staged)
+    assert holds(runner, 3) and runner.policy_version == 1
+
+
+async def test_a_sender_that_starts_over_is_not_mixed_with_itself(update: WeightsUpdate, runner: EngineRunner) -> None:
+    old = await update.add(PARTS[0], policy_version=4)
+    renamed = await update.add(PARTS[1], policy_version=5)
+    assert renamed is not old and set(update.missing(renamed)) == set(PARTS[0])
+    again = await update.add(PARTS[1], policy_version=5)
+    assert again is not renamed
+    whole = await update.add(PARTS[0], policy_version=5)
+    assert whole is again and not update.missing(whole)
+    with pytest.raises(Conflict, match="no longer open"):
+        await update.finish(old)
+    await update.finish(whole)
+    assert holds(runner, 3) and runner.policy_version == 5
+
+
+async def test_a_bracket_is_served_at_its_end_or_not_at_all(update: WeightsUpdate, runner: EngineRunner) -> None:
+    assert await update.finish(await update.open()) is None
+    bracket = await update.open()
+    assert await update.add(PARTS[0]) is bracket
+    with pytest.raises(Conflict, match="lacks"):
+        await update.finish(bracket)
+    assert not update.is_open(bracket) and holds(runner, 0)
+    bracket = await update.open()
+    for number in (0, 1, 0):
+        assert await update.add(PARTS[number]) is bracket
+    await update.rename(8)
+    assert holds(runner, 0) and runner.policy_version == 0
+    await update.finish(bracket)
+    assert holds(runner, 3) and runner.policy_version == 8
+
+
+async def test_a_lease_that_ends_takes_its_pause_with_it(update: WeightsUpdate, runner: EngineRunner) -> None:
+    await runner.pause("in_place")
+    bracket = await update.open(lease_s=0.0)
+    await until(lambda: not runner.engine.paused)
+    assert not update.is_open(bracket) and holds(runner, 0)
+
+
+async def test_a_lease_that_ends_leaves_the_pauses_of_others(update: WeightsUpdate, runner: EngineRunner) -> None:
+    for pause_first in (True, False):
+        if pause_first:
+            await runner.pause("in_place")
+        bracket = await update.open(lease_s=0.0)
+        await runner.go_on()
+        await runner.pause("in_place")
+        await until(lambda bracket=bracket: not update.is_open(bracket))  # type: ignore[misc]
+        await runner.score([1, 2])
+        assert runner.engine.paused
+        await runner.go_on()
+
+
+async def test_a_new_name_holds_from_the_next_token_on_and_never_goes_back(
+    update: WeightsUpdate, runner: EngineRunner
+) -> None:
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    running = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=80, params=params)))
+    await until(lambda: runner.num_generated_tokens > 5)
+    await update.rename(0)
+    await update.rename(4)
+    (segment,) = await running
+    assert [span.policy_version for span in segment.spans] == [0, 4] and segment.spans[-1].end == 80
+    with pytest.raises(Conflict, match="policy_version 3 is older than 4"):
+        await update.rename(3)
+    await update.begin(make_handle(5))
+    await update.commit(5)
+    await update.rename(6)
+    assert (await update.commit(6)).policy_version == 6
+
+
+async def test_nothing_has_no_name() -> None:
+    runner = EngineRunner(make_engine(policy_version=NO_VERSION), process="rollout-0")
+    runner.start()
+    with pytest.raises(Conflict, match="no weights have been loaded yet"):
+        await WeightsUpdate(runner, receive_seed, fingerprint).rename(3)
+    await runner.stop()
+
+
+async def test_rows_are_read_between_steps(runner: EngineRunner) -> None:
+    rows = await runner.first_rows("model.norm.weight", 3)
+    await runner.load_weights({name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}, 1)
+    assert rows.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.fixture
+async def session(runner: EngineRunner, update: WeightsUpdate) -> AsyncIterator[aiohttp.ClientSession]:
+    async with serve(runner, update=update) as url, aiohttp.ClientSession(url) as session:
+        yield session
+
+
+async def test_chunks_over_http(session: aiohttp.ClientSession, runner: EngineRunner) -> None:
+    async def post(path: str, given: object) -> tuple[int, dict[str, object]]:
+        async with session.post(path, json=given) as response:
+            return response.status, await response.json()
+
+    group = {"names": [], "dtypes": [], "shapes": []}
+    for seq, chunks, missing in [(0, [0], len(PARTS[1])), (0, [0], len(PARTS[1])), (1, [0, 1], 0)]:
+        given = {"policy_version": 2, "seq": seq, "group": {**group, "group_name": str(seq)}}
+        reply = {"policy_version": 2, "chunks": chunks, "num_missing": missing}
+        assert await post("/weights/chunk", given) == (200, reply)
+    status, _ = await post("/weights/commit", {"policy_version": 2, "fingerprint": "another"})
+    assert (status, runner.policy_version) == (409, 0)
+    status, reply = await post("/weights/commit", {"policy_version": 2, "fingerprint": fingerprint(weights(3))})
+    assert (status, reply["state"], runner.policy_version) == (200, "committed", 2)
+    for given in ({"policy_version": 3, "seq": 0}, {"policy_version": 3, "seq": -1, "group": group}):
+        assert (await post("/weights/chunk", given))[0] == 400
+
+
+async def test_a_server_without_transports_says_so(runner: EngineRunner) -> None:
+    with pytest.raises(ValueError, match="takes weights by handle only"):
+        await WeightsUpdate(runner, receive_seed, fingerprint).chunk(1, 0, part(0))

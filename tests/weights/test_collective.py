@@ -1,0 +1,140 @@
+"""Both ends of a group: the trainer's in a process of its own, over Gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trainer_end import TrainerProcess, numbers
+
+from penstock.types import GroupTensors
+from penstock.weights.collective import GroupFailed, GroupPlace, Groups
+
+SHAPES = {"a.weight": [300, 200], "b.bias": [7]}
+
+
+def announced(shapes: dict[str, list[int]], *, flat: bool = True, name: str = "g") -> GroupTensors:
+    return GroupTensors(
+        group_name=name, names=list(shapes), dtypes=["float32"] * len(shapes), shapes=list(shapes.values()), flat=flat
+    )
+
+
+def make_groups(*, join_timeout_s: float = 60.0, timeout_s: float = 60.0) -> Groups:
+    return Groups(
+        device=torch.device("cpu"), max_bytes=2**30, join_timeout_s=join_timeout_s, transfer_timeout_s=timeout_s
+    )
+
+
+@pytest.fixture
+def trainer() -> Iterator[TrainerProcess]:
+    trainer = TrainerProcess()
+    yield trainer
+    trainer.kill()
+
+
+async def joined(trainer: TrainerProcess, groups: Groups, *, timeout_s: float = 60.0) -> None:
+    joining = asyncio.create_task(trainer.join(timeout_s=timeout_s))
+    await asyncio.to_thread(groups.join, GroupPlace(**trainer.place()), 1)
+    assert await joining is None
+
+
+@pytest.mark.parametrize(
+    ("change", "rank", "message"),
+    [
+        ({"backend": "mpi"}, 1, "backend must be one of gloo, nccl, hccl"),
+        ({"backend": "nccl"}, 1, "nccl needs a device, and this server computes on the CPU"),
+        ({"world_size": 1}, 1, "rank 0 is the trainer's"),
+        ({}, 0, "rank 0 is the trainer's"),
+        ({"port": 0}, 1, "not a port"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_at_once(change: dict[str, object], rank: int, message: str) -> None:
+    place = {"name": "g", "address": "127.0.0.1", "port": 1, "world_size": 2, **change}
+    with pytest.raises(GroupFailed, match=message):
+        make_groups().join(GroupPlace(**place), rank)  # type: ignore[arg-type]
+
+
+def test_a_group_that_nobody_joined_is_named() -> None:
+    with pytest.raises(GroupFailed, match="no group 'g'"):
+        make_groups().receive(announced(SHAPES))
+    with pytest.raises(GroupFailed, match="no group 'g'"):
+        make_groups().leave("g")
+
+
+@pytest.mark.integration
+async def test_buckets_arrive_and_a_group_can_be_made_anew(trainer: TrainerProcess) -> None:
+    groups = make_groups()
+    for value in (1.0, 2.0):
+        await joined(trainer, groups)
+        with pytest.raises(GroupFailed, match="exists already"):
+            groups.join(GroupPlace(**trainer.place()), 1)
+        for more in (0.0, 0.5):
+            sending = asyncio.create_task(trainer.asked("send", shapes=SHAPES, value=value + more))
+            received = await asyncio.to_thread(groups.receive, announced(SHAPES))
+            assert await sending is None
+            expected = numbers(SHAPES, value + more)
+            assert received.keys() == expected.keys()
+            assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
+        assert await trainer.asked("close") is None
+        groups.leave("g")
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.integration
+async def test_a_trainer_that_dies_is_named_and_the_group_is_of_no_more_use(trainer: TrainerProcess) -> None:
+    groups = make_groups()
+    await joined(trainer, groups)
+    receiving = asyncio.create_task(asyncio.to_thread(groups.receive, announced(SHAPES)))
+    trainer.kill()
+    with pytest.raises(GroupFailed, match=r"rank 1 waited .* s for 2 tensors of group g, held by rank 0"):
+        await receiving
+    with pytest.raises(GroupFailed, match=r"group g is closed: rank 1 waited .*; make it anew"):
+        groups.receive(announced(SHAPES))
+    groups.close()
+
+
+@pytest.mark.integration
+async def test_a_server_that_does_not_take_a_bucket_is_named(trainer: TrainerProcess) -> None:
+    groups = make_groups()
+    await joined(trainer, groups, timeout_s=0.5)
+    error = await trainer.asked("send", shapes={"large": [4000, 4000]}, value=0.0)
+    assert error is not None and "rank 0 waited" in error and "for 1 tensors to be taken, held by 1 servers" in error
+    groups.close()
+
+
+@pytest.mark.integration
+async def test_a_bucket_that_is_refused_unheard_ends_the_trainers_wait(trainer: TrainerProcess) -> None:
+    groups = make_groups()
+    await joined(trainer, groups)
+    sending = asyncio.create_task(trainer.asked("send", shapes={"large": [4000, 4000]}, value=0.0))
+    with pytest.raises(ValueError, match="no tensors are announced"):
+        groups.receive(announced({}))
+    error = await sending
+    assert error is not None and "held by 1 servers" in error
+    groups.close()
+
+
+@pytest.mark.integration
+async def test_a_group_that_is_left_ends_what_is_being_received(trainer: TrainerProcess) -> None:
+    groups = make_groups()
+    await joined(trainer, groups)
+    receiving = asyncio.create_task(asyncio.to_thread(groups.receive, announced(SHAPES)))
+    await asyncio.to_thread(groups.leave, "g")
+    with pytest.raises(GroupFailed, match=r"the group was left|no group|is closed"):
+        await receiving
+
+
+@pytest.mark.integration
+async def test_whoever_comes_alone_gives_up(trainer: TrainerProcess) -> None:
+    error = await trainer.asked("join", join_timeout_s=0.2, timeout_s=1.0, **trainer.place())
+    assert error is not None and "rank 0 waited up to 0.2 s for 1 servers to join group g" in error
+    groups = make_groups(join_timeout_s=0.2)
+    with pytest.raises(GroupFailed, match=r"rank 1 waited up to 0.2 s for rank 0 at 127.0.0.1:\d+ to join group g"):
+        groups.join(GroupPlace(**trainer.place(port=trainer.port)), 1)
