@@ -297,7 +297,7 @@ class SGLang:
                 raise ValueError(f"weight_version {body.weight_version} is not the handle's policy_version")
             if not self._update.is_open(self._bracket):
                 return await self._serve(body.handle, abort=body.abort_all_requests)
-            await self._update.begin(body.handle)
+            await self._update.begin(body.handle, bracketed=True)
             self._bracket = self._update.staged
             if body.abort_all_requests:
                 self._runner.abort_all()

@@ -93,7 +93,7 @@ class WeightsUpdate:
         """What is there of the open update."""
         return self._staged
 
-    async def begin(self, handle: WeightsHandle, *, lease_s: float = LEASE_S) -> WeightsHandle:
+    async def begin(self, handle: WeightsHandle, *, lease_s: float = LEASE_S, bracketed: bool = False) -> WeightsHandle:
         """Map and verify `handle` in a thread. Conflict unless it is newer than what is served. What is not committed
         within the lease is forgotten, as if it had been aborted."""
         async with self._lock:
@@ -103,7 +103,7 @@ class WeightsUpdate:
             self._stage(None)
             async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=handle.path, holder="its storage"):
                 tensors = dict(await asyncio.to_thread(self._map, handle))
-            self._stage(Staged(handle.policy_version, tensors, handle.fingerprint), lease_s)
+            self._stage(Staged(handle.policy_version, tensors, handle.fingerprint, bracketed=bracketed), lease_s)
             return handle
 
     def _is_known(self, handle: WeightsHandle) -> bool:
