@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 
+from letters import Letters
 from tiny_policy import make_engine, serve
 
 from penstock.compat.openai import OpenAI
@@ -20,22 +20,6 @@ from penstock.rollout.runner import EngineRunner
 from penstock.rollout.update import WeightsUpdate
 from penstock.weights.collective import Groups
 from penstock.weights.shared_memory import describe, fingerprint, layout, receive
-
-
-class Letters:
-    """A tokenizer: one token per character. Conversations are the contents, a space between."""
-
-    def encode(self, text: str) -> list[int]:
-        return [(ord(character) - ord("@")) % 64 for character in text]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return "".join(chr(ord("@") + token) for token in token_ids)
-
-    def prompt(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]:
-        if any(message["content"] == "REFUSE" for message in messages):
-            raise RuntimeError("roles must alternate")
-        tools = [tool["function"]["name"] for tool in settings.get("tools", ())]
-        return self.encode(" ".join([*tools, *(message["content"] for message in messages)]))
 
 
 @pytest.fixture

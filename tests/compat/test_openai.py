@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import openai
 import pytest
-from conftest import Letters
+from letters import Letters
 from tiny_policy import make_engine, make_request, run, until
 
 from penstock.rollout.request import SamplingParams

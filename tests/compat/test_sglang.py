@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 import sglang
-from conftest import Letters
+from letters import Letters
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from tiny_policy import make_engine, make_request, reference_model, run, until, weights
 
