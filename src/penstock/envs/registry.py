@@ -47,6 +47,11 @@ def locate(name: str) -> tuple[str, str]:
     return module_name, class_name
 
 
+def is_agent(name: str) -> bool:
+    """Whether it brings its own loop. Raises `ConfigError` like `resolve`."""
+    return hasattr(resolve(name), "play")
+
+
 def resolve(name: str) -> type[Environment]:
     """The class behind a name or an import path. Raises `ConfigError`, whatever goes wrong in the user's module."""
     module_name, class_name = locate(name)

@@ -11,7 +11,8 @@ import torch
 
 from penstock.config import Config
 from penstock.processes.cores import num_threads
-from penstock.processes.serving import HttpServer, bind, make_app, make_engine, url_of
+from penstock.processes.listening import HttpServer, bind, url_of
+from penstock.processes.serving import make_app, make_engine
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity
 

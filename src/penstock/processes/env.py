@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from penstock.control.messages import (
     TaskRequest,
 )
 from penstock.deadline import deadline
+from penstock.envs.agents import Gateway
 from penstock.envs.manager import EnvManager
-from penstock.envs.registry import environment_maker
+from penstock.envs.registry import environment_maker, is_agent
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Work
 from penstock.processes.layout import model_dir
@@ -35,6 +37,7 @@ from penstock.types import EpisodeId, GroupAttempt, SegmentGrant, Trajectory
 
 GRANT_TIMEOUT_S = 3600.0
 """For the next grant of an open episode: where phases alternate, a phase of training may lie in between."""
+LOOPBACK = "127.0.0.1"
 REMEMBERED_CANCELS = 16384
 """Far more groups than can be on their way to one worker."""
 
@@ -183,7 +186,7 @@ async def serve(child: Child) -> None:
     stop = child.stop_event()
     make = environment_maker(config.env)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
-    async with asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, chat) as gateway:
         worker = Worker(config, child.name, child.run_dir / "pool", tasks)
         async with membership(child, config, role="env", handler=worker.handle, telemetry=worker.telemetry) as (
             peer,
@@ -196,9 +199,25 @@ async def serve(child: Child) -> None:
                 api_key=config.rollout.api_key,
                 timeout_s=config.rollout.request_timeout_s,
             )
-            worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat)
+            worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat, gateway=gateway)
             await worker.ask(TaskRequest(worker=child.name, capacity=config.max_open))
             child.report_ready()
             await stop.wait()
             worker.close()
             await servers.close()
+
+
+@asynccontextmanager
+async def gateway_for_agents(config: Config, chat: ChatTokenizer) -> AsyncIterator[Gateway | None]:
+    """On loopback, for the length of the body, if the environment is an agent."""
+    if not is_agent(config.env.name):
+        yield None
+        return
+    from penstock.compat.gateway import AgentGateway
+    from penstock.processes.listening import bind, listening, url_of
+
+    gateway = AgentGateway(chat, model_name=config.model.path)
+    listener = bind(LOOPBACK, 0)
+    gateway.url = url_of(LOOPBACK, listener)
+    async with listening(gateway, listener):
+        yield gateway

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-import uvicorn
 
 from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
@@ -67,34 +62,3 @@ def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity:
         keys=Keys(generation=config.rollout.api_key, admin=config.rollout.admin_api_key),
         foreign=[OpenAI(runner, tokenizer, model_name=model_name), sglang],
     )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; OSError if the port is taken."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def url_of(host: str, listener: socket.socket) -> str:
-    """Where clients find it."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-
-
-class HttpServer(uvicorn.Server):
-    """Leaves signals to the process."""
-
-    def __init__(self, app: App) -> None:
-        super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-        )
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

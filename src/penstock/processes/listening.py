@@ -1,0 +1,53 @@
+"""Sockets, and the HTTP server on them. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; OSError if the port is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """Where clients find it."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to the process."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    """Serves for the length of the body."""
+    server = HttpServer(app)
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(server.serve(sockets=[listener]))
+        yield
+        server.should_exit = True
+        await serving

@@ -1,0 +1,290 @@
+"""Agents with the unmodified OpenAI SDK, played by the EnvManager through a gateway on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from penstock.compat.gateway import AgentGateway
+from penstock.config import Config, TinyModelConfig
+from penstock.envs.manager import EnvManager
+from penstock.model.chat import ChatTokenizer
+from penstock.model.tiny import write_tiny_model
+from penstock.ports import Work
+from penstock.processes.listening import bind, listening, url_of
+from penstock.rollout.scripted import ScriptedPolicy
+from penstock.simulator.parts import leased
+from penstock.types import Endpoint, Sampling, Segment, SegmentGrant, Task, Trajectory
+
+Play = Callable[[Endpoint], Awaitable[float]]
+
+
+class Always:
+    """Grants at once; remembers who asked."""
+
+    def __init__(self, max_tokens: int = 100) -> None:
+        self.max_tokens = max_tokens
+        self.asked: list[bool] = []
+
+    async def request(self, so_far: Trajectory, *, unfinished: bool, num_tokens: int) -> SegmentGrant:
+        self.asked.append(unfinished)
+        return SegmentGrant(episode=so_far.episode, max_tokens=self.max_tokens)
+
+
+class Gated(ScriptedPolicy):
+    """Answers once it is let."""
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        super().__init__(answers, policy_version=3)
+        self.let = asyncio.Event()
+
+    async def generate(self, *args: Any) -> list[Segment]:
+        await self.let.wait()
+        return await super().generate(*args)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, TinyModelConfig(), 512)
+    return ChatTokenizer.load(directory)
+
+
+def config(max_turns: int = 4) -> Config:
+    return Config.model_validate({"env": {"max_turns": max_turns, "max_new_tokens": 8}, "model": {"max_context": 96}})
+
+
+def one(deadline_s: float = 20.0) -> Work:
+    return leased(range(1), max_tokens=8, sampling=Sampling(max_new_tokens=8), deadline_s=deadline_s, env_seed=7)
+
+
+async def play(
+    chat: ChatTokenizer,
+    policy: ScriptedPolicy,
+    agent: Play,
+    *,
+    settings: Config | None = None,
+    grants: Always | None = None,
+    job: Work | None = None,
+    blocking: bool = False,
+) -> Trajectory:
+    class Agent:
+        def __init__(self, task: Task) -> None:
+            self.blocking = blocking
+
+        def play(self, llm: Endpoint, seed: int) -> Any:
+            assert seed == 7
+            return agent(llm)
+
+    gateway, listener = AgentGateway(chat, model_name="tiny"), bind("127.0.0.1", 0)
+    gateway.url = url_of("127.0.0.1", listener)
+    ended: list[Trajectory] = []
+    async with listening(gateway, listener):
+        manager = EnvManager(
+            settings or config(),
+            make=Agent,  # type: ignore[arg-type]
+            policy=policy,
+            grants=grants or Always(),
+            chat=chat,
+            gateway=gateway,
+        )
+        await manager.play(job or one(), lambda trajectory, text: ended.append(trajectory))
+    (trajectory,) = ended
+    return trajectory
+
+
+def client_of(llm: Endpoint, **settings: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, **settings)
+
+
+def says(chat: ChatTokenizer, *texts: str) -> list[list[int]]:
+    return [[*chat.encode(text), chat.eos_ids[0]] for text in texts]
+
+
+async def converse(llm: Endpoint, *words: str) -> list[str]:
+    """A conversation by the book: every answer is sent back as it came."""
+    heard: list[str] = []
+    messages: list[Any] = []
+    async with client_of(llm) as client:
+        for word in words:
+            messages.append({"role": "user", "content": word})
+            reply = await client.chat.completions.create(model=llm.model, messages=messages)
+            heard.append(reply.choices[0].message.content or "")
+            messages.append(reply.choices[0].message)
+    return heard
+
+
+async def test_what_an_agent_asks_becomes_its_episode(chat: ChatTokenizer) -> None:
+    # A special token in mid-answer has no text: tokenised anew, the history would be another one.
+    answers = says(chat, "ab<|user|>c", "de")
+    policy = ScriptedPolicy(answers, policy_version=3)
+
+    async def agent(llm: Endpoint) -> float:
+        assert await converse(llm, "one", "two") == ["abc", "de"]
+        return 0.5
+
+    grants = Always()
+    trajectory = await play(chat, policy, agent, grants=grants)
+    assert (trajectory.status, trajectory.reward, trajectory.error) == ("completed", 0.5, None)
+    first, second = trajectory.turns
+    assert [part.token_ids for turn in trajectory.turns for part in turn.segments] == answers
+    assert first.observation_ids == chat.prompt([{"role": "user", "content": "one"}])
+    assert second.observation_ids == chat.continuation([{"role": "user", "content": "two"}], ended=True)
+    assert policy.prompts[1] == [*first.observation_ids, *answers[0], *second.observation_ids]
+    sample = trajectory.flatten()
+    assert set(sample.versions[sample.loss_mask == 1]) == {3} and grants.asked == [False]
+
+
+async def test_a_blocking_agent_with_the_plain_client_streams(chat: ChatTokenizer) -> None:
+    def agent(llm: Endpoint) -> Any:
+        with OpenAI(base_url=llm.base_url, api_key="anything: the url says it") as client:
+            stream = client.chat.completions.create(
+                model=llm.model, messages=[{"role": "user", "content": "x"}], stream=True
+            )
+            return float("".join(chunk.choices[0].delta.content or "" for chunk in stream) == "hello")
+
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "hello")), agent, blocking=True)
+    assert (trajectory.reward, len(trajectory.turns)) == (1.0, 1)
+
+
+async def test_the_key_alone_tells_the_episode_too(chat: ChatTokenizer) -> None:
+    async def agent(llm: Endpoint) -> float:
+        shared = llm.base_url.partition("/s/")[0] + "/v1"
+        async with AsyncOpenAI(base_url=shared, api_key=llm.api_key) as client:
+            reply = await client.completions.create(model="any", prompt=chat.prompt([{"role": "user", "content": "x"}]))
+            assert (await client.models.list()).data[0].id == "tiny"
+        return float(reply.choices[0].text == "hey")
+
+    assert (await play(chat, ScriptedPolicy(says(chat, "hey")), agent)).reward == 1.0
+
+
+async def test_a_retry_gets_the_answer_that_is_being_made(chat: ChatTokenizer) -> None:
+    policy = Gated(says(chat, "once", "twice"))
+
+    async def agent(llm: Endpoint) -> float:
+        async with client_of(llm, timeout=0.3, max_retries=5) as client:
+            asyncio.get_running_loop().call_later(0.8, policy.let.set)
+            reply = await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": "x"}])
+        return float(reply.choices[0].message.content == "once")
+
+    trajectory = await play(chat, policy, agent)
+    assert (trajectory.reward, len(policy.prompts), len(trajectory.turns)) == (1.0, 1, 1)
+
+
+async def test_after_the_end_nothing_more_is_said(chat: ChatTokenizer) -> None:
+    kept: list[Endpoint] = []
+
+    async def agent(llm: Endpoint) -> float:
+        kept.append(llm)
+        await converse(llm, "x")
+        return 1.0
+
+    gateway, listener = AgentGateway(chat, model_name="tiny"), bind("127.0.0.1", 0)
+    gateway.url = url_of("127.0.0.1", listener)
+    async with listening(gateway, listener):
+        manager = EnvManager(
+            config(),
+            make=lambda task: type("Agent", (), {"play": lambda self, llm, seed: agent(llm)})(),
+            policy=ScriptedPolicy(says(chat, "a")),
+            grants=Always(),
+            chat=chat,
+            gateway=gateway,
+        )
+        await manager.play(one(), lambda trajectory, text: None)
+        async with client_of(kept[0]) as client:
+            with pytest.raises(openai.APIStatusError, match="this episode is over") as caught:
+                await client.models.list()
+        assert caught.value.status_code == 410
+        async with AsyncOpenAI(base_url=f"{gateway.url}/s/guessed/v1", api_key="guessed") as stranger:
+            with pytest.raises(openai.AuthenticationError, match="no episode has this key"):
+                await stranger.models.list()
+
+
+async def test_a_history_that_was_never_said_is_refused(chat: ChatTokenizer) -> None:
+    async def agent(llm: Endpoint) -> float:
+        await converse(llm, "one")
+        await converse(llm, "another beginning")
+        return 1.0
+
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "a", "b")), agent)
+    assert trajectory.status == "failed"
+    assert "does not begin with what was said so far" in (trajectory.error or "")
+    assert len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize(
+    "asked", [{"n": 2}, {"stop": ["x"]}, {"frequency_penalty": 0.5}, {"seed": 3, "logprobs": True}]
+)
+async def test_what_would_change_the_policys_answer_is_refused(chat: ChatTokenizer, asked: dict[str, Any]) -> None:
+    async def agent(llm: Endpoint) -> float:
+        async with client_of(llm) as client:
+            await client.chat.completions.create(
+                model=llm.model, messages=[{"role": "user", "content": "x"}], temperature=0.3, **asked
+            )
+        return 1.0
+
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "a")), agent)
+    if "seed" in asked:  # sampling is the run's own, whatever is asked
+        assert trajectory.status == "completed"
+    else:
+        assert trajectory.status == "failed" and "BadRequestError" in (trajectory.error or "")
+
+
+async def test_an_agent_that_wants_more_turns_than_there_are_is_cut(chat: ChatTokenizer) -> None:
+    async def agent(llm: Endpoint) -> float:
+        await converse(llm, "1", "2", "3")
+        return 1.0
+
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "a", "b", "c")), agent, settings=config(max_turns=2))
+    assert (trajectory.status, trajectory.reward, len(trajectory.turns)) == ("truncated", 0.0, 2)
+
+
+async def test_a_long_answer_is_cut_by_grants_and_goes_on(chat: ChatTokenizer) -> None:
+    answer = says(chat, "abcdefg")[0]
+
+    def whole(prompt_ids: list[int], seed: int) -> list[int]:
+        return answer[len(prompt_ids) - len(chat.prompt([{"role": "user", "content": "x"}])) :]
+
+    settings = Config.model_validate(
+        {
+            "env": {"max_new_tokens": 8},
+            "model": {"max_context": 96},
+            "scheduler": {"segment_length": 3},
+        }
+    )
+
+    async def agent(llm: Endpoint) -> float:
+        assert await converse(llm, "x") == ["abcdefg"]
+        return 1.0
+
+    grants = Always(max_tokens=3)
+    job = leased(range(1), max_tokens=3, sampling=Sampling(max_new_tokens=8), deadline_s=20.0, env_seed=7)
+    trajectory = await play(chat, ScriptedPolicy(whole), agent, settings=settings, grants=grants, job=job)
+    assert [len(part.token_ids) for part in trajectory.turns[0].segments] == [3, 3, 2]
+    assert (trajectory.status, grants.asked) == ("completed", [True, True])
+
+
+@pytest.mark.parametrize(("reward", "message"), [(None, "reward is None"), (1.0, "never asked the policy anything")])
+async def test_an_agent_that_plays_wrong_fails_its_episode(chat: ChatTokenizer, reward: Any, message: str) -> None:
+    async def agent(llm: Endpoint) -> Any:
+        if reward is None:
+            await converse(llm, "x")
+        return reward
+
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "a")), agent)
+    assert trajectory.status == "failed" and message in (trajectory.error or "")
+
+
+async def test_an_agent_that_never_ends_is_a_stall(chat: ChatTokenizer) -> None:
+    async def agent(llm: Endpoint) -> float:
+        await converse(llm, "x")
+        await asyncio.Event().wait()
+        return 1.0
+
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "a")), agent, job=one(deadline_s=0.3))
+    assert trajectory.status == "failed" and "held by its agent" in (trajectory.error or "")
