@@ -202,3 +202,14 @@ async def test_requests_go_to_the_server_with_the_least_load(runner: EngineRunne
         await servers.close()
     versions = [segments[0].spans[0].policy_version for segments in answers]
     assert (versions.count(0), versions.count(5)) == (5, 5)
+
+
+async def test_a_run_takes_over_servers_that_another_one_used(other: EngineRunner) -> None:
+    async with serve(other) as url:
+        servers = Servers([url])
+        await servers.forget_weights()
+        with pytest.raises(RolloutError, match="no weights have been loaded yet"):
+            await served_by(servers, 0)
+        await servers.update_weights(make_handle(0))
+        assert await served_by(servers, 0) == 0
+        await servers.close()

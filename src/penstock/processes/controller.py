@@ -173,6 +173,8 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
         played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=LEARNT_GROUPS)
         await asyncio.to_thread(system.scheduler.recall, played)
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
+    if config.rollout.urls:
+        await servers.forget_weights()
     controller.attach(system)
     try:
         async with beside:

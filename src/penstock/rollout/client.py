@@ -65,6 +65,9 @@ class RolloutClient:
     async def alive(self) -> None:
         await self._session.send("GET", self.url, "/health", timeout_s=PROBE_S)
 
+    async def forget_weights(self) -> None:
+        await self._session.send("POST", self.url, "/weights/forget", {})
+
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Let the server map and verify `handle`."""
         reply = await self._session.call("POST", self.url, "/weights/begin", handle, wire.WeightsReply)

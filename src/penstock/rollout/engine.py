@@ -211,6 +211,12 @@ class SlotEngine:
             parameter.copy_(tensors[name])
         self.policy_version = policy_version
 
+    def forget_weights(self) -> list[Finished]:
+        """Whatever is held counts as nobody's: end every request, and serve none until the next weights."""
+        finished = self.abort_all()
+        self.policy_version = NO_VERSION
+        return finished
+
     def rename_weights(self, policy_version: int) -> None:
         """The weights that are held are `policy_version`, from the next token on. It never goes back."""
         if policy_version < self.policy_version:

@@ -20,6 +20,9 @@ class ForeignClient:
         self.url = url
         self._session, self._update_mode = session, update_mode
 
+    async def forget_weights(self) -> None:
+        """Labels of another run stay until the first update, and nothing is generated before that."""
+
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Look whether the file is whole, before anything is paused for it."""
         path = Path(handle.path)

@@ -179,6 +179,10 @@ class EngineRunner:
 
         await self._between_steps(load, drained=mode == "drain")
 
+    async def forget_weights(self) -> None:
+        """End every request with what it has; later ones are refused until the next weights, of whatever version."""
+        await self._between_steps(lambda: self._post(self.engine.forget_weights()))
+
     async def rename_weights(self, policy_version: int) -> None:
         """What is held is `policy_version`. ValueError if that is older than what it was called so far."""
         await self._between_steps(partial(self.engine.rename_weights, policy_version))

@@ -139,6 +139,7 @@ class RolloutServer:
             Route("/weights/begin", ["POST"], self.begin_weights, body=WeightsHandle, reply=wire.WeightsReply),
             Route("/weights/chunk", ["POST"], self.take_chunk, body=wire.ChunkBody, reply=wire.ChunkReply),
             Route("/weights/commit", ["POST"], self.commit_weights, body=wire.CommitBody, reply=wire.WeightsReply),
+            Route("/weights/forget", ["POST"], self.forget_weights, reply=wire.MemoryReply),
             Route("/weights/abort", ["POST"], self.abort_weights, reply=wire.MemoryReply),
             Route(
                 "/release_memory_occupation",
@@ -249,6 +250,11 @@ class RolloutServer:
         body = await read_body(request, wire.CommitBody)
         update = self._update.commit(body.policy_version, mode=body.mode, fingerprint=body.fingerprint)
         return _answer_weights("committed", await update)
+
+    async def forget_weights(self, request: Request) -> Response:
+        """For a run that takes this server over: its versions begin anew. Nothing is served until its first weights."""
+        await self._update.forget()
+        return answer({"state": "forgotten"})
 
     async def abort_weights(self, request: Request) -> Response:
         """Forgets what has been staged."""

@@ -46,6 +46,10 @@ class ServerClient(Protocol):
         """Raises unless it can generate with published weights; bounded by seconds."""
         ...
 
+    async def forget_weights(self) -> None:
+        """Versions begin anew: a run takes over a server that another one may have used."""
+        ...
+
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Stage and verify; what is served does not change."""
         ...
@@ -173,6 +177,10 @@ class Servers:
         if member.lost_at is None:
             self._tell_lost(member.client.url, str(error))
         member.lost_at = asyncio.get_running_loop().time()
+
+    async def forget_weights(self) -> None:
+        """This run numbers the versions from now on. For servers that were there before it."""
+        await self._each(self._members, lambda client: client.forget_weights())
 
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage everywhere, then commit everywhere. If staging is refused anywhere, no server changes. A server that

@@ -246,6 +246,14 @@ class WeightsUpdate:
             if self._served is not None:
                 self._served = self._served._replace(policy_version=policy_version)
 
+    async def forget(self) -> None:
+        """Somebody else numbers the versions from now on: what is served and staged counts no more."""
+        async with self._lock:
+            self._stage(None)
+            async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a new owner", holder="the engine"):
+                await self._runner.forget_weights()
+            self._served = None
+
     async def abort(self) -> None:
         """Forget what is staged; the served weights stay."""
         async with self._lock:
