@@ -392,6 +392,7 @@ async def test_an_aborted_update_leaves_the_old_weights(http: Http) -> None:
         ("/weights/begin", weights_handle(0), 409, "not newer than 0"),
         ("/weights/begin", weights_handle(1, "missing"), 400, "cannot read the weights: missing"),
         ("/weights/begin", {"policy_version": 1}, 400, "missing required field"),
+        ("/weights/begin", {**weights_handle(1), "policy_version": 2**31}, 400, "at most 2147483647"),
         ("/weights/begin", {**weights_handle(1), "policy_version": "1"}, 400, "Expected `int`"),
         ("/weights/begin", b"\x80\x04pickle", 400, "JSON handle with policy_version, path, num_bytes and fingerprint"),
         (

@@ -24,6 +24,9 @@ LEASE_S = 600.0
 DRAIN_TIMEOUT_S = 1800.0
 """For running samples to end."""
 
+MAX_VERSION = 2**31 - 1
+"""Trajectories keep versions as 32-bit integers."""
+
 Receive = Callable[[WeightsHandle], Mapping[str, torch.Tensor]]
 Fingerprint = Callable[[Mapping[str, torch.Tensor]], str]
 
@@ -56,6 +59,8 @@ class WeightsUpdate:
                     f"policy_version {handle.policy_version} is not newer than "
                     f"{self._runner.policy_version}, which is being served"
                 )
+            if handle.policy_version > MAX_VERSION:
+                raise ValueError(f"policy_version must be at most {MAX_VERSION}, not {handle.policy_version}")
             self._staged = None
             async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=handle.path, holder="its storage"):
                 self._staged = (handle, await asyncio.to_thread(self._map, handle))
