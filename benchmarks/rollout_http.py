@@ -2,8 +2,9 @@
 
 The server is `penstock serve` in a process of its own; the engine alone is the same engine in this process; both with
 one torch thread, same policy, prompts, lengths, sampling. They take turns, a round at a time; a ratio is the median
-over the rounds, time is wall time, since two processes are compared with one. Thinking environments ask for one answer
-after another, with exponential pauses in between; the share of busy slots is read from the server itself.
+over the rounds, each against the engine alone right before and right after it, since other load on the machine comes
+and goes; time is wall time, since two processes are compared with one. Thinking environments ask for one answer after
+another, with exponential pauses in between; the share of busy slots is read from the server itself.
 """
 
 from __future__ import annotations
@@ -102,18 +103,25 @@ def compare(model: Path, rounds: int) -> dict[str, float]:
     engine = SlotEngine(load_policy(model, weights=True), num_slots=CLIENTS, max_context=MAX_CONTEXT, policy_version=0)
     prompts = make_prompts(CLIENTS, engine.model.config.vocab_size)
     bodies = [body(prompt, TOKENS, seed) for seed, prompt in enumerate(prompts)]
-    pairs = []
+
+    def alone() -> float:
+        start = time.perf_counter()
+        run_slots(engine, prompts, [TOKENS] * CLIENTS)
+        return time.perf_counter() - start
+
+    over_http, ratios = [], []
     with server(model, CLIENTS) as url:
-        for number in range(rounds + 1):
-            start = time.perf_counter()
-            run_slots(engine, prompts, [TOKENS] * CLIENTS)
-            alone = time.perf_counter() - start
-            over_http = asyncio.run(all_at_once(url, bodies))
-            if number:  # the first round warms up
-                pairs.append((alone, over_http))
+        alone()
+        asyncio.run(all_at_once(url, bodies))  # the first round warms up
+        before = alone()
+        for _ in range(rounds):
+            over_http.append(asyncio.run(all_at_once(url, bodies)))
+            after = alone()
+            ratios.append((before + after) / 2 / over_http[-1])
+            before = after
     return {
-        "http_vs_inprocess": median(alone / http for alone, http in pairs),
-        "http_tokens_per_s": CLIENTS * TOKENS / median(http for _, http in pairs),
+        "http_vs_inprocess": median(ratios),
+        "http_tokens_per_s": CLIENTS * TOKENS / median(over_http),
     }
 
 
@@ -124,7 +132,7 @@ def main() -> None:
         model = Path(directory)
         write_tiny_model(model, TinyModelConfig(), MAX_CONTEXT)
         load_policy(model, weights=False, seed=0).save_pretrained(model)
-        figures = compare(model, 2 if options.quick else 7)
+        figures = compare(model, 5 if options.quick else 15)
         prompts = make_prompts(ENVIRONMENTS, 100)
         lengths = np.clip(np.random.default_rng(0).lognormal(np.log(THINK_TOKENS), 0.5, ENVIRONMENTS), 8, 256)
         bodies = [body(prompt, int(length), n) for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))]

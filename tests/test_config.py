@@ -79,6 +79,7 @@ def test_overrides_win_and_exponents_are_numbers(file: Path) -> None:
         ("env.max_new_tokens=600", "the prompt needs room too"),
         ("rollout.host=0.0.0.0", "PENSTOCK_API_KEY"),
         ("rollout.api_key=sesame", "PENSTOCK_API_KEY"),
+        ("rollout.admin_api_key=sesame", "PENSTOCK_ADMIN_API_KEY"),
         ("run_id=a/b", "bad value for run_id"),
         ("env.temperature=1e-4", "bad value for env.temperature"),
         ("model.tiny.num_kv_heads=3", "must be a multiple of num_kv_heads"),
@@ -122,6 +123,11 @@ def test_the_key_comes_from_the_environment_and_is_not_shown(file: Path, monkeyp
     config = load_config(file, ["rollout.host=0.0.0.0"])
     assert config.rollout.api_key == "sesame"
     assert "sesame" not in repr(config)
+    assert config.rollout.control_key == "sesame"
+    monkeypatch.setenv("PENSTOCK_ADMIN_API_KEY", "alibaba")
+    config = load_config(file, [])
+    assert (config.rollout.api_key, config.rollout.control_key) == ("sesame", "alibaba")
+    assert "alibaba" not in repr(config)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)

@@ -53,6 +53,7 @@ def test_dry_run_prints_the_configuration_without_its_secrets(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_API_KEY", "hunter2")
+    monkeypatch.setenv("PENSTOCK_ADMIN_API_KEY", "hunter2")
     result = penstock("train", config, "--dry-run", "trainer.steps=7")
     assert result.exit_code == 0
     assert yaml.safe_load(result.stdout)["trainer"]["steps"] == 7

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -40,9 +44,13 @@ def command(model: Path, *words: str) -> list[str]:
 
 
 @contextmanager
-def served(model: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served(
+    model: Path, *words: str, environment: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its URL."""
-    with subprocess.Popen(command(model, "--port", "0", *words), stdout=subprocess.PIPE, text=True) as process:
+    given = {**os.environ, **(environment or {})}
+    words = ("--port", "0", *words)
+    with subprocess.Popen(command(model, *words), stdout=subprocess.PIPE, text=True, env=given) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
@@ -127,3 +135,31 @@ def test_a_directory_without_a_model_and_a_taken_port_are_named(model: Path, tmp
         port = str(taken.getsockname()[1])
         result = subprocess.run(command(model, "--port", port), capture_output=True, text=True, timeout=60)
     assert (result.returncode, f"cannot listen on 127.0.0.1:{port}" in result.stderr) == (1, True)
+
+
+def test_a_model_that_cannot_be_read_is_not_blamed_on_the_port(model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    weights = broken / "model.safetensors"
+    weights.unlink()
+    weights.mkdir()
+    result = subprocess.run(command(broken, "--port", "0"), capture_output=True, text=True, timeout=60)
+    assert (result.returncode, "Traceback" in result.stderr, "cannot listen" in result.stderr) == (1, False, False)
+    assert str(broken) in result.stderr
+
+
+def test_each_key_opens_what_it_is_for(model: Path) -> None:
+    keys = {"PENSTOCK_API_KEY": "play", "PENSTOCK_ADMIN_API_KEY": "rule"}
+    with served(model, environment=keys) as (_, url):
+
+        def status(path: str, key: str, body: bytes | None = None) -> int:
+            request = urllib.request.Request(url + path, body, {"Authorization": f"Bearer {key}"})
+            try:
+                return int(urllib.request.urlopen(request, timeout=30).status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        assert [status("/v1/models", key) for key in ("play", "rule", "none")] == [200, 200, 401]
+        assert [status("/flush_cache", key) for key in ("play", "rule")] == [401, 200]
+        assert [status("/pause_generation", key, b"{}") for key in ("play", "rule")] == [401, 200]
+        assert [status("/metrics", key) for key in ("play", "none")] == [200, 401]

@@ -62,6 +62,8 @@ async def test_every_malformed_request_is_refused_and_the_server_goes_on_as_befo
         assert await greedy(session) == before
         async with session.get("/ready") as response:
             assert response.status == 200
+        async with session.get("/metrics") as response:
+            assert 'status="5' not in await response.text()
 
 
 RAW = [
@@ -73,6 +75,10 @@ RAW = [
     b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     b"NONSENSE / HTTP/1.1\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET nowhere HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://elsewhere/generate HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"GET /health HTTP/1.1\r\nHost: x\r\nna me: \x00\r\n\r\n",

@@ -9,8 +9,10 @@ import aiohttp
 import openai
 import pytest
 from letters import Letters
-from tiny_policy import make_engine, make_request, run, until
+from tiny_policy import make_engine, make_request, run, serve, until
 
+from penstock.compat.openai import OpenAI
+from penstock.rollout.keys import Keys
 from penstock.rollout.request import SamplingParams
 from penstock.rollout.runner import EngineRunner
 
@@ -244,3 +246,33 @@ async def test_a_client_that_leaves_ends_all_its_prompts(url: str, runner: Engin
     asking.cancel()
     await until(lambda: not runner.engine.has_work)
     assert runner.num_generated_tokens < 180
+
+
+async def test_what_will_fail_again_is_not_to_be_repeated(runner: EngineRunner) -> None:
+    surfaces = [OpenAI(runner, Letters(), model_name="tiny")]
+    async with (
+        serve(runner, tokenizer=Letters(), foreign=surfaces, keys=Keys(generation="secret")) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", timeout=20) as stranger,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", timeout=20) as client,
+    ):
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await stranger.models.list()
+        assert refused.value.code == "invalid_api_key"
+        for call in (
+            client.completions.create(model="tiny", prompt=[1] * 200),
+            client.completions.create(model="tiny", prompt=[99]),
+            client.get("/nowhere", cast_to=object),
+            client.get("/completions", cast_to=object),
+        ):
+            with pytest.raises(openai.APIStatusError) as failed:
+                await call
+            assert failed.value.status_code in (400, 404, 405)
+            assert failed.value.response.headers["x-should-retry"] == "false"
+
+
+async def test_a_prompt_that_is_only_echoed_tells_who_scored_it(client: openai.AsyncOpenAI) -> None:
+    done = await client.completions.with_raw_response.create(
+        model="tiny", prompt="HELLO", max_tokens=0, echo=True, logprobs=1
+    )
+    assert done.headers["X-Policy-Version"] == "0-0"
+    assert done.parse().system_fingerprint == "policy_version-0"

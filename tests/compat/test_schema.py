@@ -48,7 +48,8 @@ async def test_every_path_is_described_with_what_it_reads_and_answers(url: str) 
 async def test_what_needs_a_key_is_described_so(runner: EngineRunner) -> None:
     headers = {"Authorization": "Bearer secret"}
     async with serve(runner, keys=Keys(generation="secret")) as url, aiohttp.ClientSession(url) as session:
-        assert (await session.get("/openapi.json")).status == 401
+        async with session.get("/openapi.json") as response:
+            assert response.status == 401
         async with session.get("/openapi.json", headers=headers) as response:
             paths = (await response.json())["paths"]
     assert paths["/health"]["get"]["security"] == []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 from tiny_policy import make_engine, make_request, run, until, weights
 
-from penstock.rollout.engine import SlotEngine
+from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.failures import EngineDead, GenerationFailed
 from penstock.rollout.generator import Increment
 from penstock.rollout.runner import EngineRunner
@@ -162,7 +163,42 @@ async def test_growth_is_told_token_by_token_before_the_end(runner: EngineRunner
 
 async def test_prompts_are_scored_between_steps(runner: EngineRunner) -> None:
     running = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
-    assert len(await runner.score([5, 6, 7])) == 2
+    assert len((await runner.score([5, 6, 7])).logprobs) == 2
     with pytest.raises(ValueError, match="outside the vocabulary"):
         await runner.score([10**6])
     assert len((await running)[0].token_ids) == LONG
+
+
+async def test_prompts_are_scored_a_part_after_every_step(
+    runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = list[str]()
+    scoring, step = runner.engine.scoring, runner.engine.step
+
+    def note_parts(prompt_ids: list[int]) -> Iterator[list[float]]:
+        for part in scoring(prompt_ids):
+            order.append("score")
+            yield part
+
+    def note_step() -> list[Finished]:
+        order.append("step")
+        return step()
+
+    monkeypatch.setattr("penstock.rollout.engine.SCORED_PLACES", 4)
+    monkeypatch.setattr(runner.engine, "scoring", note_parts)
+    monkeypatch.setattr(runner.engine, "step", note_step)
+    generating = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
+    first, *others = await asyncio.gather(*(runner.score(list(range(2, 11))) for _ in range(3)))
+    await generating
+    assert first.logprobs == pytest.approx(make_engine().score(list(range(2, 11))), abs=1e-5)
+    assert (first.versions, others) == ((0, 0), [first, first])
+    assert order.count("score") == 6
+    together = order[order.index("score") : len(order) - order[::-1].index("score")]
+    assert "score score" not in " ".join(together), "no two parts without a step in between"
+
+
+async def test_who_gives_up_is_not_scored(runner: EngineRunner) -> None:
+    given_up = asyncio.create_task(runner.score([5, 6]))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    assert len((await runner.score([5, 6, 7])).logprobs) == 2

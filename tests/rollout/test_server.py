@@ -24,17 +24,17 @@ class Http:
     """Raw calls."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+        self.session = session
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
         data = body if isinstance(body, bytes | io.BytesIO) else json.dumps(body)
-        async with self._session.post(path, data=data, **options) as response:
+        async with self.session.post(path, data=data, **options) as response:
             return response.status, json.loads(await response.read())
 
     async def stream(self, path: str, body: Any, *, events: int | None = None) -> list[Any]:
         """The server-sent events, all of them or the first few."""
         found: list[Any] = []
-        async with self._session.post(path, data=json.dumps(body)) as response:
+        async with self.session.post(path, data=json.dumps(body)) as response:
             assert response.headers["Content-Type"].startswith("text/event-stream")
             async for line in response.content:
                 if line.startswith(b"data: ") and line != b"data: [DONE]\n":
@@ -45,7 +45,7 @@ class Http:
         return found
 
     async def get(self, path: str, **options: Any) -> tuple[int, Any]:
-        async with self._session.get(path, **options) as response:
+        async with self.session.get(path, **options) as response:
             return response.status, json.loads(await response.read())
 
 
@@ -176,6 +176,26 @@ async def test_prompts_are_scored_with_nothing_generated(spoken: Http) -> None:
     _, later = await spoken.post("/generate", {**body, "logprob_start_len": 2, "sampling_params": greedy()})
     assert later["meta_info"]["input_token_logprobs"] == triples[2:]
     assert len(later["output_ids"]) == 4
+
+
+async def test_versions_are_in_a_header_too(spoken: Http, runner: EngineRunner) -> None:
+    async def header(body: dict[str, Any]) -> str | None:
+        async with spoken.session.post("/generate", json=body) as response:
+            return response.headers.get("X-Policy-Version")
+
+    assert await header({"text": "ABC", "sampling_params": greedy()}) == "0-0"
+    running = asyncio.create_task(header({"text": "ABC", "sampling_params": greedy(80)}))
+    await until(lambda: runner.num_generated_tokens > 8)
+    await spoken.post("/weights/begin", weights_handle(1))
+    await spoken.post("/weights/commit", {"policy_version": 1})
+    assert await running == "0-1"
+
+
+async def test_scores_tell_who_computed_them(spoken: Http) -> None:
+    scored = {"text": "ABC", "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
+    async with spoken.session.post("/generate", json=scored) as response:
+        reply = await response.json()
+        assert (response.headers["X-Policy-Version"], reply["meta_info"]["weight_version"]) == ("0-0", "0")
 
 
 async def test_the_likeliest_tokens_are_told(spoken: Http) -> None:
@@ -373,6 +393,7 @@ async def test_an_aborted_update_leaves_the_old_weights(http: Http) -> None:
         ("/weights/begin", weights_handle(0), 409, "not newer than 0"),
         ("/weights/begin", weights_handle(1, "missing"), 400, "cannot read the weights: missing"),
         ("/weights/begin", {"policy_version": 1}, 400, "missing required field"),
+        ("/weights/begin", {**weights_handle(1), "policy_version": 2**31}, 400, "at most 2147483647"),
         ("/weights/begin", {**weights_handle(1), "policy_version": "1"}, 400, "Expected `int`"),
         ("/weights/begin", b"\x80\x04pickle", 400, "JSON handle with policy_version, path, num_bytes and fingerprint"),
         (

@@ -21,12 +21,13 @@ def serve(model: Path, overrides: Sequence[str], *, host: str, port: int, name: 
         return refuse(error, 1)
     except ConfigError as error:
         return refuse(error, 2)
+    from penstock.processes.alone import CannotListen
     from penstock.processes.alone import serve as serve_alone
 
     try:
         serve_alone(config, model, model_name=name or str(model))
-    except OSError as error:
-        return refuse(f"cannot listen on {host}:{port}: {error.strerror or error}", 1)
-    except (ModelError, ValueError) as error:
+    except (CannotListen, ModelError, ValueError) as error:
         return refuse(error, 1)
+    except OSError as error:
+        return refuse(f"cannot read the model in {model}: {error}", 1)
     return 0

@@ -174,8 +174,8 @@ class TrainerConfig(Section):
     """Groups per optimizer step (B); B * group_size samples."""
     learning_rate: float = Field(3e-4, gt=0)
     warmup_steps: int = Field(10, ge=0)
-    """Steps over which the rate rises. An optimizer that has seen nothing takes its first gradients for typical ones, and
-    undoes part of what the policy already knew."""
+    """Steps over which the rate rises. An optimizer that has seen nothing takes its first gradients for typical ones,
+    and undoes part of what the policy already knew."""
     scale_learning_rate: list[Literal["samples", "ess"]] = Field(default_factory=list)
     """`samples`: times the square root of the step's samples over those of `groups_per_step` whole groups. `ess`: times
     the square root of the samples' effective size under their importance weights, so that data far from the policy

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import torch
+import uvloop
 
 from penstock.config import Config
 from penstock.processes.cores import num_threads
@@ -17,22 +18,30 @@ from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity
 
 
+class CannotListen(Exception):
+    """The address is taken, or not this machine's."""
+
+
 def serve(config: Config, model: Path, *, model_name: str) -> None:
-    """Serves the model in `model` until SIGINT or SIGTERM. OSError if the port is taken, `ModelError` for a directory
-    without a model."""
-    asyncio.run(_serve(config, model, model_name))
+    """Serves the model in `model` until SIGINT or SIGTERM. `CannotListen` if the port is taken; `ModelError`, OSError
+    or ValueError for a directory without a model that can be read."""
+    uvloop.run(_serve(config, model, model_name))
 
 
 async def _serve(config: Config, model: Path, model_name: str) -> None:
     torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=1))
-    listener = bind(config.rollout.host, config.rollout.port)
+    host, port = config.rollout.host, config.rollout.port
+    try:
+        listener = bind(host, port)
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     runner = EngineRunner(make_engine(config, model, weights=True), process="rollout-0")
     runner.start()
     identity = Identity(run_id="alone", nonce=secrets.token_hex(8))
     server = HttpServer(make_app(runner, config, model, identity=identity, model_name=model_name))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-    url = url_of(config.rollout.host, listener)
+    url = url_of(host, listener)
     print(f"serving {model_name} at {url} (OpenAI: {url}/v1); Ctrl-C ends it", flush=True)
     try:
         await server.serve(sockets=[listener])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from penstock.compat.openai import OpenAI
@@ -54,7 +55,7 @@ def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity:
         model_path=str(directory),
         model_name=model_name,
     )
-    return create_app(
+    app = create_app(
         runner,
         identity=identity,
         update=update,
@@ -62,3 +63,6 @@ def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity:
         keys=Keys(generation=config.rollout.api_key, admin=config.rollout.admin_api_key),
         foreign=[OpenAI(runner, tokenizer, model_name=model_name), sglang],
     )
+    gc.collect()
+    gc.freeze()  # what is there now stays: no collection need look through the model's objects while answers are made
+    return app

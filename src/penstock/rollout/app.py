@@ -28,7 +28,7 @@ class App:
         self._keys = keys
         self._exact: dict[str, list[Route]] = {}
         self._below: list[tuple[str, Route]] = []
-        for route in (*routes, NOWHERE):
+        for route in routes:
             above, brace, _ = route.path.partition("{")
             if brace:
                 self._below.append((above, route))
@@ -40,15 +40,16 @@ class App:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
-        route, rest, allowed = self._find(scope["path"], scope["method"])
+        routes, rest = self._find(scope["path"])
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        route = next((route for route in routes if method in route.methods), routes[0])
         scope["path_params"] = {"rest": rest}
         request, defect = Request(scope, receive), None
         try:
             self._keys.check(route.access, request)
-            if not allowed:
-                raise Refused(
-                    405, f"{route.path} takes {', '.join(route.methods)}", {"Allow": ", ".join(route.methods)}
-                )
+            if route.methods and method not in route.methods:
+                methods = ", ".join(method for route in routes for method in route.methods)
+                raise Refused(405, f"{route.path} takes {methods}", {"Allow": methods})
             response = await route.endpoint(request)
         except EXPECTED as error:
             response = refuse(route, error)
@@ -59,17 +60,13 @@ class App:
         if defect is not None:
             raise defect
 
-    def _find(self, path: str, method: str) -> tuple[Route, str, bool]:
-        """The route, what follows its path, and whether the method is its own."""
-        routes, rest = self._exact.get(path), ""
-        if routes is None:
-            above, route = next(entry for entry in self._below if path.startswith(entry[0]))
-            routes, rest = [route], path[len(above) :]
-        method = "GET" if method == "HEAD" else method
-        for route in routes:
-            if method in route.methods or not route.methods:
-                return route, rest, True
-        return routes[0], rest, False
+    def _find(self, path: str) -> tuple[list[Route], str]:
+        """All routes of a path, at least one, and what follows theirs."""
+        if routes := self._exact.get(path):
+            return routes, ""
+        found = ((above, route) for above, route in self._below if path.startswith(above))
+        above, route = next(found, ("", NOWHERE))
+        return [route], path[len(above) :]
 
 
 def refuse(route: Route, error: Exception) -> Response:

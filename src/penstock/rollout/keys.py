@@ -30,9 +30,8 @@ class Keys:
 
     def accepted(self, access: Access) -> list[str]:
         """Any of these will do; empty where none is needed."""
-        keys = {"everybody": [], "generation": [self.generation, self.admin], "control": [self.admin]}[access]
-        if access == "control" and self.admin is None:
-            keys = [self.generation]
-        if access == "generation" and self.generation is None:
-            keys = []
+        if access == "everybody" or (access == "generation" and self.generation is None):
+            return []
+        control = self.admin if self.admin is not None else self.generation
+        keys = {control} if access == "control" else {self.generation, control}
         return [key for key in keys if key is not None]

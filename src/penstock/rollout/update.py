@@ -30,6 +30,9 @@ LEASE_S = 600.0
 DRAIN_TIMEOUT_S = 1800.0
 """For running samples to end."""
 
+MAX_VERSION = 2**31 - 1
+"""Trajectories keep versions as 32-bit integers."""
+
 Tensors = Mapping[str, torch.Tensor]
 Chunk = GroupTensors | DeviceTensors
 Receive = Callable[[WeightsHandle], Tensors]
@@ -265,6 +268,8 @@ class WeightsUpdate:
                 f"policy_version {policy_version} is not newer than "
                 f"{self._runner.policy_version}, which is being served"
             )
+        if policy_version > MAX_VERSION:
+            raise ValueError(f"policy_version must be at most {MAX_VERSION}, not {policy_version}")
 
     def _stage(self, staged: Staged | None, lease_s: float | None = None) -> None:
         """Keep this, and for how long from now on."""
