@@ -17,11 +17,13 @@ from typing import Any
 PACKAGES = ("penstock", "torch", "transformers", "numpy")
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """`--json FILE` and `--quick`, the same for all benchmarks."""
+def arguments(description: str, **further: str) -> argparse.Namespace:
+    """`--json FILE` and `--quick`, the same for all benchmarks; `further` options by name, with what they want."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="smaller workloads and fewer repetitions")
+    for name, wanted in further.items():
+        parser.add_argument(f"--{name}", metavar=wanted)
     return parser.parse_args()
 
 

@@ -1,16 +1,20 @@
-"""The rollout server against the slot engine in process, and how full environments that think keep it.
+"""The rollout server against the slot engine in process and against vLLM, and how full thinking environments keep it.
 
 The server is `penstock serve` in a process of its own; the engine alone is the same engine in this process; both with
 one torch thread, same policy, prompts, lengths, sampling. They take turns, a round at a time; a ratio is the median
 over the rounds, each against the engine alone right before and right after it, since other load on the machine comes
-and goes; time is wall time, since two processes are compared with one. Thinking environments ask for one answer after
+and goes; time is wall time, since two processes are compared with one. vLLM (`--vllm PYTHON`, an interpreter of an
+environment that has it) serves the same model with one thread, compiled as it is by default, over its token-in, token-out
+path. Thinking environments ask for one answer after
 another, with exponential pauses in between; the share of busy slots is read from the server itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
+from urllib.request import urlopen
 
 import aiohttp
 import numpy as np
@@ -33,6 +38,8 @@ from penstock.rollout.engine import SlotEngine
 from penstock.rollout.wire import GenerateBody, SamplingBody, encode
 
 MAX_CONTEXT = 512
+VLLM_READY_S = 400.0
+"""It compiles."""
 CLIENTS, TOKENS = 256, 64
 SLOTS, ENVIRONMENTS, THINK_S, THINK_TOKENS = 64, 256, 0.2, 64
 WATCH_S, SETTLE_S, POLL_S = 20.0, 3.0, 0.05
@@ -51,6 +58,36 @@ def server(model: Path, slots: int) -> Iterator[str]:
             process.terminate()
 
 
+@contextmanager
+def vllm_server(python: str, model: Path) -> Iterator[str]:
+    """The URL of vLLM's own server, once it answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    words = ["--model", str(model), "--served-model-name", "m", "--port", str(port), "--dtype", "float32"]
+    words += ["--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(CLIENTS), "--enable-scale-out"]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", *words, "--uvicorn-log-level", "warning"]
+    wanted = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | wanted) as process:
+        url, limit = f"http://127.0.0.1:{port}", time.monotonic() + VLLM_READY_S
+        try:
+            while not answers(f"{url}/health"):
+                if process.poll() is not None or time.monotonic() > limit:
+                    log.seek(0)
+                    sys.exit(f"vLLM did not start:\n{log.read()[-2000:].decode(errors='replace')}")
+                time.sleep(1.0)
+            yield url
+        finally:
+            process.terminate()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
 def body(prompt: Sequence[int], tokens: int, seed: int) -> bytes:
     sampling = SamplingBody(max_new_tokens=tokens, ignore_eos=True, sampling_seed=seed)
     return encode(
@@ -58,18 +95,26 @@ def body(prompt: Sequence[int], tokens: int, seed: int) -> bytes:
     )
 
 
-async def ask(session: aiohttp.ClientSession, given: bytes) -> None:
-    async with session.post("/generate", data=given) as response:
+def vllm_body(prompt: Sequence[int], tokens: int, seed: int) -> bytes:
+    params = {"max_tokens": tokens, "ignore_eos": True, "seed": seed, "logprobs": 0, "detokenize": False}
+    return encode({"token_ids": list(prompt), "sampling_params": params})
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+async def ask(session: aiohttp.ClientSession, given: bytes, path: str = "/generate") -> None:
+    async with session.post(path, data=given, headers=JSON) as response:
         assert response.status == 200, await response.text()
         await response.read()
 
 
-async def all_at_once(url: str, bodies: Sequence[bytes]) -> float:
+async def all_at_once(url: str, bodies: Sequence[bytes], path: str = "/generate") -> float:
     """Seconds until every client has its answer."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as session:
         start = time.perf_counter()
-        await asyncio.gather(*(ask(session, given) for given in bodies))
+        await asyncio.gather(*(ask(session, given, path) for given in bodies))
         return time.perf_counter() - start
 
 
@@ -125,14 +170,32 @@ def compare(model: Path, rounds: int) -> dict[str, float]:
     }
 
 
+def compare_vllm(model: Path, python: str, rounds: int) -> dict[str, float]:
+    """Our server against vLLM's, a round each in turn."""
+    prompts = make_prompts(CLIENTS, 100)
+    ours = [body(prompt, TOKENS, seed) for seed, prompt in enumerate(prompts)]
+    theirs = [vllm_body(prompt, TOKENS, seed) for seed, prompt in enumerate(prompts)]
+    found: list[tuple[float, float]] = []
+    with server(model, CLIENTS) as our_url, vllm_server(python, model) as their_url:
+        for _ in range(rounds + 1):  # the first round warms up
+            mine = asyncio.run(all_at_once(our_url, ours))
+            found.append((mine, asyncio.run(all_at_once(their_url, theirs, "/inference/v1/generate"))))
+    return {
+        "vs_vllm_cpu": median(other / mine for mine, other in found[1:]),
+        "vllm_tokens_per_s": CLIENTS * TOKENS / median(other for _, other in found[1:]),
+    }
+
+
 def main() -> None:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", vllm="PYTHON")
     torch.set_num_threads(1)
     with TemporaryDirectory() as directory:
         model = Path(directory)
         write_tiny_model(model, TinyModelConfig(), MAX_CONTEXT)
         load_policy(model, weights=False, seed=0).save_pretrained(model)
         figures = compare(model, 5 if options.quick else 15)
+        if options.vllm:
+            figures |= compare_vllm(model, options.vllm, 3 if options.quick else 7)
         prompts = make_prompts(ENVIRONMENTS, 100)
         lengths = np.clip(np.random.default_rng(0).lognormal(np.log(THINK_TOKENS), 0.5, ENVIRONMENTS), 8, 256)
         bodies = [body(prompt, int(length), n) for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))]
