@@ -3,10 +3,10 @@
 The server is `penstock serve` in a process of its own; the engine alone is the same engine in this process; both with
 one torch thread, same policy, prompts, lengths, sampling. They take turns, a round at a time; a ratio is the median
 over the rounds, each against the engine alone right before and right after it, since other load on the machine comes
-and goes; time is wall time, since two processes are compared with one. vLLM (`--vllm PYTHON`, an interpreter of an
-environment that has it) serves the same model with one thread, compiled as it is by default, over its token-in, token-out
-path. Thinking environments ask for one answer after
-another, with exponential pauses in between; the share of busy slots is read from the server itself.
+and goes; time is wall time, since two processes are compared with one. vLLM (`--vllm PYTHON`, the interpreter of an
+environment that has it) serves the same model with one thread, compiled as it is by default, over its token-in,
+token-out path. Thinking environments ask for one answer after another, with exponential pauses in between; the share of
+busy slots is read from the server itself.
 """
 
 from __future__ import annotations
