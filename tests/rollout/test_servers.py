@@ -10,6 +10,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from tiny_policy import make_engine, make_handle, print_of, serve, weights
 
+from penstock.rollout import client as client_module
 from penstock.rollout import servers as servers_module
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.runner import EngineRunner
@@ -37,12 +38,17 @@ class Line:
     def __init__(self, url: str) -> None:
         self._url, self._session = url, ClientSession()
         self.cut, self.asked = False, asyncio.Event()
+        self.silent = False
+        """Whatever comes waits for the end."""
+        self._end = asyncio.Event()
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         self.server = TestServer(app)
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         self.asked.set()
+        if self.silent:
+            await self._end.wait()
         if not self.cut:
             async with self._session.request(
                 request.method, self._url + request.path, data=await request.read()
@@ -59,6 +65,7 @@ class Line:
         return str(self.server.make_url("")).rstrip("/")
 
     async def close(self) -> None:
+        self._end.set()
         await self._session.close()
         await self.server.close()
 
@@ -97,6 +104,21 @@ async def test_what_a_lost_server_was_generating_is_asked_of_another(line: Line,
     assert {segment.spans[0].policy_version for segment in answers} == {5}
     assert all(len(segment.token_ids) == len(segment.logprobs) > 0 for segment in answers)
     assert lost == [line.url]
+
+
+async def test_a_server_that_hangs_is_found_out(
+    line: Line, other: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "SILENCE_S", 0.05)
+    monkeypatch.setattr(client_module, "PROBE_S", 0.05)
+    lost: list[str] = []
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: lost.append(why))
+        line.silent = True
+        assert await served_by(servers, 0) == 5
+        await servers.close()
+    (why,) = lost
+    assert "GET /health" in why and line.url in why
 
 
 async def test_a_server_that_is_back_is_used_again(

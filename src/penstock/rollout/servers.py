@@ -1,17 +1,18 @@
 """All rollout servers of a run as one: the least loaded answers, an episode stays where it was, and what a dead server
 was generating is asked of another.
 
-A server is lost when it gives no answer or fails by itself (5xx). It is asked again, after a while, whether it serves;
-until then others are used. If all are lost, the next call tries them all, and its error is the last one's.
+A server is lost when it gives no answer or fails by itself (5xx), or when nothing has come from it for a while and it
+does not say that it lives. It is asked again, after a while, whether it serves; until then others are used. If all are
+lost, the next call tries them all, and its error is the last one's.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from penstock.deadline import Stalled
 from penstock.rollout.client import RolloutClient
@@ -24,6 +25,8 @@ Engine = Literal["penstock", "sglang", "vllm"]
 
 RETRY_S = 5.0
 """Until a lost server is asked again."""
+SILENCE_S = 10.0
+"""Without an answer, after which a server is asked whether it lives: one that hangs would cost a whole timeout."""
 SLACK = 32
 """Samples by which an episode's server may be busier than the least loaded one: a cached prefix is worth that much."""
 REMEMBERED_EPISODES = 16384
@@ -80,6 +83,9 @@ def connect(engine: Engine, url: str, session: HttpSession, *, update_mode: Upda
     return CLIENTS[engine](url.rstrip("/"), session, **how)
 
 
+T = TypeVar("T")
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """A server as this process sees it."""
@@ -88,6 +94,8 @@ class Member:
     load: int = 0
     """Our samples in flight."""
     lost_at: float | None = None
+    heard_at: float = 0.0
+    """When it answered last."""
 
 
 @dataclass(slots=True)
@@ -138,7 +146,7 @@ class Servers:
             member = await self._choose(grants[0].episode, tried)
             member.load += len(grants)
             try:
-                segments = await member.client.generate(prompt_ids, grants, sampling, seeds)
+                segments = await self._while_alive(member, member.client.generate(prompt_ids, grants, sampling, seeds))
             except (RolloutError, Stalled) as error:
                 tried.append(member)
                 if not _is_lost(error):
@@ -152,6 +160,20 @@ class Servers:
                 return segments
             finally:
                 member.load -= len(grants)
+
+    async def _while_alive(self, member: Member, answer: Coroutine[Any, Any, T]) -> T:
+        """The answer, as long as its server lives. Raises what `alive` raises."""
+        now = asyncio.get_running_loop().time
+        asked_at, task = now(), asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
+                if now() - max(asked_at, member.heard_at) >= SILENCE_S:
+                    await member.client.alive()
+                    member.heard_at = now()
+            member.heard_at = now()
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _choose(self, episode: EpisodeId, tried: Sequence[Member]) -> Member:
         left = [member for member in self._members if member not in tried]
