@@ -11,6 +11,7 @@ from tiny_policy import (
     EOS,
     MAX_CONTEXT,
     VOCAB_SIZE,
+    generate_greedily,
     make_engine,
     make_model,
     make_request,
@@ -40,12 +41,6 @@ GREEDY = SamplingParams(temperature=0.0)
 def random_prompts(count: int, *, longest: int = 20, seed: int = 0) -> list[list[int]]:
     numbers = random.Random(seed)
     return [[numbers.randrange(2, VOCAB_SIZE) for _ in range(numbers.randint(1, longest))] for _ in range(count)]
-
-
-def generate_greedily(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens)
-    return output[0, len(prompt) :].tolist()
 
 
 def test_greedy_output_equals_generate_across_slot_reuse() -> None:

@@ -10,7 +10,18 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tiny_policy import make_engine, make_handle, make_request, print_of, receive_seed, run, serve, until
+from tiny_policy import (
+    generate_greedily,
+    make_engine,
+    make_handle,
+    make_request,
+    print_of,
+    receive_seed,
+    reference_model,
+    run,
+    serve,
+    until,
+)
 
 from penstock.rollout.failures import Conflict
 from penstock.rollout.keys import Keys
@@ -57,6 +68,15 @@ async def http(url: str) -> AsyncIterator[Http]:
 
 def greedy(max_new_tokens: int = 4, **more: Any) -> dict[str, Any]:
     return {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+async def test_greedy_answers_are_those_of_transformers(http: Http) -> None:
+    prompts = [[5, 6], [7], list(range(2, 40)), [5, 6]]
+    sampling = {"max_new_tokens": 20, "temperature": 0}
+    status, replies = await http.post("/generate", {"input_ids": prompts, "sampling_params": sampling})
+    assert status == 200
+    model = reference_model(0)
+    assert [reply["output_ids"] for reply in replies] == [generate_greedily(model, prompt, 20) for prompt in prompts]
 
 
 async def test_generate_answers_in_the_shape_of_sglang(http: Http) -> None:

@@ -72,6 +72,13 @@ def make_request(
     return GenerateRequest(rid=rid, prompt_ids=prompt_ids, params=params, max_new_tokens=limits, seeds=seeds)
 
 
+def generate_greedily(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """What Transformers' own `generate` answers."""
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens)
+    return output[0, len(prompt) :].tolist()
+
+
 def run(engine: SlotEngine, *requests: GenerateRequest) -> dict[str, list[Segment]]:
     """Serve all requests to the end."""
     for request in requests:
