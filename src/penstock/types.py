@@ -346,7 +346,8 @@ class Endpoint:
     """Where an agent's OpenAI client finds the policy: `OpenAI(base_url=..., api_key=...)`. Either part alone says
     which episode it is, so one of them may be shared."""
 
-    base_url: str
+    base_url: str = field(repr=False)
+    """With the key in it."""
     api_key: str = field(repr=False)
     model: str
 

@@ -10,6 +10,7 @@ penalty is refused. Requests after the episode's end get 410.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,15 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from penstock.compat.openai import OpenAI, refuse
+from penstock.deadline import Stalled
 from penstock.envs.agents import Conversation, Over, Said
 from penstock.model.chat import ChatTokenizer
 from penstock.rollout.app import App
-from penstock.rollout.generator import OnTokens, Scored
+from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.http import Refused
 from penstock.rollout.keys import Keys
 from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.session import RolloutError
 from penstock.types import Endpoint, Segment
 
 REMEMBERED_KEYS = 65_536
@@ -47,14 +50,14 @@ class AgentGateway:
         self._sessions[key] = Session(conversation, self._chat, model_name=self._model_name)
         return Endpoint(base_url=f"{self.url}/s/{key}/v1", api_key=key, model=self._model_name)
 
-    def close(self, endpoint: Endpoint) -> None:
+    async def close(self, endpoint: Endpoint) -> None:
         """Give up what is still being generated there; later requests are told that it is over."""
         session = self._sessions.pop(endpoint.api_key, None)
-        if session is not None:
-            session.close()
         self._over[endpoint.api_key] = None
         if len(self._over) > REMEMBERED_KEYS:
             self._over.popitem(last=False)
+        if session is not None:
+            await session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,6 +86,8 @@ class Session:
         self._conversation, self._chat = conversation, chat
         self._messages: dict[tuple[int, ...], Sequence[Mapping[str, Any]]] = {}
         """What the prompts were rendered from."""
+        self._prompts: dict[str, list[int]] = {}
+        """By what was asked: the history is another one once it has been answered."""
         self._answers: dict[tuple[int, ...], asyncio.Task[Said]] = {}
         self.app = App(OpenAI(self, self, model_name=model_name).routes(), Keys())
 
@@ -125,16 +130,23 @@ class Session:
             said = await asyncio.shield(task)
         except Over as error:
             raise Refused(400, str(error)) from error
+        except (RolloutError, Stalled) as error:
+            raise Refused(503, str(error)) from error
         except asyncio.CancelledError:
             if task.cancelled():
                 raise Refused(410, "the episode ended before this answer") from None
             raise
+        if on_tokens is not None:
+            on_tokens([Increment(0, said.segment.token_ids, said.segment.logprobs, None)])
         return [said.segment]
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
-        ids = self._conversation.prompt(messages, **settings)
-        self._messages[tuple(ids)] = messages
-        return ids
+        """The same for the same messages, whatever has been said since: a retry means the turn it asked for."""
+        asked = json.dumps([messages, settings], sort_keys=True, default=str)
+        if asked not in self._prompts:
+            ids = self._prompts[asked] = self._conversation.prompt(messages, **settings)
+            self._messages[tuple(ids)] = messages
+        return self._prompts[asked]
 
     def encode(self, text: str) -> list[int]:
         return self._chat.encode(text)
@@ -142,10 +154,11 @@ class Session:
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._chat.decode(token_ids, skip_special=skip_special)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give up what is still being generated."""
         for task in self._answers.values():
             task.cancel()
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
 
 CHANGING = (

@@ -157,9 +157,14 @@ class RolloutConfig(Section):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"urls: {url!r} does not begin with http:// or https://")
+        if len(set(self.urls)) != len(self.urls):
+            raise ValueError(f"urls name a server twice: {', '.join(self.urls)}")
         for name in ("python", "args"):
             if getattr(self, name) and (self.engine == "penstock" or self.urls):
-                raise ValueError(f"{name} is for a foreign engine that we start, not for engine {self.engine}")
+                started = "servers that run already" if self.urls else "engine penstock"
+                raise ValueError(f"{name} is for a foreign engine that we start, not for {started}")
+        if any(word.startswith("--hf-overrides") for word in self.args) and self.engine == "vllm":
+            raise ValueError("args: --hf-overrides is set already, so that updates reach tied output weights")
         return self
 
 
@@ -307,6 +312,11 @@ class Config(Section):
                 f"{self.rollout.engine} does not do here: use rollout.engine penstock or another mode"
             )
         loopback = self.rollout.host in ("127.0.0.1", "localhost", "::1")
+        if not loopback and self.rollout.engine != "penstock" and not self.rollout.urls:
+            raise ValueError(
+                f"rollout.host {self.rollout.host} is reachable from outside, and {self.rollout.engine} guards its "
+                "control paths with no key: use 127.0.0.1, or start it behind something that does, and give its urls"
+            )
         if not loopback and not self.rollout.api_key:
             raise ValueError(
                 f"rollout.host {self.rollout.host} is reachable from outside: set rollout.api_key "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from penstock.deadline import Stalled
 from penstock.envs.episode import Episode
@@ -18,6 +18,7 @@ from penstock.model.chat import ChatTokenizer
 from penstock.types import Endpoint, Segment, VersionSpan
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Gateway(Protocol):
@@ -27,8 +28,9 @@ class Gateway(Protocol):
         """Where this conversation is held, until it is closed."""
         ...
 
-    def close(self, endpoint: Endpoint) -> None:
-        """Whoever still asks there is told that it is over."""
+    async def close(self, endpoint: Endpoint) -> None:
+        """Give up what is still being answered there, and wait until it has been; whoever asks later is told that it is
+        over."""
         ...
 
 
@@ -72,8 +74,8 @@ class Conversation:
         self._history: list[Message] = []
         """Messages whose tokens are the episode's context, the last answer included."""
         self._turn = asyncio.Lock()
-        self.over = False
-        """Something was refused because no turn or no token was left."""
+        self.over: str | None = None
+        """Why something was refused, because no turn or no token was left."""
         self.cut = False
         """The last answer ended at a limit."""
 
@@ -104,6 +106,7 @@ class Conversation:
         `Over` when nothing more can be said."""
         async with self._turn:
             episode, known = self._episode, len(self._episode.context)
+            episode.bounds = self._bounds
             if prompt_ids[:known] != episode.context or len(prompt_ids) == known:
                 raise Diverged(
                     "the prompt does not begin with what was said so far, token by token: an episode is one "
@@ -112,11 +115,9 @@ class Conversation:
             limit = episode.turn_budget if max_tokens is None else min(max_tokens, episode.turn_budget)
             limit = min(limit, self._max_context - len(prompt_ids))
             if len(episode.turns) >= self._max_turns:
-                self.over = True
-                raise Over(f"the episode has had its {self._max_turns} turns (env.max_turns)")
+                raise self._end(f"the episode has had its {self._max_turns} turns (env.max_turns)")
             if limit < 1:
-                self.over = True
-                raise Over(
+                raise self._end(
                     f"{len(prompt_ids)} prompt tokens leave no room to answer within model.max_context "
                     f"{self._max_context} and the episode's budget"
                 )
@@ -136,6 +137,10 @@ class Conversation:
                 self._history = [*_plain(messages), {"role": "assistant", "content": episode.text}]
             return Said(prompt_ids=prompt_ids, segment=said, finished=finished)
 
+    def _end(self, why: str) -> Over:
+        self.over = why
+        return Over(why)
+
     async def _complete(self, episode: Episode) -> bool:
         segment = await self._generate(episode, False)
         while (decision := episode.take(segment)).case == "cut":
@@ -149,12 +154,16 @@ class Patience:
     def __init__(self, seconds: float, *, waiter: str) -> None:
         self._seconds, self._waiter = seconds, waiter
         self._timer: asyncio.Timeout | None = None
+        self._played = False
 
-    async def bound(self, play: Awaitable[Any]) -> Any:
+    async def bound(self, play: Awaitable[T]) -> T:
         """What `play` returns. Stalled when the time is up."""
         try:
             async with asyncio.timeout(self._seconds) as self._timer:
-                return await play
+                try:
+                    return await play
+                finally:
+                    self._played = True
         except TimeoutError as error:
             if self._timer is None or not self._timer.expired() or isinstance(error, Stalled):
                 raise
@@ -162,16 +171,20 @@ class Patience:
                 waiter=self._waiter, resource="the end of play", holder="its agent", seconds=self._seconds
             ) from None
 
-    async def excuse(self, waiting: Awaitable[Any]) -> Any:
-        """What `waiting` returns; the time it takes is given back."""
+    async def excuse(self, waiting: Awaitable[T]) -> T:
+        """What `waiting` returns; the clock stands still meanwhile."""
         now = asyncio.get_running_loop().time
-        started = now()
+        timer = self._timer
+        when = timer.when() if timer is not None else None
+        if timer is None or when is None:
+            return await waiting
+        left = when - now()
+        timer.reschedule(None)
         try:
             return await waiting
         finally:
-            timer = self._timer
-            if timer is not None and not timer.expired() and (when := timer.when()) is not None:
-                timer.reschedule(when + now() - started)
+            if not self._played:
+                timer.reschedule(now() + left)
 
 
 def _joined(segments: Sequence[Segment], reason: str) -> Segment:

@@ -134,10 +134,10 @@ class EnvManager:
                     raise
                 reward = 0.0  # an agent may well give up when it is told that nothing more can be said
             finally:
-                self._gateway.close(endpoint)
+                await self._gateway.close(endpoint)
             check_reward(reward)
             if not episode.turns:
-                raise EpisodeFailure("the agent never asked the policy anything")
+                raise EpisodeFailure(conversation.over or "the agent never asked the policy anything")
             if conversation.over or conversation.cut:
                 episode.status = "truncated"
             episode.reward = 0.0 if self._env.penalize_truncation and conversation.cut else float(reward)

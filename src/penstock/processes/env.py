@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,8 @@ class Worker:
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
+    # Blocking environments and agents hold a thread per call or per episode; threads are made as they are needed.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(config.max_open, thread_name_prefix="blocking"))
     make = environment_maker(config.env)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
     async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, chat) as gateway:

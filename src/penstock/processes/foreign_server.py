@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import time
 from asyncio.subprocess import Process
@@ -20,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.config import Config
 from penstock.deadline import Stalled
 from penstock.processes.layout import model_dir
+from penstock.processes.listening import bind, url_of
 from penstock.processes.member import Telemetry, ask_nothing, membership
 from penstock.rollout.servers import connect
 from penstock.rollout.session import HttpSession, RolloutError
@@ -27,6 +27,8 @@ from penstock.supervisor.child import Child
 from penstock.types import BusySpan
 
 ASK_EVERY_S = 0.5
+REFUSED = 400
+"""Status of what no waiting mends."""
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 
@@ -86,7 +88,7 @@ async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[
     port = config.rollout.port + number if config.rollout.port else free_port(config.rollout.host)
     process = await asyncio.create_subprocess_exec(*command(child, config, port), env=environment(config))
     try:
-        yield f"http://{config.rollout.host}:{port}", process
+        yield url_of(config.rollout.host, port), process
     finally:
         if process.returncode is None:
             process.terminate()
@@ -116,15 +118,13 @@ def command(child: Child, config: Config, port: int) -> list[str]:
 
 def environment(config: Config) -> dict[str, str]:
     """Ours, what the engine needs where it is not set, and the key, which no command line shows."""
-    wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)}
-    if config.rollout.api_key:
-        wanted["VLLM_API_KEY"] = config.rollout.api_key
-    return wanted | os.environ
+    wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | os.environ
+    return wanted | ({"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {})
 
 
 def free_port(host: str) -> int:
     """One that nobody listens on now: foreign engines do not say which port the system chose for them."""
-    with socket.create_server((host, 0)) as listener:
+    with bind(host, 0) as listener:
         port: int = listener.getsockname()[1]
         return port
 
@@ -135,13 +135,16 @@ async def answering(config: Config, url: str, session: HttpSession, process: Pro
     limit = time.monotonic() + seconds
     while True:
         try:
-            return await client.alive()
+            await client.alive()
+            return await client.check()
         except (RolloutError, Stalled) as error:
             if process is not None and process.returncode is not None:
                 name = config.rollout.engine
                 raise RolloutError(
                     url, f"{name} ended with exit code {process.returncode} before it answered"
                 ) from None
+            if isinstance(error, RolloutError) and error.status == REFUSED:
+                raise
             if time.monotonic() > limit:
                 raise Stalled(waiter="run", resource=f"an answer ({error})", holder=url, seconds=seconds) from None
         await asyncio.sleep(ASK_EVERY_S)
@@ -173,9 +176,9 @@ class Watch:
         """Once. An engine that does not answer is the clients' concern."""
         try:
             text = (await self._session.send("GET", self._url, "/metrics", timeout_s=ASK_EVERY_S * 4)).decode()
-        except (RolloutError, Stalled):
+            families = {family.name: family for family in text_string_to_metric_families(text)}
+        except (RolloutError, Stalled, ValueError):
             return
-        families = {family.name: family for family in text_string_to_metric_families(text)}
         self._tokens, running = (
             int(sum(sample.value for sample in families[name].samples if not sample.name.endswith("_created")))
             if name in families

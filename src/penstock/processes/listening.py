@@ -24,9 +24,10 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(host: str, listener: socket.socket) -> str:
-    """Where clients find it."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+def url_of(host: str, at: socket.socket | int) -> str:
+    """Where clients find what listens there, or at that port."""
+    port = at if isinstance(at, int) else at.getsockname()[1]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class HttpServer(uvicorn.Server):

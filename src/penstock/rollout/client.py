@@ -4,6 +4,7 @@ the server abort the request."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from penstock.rollout import wire
 from penstock.rollout.session import HttpSession, RolloutError
@@ -17,8 +18,15 @@ from penstock.types import (
     WeightsHandle,
 )
 
+T = TypeVar("T")
+
 PROBE_S = 2.0
 """For an answer that needs no work."""
+ANSWER_S = 6 * 3600.0
+"""For a generated one: whoever asks has a deadline of its own, and watches the server meanwhile."""
+BEGIN_S = 330.0
+COMMIT_S: dict[UpdateMode, float] = {"in_place": 90.0, "retract": 90.0, "drain": 1860.0}
+"""A little longer than the server gives itself."""
 
 
 class RolloutClient:
@@ -48,12 +56,23 @@ class RolloutClient:
             return_text=False,
         )
         if len(grants) == 1:
-            replies = [await self._session.call("POST", self.url, "/generate", body, wire.GenerateReply)]
+            replies = [await self._generate(body, wire.GenerateReply)]
         else:
-            replies = await self._session.call("POST", self.url, "/generate", body, list[wire.GenerateReply])
+            replies = await self._generate(body, list[wire.GenerateReply])
         if len(replies) != len(grants):
             raise RolloutError(self.url, f"{len(replies)} samples came back instead of {len(grants)}", 200)
         return [read_segment(self.url, reply) for reply in replies]
+
+    async def _generate(self, body: wire.GenerateBody, reply: type[T]) -> T:
+        return await self._session.call("POST", self.url, "/generate", body, reply, timeout_s=ANSWER_S)
+
+    async def check(self) -> None:
+        """Raises RolloutError unless it is one of ours."""
+        try:
+            await self._session.call("GET", self.url, "/ready", None, wire.Ready)
+        except RolloutError as error:
+            if error.status != 503:  # else it has no weights yet
+                raise
 
     async def ready(self) -> wire.Ready:
         """Who answers and what it serves; RolloutError with status 503 before the first weights."""
@@ -70,14 +89,16 @@ class RolloutClient:
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Let the server map and verify `handle`."""
-        reply = await self._session.call("POST", self.url, "/weights/begin", handle, wire.WeightsReply)
-        self._check_echo(handle, reply)
+        self._check_echo(handle, await self._weights("begin", handle, timeout_s=BEGIN_S))
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Let the server serve what `begin_weights` staged."""
         body = wire.CommitBody(policy_version=handle.policy_version, mode=self._update_mode)
-        reply = await self._session.call("POST", self.url, "/weights/commit", body, wire.WeightsReply)
-        self._check_echo(handle, reply)
+        self._check_echo(handle, await self._weights("commit", body, timeout_s=COMMIT_S[self._update_mode]))
+
+    async def _weights(self, step: str, body: object, *, timeout_s: float) -> wire.WeightsReply:
+        path = f"/weights/{step}"
+        return await self._session.call("POST", self.url, path, body, wire.WeightsReply, timeout_s=timeout_s)
 
     async def abort_weights(self) -> None:
         """Let the server forget what is staged."""

@@ -8,6 +8,11 @@ from pathlib import Path
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.types import UpdateMode, WeightsHandle
 
+UNKNOWN = "unknown"
+"""Label of weights that are no published version: another run's, or half those of an update that failed."""
+RESUME_S = 10.0
+"""For going on after a pause."""
+
 
 class ForeignClient:
     """The engine reads the directory of a published file, so it must see the same one: shared memory on this host, or a
@@ -19,9 +24,6 @@ class ForeignClient:
         have; whoever asked goes on from there, and all keys and values are the new weights' own."""
         self.url = url
         self._session, self._update_mode = session, update_mode
-
-    async def forget_weights(self) -> None:
-        """Labels of another run stay until the first update, and nothing is generated before that."""
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Look whether the file is whole, before anything is paused for it."""

@@ -2,17 +2,18 @@
 was generating is asked of another.
 
 A server is lost when it gives no answer or fails by itself (5xx), or when nothing has come from it for a while and it
-does not say that it lives. It is asked again, after a while, whether it serves; until then others are used. If all are
-lost, the next call tries them all, and its error is the last one's.
+does not say that it lives, while others could be asked instead. It is asked again, after a while, whether it serves;
+until then others are used. While all of them are gone, a call waits for the first that is back: its caller's deadline
+bounds that.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from penstock.deadline import Stalled
 from penstock.rollout.client import RolloutClient
@@ -25,8 +26,14 @@ Engine = Literal["penstock", "sglang", "vllm"]
 
 RETRY_S = 5.0
 """Until a lost server is asked again."""
+PATIENCE_S = 0.5
+"""Between two looks for a server that is back, while all are lost."""
 SILENCE_S = 10.0
-"""Without an answer, after which a server is asked whether it lives: one that hangs would cost a whole timeout."""
+"""Without an answer, after which a server is asked whether it lives: one that hangs would cost a whole deadline."""
+MISSED = 2
+"""Times in a row that it did not say so."""
+FAILED = 500
+"""Status of a server that lives and cannot do what it should: waiting for it would be in vain."""
 SLACK = 32
 """Samples by which an episode's server may be busier than the least loaded one: a cached prefix is worth that much."""
 REMEMBERED_EPISODES = 16384
@@ -40,6 +47,10 @@ class ServerClient(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]: ...
+
+    async def check(self) -> None:
+        """Raises RolloutError that names what it lacks to be used at all."""
+        ...
 
     async def alive(self) -> None:
         """Raises unless it answers; bounded by seconds."""
@@ -83,9 +94,6 @@ def connect(engine: Engine, url: str, session: HttpSession, *, update_mode: Upda
     return CLIENTS[engine](url.rstrip("/"), session, **how)
 
 
-T = TypeVar("T")
-
-
 @dataclass(slots=True, eq=False)
 class Member:
     """A server as this process sees it."""
@@ -96,6 +104,9 @@ class Member:
     lost_at: float | None = None
     heard_at: float = 0.0
     """When it answered last."""
+    probing: bool = False
+    missed: int = 0
+    """Times in a row that it did not say that it lives."""
 
 
 @dataclass(slots=True)
@@ -140,44 +151,72 @@ class Servers:
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
         """On the episode's own server or the least loaded one; if that is lost meanwhile, on another, from the same
-        tokens. Raises what the last of them said, or at once what is the request's own fault."""
+        tokens. Raises at once what is the request's own fault, and what servers say that live and still fail."""
         tried: list[Member] = []
         while True:
             member = await self._choose(grants[0].episode, tried)
-            member.load += len(grants)
             try:
-                segments = await self._while_alive(member, member.client.generate(prompt_ids, grants, sampling, seeds))
+                segments = await self._ask(member, len(grants), prompt_ids, grants, sampling, seeds)
             except (RolloutError, Stalled) as error:
-                tried.append(member)
                 if not _is_lost(error):
                     raise
                 self._lose(member, error)
+                tried.append(member)
                 if len(tried) == len(self._members):
-                    raise
+                    if isinstance(error, RolloutError) and error.status == FAILED:
+                        raise
+                    tried.clear()
             else:
                 if len(self._members) > 1:
                     self._homes.set([grant.episode for grant in grants], member)
                 return segments
-            finally:
-                member.load -= len(grants)
 
-    async def _while_alive(self, member: Member, answer: Coroutine[Any, Any, T]) -> T:
-        """The answer, as long as its server lives. Raises what `alive` raises."""
+    async def _ask(self, member: Member, num_samples: int, *request: Any) -> list[Segment]:
+        """The answer, as long as its server lives."""
         now = asyncio.get_running_loop().time
-        asked_at, task = now(), asyncio.ensure_future(answer)
+        member.load += num_samples
+        asked_at, task = now(), asyncio.ensure_future(member.client.generate(*request))
         try:
             while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
                 if now() - max(asked_at, member.heard_at) >= SILENCE_S:
-                    await member.client.alive()
-                    member.heard_at = now()
-            member.heard_at = now()
+                    await self._probe(member)
+                if member.missed >= MISSED and not task.done() and self._has_others(member):
+                    raise RolloutError(member.client.url, f"has been silent for {now() - asked_at:.0f} s")
+            member.heard_at, member.missed = now(), 0
             return task.result()
+        except asyncio.CancelledError:
+            if member.missed:  # whoever waited gave up on it
+                self._lose(member, RolloutError(member.client.url, "was given up by whoever waited for it"))
+            raise
         finally:
+            member.load -= num_samples
             task.cancel()
 
+    async def _probe(self, member: Member) -> None:
+        """Whether it lives, asked by one of those who wait."""
+        if member.probing:
+            return
+        member.probing = True
+        try:
+            await member.client.alive()
+        except (RolloutError, Stalled):
+            member.missed += 1
+        else:
+            member.heard_at, member.missed = asyncio.get_running_loop().time(), 0
+        finally:
+            member.probing = False
+
+    def _has_others(self, member: Member) -> bool:
+        return any(other.lost_at is None for other in self._members if other is not member)
+
     async def _choose(self, episode: EpisodeId, tried: Sequence[Member]) -> Member:
-        left = [member for member in self._members if member not in tried]
-        usable = [member for member in left if member.lost_at is None or await self._is_back(member)] or left
+        while True:
+            left = [member for member in self._members if member not in tried]
+            usable = [member for member in left if member.lost_at is None or await self._is_back(member)]
+            if usable or tried:
+                break
+            await asyncio.sleep(PATIENCE_S)
+        usable = usable or left
         least = min(usable, key=lambda member: member.load)
         home = self._homes.get(episode)
         return home if home in usable and home.load <= least.load + SLACK else least
@@ -192,7 +231,7 @@ class Servers:
             await member.client.served_version()
         except (RolloutError, Stalled):
             return False
-        member.lost_at = None
+        member.lost_at, member.missed = None, 0
         return True
 
     def _lose(self, member: Member, error: Exception) -> None:
@@ -201,13 +240,16 @@ class Servers:
         member.lost_at = asyncio.get_running_loop().time()
 
     async def forget_weights(self) -> None:
-        """This run numbers the versions from now on. For servers that were there before it."""
-        await self._each(self._members, lambda client: client.forget_weights())
+        """This run numbers the versions from now on. For servers that were there before it; raises unless all heard."""
+        await asyncio.gather(*(member.client.forget_weights() for member in self._members))
 
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage everywhere, then commit everywhere. If staging is refused anywhere, no server changes. A server that
         does not answer is left behind; it gets the next weights if it is back by then."""
-        members = await self._each(self._members, lambda client: client.alive())
+        lost = [member for member in self._members if member.lost_at is not None]
+        back = await asyncio.gather(*(member.client.alive() for member in lost), return_exceptions=True)
+        gone = {id(member) for member, error in zip(lost, back, strict=True) if error is not None}
+        members: Sequence[Member] = [member for member in self._members if id(member) not in gone] or self._members
         try:
             members = await self._each(members, lambda client: client.begin_weights(handle))
         except (RolloutError, TimeoutError):

@@ -12,8 +12,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from penstock.rollout import wire
-from penstock.rollout.client import PROBE_S, read_segment, read_version
-from penstock.rollout.foreign import ForeignClient
+from penstock.rollout.client import ANSWER_S, COMMIT_S, PROBE_S, read_segment, read_version
+from penstock.rollout.foreign import RESUME_S, UNKNOWN, ForeignClient
 from penstock.rollout.session import RolloutError
 from penstock.types import Sampling, Segment, SegmentGrant, UpdateMode, WeightsHandle
 
@@ -55,7 +55,9 @@ class SGLangClient(ForeignClient):
             ],
             return_logprob=True,
         )
-        replies = await self._session.call("POST", self.url, "/generate", body, list[wire.GenerateReply])
+        replies = await self._session.call(
+            "POST", self.url, "/generate", body, list[wire.GenerateReply], timeout_s=ANSWER_S
+        )
         if len(replies) != len(grants):
             raise RolloutError(self.url, f"{len(replies)} samples came back instead of {len(grants)}", 200)
         return [read_segment(self.url, reply) for reply in replies]
@@ -68,6 +70,14 @@ class SGLangClient(ForeignClient):
         """`/model_info`: SGLang's `/health` generates, and fails while paused."""
         await self._session.send("GET", self.url, "/model_info", timeout_s=PROBE_S)
 
+    async def check(self) -> None:
+        """It answers `/model_info`; what else it can do shows at the first update."""
+        await self._session.call("GET", self.url, "/model_info", None, ModelInfo)
+
+    async def forget_weights(self) -> None:
+        body = {"new_version": UNKNOWN, "abort_all_requests": False}
+        await self._session.send("POST", self.url, "/update_weight_version", body)
+
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """From the directory, which needs no bracket and is the one update SGLang takes back if it fails. Without a
         pause it waits until nothing runs, which is `drain`."""
@@ -75,14 +85,18 @@ class SGLangClient(ForeignClient):
             "model_path": str(Path(handle.path).parent),
             "weight_version": str(handle.policy_version),
             "flush_cache": self._update_mode != "in_place",
+            "load_format": "auto",  # its own may be that of the random weights it began with
         }
+        seconds = COMMIT_S[self._update_mode]
         pause = PAUSES.get(self._update_mode)
-        if pause is not None:
-            await self._session.send("POST", self.url, "/pause_generation", {"mode": pause})
         try:
-            outcome = await self._session.call("POST", self.url, "/update_weights_from_disk", body, Outcome)
+            if pause is not None:
+                await self._session.send("POST", self.url, "/pause_generation", {"mode": pause})
+            outcome = await self._session.call(
+                "POST", self.url, "/update_weights_from_disk", body, Outcome, timeout_s=seconds
+            )
         finally:
             if pause is not None:
-                await self._session.send("POST", self.url, "/continue_generation", {})
+                await self._session.send("POST", self.url, "/continue_generation", {}, timeout_s=RESUME_S)
         if not outcome.success:
             raise RolloutError(self.url, f"refused the weights: {outcome.message}", 400)

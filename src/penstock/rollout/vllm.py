@@ -14,14 +14,28 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from penstock.rollout.client import PROBE_S, checked, read_version
-from penstock.rollout.foreign import ForeignClient
+from penstock.rollout.client import ANSWER_S, COMMIT_S, PROBE_S, checked, read_version
+from penstock.rollout.foreign import RESUME_S, UNKNOWN, ForeignClient
 from penstock.rollout.session import HttpSession, RolloutError
-from penstock.types import FinishReason, Sampling, Segment, SegmentGrant, UpdateMode, VersionSpan, WeightsHandle
+from penstock.types import (
+    FinishReason,
+    Sampling,
+    Segment,
+    SegmentGrant,
+    UpdateMode,
+    VersionSpan,
+    WeightsHandle,
+    stable_seed,
+)
 
-PAUSES: dict[UpdateMode, str] = {"in_place": "keep", "retract": "abort", "drain": "wait"}
-UNKNOWN = "unknown"
-"""Label of weights that an update may have left half new."""
+GENERATE = "/inference/v1/generate"
+PAUSES: dict[UpdateMode, str] = {
+    "in_place": "/pause?mode=keep&clear_cache=false",  # else all that runs is computed anew
+    "retract": "/pause?mode=abort",
+    "drain": "/pause?mode=wait",
+}
+RELOAD_S = 900.0
+"""For reading the weights of a large model."""
 
 
 class Logprob(Struct):
@@ -72,32 +86,30 @@ class VllmClient(ForeignClient):
     def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode = "retract") -> None:
         super().__init__(url, session, update_mode=update_mode)
         self._salt = ""
-        """The version seen last. Prompts cached by other weights are not reused."""
+        """The version seen last. Prompts that other weights cached are not reused, but for those of requests between an
+        update and the first answer that shows it."""
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
-        """One segment per grant; those with equal limits from one request, which seeds them from its first."""
-        by_limit: dict[int, list[int]] = {}
-        for index, grant in enumerate(grants):
-            by_limit.setdefault(grant.max_tokens, []).append(index)
-        parts = await asyncio.gather(
-            *(
-                self._ask(prompt_ids, limit, len(members), sampling, seeds[members[0]])
-                for limit, members in by_limit.items()
-            )
-        )
-        placed = zip(by_limit.values(), parts, strict=True)
-        segments = {index: segment for members, part in placed for index, segment in zip(members, part, strict=True)}
-        return [segments[index] for index in range(len(grants))]
+        """One segment per grant. Each is a request of its own: vLLM has one limit and one seed per request, and starts
+        its noise anew with each, so that the seed is mixed with the position."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(
+                        self._ask(prompt_ids, grant.max_tokens, sampling, stable_seed(seed, len(prompt_ids)))
+                    )
+                    for grant, seed in zip(grants, seeds, strict=True)
+                ]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in asked]
 
-    async def _ask(
-        self, prompt_ids: Sequence[int], limit: int, num_samples: int, sampling: Sampling, seed: int
-    ) -> list[Segment]:
+    async def _ask(self, prompt_ids: Sequence[int], limit: int, sampling: Sampling, seed: int) -> Segment:
         body: dict[str, Any] = {
             "token_ids": list(prompt_ids),
             "sampling_params": {
-                "n": num_samples,
                 "max_tokens": limit,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
@@ -109,12 +121,13 @@ class VllmClient(ForeignClient):
         }
         if self._salt:
             body["cache_salt"] = self._salt
-        reply = await self._session.call("POST", self.url, "/inference/v1/generate", body, Generated)
-        if len(reply.choices) != num_samples:
-            raise RolloutError(self.url, f"{len(reply.choices)} samples came back instead of {num_samples}", 200)
-        segments = [self._segment(choice) for choice in sorted(reply.choices, key=lambda choice: choice.index)]
-        self._salt = next((str(segment.spans[-1].policy_version) for segment in segments if segment.spans), self._salt)
-        return segments
+        reply = await self._session.call("POST", self.url, GENERATE, body, Generated, timeout_s=ANSWER_S)
+        if len(reply.choices) != 1:
+            raise RolloutError(self.url, f"{len(reply.choices)} samples came back instead of one", 200)
+        segment = self._segment(reply.choices[0])
+        if segment.spans:
+            self._salt = str(segment.spans[-1].policy_version)
+        return segment
 
     def _segment(self, choice: Choice) -> Segment:
         reason: FinishReason = choice.finish_reason
@@ -135,24 +148,40 @@ class VllmClient(ForeignClient):
     async def alive(self) -> None:
         await self._session.send("GET", self.url, "/health", timeout_s=PROBE_S)
 
+    async def check(self) -> None:
+        """Raises RolloutError that names what it was not started with."""
+        needed: list[tuple[str, str, object, str]] = [
+            ("GET", "/weight_info", None, "VLLM_SERVER_DEV_MODE=1 in its environment"),
+            ("POST", GENERATE, {}, "--enable-scale-out"),
+        ]
+        for method, path, body, remedy in needed:
+            try:
+                await self._session.send(method, self.url, path, body)
+            except RolloutError as error:  # an empty request is refused, but not like one that is not served
+                if error.status in (403, 404):
+                    raise RolloutError(self.url, f"does not serve {path}: start it with {remedy}", 400) from error
+
+    async def forget_weights(self) -> None:
+        await self._post("/update_weight_version", {"new_version": UNKNOWN})
+
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Pause, have every worker read the directory, label, go on. Whatever fails between leaves a label that is no
         version, so that nothing sampled from then on is taken for one."""
-        await self._post(f"/pause?mode={PAUSES[self._update_mode]}")
         try:
-            await self._post("/update_weight_version", {"new_version": UNKNOWN})
+            await self._post(PAUSES[self._update_mode], timeout_s=COMMIT_S[self._update_mode])
+            await self.forget_weights()
             # A server that started with random weights would otherwise "read" random ones again.
             await self._rpc("update_config", args=[{"load_config": {"load_format": "safetensors"}}])
             await self._rpc("reload_weights", kwargs={"weights_path": str(Path(handle.path).parent)})
             await self._post("/update_weight_version", {"new_version": str(handle.policy_version)})
         finally:
-            await self._post("/resume")
+            await self._post("/resume", timeout_s=RESUME_S)
 
     async def _rpc(self, method: str, **arguments: Any) -> None:
-        await self._post("/collective_rpc", {"method": method, **arguments})
+        await self._post("/collective_rpc", {"method": method, **arguments}, timeout_s=RELOAD_S)
 
-    async def _post(self, path: str, body: object = None) -> None:
-        await self._session.send("POST", self.url, path, body)
+    async def _post(self, path: str, body: object = None, *, timeout_s: float | None = None) -> None:
+        await self._session.send("POST", self.url, path, body, timeout_s=timeout_s)
 
 
 def _spans(choice: Choice) -> list[Span]:

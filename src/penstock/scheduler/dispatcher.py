@@ -151,7 +151,10 @@ class Dispatcher:
             group, member = self.playing(episode.group, episode.attempt), episode.episode
             if group is None or group.worker is None:
                 continue
-            cut = group.ledger.state(group.number, member) is EpisodeState.UNFINISHED
+            state = group.ledger.state(group.number, member)
+            if state not in (EpisodeState.LEASED, EpisodeState.UNFINISHED):
+                continue  # ended without it
+            cut = state is EpisodeState.UNFINISHED
             if cut:
                 group.ledger.move(group.number, [member], EpisodeState.LEASED)
             self.places.generate(group, [member])

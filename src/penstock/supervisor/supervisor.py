@@ -35,6 +35,7 @@ STOP_MARGIN_S = 1.0
 """What a stop may take beyond the longest grace, so that it has an end whoever does not answer."""
 KILL_S = 5.0
 CONTROLLER = "controller"
+ROLLOUT = "rollout"
 KILLED = "killed by supervisor"
 
 
@@ -165,8 +166,16 @@ class Supervisor:
         if not self._verdict.done():
             self._judge(process.spec, code)
 
+    def _serving(self) -> bool:
+        """Whether a rollout server is left that can take over what another one was generating."""
+        processes = [process for process, _ in self._watches.values() if process.spec.role == ROLLOUT]
+        return any(process.returncode is None and process.spec.name in self._ready for process in processes)
+
     def _judge(self, spec: ProcessSpec, code: int) -> None:
         """An exit code of 0 proves nothing: only the controller's own record of the last step does."""
+        if spec.role == ROLLOUT and spec.name in self._ready and self._serving():
+            self._record.note("server_exited", process=spec.name, returncode=code)
+            return
         events = jsonl.read(self._run_dir / "events.jsonl")
         if code == 0 and any(event.get("event") == "completed" for event in events):
             if spec.role == CONTROLLER:
