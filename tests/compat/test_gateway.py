@@ -18,6 +18,7 @@ from penstock.model.tiny import write_tiny_model
 from penstock.ports import Work
 from penstock.processes.listening import bind, listening, url_of
 from penstock.rollout.scripted import ScriptedPolicy
+from penstock.rollout.session import RolloutError
 from penstock.simulator.parts import leased
 from penstock.types import Endpoint, Sampling, Segment, SegmentGrant, Task, Trajectory
 
@@ -144,9 +145,11 @@ async def test_a_blocking_agent_with_the_plain_client_streams(chat: ChatTokenize
     def agent(llm: Endpoint) -> Any:
         with OpenAI(base_url=llm.base_url, api_key="anything: the url says it") as client:
             stream = client.chat.completions.create(
-                model=llm.model, messages=[{"role": "user", "content": "x"}], stream=True
+                model=llm.model, messages=[{"role": "user", "content": "x"}], stream=True, logprobs=True
             )
-            return float("".join(chunk.choices[0].delta.content or "" for chunk in stream) == "hello")
+            chunks = [chunk.choices[0] for chunk in stream]
+            assert sum(len(chunk.logprobs.content or ()) for chunk in chunks if chunk.logprobs) == len("hello") + 1
+            return float("".join(chunk.delta.content or "" for chunk in chunks) == "hello")
 
     trajectory = await play(chat, ScriptedPolicy(says(chat, "hello")), agent, blocking=True)
     assert (trajectory.reward, len(trajectory.turns)) == (1.0, 1)
@@ -174,6 +177,65 @@ async def test_a_retry_gets_the_answer_that_is_being_made(chat: ChatTokenizer) -
 
     trajectory = await play(chat, policy, agent)
     assert (trajectory.reward, len(policy.prompts), len(trajectory.turns)) == (1.0, 1, 1)
+
+
+async def test_a_late_retry_gets_the_answer_of_its_turn(chat: ChatTokenizer) -> None:
+    policy = ScriptedPolicy(says(chat, "a<|user|>b", "c<|user|>d", "e"), policy_version=3)
+
+    async def agent(llm: Endpoint) -> float:
+        messages: list[Any] = [{"role": "user", "content": "one"}]
+        async with client_of(llm) as client:
+            first = await client.chat.completions.create(model=llm.model, messages=messages)
+            messages += [first.choices[0].message, {"role": "user", "content": "two"}]
+            second = await client.chat.completions.create(model=llm.model, messages=messages)
+            again = await client.chat.completions.create(model=llm.model, messages=messages)
+        return float(second.choices[0].message.content == again.choices[0].message.content == "cd")
+
+    trajectory = await play(chat, policy, agent)
+    assert (trajectory.reward, len(trajectory.turns), len(policy.prompts)) == (1.0, 2, 2)
+
+
+async def test_a_short_answer_does_not_shorten_the_next(chat: ChatTokenizer) -> None:
+    async def agent(llm: Endpoint) -> float:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        async with client_of(llm) as client:
+            first = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=1)
+            messages += [first.choices[0].message, {"role": "user", "content": "y"}]
+            second = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=500)
+        assert (first.choices[0].finish_reason, first.choices[0].message.content) == ("length", "l")
+        return float(second.choices[0].message.content == "longer")
+
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "long", "longer")), agent)
+    assert (trajectory.reward, trajectory.status) == (1.0, "completed")
+
+
+async def test_an_agent_that_does_not_wait_for_its_answer_ends_without_it(chat: ChatTokenizer) -> None:
+    policy = Gated(says(chat, "a", "b"))
+
+    async def agent(llm: Endpoint) -> float:
+        policy.let.set()
+        await converse(llm, "x")
+        policy.let.clear()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(converse(llm, "x", "y"), 0.2)
+        return 1.0
+
+    trajectory = await play(chat, policy, agent)
+    assert (trajectory.status, trajectory.reward, len(trajectory.turns)) == ("completed", 1.0, 1)
+
+
+async def test_a_lost_server_is_an_error_worth_trying_again(chat: ChatTokenizer) -> None:
+    class Lost(ScriptedPolicy):
+        async def generate(self, *args: Any) -> list[Segment]:
+            raise RolloutError("http://there", "got no answer")
+
+    async def agent(llm: Endpoint) -> float:
+        async with client_of(llm, max_retries=0) as client:
+            await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": "x"}])
+        return 1.0
+
+    trajectory = await play(chat, Lost([]), agent)
+    assert trajectory.status == "failed" and "http://there: got no answer" in (trajectory.error or "")
 
 
 async def test_after_the_end_nothing_more_is_said(chat: ChatTokenizer) -> None:

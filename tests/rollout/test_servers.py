@@ -118,7 +118,7 @@ async def test_a_server_that_hangs_is_found_out(
         assert await served_by(servers, 0) == 5
         await servers.close()
     (why,) = lost
-    assert "GET /health" in why and line.url in why
+    assert "has been silent" in why and line.url in why
 
 
 async def test_a_server_that_is_back_is_used_again(
@@ -135,7 +135,10 @@ async def test_a_server_that_is_back_is_used_again(
         await servers.close()
 
 
-async def test_if_all_are_lost_the_error_is_the_last_ones(line: Line, other: EngineRunner) -> None:
+async def test_servers_that_live_and_fail_are_not_waited_for(
+    line: Line, other: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "RETRY_S", 0.0)
     async with serve(other) as second:
         servers = Servers([line.url, second])
         line.cut = True
@@ -145,6 +148,23 @@ async def test_if_all_are_lost_the_error_is_the_last_ones(line: Line, other: Eng
         line.cut = False
         assert await served_by(servers, 1) == 0
         await servers.close()
+
+
+async def test_while_all_are_lost_a_call_waits_for_the_first_that_is_back(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(servers_module, "PATIENCE_S", 0.01)
+    servers = Servers([line.url])
+    line.cut = True
+    waiting = asyncio.create_task(served_by(servers, 0))
+    await line.asked.wait()
+    line.asked.clear()
+    await line.asked.wait()  # it has been looked for again
+    assert not waiting.done()
+    line.cut = False
+    assert await waiting == 0
+    await servers.close()
 
 
 async def test_a_bad_request_is_no_servers_fault(line: Line, other: EngineRunner) -> None:

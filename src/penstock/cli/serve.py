@@ -13,7 +13,7 @@ from penstock.model.files import ModelError, read_json
 def serve(model: Path, overrides: Sequence[str], *, host: str, port: int, name: str | None) -> int:
     """Returns the exit code."""
     try:
-        longest = read_json(model, "config.json").get("max_position_embeddings", ModelConfig().max_context)
+        longest = read_json(model, "config.json").get("max_position_embeddings") or ModelConfig().max_context
         words = [f"model.path={model}", f"model.max_context={min(longest, ModelConfig().max_context)}"]
         words.append("env.max_new_tokens=1")  # no environment plays here: its answers must not bound the context
         config = default_config([f"rollout.host={host}", f"rollout.port={port}", *words, *overrides])
@@ -23,10 +23,11 @@ def serve(model: Path, overrides: Sequence[str], *, host: str, port: int, name: 
         return refuse(error, 2)
     from penstock.processes.alone import CannotListen
     from penstock.processes.alone import serve as serve_alone
+    from penstock.rollout.failures import EngineDead
 
     try:
         serve_alone(config, model, model_name=name or str(model))
-    except (CannotListen, ModelError, ValueError) as error:
+    except (CannotListen, EngineDead, ModelError, ValueError) as error:
         return refuse(error, 1)
     except OSError as error:
         return refuse(f"cannot read the model in {model}: {error}", 1)

@@ -14,6 +14,7 @@ from penstock.config import Config
 from penstock.processes.cores import num_threads
 from penstock.processes.listening import HttpServer, bind, url_of
 from penstock.processes.serving import make_app, make_engine
+from penstock.rollout.failures import EngineDead
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity
 
@@ -24,7 +25,7 @@ class CannotListen(Exception):
 
 def serve(config: Config, model: Path, *, model_name: str) -> None:
     """Serves the model in `model` until SIGINT or SIGTERM. `CannotListen` if the port is taken; `ModelError`, OSError
-    or ValueError for a directory without a model that can be read."""
+    or ValueError for a directory without a model that can be read; `EngineDead` if it fails later."""
     uvloop.run(_serve(config, model, model_name))
 
 
@@ -42,8 +43,14 @@ async def _serve(config: Config, model: Path, model_name: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
     url = url_of(host, listener)
-    print(f"serving {model_name} at {url} (OpenAI: {url}/v1); Ctrl-C ends it", flush=True)
+    context = f"context {config.model.max_context} tokens (model.max_context=N for another)"
+    print(f"serving {model_name} at {url} (OpenAI: {url}/v1), {context}; Ctrl-C ends it", flush=True)
+    failing = asyncio.create_task(runner.failed.wait())
+    failing.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve(sockets=[listener])
+        if runner.error is not None:
+            raise EngineDead(f"the engine failed: {runner.error!r}; its traceback is above")
     finally:
+        failing.cancel()
         await runner.stop()

@@ -12,7 +12,7 @@ import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,7 +20,7 @@ from penstock.config import Config
 from penstock.deadline import Stalled
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, url_of
-from penstock.processes.member import Telemetry, ask_nothing, membership
+from penstock.processes.member import Telemetry, ask_nothing, first, membership
 from penstock.rollout.servers import connect
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.supervisor.child import Child
@@ -71,7 +71,7 @@ async def serve(child: Child, config: Config) -> None:
                 membership(child, config, role="rollout", handler=ask_nothing, telemetry=watch.telemetry, url=url),
             ):
                 child.report_ready(url)
-                await ended(stop, process)
+                await first(stop.wait(), *([process.wait()] if process is not None else []))
     finally:
         await session.close()
     if not stop.is_set():
@@ -148,18 +148,6 @@ async def answering(config: Config, url: str, session: HttpSession, process: Pro
             if time.monotonic() > limit:
                 raise Stalled(waiter="run", resource=f"an answer ({error})", holder=url, seconds=seconds) from None
         await asyncio.sleep(ASK_EVERY_S)
-
-
-async def ended(stop: asyncio.Event, process: Process | None) -> None:
-    """Until a stop is asked for, or the engine has ended by itself."""
-    waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
-    if process is not None:
-        waiting.append(asyncio.ensure_future(process.wait()))
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waiting:
-            each.cancel()
 
 
 class Watch:

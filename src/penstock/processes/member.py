@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.config import Config
 from penstock.control.bus import CONTROLLER, Handler, Peer
@@ -56,6 +57,16 @@ async def _beat(peer: Peer, name: str, telemetry: Callable[[], Telemetry], perio
     while True:
         peer.notify(CONTROLLER, _heartbeat(name, telemetry()))
         await asyncio.sleep(period_s)
+
+
+async def first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Until one of them has ended; the others are given up."""
+    waiting = [asyncio.ensure_future(each) for each in waits]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()
 
 
 async def ask_nothing(_: str, message: AnyMessage) -> AnyMessage | None:

@@ -60,7 +60,7 @@ def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity:
         identity=identity,
         update=update,
         tokenizer=tokenizer,
-        keys=Keys(generation=config.rollout.api_key, admin=config.rollout.admin_api_key),
+        keys=Keys(generation=config.rollout.api_key or None, admin=config.rollout.admin_api_key or None),
         foreign=[OpenAI(runner, tokenizer, model_name=model_name), sglang],
     )
     gc.collect()

@@ -10,7 +10,7 @@ from penstock.config import Config
 from penstock.processes.cores import num_threads
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, listening, url_of
-from penstock.processes.member import Telemetry, ask_nothing, membership
+from penstock.processes.member import Telemetry, ask_nothing, first, membership
 from penstock.processes.serving import make_app, make_engine
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity
@@ -35,7 +35,9 @@ async def serve(child: Child, config: Config) -> None:
             ),
         ):
             child.report_ready(url)
-            await stop.wait()
+            await first(stop.wait(), runner.failed.wait())
+        if runner.error is not None:
+            child.fail(f"the engine failed: {runner.error!r}")
     finally:
         await runner.stop()
 

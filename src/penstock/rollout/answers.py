@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.rollout.convert import Answer, Asked
+from penstock.rollout.failures import Conflict
 from penstock.rollout.generator import Generator, Increment, OnTokens
 from penstock.rollout.http import Refused
 from penstock.rollout.text import GrowingText, Tokenizer
@@ -69,7 +70,7 @@ class Answers:
         rids = [asked.rid for asked in all_asked]
         for rid, count in Counter(rids).items():
             if count > 1 or self._generator.serves(rid):
-                raise ValueError(f"request {rid} is already being served")
+                raise Conflict(f"request {rid} is already being served")
         for asked in all_asked:
             if asked.request is None:
                 self._generator.check_prompt(asked.prompt_ids)

@@ -47,6 +47,8 @@ class App:
         request, defect = Request(scope, receive), None
         try:
             self._keys.check(route.access, request)
+            if route.access == "control" and self._keys.open and "origin" in request.headers:
+                raise Refused(403, "a page in a browser may not control a server that has no key")
             if route.methods and method not in route.methods:
                 methods = ", ".join(method for route in routes for method in route.methods)
                 raise Refused(405, f"{route.path} takes {methods}", {"Allow": methods})

@@ -100,14 +100,15 @@ class SlotEngine:
         check_prompt(prompt_ids, vocab_size=self._vocab_size, max_context=self.max_context)
 
     def submit(self, request: GenerateRequest) -> Finished | None:
-        """Queue a request; its segments come out of a later `step` or `abort`. A released engine ends it here."""
+        """Queue a request; its segments come out of a later `step` or `abort`. A released engine, and one whose weights
+        are nobody's, ends it here."""
         self.check(request)
         if request.rid in self._requests:
             raise ValueError(f"request {request.rid} is already being served")
         running = Running(request)
         self._requests[request.rid] = running
         self._waiting.add(running)
-        return self.abort(request.rid) if self.released else None
+        return self.abort(request.rid) if self.released or self.policy_version == NO_VERSION else None
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:

@@ -28,6 +28,11 @@ class Keys:
             which = "admin API key" if access == "control" and self.admin is not None else "API key"
             raise Refused(401, f"missing or wrong {which}", {"WWW-Authenticate": "Bearer"})
 
+    @property
+    def open(self) -> bool:
+        """Whether whoever can reach the server may do everything."""
+        return not self.generation and not self.admin
+
     def accepted(self, access: Access) -> list[str]:
         """Any of these will do; empty where none is needed."""
         if access == "everybody" or (access == "generation" and self.generation is None):

@@ -8,6 +8,7 @@ dead: every pending request fails with that error, and so does every later one.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from penstock.rollout.rows import Sequence as Sample
 from penstock.types import BusySpan, Segment, UpdateMode
 
 PauseMode = Literal["abort", "in_place", "retract"]
+
+logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
 """For a step to end; a thread stuck in the device longer than that is left behind."""
@@ -56,6 +59,8 @@ class EngineRunner:
     def __init__(self, engine: SlotEngine, *, process: str) -> None:
         self.engine = engine
         self.error: BaseException | None = None
+        self.failed = asyncio.Event()
+        """The engine's thread ended, and nobody had asked it to."""
         self.costs = StepCosts()
         self.latencies, self.first_tokens = Durations(), Durations()
         """From a request to its whole answer, and to its first token."""
@@ -181,7 +186,14 @@ class EngineRunner:
 
     async def forget_weights(self) -> None:
         """End every request with what it has; later ones are refused until the next weights, of whatever version."""
-        await self._between_steps(lambda: self._post(self.engine.forget_weights()))
+
+        def forget() -> None:
+            self._post(self.engine.forget_weights())
+            while self._scores:
+                _, done = self._scores.popleft()
+                self._loop.call_soon_threadsafe(_resolve, done, None, ValueError("the weights have been taken away"))
+
+        await self._between_steps(forget)
 
     async def rename_weights(self, policy_version: int) -> None:
         """What is held is `policy_version`. ValueError if that is older than what it was called so far."""
@@ -266,6 +278,8 @@ class EngineRunner:
             self._actions.discard(done)
 
     def _act(self, action: Command, done: asyncio.Future[None]) -> None:
+        if done.done():
+            return  # whoever asked for it gave up, and was told that nothing happened
         refusal = None
         try:
             action()
@@ -281,8 +295,9 @@ class EngineRunner:
                     self._post(self._step())
                 if self._scores:
                     self._score_a_part()
-        except BaseException as error:  # the boundary of the thread: recorded, and handed to everyone who waits
-            self._loop.call_soon_threadsafe(self._end, error)
+        except BaseException as error:  # the boundary of the thread: logged, and handed to everyone who waits
+            logger.exception("the engine failed")
+            self._loop.call_soon_threadsafe(self._fail, error)
 
     def _score_a_part(self) -> None:
         """Of the prompt that has waited longest, unless nobody waits for it any more."""
@@ -371,6 +386,10 @@ class EngineRunner:
             # A rid is free as soon as its owner gave up, so an old result may meet the rid's next request.
             if pending is not None and pending.request is each.request:
                 _resolve(pending.result, each.segments, GenerationFailed(each.error) if each.error else None)
+
+    def _fail(self, error: BaseException) -> None:
+        self._end(error)
+        self.failed.set()
 
     def _end(self, error: BaseException) -> None:
         """Fail whoever waits and whoever comes."""
