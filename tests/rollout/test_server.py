@@ -311,7 +311,7 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "no tokenizer: give stop token ids"),
     ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "an empty string in `stop`"),
     ({"input_ids": [1], "sampling_params": {"stop": ["x"] * 17}}, "at most 16 strings"),
-    ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "request a is already being served"),
+    ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "request a is in the batch 2 times"),
     ({"input_ids": [1], "sampling_params": {"min_p": 1.5}}, "min_p"),
     ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"64": 1.0}}}, "outside the vocabulary"),
     (

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from test_training_run import EXAMPLES, leftovers, lines, only_run, train
 
-PYTHON = EXAMPLES.parent / ".venv-vllm" / "bin" / "python"
+ENVIRONMENT = EXAMPLES.parent / ".venv-vllm"
+PYTHON = ENVIRONMENT / "bin" / "python"
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.vllm,
-    pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-vllm: make .venv-vllm"),
+    pytest.mark.skipif(not (ENVIRONMENT / ".installed").exists(), reason="there is no .venv-vllm: make vllm-env"),
 ]
 
 RECIPE = ["trainer.steps=60", "observe.progress=false", "observe.plots=false"]

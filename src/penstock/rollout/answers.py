@@ -69,7 +69,9 @@ class Answers:
             raise Refused(503, "no weights have been loaded yet")
         rids = [asked.rid for asked in all_asked]
         for rid, count in Counter(rids).items():
-            if count > 1 or self._generator.serves(rid):
+            if count > 1:
+                raise ValueError(f"request {rid} is in the batch {count} times")
+            if self._generator.serves(rid):
                 raise Conflict(f"request {rid} is already being served")
         for asked in all_asked:
             if asked.request is None:
