@@ -20,7 +20,7 @@ from penstock.rollout.client import RolloutClient
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang import SGLangClient
 from penstock.rollout.vllm import VllmClient
-from penstock.types import EpisodeId, Sampling, Segment, SegmentGrant, UpdateMode, WeightsHandle
+from penstock.types import NO_VERSION, EpisodeId, Sampling, Segment, SegmentGrant, UpdateMode, WeightsHandle
 
 Engine = Literal["penstock", "sglang", "vllm"]
 
@@ -107,6 +107,8 @@ class Member:
     probing: bool = False
     missed: int = 0
     """Times in a row that it did not say that it lives."""
+    newest: int = NO_VERSION
+    """Version it has answered with; one that is back with an older one has been started anew."""
 
 
 @dataclass(slots=True)
@@ -183,7 +185,10 @@ class Servers:
                 if member.missed >= MISSED and not task.done() and self._has_others(member):
                     raise RolloutError(member.client.url, f"has been silent for {now() - asked_at:.0f} s")
             member.heard_at, member.missed = now(), 0
-            return task.result()
+            segments = task.result()
+            versions = (span.policy_version for segment in segments for span in segment.spans[-1:])
+            member.newest = max(versions, default=member.newest)
+            return segments
         except asyncio.CancelledError:
             if member.missed:  # whoever waited gave up on it
                 self._lose(member, RolloutError(member.client.url, "was given up by whoever waited for it"))
@@ -228,7 +233,8 @@ class Servers:
             return member.lost_at is None
         member.lost_at = now
         try:
-            await member.client.served_version()
+            if await member.client.served_version() < member.newest:
+                return False
         except (RolloutError, Stalled):
             return False
         member.lost_at, member.missed = None, 0
