@@ -105,14 +105,15 @@ class Found:
     staleness_mean: float = 0.0
     masked_share: float = 0.0
 
-    def smoothed(self) -> list[float]:
-        rewards = [reward for _, reward in self.rewards]
-        return [fmean(rewards[max(end - self.smooth, 0) : end]) for end in range(1, len(rewards) + 1)]
+    def smoothed(self) -> list[tuple[float, float]]:
+        """(seconds, mean reward) over whole windows. The first steps of an asynchronous run are made of the shortest
+        answers, which are the best: alone they would say that everything is learnt."""
+        windows = (self.rewards[end - self.smooth : end] for end in range(self.smooth, len(self.rewards) + 1))
+        return [(window[-1][0], fmean(reward for _, reward in window)) for window in windows]
 
     def time_to(self, reward: float) -> float | None:
         """Seconds until the smoothed reward is there."""
-        pairs = zip(self.rewards, self.smoothed(), strict=True)
-        return next((time for (time, _), smoothed in pairs if smoothed >= reward), None)
+        return next((time for time, smoothed in self.smoothed() if smoothed >= reward), None)
 
 
 class Bench:
@@ -297,8 +298,9 @@ def compare(bench: Bench, name: str, seeds: Sequence[int], candidates: Sequence[
 
 def time_to_reward_ratio(ours: Found, theirs: Found) -> float | None:
     """TRL's seconds over ours until nine tenths of the way to what both reach."""
-    first = min(ours.smoothed()[0], theirs.smoothed()[0])
-    target = first + 0.9 * (min(max(ours.smoothed()), max(theirs.smoothed())) - first)
+    curves = [[reward for _, reward in run.smoothed()] for run in (ours, theirs)]
+    first = min(curve[0] for curve in curves)
+    target = first + 0.9 * (min(map(max, curves)) - first)
     mine, other = ours.time_to(target), theirs.time_to(target)
     return other / mine if mine and other else None
 
