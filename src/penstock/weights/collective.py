@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from penstock.types import GroupTensors
-from penstock.weights.tensors import announce, flatten, specs, unflatten
+from penstock.weights.tensors import Spec, announce, flatten, specs, unflatten
 
 JOIN_TIMEOUT_S = 120.0
 """For all ranks to meet."""
@@ -59,12 +60,17 @@ class Group:
         self._failure: str | None = None
         try:
             self._group: distributed.ProcessGroup | None = _join(place, rank, timedelta(seconds=join_timeout_s))
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # backends are plugins, and one that is missing can fail in any way
             others = f"rank 0 at {place.address}:{place.port}" if rank else f"{place.world_size - 1} servers"
             raise GroupFailed(
                 f"rank {rank} waited up to {join_timeout_s:g} s for {others} to join group {place.name}: "
                 f"{_first_line(error)}"
             ) from error
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be of use."""
+        return self._group is not None
 
     def broadcast(self, tensors: Sequence[Tensor], resource: str) -> None:
         """From rank 0 to the others, in this order. Raises `GroupFailed`; the group is closed then."""
@@ -74,7 +80,7 @@ class Group:
             start = time.monotonic()
             try:
                 _broadcast(self._group, tensors, self._transfer_timeout_s, self._closing)
-            except (RuntimeError, ValueError) as error:
+            except Exception as error:  # whatever a backend raises, the ranks are out of step
                 holder = f"{self.place.world_size - 1} servers" if self.rank == 0 else "rank 0"
                 seconds = time.monotonic() - start
                 failure = f"rank {self.rank} waited {seconds:.3g} s for {resource}, held by {holder}"
@@ -91,7 +97,8 @@ class Group:
         group, self._group = self._group, None
         self._failure = self._failure or reason
         if group is not None:
-            group.abort()
+            with suppress(RuntimeError):  # some backends cannot
+                group.abort()
             distributed.destroy_process_group(group)
 
 
@@ -140,41 +147,51 @@ class Groups:
         self._join_timeout_s, self._transfer_timeout_s = join_timeout_s, transfer_timeout_s
         self._groups: dict[str, Group] = {}
         self._joining: set[str] = set()
+        self._ended = False
         self._lock = threading.Lock()
 
     def join(self, place: GroupPlace, rank: int) -> None:
-        """Raises `GroupFailed` unless all ranks meet in time."""
+        """Raises `GroupFailed` unless all ranks meet in time. A group of that name that failed is replaced."""
         self._check(place, rank)
         with self._lock:
-            if place.name in self._groups or place.name in self._joining:
+            known = self._groups.get(place.name)
+            if (known is not None and known.is_open) or place.name in self._joining:
                 raise GroupFailed(f"group {place.name} exists already: destroy it first")
             self._joining.add(place.name)
         try:
             group = Group(place, rank, join_timeout_s=self._join_timeout_s, transfer_timeout_s=self._transfer_timeout_s)
             with self._lock:
                 self._groups[place.name] = group
+            if self._ended:
+                self.close()
         finally:
             with self._lock:
                 self._joining.discard(place.name)
 
     def receive(self, announced: GroupTensors) -> dict[str, Tensor]:
-        """The announced tensors, in memory of their own. Raises `GroupFailed`; an announcement that makes no sense
-        closes the group, so that rank 0 does not wait."""
+        """The announced tensors, in memory of their own. Raises `GroupFailed`; an announcement that makes no sense, or
+        for which there is no room, closes the group, so that rank 0 does not wait."""
         with self._lock:
             group = self._groups.get(announced.group_name)
         if group is None:
             raise GroupFailed(f"there is no group {announced.group_name!r}: it must be joined first")
         try:
-            wanted = specs(announced, max_bytes=self._max_bytes)
+            return self._receive(group, specs(announced, max_bytes=self._max_bytes), flat=announced.flat)
         except ValueError as error:
             group.close(str(error))
             raise
+        except (RuntimeError, MemoryError) as error:
+            failure = f"{len(announced.names)} tensors cannot be kept: {_first_line(error)}"
+            group.close(failure)
+            raise GroupFailed(f"{failure}; make the group anew, and send smaller buckets") from error
+
+    def _receive(self, group: Group, wanted: Sequence[Spec], *, flat: bool) -> dict[str, Tensor]:
         device = torch.device("cpu") if group.place.backend == "gloo" else self._device
-        resource = f"{len(wanted)} tensors of group {announced.group_name}"
-        if announced.flat:
-            flat = torch.empty(sum(spec.num_bytes for spec in wanted), dtype=torch.uint8, device=device)
-            group.broadcast([flat], resource)
-            return unflatten(flat, wanted)
+        resource = f"{len(wanted)} tensors of group {group.place.name}"
+        if flat:
+            together = torch.empty(sum(spec.num_bytes for spec in wanted), dtype=torch.uint8, device=device)
+            group.broadcast([together], resource)
+            return unflatten(together, wanted)
         named = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in wanted}
         group.broadcast(list(named.values()), resource)
         return named
@@ -188,7 +205,8 @@ class Groups:
         group.close()
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Leave all groups, those that are being joined as soon as they are."""
+        self._ended = True
         with self._lock:
             groups, self._groups = list(self._groups.values()), {}
         for group in groups:
