@@ -17,6 +17,7 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
 """What weights may come in; anything shorter means nothing without its scales."""
+MAX_DIMENSIONS = 64
 
 
 class Spec(NamedTuple):
@@ -100,6 +101,8 @@ def _dtype(name: str, text: str) -> torch.dtype:
 
 def _shape(name: str, shape: Sequence[int], max_bytes: int) -> tuple[int, ...]:
     # Sizes that a product with 0 hides are beyond torch too.
-    if not all(0 <= size <= max_bytes for size in shape) or prod(max(size, 1) for size in shape) > max_bytes:
-        raise ValueError(f"tensor {name} has shape {str(tuple(shape))[:100]}, and this model takes {max_bytes} bytes")
-    return tuple(shape)
+    sizes = tuple(shape[: MAX_DIMENSIONS + 1])
+    possible = len(sizes) <= MAX_DIMENSIONS and all(0 <= size <= max_bytes for size in sizes)
+    if not possible or prod(max(size, 1) for size in sizes) > max_bytes:
+        raise ValueError(f"tensor {name} has shape {str(sizes)[:100]}, but this model takes at most {max_bytes} bytes")
+    return sizes
