@@ -40,7 +40,7 @@ CONTROL_TIMEOUT_S = 60.0
 MAX_FLUSH_WAIT_S = 3600.0
 PROBE_TIMEOUT_S = 20.0
 MAX_ROWS = 1000
-MAX_JOINS = 4
+MAX_JOINS = 16
 """Groups that are being joined at the same time; others wait for their turn."""
 
 Seconds = Annotated[float, Meta(ge=0, le=MAX_FLUSH_WAIT_S)]
