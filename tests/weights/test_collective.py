@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -163,6 +165,10 @@ async def test_a_group_that_is_left_ends_what_is_being_received(trainer: Trainer
     await asyncio.to_thread(groups.leave, "g")
     with pytest.raises(GroupFailed, match=r"the group was left|no group|is closed"):
         await receiving
+    start = time.monotonic()
+    del receiving
+    gc.collect()
+    assert time.monotonic() - start < 20, "whoever lets go of the group does not wait for what never comes"
 
 
 @pytest.mark.integration

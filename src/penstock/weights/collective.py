@@ -28,7 +28,7 @@ JOIN_TIMEOUT_S = 120.0
 """For all ranks to meet."""
 TRANSFER_TIMEOUT_S = 120.0
 """For one bucket."""
-POLL_S = 0.0005
+POLL_S, LET_GO_POLL_S = 0.0005, 0.2
 BACKENDS = ("gloo", "nccl", "hccl")
 MAX_WORLD_SIZE = 100_000
 
@@ -58,6 +58,7 @@ class Group:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._failure: str | None = None
+        self._works: list[distributed.Work] = []
         try:
             self._group: distributed.ProcessGroup | None = _join(place, rank, timedelta(seconds=join_timeout_s))
         except Exception as error:  # backends are plugins, and one that is missing can fail in any way
@@ -79,13 +80,17 @@ class Group:
                 raise GroupFailed(f"group {self.place.name} is closed: {self._failure}; make it anew")
             start = time.monotonic()
             try:
-                _broadcast(self._group, tensors, self._transfer_timeout_s, self._closing)
+                self._works = _begin(self._group, tensors, self._transfer_timeout_s)
+                _watch(self._works, self._transfer_timeout_s, self._closing)
+                self._works = []
+                return
             except Exception as error:  # whatever a backend raises, the ranks are out of step
-                holder = f"{self.place.world_size - 1} servers" if self.rank == 0 else "rank 0"
-                seconds = time.monotonic() - start
-                failure = f"rank {self.rank} waited {seconds:.3g} s for {resource}, held by {holder}"
-                self._leave(failure)
-                raise GroupFailed(f"{failure}: {_first_line(error)}") from error
+                why = _first_line(error)
+            # Not raised from that error: its traceback would keep the process group.
+            holder = f"{self.place.world_size - 1} servers" if self.rank == 0 else "rank 0"
+            failure = f"rank {self.rank} waited {time.monotonic() - start:.3g} s for {resource}, held by {holder}"
+            self._leave(failure)
+            raise GroupFailed(f"{failure}: {why}")
 
     def close(self, reason: str = "it was destroyed") -> None:
         """Leave; whoever waits for this rank, or in it, is told so."""
@@ -95,11 +100,15 @@ class Group:
 
     def _leave(self, reason: str) -> None:
         group, self._group = self._group, None
+        works, self._works = self._works, []
         self._failure = self._failure or reason
         if group is not None:
             with suppress(RuntimeError):  # some backends cannot
                 group.abort()
             distributed.destroy_process_group(group)
+            if not all(work.is_completed() for work in works):
+                held, group = [group], None
+                threading.Thread(target=_let_go, args=(held, works), name="leave", daemon=True).start()
 
 
 class Broadcast:
@@ -244,14 +253,15 @@ def _join(place: GroupPlace, rank: int, timeout: timedelta) -> distributed.Proce
     return group
 
 
-def _broadcast(
-    group: distributed.ProcessGroup, tensors: Sequence[Tensor], timeout_s: float, closing: threading.Event
-) -> None:
+def _begin(group: distributed.ProcessGroup, tensors: Sequence[Tensor], timeout_s: float) -> list[distributed.Work]:
     options = distributed.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
     options.timeout = timedelta(seconds=timeout_s)
+    return [group.broadcast([tensor], options) for tensor in tensors]
+
+
+def _watch(works: Sequence[distributed.Work], timeout_s: float, closing: threading.Event) -> None:
     end = time.monotonic() + timeout_s
-    works = [group.broadcast([tensor], options) for tensor in tensors]
     for work in works:
         # Device backends return from `wait` before the transfer is done, so it is watched instead.
         while not work.is_completed():
@@ -261,6 +271,13 @@ def _broadcast(
                 raise RuntimeError("the group was left")
             time.sleep(POLL_S)
         work.wait()
+
+
+def _let_go(held: list[distributed.ProcessGroup | None], works: Sequence[distributed.Work]) -> None:
+    """Once nothing is under way: letting go of a process group waits for that, and nothing can be done meanwhile."""
+    while not all(work.is_completed() for work in works):
+        time.sleep(LET_GO_POLL_S)
+    held.clear()
 
 
 def _first_line(error: Exception) -> str:
