@@ -27,6 +27,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import aiohttp
+import msgspec
 import torch
 from report import arguments, publish
 from rollout_http import server
@@ -214,7 +215,7 @@ async def in_a_row(url: str, tensors: Tensors, vocab_size: int, updates: int) ->
                 while not over:
                     try:
                         judge(await ask(session, TOKENS))
-                    except (aiohttp.ClientError, ValueError):  # a failed request is what is counted
+                    except (aiohttp.ClientError, msgspec.DecodeError):  # a failed request is what is counted
                         lost += 1
 
             playing = [asyncio.create_task(play()) for _ in range(REQUESTS)]

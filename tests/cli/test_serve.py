@@ -109,8 +109,13 @@ async def test_a_trainer_broadcasts_weights_to_it_in_chunks(model: Path) -> None
             chunk = {"policy_version": 2, "seq": 0, "device": {**device, **numbers, **tensors}}
             status, reply = await post("/weights/chunk", chunk)
             assert (status, "need a server on a CUDA device" in reply["error"]["message"]) == (400, True)
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, 20) == 0
+            chunk = {"policy_version": 2, "seq": 0, "group": asdict(broadcast.announce(named))}
+            never_sent = asyncio.create_task(post("/weights/chunk", chunk))
+            async with session.get("/health") as response:
+                assert response.status == 200
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(process.wait, 20) == 0, "it leaves the group, whatever it waits for there"
+            await asyncio.gather(never_sent, return_exceptions=True)
     broadcast.close()
 
 

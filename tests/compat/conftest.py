@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,8 @@ from tiny_policy import make_engine, serve
 from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.update import WeightsUpdate
+from penstock.rollout.update import Chunk, WeightsUpdate
+from penstock.types import GroupTensors
 from penstock.weights.collective import Groups
 from penstock.weights.shared_memory import describe, fingerprint, layout, receive
 
@@ -33,11 +34,18 @@ async def runner() -> AsyncIterator[EngineRunner]:
 @pytest.fixture
 async def url(runner: EngineRunner) -> AsyncIterator[str]:
     expected = layout(runner.engine.parameters())
-    update = WeightsUpdate(runner, lambda handle: receive(handle, expected), fingerprint)
+    groups = Groups(device=torch.device("cpu"), max_bytes=2**20)
+
+    def receive_chunk(chunk: Chunk) -> Mapping[str, torch.Tensor]:
+        if isinstance(chunk, GroupTensors):
+            return groups.receive(chunk)
+        raise ValueError("there is no device memory here")
+
+    update = WeightsUpdate(runner, lambda handle: receive(handle, expected), fingerprint, receive_chunk)
     sglang = SGLang(
         runner,
         update,
-        Groups(device=torch.device("cpu"), max_bytes=2**20),
+        groups,
         describe=lambda path, version: describe(path, expected, policy_version=version),
         model_path="tiny",
         model_name="tiny",
@@ -45,3 +53,4 @@ async def url(runner: EngineRunner) -> AsyncIterator[str]:
     surfaces = [OpenAI(runner, Letters(), model_name="tiny"), sglang]
     async with serve(runner, update=update, tokenizer=Letters(), foreign=surfaces) as url:
         yield url
+    sglang.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,6 +56,8 @@ def malformed(
     operations = [
         (path, method.upper(), what) for path, here in schema["paths"].items() for method, what in here.items()
     ]
+    with_bodies = {path for path, _, operation in operations if "requestBody" in operation}
+    assert with_bodies == VALID.keys(), with_bodies ^ VALID.keys()
     for number in range(count):
         path, method, operation = operations[number % len(operations)]
         headers = draw.choice(HEADERS) if draw.random() < 0.2 else {}
@@ -256,20 +259,29 @@ def prompts(vocab_size: int, max_context: int) -> list[dict[str, Any]]:
     ]
 
 
+TENSORS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
+VALID: dict[str, dict[str, Any]] = {
+    "/generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}},
+    "/v1/completions": {"prompt": [1, 2], "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1},
+    "/abort_request": {"rid": "nobody"},
+    "/weights/begin": {"policy_version": 5, "path": "/nowhere", "num_bytes": 1, "fingerprint": "x"},
+    "/weights/chunk": {"policy_version": 5, "seq": 0, "group": TENSORS},
+    "/weights/commit": {"policy_version": 5},
+    "/get_weights_by_name": {"name": "nobody"},
+    "/update_weights_from_disk": {"model_path": "/nowhere"},
+    "/update_weights_from_tensor": {"serialized_named_tensors": ["x"]},
+    "/init_weights_update_group": {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2},
+    "/destroy_weights_update_group": {"group_name": "nobody"},
+    "/update_weights_from_distributed": TENSORS,
+    "/update_weight_version": {"new_version": 5},
+    "/pause_generation": {"mode": "abort"},
+    "/begin_weight_update": {"selector": "all"},
+    "/release_memory_occupation": {"tags": ["kv_cache"]},
+    "/resume_memory_occupation": {"tags": ["kv_cache"]},
+}
+"""By path, a body that would be served, or refused for what it asks."""
+
+
 def valid(path: str) -> dict[str, Any]:
-    """A body that would be served, or refused for what it asks."""
-    return {
-        "/generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}},
-        "/v1/completions": {"prompt": [1, 2], "max_tokens": 1},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1},
-        "/abort_request": {"rid": "nobody"},
-        "/weights/begin": {"policy_version": 5, "path": "/nowhere", "num_bytes": 1, "fingerprint": "x"},
-        "/weights/commit": {"policy_version": 5},
-        "/get_weights_by_name": {"name": "nobody"},
-        "/update_weights_from_disk": {"model_path": "/nowhere"},
-        "/update_weights_from_tensor": {"serialized_named_tensors": ["x"]},
-        "/pause_generation": {"mode": "abort"},
-        "/begin_weight_update": {"selector": "all"},
-        "/release_memory_occupation": {"tags": ["kv_cache"]},
-        "/resume_memory_occupation": {"tags": ["kv_cache"]},
-    }[path]
+    return deepcopy(VALID[path])

@@ -206,6 +206,15 @@ async def test_the_synchronous_client(url: str) -> None:
         ({"messages": [{"role": "user", "content": "REFUSE"}]}, "cannot be rendered: roles must alternate"),
         ({"messages": [{"role": "user", "content": "A"}], "tool_choice": "required"}, "`tool_choice`"),
         ({"messages": [{"role": "user", "content": "A"}], "guided_regex": "a+"}, "`guided_regex` is not served"),
+        ({"messages": [{"role": "user", "content": "A"}], "allowed_token_ids": [0]}, "`allowed_token_ids` is not"),
+        ({"messages": [{"role": "user", "content": "A"}], "bad_words": ["a"]}, "`bad_words` is not served"),
+        ({"messages": [{"role": "user", "content": "A"}], "chat_template": "x"}, "the model's own is used"),
+        ({"messages": [{"role": "user", "content": "A"}], "truncate_prompt_tokens": 1}, "`truncate_prompt_tokens`"),
+        ({"messages": [{"role": "user", "content": "A"}], "prompt_logprobs": 1}, "`prompt_logprobs` is not served"),
+        ({"messages": [{"role": "user", "content": "A"}], "functions": [{"name": "a"}]}, "give `tools`"),
+        ({"messages": [{"role": "user", "content": "A"}], "function_call": {"name": "a"}}, "give `tools`"),
+        ({"messages": [{"role": "user", "content": "A"}], "stop_regex": "a"}, "`stop_regex` is not served"),
+        ({"messages": [{"role": "user", "content": "A"}], "lora_path": "a"}, "`lora_path` is not served"),
         ({"messages": [{"role": "user", "content": "A"}], "chat_template_kwargs": {"messages": []}}, "cannot set"),
         ({"messages": [], "prompt_token_ids": [99], "max_tokens": 1}, "outside the vocabulary"),
         ({}, "missing required field `messages`"),
@@ -216,6 +225,23 @@ async def test_what_cannot_be_served_is_refused_once_and_for_all(url: str, body:
         reply = await response.json()
     assert (response.status, response.headers["x-should-retry"]) == (400, "false")
     assert message in reply["error"]["message"] and reply["error"]["type"] == "invalid_request_error"
+
+
+async def test_neutral_values_that_routers_add_ask_for_nothing(url: str) -> None:
+    neutral: dict[str, object] = {"stop_regex": [], "bad_words": [], "lora_path": "", "allowed_token_ids": None}
+    neutral |= {"truncate_prompt_tokens": 0, "prompt_logprobs": 0, "regex": None, "guided_choice": []}
+    chat = {"messages": [{"role": "user", "content": "A"}], "function_call": "none", "functions": [], **neutral}
+    async with aiohttp.ClientSession(url) as session:
+        for path, body in (("chat/completions", chat), ("completions", {"prompt": "A", **neutral})):
+            async with session.post(f"/v1/{path}", json={**body, "max_tokens": 1}) as response:
+                assert response.status == 200, await response.text()
+
+
+async def test_only_a_model_can_be_no_model(url: str) -> None:
+    async with aiohttp.ClientSession(url) as session:
+        for path, code in (("/v1/models/huge", "model_not_found"), ("/v1/nowhere", None)):
+            async with session.get(path) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (404, code)
 
 
 @pytest.mark.parametrize("prompt", [["A", 1], [1, "A", 2], [[1], 2], []])

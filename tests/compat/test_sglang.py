@@ -196,7 +196,8 @@ async def test_a_bad_update_leaves_the_old_weights(
     assert (status, "whole number" in reply["message"]) == (400, True)
     pickled = {"serialized_named_tensors": ["gASV"], "flush_cache": True}
     status, reply = await post(session, "/update_weights_from_tensor", pickled)
-    assert (status, "JSON handle with policy_version" in reply["error"]["message"]) == (400, True)
+    assert reply["error"]["message"].startswith("`handle` is missing; weights are announced by a JSON handle with")
+    assert status == 400
     assert runner.policy_version == 0
     assert (await post(session, "/generate", body(4)))[1]["output_ids"] == before
 
@@ -215,3 +216,8 @@ async def test_weights_come_by_handle_inside_a_bracket_or_without(
     assert (await post(session, "/end_weight_update"))[0] == 200
     assert runner.policy_version == 2
     assert (await post(session, "/end_weight_update"))[0] == 400
+    gone = dataclasses.asdict(handle) | {"path": str(tmp_path / "gone"), "policy_version": 3}
+    assert (await post(session, "/begin_weight_update"))[0] == 200
+    assert (await post(session, "/update_weights_from_tensor", {"handle": gone}))[0] == 400
+    status, reply = await post(session, "/end_weight_update")
+    assert (status, "part of it was refused" in reply["message"]) == (400, True)

@@ -74,7 +74,10 @@ async def send(
 
 
 def holds(runner: EngineRunner, value: float) -> bool:
-    expected = numbers(SHAPES, value)
+    return equals(runner, numbers(SHAPES, value))
+
+
+def equals(runner: EngineRunner, expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(parameter, expected[name]) for name, parameter in runner.engine.parameters().items())
 
 
@@ -122,11 +125,95 @@ async def test_a_bracket_is_served_at_its_end_and_a_refused_bucket_keeps_the_ran
     assert holds(runner, 1.0)
     assert (await post(session, "/begin_weight_update"))[0] == 200
     assert (await send(session, trainer, BUCKETS[0], 2.0))[0] == 200
+    assert (await send(session, trainer, BUCKETS[1], 2.0, weight_version="3"))[0] == 400
     status, reply = await post(session, "/end_weight_update")
-    assert (status, "the update lacks" in reply["message"]) == (400, True)
+    assert (status, "part of it was refused: policy_version 3 is not newer" in reply["message"]) == (400, True)
     assert (await send(session, trainer, SHAPES, 2.0, weight_version="3"))[0] == 400
     assert holds(runner, 1.0) and runner.policy_version == 3
     await leave(session, trainer)
+
+
+@pytest.mark.integration
+async def test_frozen_layers_need_not_be_sent_inside_a_bracket(
+    session: aiohttp.ClientSession, runner: EngineRunner, trainer: TrainerProcess
+) -> None:
+    await join(session, trainer)
+    assert (await send(session, trainer, SHAPES, 1.0))[0] == 200
+    assert (await post(session, "/begin_weight_update"))[0] == 200
+    assert (await send(session, trainer, BUCKETS[0], 2.0))[0] == 200
+    status, reply = await post(session, "/end_weight_update")
+    message = f"serving weight_version 2; {len(BUCKETS[1])} weights did not come and stay as they were"
+    assert (status, reply["message"]) == (200, message)
+    assert equals(runner, numbers(SHAPES, 1.0) | numbers(BUCKETS[0], 2.0))
+    assert (await send(session, trainer, BUCKETS[0], 3.0))[0] == 200
+    status, message = await send(session, trainer, BUCKETS[0], 4.0)
+    assert (status, f"{len(BUCKETS[1])} weights of the one before never came" in message) == (400, True)
+    assert await send(session, trainer, BUCKETS[1], 4.0) == (200, "serving weight_version 3")
+    assert holds(runner, 4.0)
+    await leave(session, trainer)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_dead_trainers_bracket_goes_when_another_comes(
+    session: aiohttp.ClientSession, runner: EngineRunner, trainer: TrainerProcess, number: int
+) -> None:
+    await join(session, trainer)
+    assert (await post(session, "/pause_generation", {"mode": "in_place"}))[0] == 200
+    assert (await post(session, "/begin_weight_update"))[0] == 200
+    for bucket in BUCKETS[:number]:
+        assert (await send(session, trainer, bucket, 1.0))[0] == 200
+    trainer.kill()
+    assert (await post(session, "/destroy_weights_update_group", {"group_name": "g"}))[0] == 200
+    await until(lambda: not runner.engine.paused)
+    another = TrainerProcess()
+    try:
+        await join(session, another)
+        assert await send(session, another, SHAPES, 2.0) == (200, "serving weight_version 1")
+        assert holds(runner, 2.0)
+        await leave(session, another)
+    finally:
+        another.kill()
+
+
+@pytest.mark.integration
+async def test_chunks_that_are_not_wanted_keep_the_ranks_in_step(
+    session: aiohttp.ClientSession, runner: EngineRunner, trainer: TrainerProcess
+) -> None:
+    await join(session, trainer)
+
+    async def chunk(number: int, version: int, value: float) -> int:
+        shapes = BUCKETS[number]
+        sending = asyncio.create_task(trainer.asked("send", shapes=shapes, value=value))
+        group = {"names": list(shapes), "dtypes": ["float32"] * len(shapes), "shapes": list(shapes.values())}
+        given = {"policy_version": version, "seq": number, "group": {**group, "group_name": "g", "flat": True}}
+        status, _ = await post(session, "/weights/chunk", given)
+        assert await sending is None
+        return status
+
+    sent = [await chunk(*each) for each in ((0, 3, 1.0), (0, 3, 9.0), (0, 0, 9.0), (1, 3, 1.0))]
+    assert sent == [200, 200, 409, 200]
+    assert (await post(session, "/weights/commit", {"policy_version": 3}))[0] == 200
+    assert holds(runner, 1.0)
+    await leave(session, trainer)
+
+
+@pytest.mark.integration
+async def test_a_group_that_failed_is_made_anew_under_its_name(
+    session: aiohttp.ClientSession, runner: EngineRunner, trainer: TrainerProcess
+) -> None:
+    await join(session, trainer)
+    given = {"names": ["a"], "dtypes": ["qint8"], "shapes": [[1]], "group_name": "g"}
+    status, reply = await post(session, "/update_weights_from_distributed", given)
+    assert (status, "dtype 'qint8': send" in reply["message"]) == (400, True)
+    another = TrainerProcess()
+    try:
+        await join(session, another)
+        assert (await send(session, another, SHAPES, 2.0))[0] == 200
+        assert holds(runner, 2.0)
+        await leave(session, another)
+    finally:
+        another.kill()
 
 
 async def test_a_group_that_cannot_be_is_refused(session: aiohttp.ClientSession) -> None:
@@ -152,9 +239,12 @@ async def test_a_label_moves_forward_only_and_ends_what_runs_unless_told_not_to(
     await until(lambda: runner.engine.num_active)
     assert (await post(session, "/update_weight_version", {"new_version": 5}))[0] == 200
     assert (await running)[1]["meta_info"]["finish_reason"]["type"] == "abort"
-    for label, message in [("3", "older than 5"), ("new", "whole number")]:
+    running = asyncio.create_task(post(session, "/generate", body))
+    await until(lambda: runner.engine.num_active)
+    for label, message in [("3", "older than 5"), ("new", "whole number"), (2**31, "at most 2147483647")]:
         status, reply = await post(session, "/update_weight_version", {"new_version": label})
         assert (status, message in reply["message"]) == (400, True)
+    assert (await running)[1]["meta_info"]["finish_reason"]["type"] == "length", "a refused label ends nothing"
     assert runner.policy_version == 5
 
 

@@ -6,9 +6,11 @@ import aiohttp
 import pytest
 from tiny_policy import make_handle, serve
 
-from penstock.rollout.client import RolloutClient, RolloutError, Servers
+from penstock.rollout.client import RolloutClient
 from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.servers import Servers
+from penstock.rollout.session import HttpSession, RolloutError
 from penstock.types import EpisodeId, Sampling, SegmentGrant
 
 CONTROL = [("/weights/abort", {}), ("/release_memory_occupation", {}), ("/abort_request", {"abort_all": True})]
@@ -45,7 +47,8 @@ async def test_the_admin_key_controls_and_either_generates(
 
 async def test_a_worker_generates_and_the_controller_updates(runner: EngineRunner) -> None:
     async with serve(runner, keys=Keys(generation="play", admin="rule")) as url:
-        worker, controller = RolloutClient(url, api_key="play"), Servers([url], api_key="rule")
+        session, controller = HttpSession(api_key="play"), Servers([url], api_key="rule")
+        worker = RolloutClient(url, session)
         sampling = Sampling(temperature=0.0)
         grant = SegmentGrant(episode=EpisodeId("tag", 0, 0, 0), max_tokens=2)
         assert len((await worker.generate([5], [grant], sampling, [1]))[0].token_ids) <= 2
@@ -53,7 +56,7 @@ async def test_a_worker_generates_and_the_controller_updates(runner: EngineRunne
             await worker.begin_weights(make_handle(1))
         await controller.update_weights(make_handle(1))
         assert runner.policy_version == 1
-        await worker.close()
+        await session.close()
         await controller.close()
 
 

@@ -319,6 +319,15 @@ BAD_BODIES: list[tuple[Any, str]] = [
         "at most 64",
     ),
     ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "`json_schema` is not served"),
+    ({"input_ids": [1], "sampling_params": {"stop_regex": ["a"]}}, "`stop_regex` is not served"),
+    ({"input_ids": [1], "lora_path": "adapter"}, "`lora_path` is not served"),
+    ({"input_ids": [[1], [2]], "lora_path": [None, "adapter"]}, "`lora_path` is not served"),
+    ({"input_ids": [1], "input_embeds": [[0.0]]}, "`input_embeds` is not served"),
+    ({"input_ids": [1], "image_data": "x"}, "`image_data` is not served"),
+    ({"input_ids": [1], "session_params": {"id": "a"}}, "`session_params` is not served"),
+    ({"input_ids": [1], "token_ids_logprob": [0]}, "`token_ids_logprob` is not served"),
+    ({"input_ids": [1], "return_hidden_states": True}, "`return_hidden_states` is not served"),
+    ({"input_ids": [1], "custom_logit_processor": "x"}, "`custom_logit_processor` is not served"),
 ]
 
 
@@ -337,8 +346,20 @@ async def test_bad_bodies_are_answered_with_400_and_the_server_serves_on(http: H
 
 async def test_neutral_values_that_routers_add_are_accepted(http: Http) -> None:
     sampling = greedy(min_p=0.0, repetition_penalty=1.0, stop=None, frequency_penalty=0, top_k=-1, json_schema=None)
-    status, _ = await http.post("/generate", {"input_ids": [5], "sampling_params": sampling, "log_metrics": True})
-    assert status == 200
+    sampling |= {"stop_regex": [], "regex": "", "structural_tag": None}
+    unserved = {
+        "lora_path": "",
+        "input_embeds": None,
+        "image_data": [],
+        "session_params": {},
+        "token_ids_logprob": [],
+        "return_hidden_states": False,
+        "custom_logit_processor": None,
+    }
+    body = {"input_ids": [5], "sampling_params": sampling, "log_metrics": True, **unserved}
+    assert (await http.post("/generate", body))[0] == 200
+    batch = {"input_ids": [[5], [6]], "sampling_params": sampling, "lora_path": [None, None]}
+    assert (await http.post("/generate", batch | {"return_hidden_states": [False, False]}))[0] == 200
 
 
 async def test_long_bodies_are_refused(http: Http) -> None:
@@ -425,6 +446,8 @@ async def test_an_aborted_update_leaves_the_old_weights(http: Http) -> None:
         ("/weights/commit", {"policy_version": 9}, 409, "nothing is staged"),
         ("/weights/commit", {}, 400, "missing required field"),
         ("/abort_request", b"x", 400, "malformed"),
+        ("/abort_request", {"rid_prefix": ""}, 400, "rid_prefix"),
+        ("/abort_request", {"rid": "a", "rid_prefix": "b"}, 400, "not both"),
         ("/release_memory_occupation", {"tags": ["weights"]}, 400, "only the memory tagged kv_cache"),
         ("/resume_memory_occupation", b"", 400, "truncated"),
     ],
@@ -453,6 +476,16 @@ async def test_abort_request_ends_a_generation(http: Http, runner: EngineRunner)
     assert (status, reply["meta_info"]["finish_reason"]["type"]) == (200, "abort")
     assert 0 < len(reply["output_ids"]) < 90
     assert await http.post("/abort_request", {"abort_all": True}) == (200, {"aborted": 0, "unknown": []})
+
+
+async def test_requests_whose_ids_begin_alike_end_together(http: Http, runner: EngineRunner) -> None:
+    bodies = [{"input_ids": [5], "rid": rid, "sampling_params": greedy(90)} for rid in ("a-1", "a-2", "b-1")]
+    running = [asyncio.create_task(http.post("/generate", body)) for body in bodies]
+    await until(lambda: runner.engine.num_active == 3)
+    assert await http.post("/abort_request", {"rid_prefix": "a-"}) == (200, {"aborted": 2, "unknown": []})
+    ended = [(await each)[1]["meta_info"]["finish_reason"]["type"] for each in running]
+    assert ended == ["abort", "abort", "length"]
+    assert await http.post("/abort_request", {"rid_prefix": "a-"}) == (200, {"aborted": 0, "unknown": []})
 
 
 async def test_memory_is_released_and_taken_back(http: Http, runner: EngineRunner) -> None:

@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import aiohttp
 import pytest
 import torch
-from tiny_policy import make_engine, make_handle, make_request, receive_seed, serve, until, weights
+from tiny_policy import make_engine, make_handle, make_request, print_of, receive_seed, serve, until, weights
 
 from penstock.rollout.failures import Conflict
 from penstock.rollout.request import SamplingParams
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.update import Chunk, WeightsUpdate
-from penstock.types import NO_VERSION, GroupTensors
+from penstock.rollout.update import MAX_VERSION, Chunk, WeightsUpdate
+from penstock.types import NO_VERSION, DeviceTensors, GroupTensors
 from penstock.weights.shared_memory import fingerprint
 
 PARTS = [dict(list(weights(3).items())[start::2]) for start in (0, 1)]
 
 
 class Transport:
-    """Stands for the weights box: a group's name is the number of one of `PARTS`."""
+    """Stands for the weights box: the only name of a chunk is the number of one of `PARTS`."""
 
     def __init__(self) -> None:
         self.received: list[str] = []
 
     def __call__(self, chunk: Chunk) -> Mapping[str, torch.Tensor]:
-        assert isinstance(chunk, GroupTensors)
-        self.received.append(chunk.group_name)
-        return PARTS[int(chunk.group_name)]
+        (number,) = chunk.names
+        self.received.append(number)
+        return PARTS[int(number)]
 
 
-def part(number: int) -> GroupTensors:
-    return GroupTensors(group_name=str(number), names=[], dtypes=[], shapes=[])
+def part(number: int, group: str = "g") -> GroupTensors:
+    return GroupTensors(group_name=group, names=[str(number)], dtypes=[], shapes=[])
+
+
+def device_part(number: int) -> DeviceTensors:
+    return DeviceTensors(
+        names=[str(number)],
+        dtypes=[],
+        shapes=[],
+        device_uuid="",
+        memory_handle=b"",
+        num_bytes=0,
+        offset_bytes=0,
+        ref_counter_handle=b"",
+        ref_counter_offset=0,
+        event_handle=b"",
+        event_sync_required=False,
+    )
 
 
 @pytest.fixture
@@ -47,22 +63,29 @@ def update(runner: EngineRunner, transport: Transport) -> WeightsUpdate:
 
 
 def holds(runner: EngineRunner, seed: int) -> bool:
-    return all(torch.equal(parameter, weights(seed)[name]) for name, parameter in runner.engine.parameters().items())
+    return equals(runner, weights(seed))
 
 
+def equals(runner: EngineRunner, expected: Mapping[str, torch.Tensor]) -> bool:
+    return all(torch.equal(parameter, expected[name]) for name, parameter in runner.engine.parameters().items())
+
+
+@pytest.mark.parametrize("make_part", [part, device_part])
 async def test_chunks_take_effect_together_and_once(
-    update: WeightsUpdate, runner: EngineRunner, transport: Transport
+    update: WeightsUpdate, runner: EngineRunner, transport: Transport, make_part: Callable[[int], Chunk]
 ) -> None:
     for seq in (0, 0, 1, 0):
-        await update.chunk(5, seq, part(seq))
+        await update.chunk(5, seq, make_part(seq))
         assert holds(runner, 0)
-    assert transport.received == ["0", "1"]
+    assert transport.received == (["0", "0", "1", "0"] if make_part is part else ["0", "1"])
     for _ in range(2):
         served = await update.commit(5, fingerprint=fingerprint(weights(3)))
         assert (served.policy_version, served.fingerprint) == (5, fingerprint(weights(3)))
     assert holds(runner, 3)
+    transport.received.clear()
     with pytest.raises(Conflict, match="policy_version 5 is not newer than 5"):
-        await update.chunk(5, 0, part(0))
+        await update.chunk(5, 0, make_part(0))
+    assert transport.received == (["0"] if make_part is part else []), "whoever broadcasts is not left waiting"
 
 
 async def test_what_is_not_whole_is_not_served(update: WeightsUpdate, runner: EngineRunner) -> None:
@@ -84,13 +107,9 @@ async def test_a_chunk_of_a_newer_version_replaces_what_was_staged(update: Weigh
         await update.commit(5)
     with pytest.raises(Conflict, match="lacks"):
         await update.commit(6)
-    await update.begin(make_handle(7))
-    await update.chunk(7, 0, part(0))
-    with pytest.raises(Conflict, match="lacks"):
-        await update.commit(7)
     await update.abort()
     with pytest.raises(Conflict, match="nothing is staged"):
-        await update.commit(7)
+        await update.commit(6)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +136,15 @@ async def test_another_dtype_and_tied_names_are_no_obstacle(update: WeightsUpdat
 
 async def test_a_sender_that_starts_over_is_not_mixed_with_itself(update: WeightsUpdate, runner: EngineRunner) -> None:
     old = await update.add(PARTS[0], policy_version=4)
-    renamed = await update.add(PARTS[1], policy_version=5)
-    assert renamed is not old and set(update.missing(renamed)) == set(PARTS[0])
-    again = await update.add(PARTS[1], policy_version=5)
-    assert again is not renamed
-    whole = await update.add(PARTS[0], policy_version=5)
-    assert whole is again and not update.missing(whole)
+    never = f"{len(PARTS[1])} weights of the one before never came, the first is {min(PARTS[1])}"
+    with pytest.raises(Conflict, match=never):
+        await update.add(PARTS[0], policy_version=5)
+    with pytest.raises(Conflict, match="starts over"):
+        await update.add(PARTS[0])
+    renamed = update.staged
+    assert renamed is not None and renamed is not old and set(update.missing(renamed)) == set(PARTS[1])
+    whole = await update.add(PARTS[1], policy_version=5)
+    assert whole is renamed and not update.missing(whole)
     with pytest.raises(Conflict, match="no longer open"):
         await update.finish(old)
     await update.finish(whole)
@@ -133,16 +155,166 @@ async def test_a_bracket_is_served_at_its_end_or_not_at_all(update: WeightsUpdat
     assert await update.finish(await update.open()) is None
     bracket = await update.open()
     assert await update.add(PARTS[0]) is bracket
-    with pytest.raises(Conflict, match="lacks"):
+    update.spoil(None, "a reason")
+    with pytest.raises(Conflict, match=f"lacks {len(PARTS[1])} weights.* part of it was refused: a reason"):
         await update.finish(bracket)
     assert not update.is_open(bracket) and holds(runner, 0)
     bracket = await update.open()
+    update.spoil("g", "a reason")
+    with pytest.raises(Conflict, match="a reason"):
+        await update.finish(bracket)
+    bracket = await update.open()
+    update.spoil("g", "what came again")
     for number in (0, 1, 0):
         assert await update.add(PARTS[number]) is bracket
     await update.rename(8)
     assert holds(runner, 0) and runner.policy_version == 0
     await update.finish(bracket)
     assert holds(runner, 3) and runner.policy_version == 8
+
+
+async def test_what_a_bracket_does_not_bring_stays_as_it_is(update: WeightsUpdate, runner: EngineRunner) -> None:
+    bracket = await update.open()
+    await update.add(PARTS[0])
+    served = await update.finish(bracket)
+    expected = weights(0) | PARTS[0]
+    assert served == (1, fingerprint(expected)) and equals(runner, expected)
+
+
+async def test_nobodys_weights_complete_no_update(update: WeightsUpdate, runner: EngineRunner) -> None:
+    await update.forget()
+    bracket = await update.open()
+    await update.add(PARTS[0])
+    with pytest.raises(Conflict, match="lacks"):
+        await update.finish(bracket)
+    assert runner.policy_version == NO_VERSION
+
+
+async def test_parts_of_two_senders_never_meet(update: WeightsUpdate, runner: EngineRunner) -> None:
+    await update.add(PARTS[0], sender="a")
+    await refused(
+        "an update of group 'a' is open: serve it first, or drop it with /weights/abort",
+        lambda: update.add(PARTS[1], sender="b"),
+        lambda: update.add(PARTS[1]),
+        lambda: update.chunk(1, 1, part(1, "a")),
+        lambda: update.chunk(1, 1, part(1, "b")),
+        lambda: update.chunk(1, 1, device_part(1)),
+    )
+    await update.finish(await update.add(PARTS[1], sender="a"))
+    assert holds(runner, 3)
+    await update.chunk(2, 0, part(0, "a"))
+    await refused(
+        "an update of group 'a' is open",
+        lambda: update.chunk(2, 1, part(1, "b")),
+        lambda: update.chunk(3, 1, device_part(1)),
+        lambda: update.add(PARTS[1], sender="a"),
+    )
+    await update.abort()
+    await update.chunk(2, 0, device_part(0))
+    await refused("an update of a sender without a group is open", lambda: update.add(PARTS[1]))
+
+
+async def refused(message: str, *calls: Callable[[], Awaitable[object]]) -> None:
+    for call in calls:
+        with pytest.raises(Conflict, match=message):
+            await call()
+
+
+async def test_a_bracket_is_its_first_senders(update: WeightsUpdate, runner: EngineRunner) -> None:
+    bracket = await update.open()
+    await update.rename(5)
+    await refused("an update of whoever began it is open", lambda: update.chunk(5, 0, part(0)))
+    await update.add(PARTS[0], sender="a")
+    await refused(
+        "an update of group 'a' is open",
+        lambda: update.add(PARTS[1], sender="b"),
+        lambda: update.chunk(5, 1, part(1, "a")),
+        lambda: update.begin(make_handle(5), bracket=bracket),
+    )
+    await update.begin(make_handle(6))
+    assert not update.is_open(bracket)
+    await refused(
+        "an update of whoever sent a handle is open",
+        lambda: update.add(PARTS[1], sender="a"),
+        lambda: update.chunk(6, 1, part(1, "a")),
+    )
+    await refused("no longer open", lambda: update.begin(make_handle(7), bracket=bracket))
+    assert (await update.commit(6)).fingerprint == print_of("1")
+    assert holds(runner, 1)
+
+
+async def test_a_bracket_may_bring_a_handle(update: WeightsUpdate, runner: EngineRunner) -> None:
+    bracket = await update.open()
+    for version in (4, 5):
+        await update.begin(make_handle(version), bracket=bracket)
+    assert update.is_open(bracket) and holds(runner, 0)
+    await refused("whoever sent a handle", lambda: update.add(PARTS[0], sender="a"))
+    assert await update.finish(bracket) == (5, print_of("1"))
+
+
+async def test_a_commit_serves_what_its_caller_means(update: WeightsUpdate, runner: EngineRunner) -> None:
+    await update.begin(make_handle(5, path="1"))
+    await update.begin(make_handle(5, path="2"))
+    await refused("has fingerprint", lambda: update.commit(5, fingerprint=print_of("1")))
+    assert holds(runner, 0)
+    await update.commit(5, fingerprint=print_of("2"))
+    await refused(
+        f"5 is served already, with fingerprint {print_of('2')}", lambda: update.commit(5, fingerprint=print_of("1"))
+    )
+
+
+@pytest.mark.parametrize("began", [False, True])
+async def test_what_a_group_left_behind_goes_with_it(update: WeightsUpdate, runner: EngineRunner, began: bool) -> None:
+    await runner.pause("in_place")
+    bracket = await update.open() if began else None
+    staged = await update.add(PARTS[0], sender="a")
+    assert staged is bracket or not began
+    await update.drop("b")
+    assert update.is_open(staged) and runner.engine.paused
+    await update.drop("a")
+    assert update.staged is None and holds(runner, 0)
+    await until(lambda: not runner.engine.paused)
+    bracket = await update.open()
+    await update.drop("b")
+    assert not update.is_open(bracket), "nobody had sent anything"
+    await update.begin(make_handle(1))
+    await update.drop("a")
+    assert update.staged is not None
+
+
+async def test_a_version_has_a_bound_however_it_comes(update: WeightsUpdate, runner: EngineRunner) -> None:
+    beyond = MAX_VERSION + 1
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: update.begin(make_handle(beyond)),
+        lambda: update.chunk(beyond, 0, part(0)),
+        lambda: update.add(PARTS[0], policy_version=beyond),
+        lambda: update.rename(beyond),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"at most {MAX_VERSION}, not {beyond}"):
+            await call()
+    bracket = await update.open()
+    with pytest.raises(ValueError, match="at most"):
+        await update.rename(beyond)
+    await update.finish(bracket)
+    await update.rename(MAX_VERSION)
+    whole = await update.add(weights(3))
+    with pytest.raises(ValueError, match=f"at most {MAX_VERSION}, not {beyond}"):
+        await update.finish(whole)
+    assert runner.policy_version == MAX_VERSION and holds(runner, 0)
+
+
+async def test_whoever_takes_over_finds_neither_a_pause_nor_released_memory(
+    update: WeightsUpdate, runner: EngineRunner
+) -> None:
+    await runner.release()
+    await runner.pause("in_place")
+    await update.forget()
+    assert not runner.engine.paused and not runner.engine.released
+    await update.begin(make_handle(0))
+    assert (await update.commit(0)).policy_version == 0
+    (segment,) = await runner.generate(make_request("a", [5], max_new_tokens=3))
+    assert len(segment.token_ids) == 3
 
 
 async def test_a_lease_that_ends_takes_its_pause_with_it(update: WeightsUpdate, runner: EngineRunner) -> None:
@@ -208,9 +380,9 @@ async def test_chunks_over_http(session: aiohttp.ClientSession, runner: EngineRu
         async with session.post(path, json=given) as response:
             return response.status, await response.json()
 
-    group = {"names": [], "dtypes": [], "shapes": []}
+    group: dict[str, object] = {"group_name": "g", "dtypes": [], "shapes": []}
     for seq, chunks, missing in [(0, [0], len(PARTS[1])), (0, [0], len(PARTS[1])), (1, [0, 1], 0)]:
-        given = {"policy_version": 2, "seq": seq, "group": {**group, "group_name": str(seq)}}
+        given = {"policy_version": 2, "seq": seq, "group": {**group, "names": [str(seq)]}}
         reply = {"policy_version": 2, "chunks": chunks, "num_missing": missing}
         assert await post("/weights/chunk", given) == (200, reply)
     status, _ = await post("/weights/commit", {"policy_version": 2, "fingerprint": "another"})

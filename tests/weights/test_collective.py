@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,9 +29,9 @@ def announced(shapes: dict[str, list[int]], *, flat: bool = True, name: str = "g
     )
 
 
-def make_groups(*, join_timeout_s: float = 60.0, timeout_s: float = 60.0) -> Groups:
+def make_groups(*, join_timeout_s: float = 60.0, timeout_s: float = 60.0, max_bytes: int = 2**30) -> Groups:
     return Groups(
-        device=torch.device("cpu"), max_bytes=2**30, join_timeout_s=join_timeout_s, transfer_timeout_s=timeout_s
+        device=torch.device("cpu"), max_bytes=max_bytes, join_timeout_s=join_timeout_s, transfer_timeout_s=timeout_s
     )
 
 
@@ -59,6 +62,16 @@ def test_a_group_that_cannot_be_is_refused_at_once(change: dict[str, object], ra
     place = {"name": "g", "address": "127.0.0.1", "port": 1, "world_size": 2, **change}
     with pytest.raises(GroupFailed, match=message):
         make_groups().join(GroupPlace(**place), rank)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "hccl"])
+def test_a_backend_that_is_not_there_is_named(backend: str) -> None:
+    meeting = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    groups = Groups(device=torch.device("cuda"), max_bytes=1, join_timeout_s=5.0)
+    place = GroupPlace(name="g", address="127.0.0.1", port=meeting.port, world_size=2, backend=backend)
+    for _ in range(2):
+        with pytest.raises(GroupFailed, match=r"rank 1 waited up to 5 s for rank 0 .* to join group g: \S"):
+            groups.join(place, 1)
 
 
 def test_a_group_that_nobody_joined_is_named() -> None:
@@ -97,7 +110,30 @@ async def test_a_trainer_that_dies_is_named_and_the_group_is_of_no_more_use(trai
         await receiving
     with pytest.raises(GroupFailed, match=r"group g is closed: rank 1 waited .*; make it anew"):
         groups.receive(announced(SHAPES))
+    another = TrainerProcess()
+    await joined(another, groups)
     groups.close()
+    another.kill()
+
+
+@pytest.mark.integration
+async def test_a_bucket_for_which_there_is_no_room_closes_the_group(trainer: TrainerProcess) -> None:
+    groups = make_groups(max_bytes=2**60)
+    await joined(trainer, groups)
+    with pytest.raises(GroupFailed, match=r"1 tensors cannot be kept: .*; make the group anew, and send smaller"):
+        groups.receive(announced({"huge": [2**48]}))
+    with pytest.raises(GroupFailed, match="group g is closed: 1 tensors cannot be kept"):
+        groups.receive(announced(SHAPES))
+    groups.close()
+
+
+@pytest.mark.integration
+async def test_a_group_that_is_joined_after_the_end_is_left_at_once(trainer: TrainerProcess) -> None:
+    groups = make_groups()
+    groups.close()
+    await joined(trainer, groups)
+    with pytest.raises(GroupFailed, match="no group 'g'"):
+        groups.receive(announced(SHAPES))
 
 
 @pytest.mark.integration
@@ -129,6 +165,10 @@ async def test_a_group_that_is_left_ends_what_is_being_received(trainer: Trainer
     await asyncio.to_thread(groups.leave, "g")
     with pytest.raises(GroupFailed, match=r"the group was left|no group|is closed"):
         await receiving
+    start = time.monotonic()
+    del receiving
+    gc.collect()
+    assert time.monotonic() - start < 20, "whoever lets go of the group does not wait for what never comes"
 
 
 @pytest.mark.integration

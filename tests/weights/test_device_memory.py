@@ -10,7 +10,7 @@ import torch
 from torch import multiprocessing
 
 from penstock.types import DeviceTensors
-from penstock.weights.device_memory import share, take
+from penstock.weights.device_memory import COUNTER_FILE, share, take
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs a CUDA device")
 
@@ -19,12 +19,12 @@ HANDLE = DeviceTensors(
     dtypes=["float32"],
     shapes=[[2]],
     device_uuid="none",
-    memory_handle=b"",
+    memory_handle=b"\x02c" + bytes(64),
     num_bytes=8,
     offset_bytes=0,
-    ref_counter_handle=b"",
+    ref_counter_handle=b"/torch_1234_567_0",
     ref_counter_offset=0,
-    event_handle=b"",
+    event_handle=bytes(64),
     event_sync_required=False,
 )
 
@@ -42,6 +42,39 @@ def test_what_lies_elsewhere_cannot_be_shared() -> None:
 def test_more_than_the_memory_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="12 bytes are announced, but the shared memory holds 8"):
         take(replace(HANDLE, shapes=[[3]]), device=torch.device("cuda", 0), max_bytes=2**20)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offset_bytes": -1}, "no memory has 8 bytes at offset -1"),
+        ({"offset_bytes": 2**63}, "no memory has 8 bytes at offset"),
+        ({"num_bytes": 10**30}, "no memory has 10+ bytes at offset 0"),
+        ({"num_bytes": 2**63 - 1, "offset_bytes": 1}, "no memory has"),
+        ({"ref_counter_offset": 10_000}, r"ref_counter_offset must be in \[0, 10000\), not 10000"),
+        ({"ref_counter_offset": -1}, "ref_counter_offset"),
+        ({"ref_counter_handle": b""}, "ref_counter_handle does not name"),
+        ({"ref_counter_handle": b"/sem.other"}, "ref_counter_handle does not name"),
+        ({"ref_counter_handle": b"/torch_1/../x"}, "ref_counter_handle does not name"),
+        ({"ref_counter_handle": b"/torch_" + b"1" * 300}, "ref_counter_handle does not name"),
+        ({"event_handle": b"x"}, "event_handle must have 64 bytes, not 1"),
+        ({"memory_handle": b""}, "memory_handle, of 0 bytes, is not one of torch's"),
+        ({"memory_handle": b"\x02c" + bytes(63)}, "memory_handle, of 65 bytes"),
+        ({"memory_handle": b"\x02x" + bytes(64)}, "memory_handle, of 66 bytes"),
+        ({"memory_handle": b"\x02e" + bytes(2**16)}, "memory_handle, of 65538 bytes"),
+        ({}, "CUDA device none is not visible"),
+        ({"memory_handle": bytes(64)}, "CUDA device none is not visible"),
+        ({"memory_handle": b"\x02e" + bytes(24)}, "CUDA device none is not visible"),
+    ],
+)
+def test_every_field_is_checked_before_torch_sees_it(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        take(replace(HANDLE, **change), device=torch.device("cuda", 0), max_bytes=2**20)
+
+
+def test_torch_names_its_shared_files_as_is_checked() -> None:
+    _, name, _ = torch.UntypedStorage(8)._share_filename_cpu_()
+    assert COUNTER_FILE.fullmatch(name)
 
 
 def sender(queue: Any, done: Any) -> None:

@@ -42,7 +42,7 @@ from penstock.types import Segment
 MAX_TOP_LOGPROBS = 20
 PASSING = (408, 409, 429, 503)
 """Statuses of what may succeed when it is tried again."""
-CODES = {401: "invalid_api_key", 404: "model_not_found"}
+CODES = {401: "invalid_api_key"}
 UNSERVED = (
     "suffix",
     "regex",
@@ -53,6 +53,12 @@ UNSERVED = (
     "guided_choice",
     "guided_grammar",
     "structured_outputs",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "stop_regex",
+    "lora_path",
 )
 
 
@@ -102,6 +108,12 @@ class SamplingFields(Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+    stop_regex: Any = None
+    lora_path: Any = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -130,6 +142,10 @@ class ChatBody(SamplingFields, kw_only=True):
     prompt_token_ids: list[int] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+    # Known but not served.
+    chat_template: Any = None
+    functions: Any = None
+    function_call: Any = None
 
 
 class Usage(Struct, kw_only=True):
@@ -186,6 +202,10 @@ class OpenAIError(Struct, kw_only=True):
     error: OpenAIErrorDetails
 
 
+class NoSuchModel(Refused):
+    """There is one model, and it has another name."""
+
+
 class OpenAI:
     """The endpoints."""
 
@@ -214,7 +234,7 @@ class OpenAI:
         """The model of that name."""
         name = request.path_params["rest"]
         if name != self._model_name:
-            raise Refused(404, f"the model {name!r} does not exist; this server serves {self._model_name!r}")
+            raise NoSuchModel(404, f"the model {name!r} does not exist; this server serves {self._model_name!r}")
         return answer(self._model())
 
     async def completions(self, request: Request) -> Response:
@@ -239,6 +259,10 @@ class OpenAI:
             raise ValueError("`messages` is empty")
         if body.tool_choice not in (None, "auto", "none"):
             raise ValueError("`tool_choice` is `auto` or `none`: no answer is forced to call a tool")
+        if wire.asks(body.functions) or (wire.asks(body.function_call) and body.function_call not in ("auto", "none")):
+            raise ValueError("`functions` and `function_call` are not served: give `tools`")
+        if wire.asks(body.chat_template):
+            raise ValueError("`chat_template` is not served: the model's own is used")
         if body.continue_final_message or not body.add_generation_prompt:
             raise ValueError("an assistant's message is not continued: give the conversation as `prompt_token_ids`")
         ids = body.prompt_token_ids
@@ -496,7 +520,7 @@ def _generate_body(
     if body.best_of not in (None, 1, body.n):
         raise ValueError("`best_of` is not served: sample with `n` and choose")
     for name in UNSERVED:
-        if getattr(body, name):
+        if wire.asks(getattr(body, name)):
             raise ValueError(f"`{name}` is not served")
     if not body.skip_special_tokens:
         raise ValueError("`skip_special_tokens` false is not served: read `token_ids`")
@@ -590,4 +614,5 @@ def _provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> d
 def _error(error: Exception) -> OpenAIError:
     status = status_of(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return OpenAIError(error=OpenAIErrorDetails(message=str(error), type=kind, code=CODES.get(status)))
+    code = "model_not_found" if isinstance(error, NoSuchModel) else CODES.get(status)
+    return OpenAIError(error=OpenAIErrorDetails(message=str(error), type=kind, code=code))

@@ -4,9 +4,10 @@ Where SGLang asserts, hangs or answers late, this answers: `/health_generate` at
 themselves, updates that leave the old weights if anything is wrong with the new ones.
 
 Buckets of weights, from a group or by handle, are staged while the old weights serve. Inside a bracket all of them take
-effect at `/end_weight_update`; without one, as soon as every weight of the model has come. Clients may label every
-bucket, the last one, or none: new weights then get the next number, so that no two sets of weights share one, and
-`/update_weight_version` may give them a higher one later. A label never goes back.
+effect at `/end_weight_update`, and what did not come stays as it is; without one, as soon as every weight of the model
+has come. Clients may label every bucket, the last one, or none: new weights then get the next number, so that no two
+sets of weights share one, and `/update_weight_version` may give them a higher one later. A label never goes back. While
+one sender's update is open, buckets of others are refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +30,8 @@ from penstock.deadline import deadline
 from penstock.rollout.http import HANDLE_FORMAT, Refused, Route, answer, error_object, read_body
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.update import Served, Staged, WeightsUpdate
+from penstock.rollout.staged import Served, Staged
+from penstock.rollout.update import WeightsUpdate
 from penstock.types import NO_VERSION, GroupTensors, WeightsHandle
 from penstock.weights.collective import GroupPlace, Groups
 
@@ -37,7 +40,8 @@ CONTROL_TIMEOUT_S = 60.0
 MAX_FLUSH_WAIT_S = 3600.0
 PROBE_TIMEOUT_S = 20.0
 MAX_ROWS = 1000
-
+MAX_JOINS = 16
+"""Groups that are being joined at the same time; others wait for their turn."""
 
 Seconds = Annotated[float, Meta(ge=0, le=MAX_FLUSH_WAIT_S)]
 
@@ -142,6 +146,13 @@ class SGLang:
         self._runner, self._update, self._groups, self._describe = runner, update, groups, describe
         self._model_path, self._model_name = model_path, model_name
         self._bracket: Staged | None = None
+        # A rank that waits for others holds a thread until it gives up: not one that everything else needs.
+        self._joining = ThreadPoolExecutor(MAX_JOINS, thread_name_prefix="join")
+
+    def close(self) -> None:
+        """Leave all groups, for the end of the server: whoever waits for it is told."""
+        self._joining.shutdown(wait=False, cancel_futures=True)
+        self._groups.close()
 
     def routes(self) -> list[Route]:
         change = partial(Route, methods=["POST"], reply=Outcome, error=dict[str, Any])
@@ -255,20 +266,26 @@ class SGLang:
         it was opened under."""
         await read_body(request, BeginBody)
         if self._update.is_open(self._bracket):
-            return _outcome(False, "a weight update has already begun")
+            return _outcome(False, "a weight update has already begun: end it, or drop it with /weights/abort")
         self._bracket = await self._update.open()
         return _outcome(True, "begun")
 
     async def end(self, request: Request) -> Response:
-        """Serves what came inside the bracket, or refuses it as a whole; either way the bracket is closed."""
+        """Serves what came inside the bracket, and of the other weights what is served already; or refuses it as a
+        whole. Either way the bracket is closed."""
         bracket, self._bracket = self._bracket, None
         if bracket is None or not self._update.is_open(bracket):
             return _outcome(False, "no weight update has begun, or it was left open too long, or another replaced it")
+        kept = len(self._update.missing(bracket))
         try:
             served = await self._update.finish(bracket)
         except ValueError as error:
             return _outcome(False, str(error))
-        return _outcome(True, "ended" if served is None else _serving(served))
+        if served is None:
+            return _outcome(True, "ended")
+        return _outcome(
+            True, _serving(served) + (f"; {kept} weights did not come and stay as they were" if kept else "")
+        )
 
     async def update_from_disk(self, request: Request) -> Response:
         """A whole model directory, served at once; if anything about it is wrong, the old weights go on serving."""
@@ -291,29 +308,31 @@ class SGLang:
     async def update_from_tensor(self, request: Request) -> Response:
         body = await read_body(request, FromTensorBody)
         if body.handle is None:
-            raise Refused(400, HANDLE_FORMAT)
+            raise Refused(400, f"`handle` is missing; {HANDLE_FORMAT}")
         try:
             if body.weight_version is not None and self._version(body.weight_version) != body.handle.policy_version:
                 raise ValueError(f"weight_version {body.weight_version} is not the handle's policy_version")
             if not self._update.is_open(self._bracket):
                 return await self._serve(body.handle, abort=body.abort_all_requests)
-            await self._update.begin(body.handle, bracketed=True)
-            self._bracket = self._update.staged
+            await self._update.begin(body.handle, bracket=self._bracket)
             if body.abort_all_requests:
                 self._runner.abort_all()
             return _outcome(True, f"staged weight_version {body.handle.policy_version}")
         except ValueError as error:
+            self._update.spoil(None, str(error))
             return _outcome(False, str(error))
 
     async def _serve(self, handle: WeightsHandle, *, abort: bool) -> Response:
         await self._update.begin(handle)
         if abort:
             self._runner.abort_all()
-        served = await self._update.commit(handle.policy_version)
+        # Somebody else may have begun or served something in between: not what this call would answer for.
+        served = await self._update.commit(handle.policy_version, fingerprint=handle.fingerprint)
         return answer({"success": True, "message": _serving(served), "num_paused_requests": 0})
 
     async def init_group(self, request: Request) -> Response:
-        """Answered once every rank is there. A bucket of an earlier sender is forgotten."""
+        """Answered once every rank is there. What an earlier group of this name has left behind is forgotten, and so is
+        a bracket into which nobody has sent anything."""
         body = await read_body(request, InitGroupBody)
         place = GroupPlace(
             name=body.group_name,
@@ -323,19 +342,21 @@ class SGLang:
             backend=body.backend,
         )
         try:
-            await asyncio.to_thread(self._groups.join, place, body.rank_offset)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._joining, self._groups.join, place, body.rank_offset)
         except ValueError as error:
             return _outcome(False, str(error))
-        if not self._update.is_open(self._bracket):
-            await self._update.abort()
+        await self._update.drop(body.group_name)
         return _outcome(True, f"joined group {body.group_name} as rank {body.rank_offset} of {body.world_size}")
 
     async def destroy_group(self, request: Request) -> Response:
+        """What the group has sent and nobody has served is forgotten."""
         body = await read_body(request, DestroyGroupBody)
         try:
             await asyncio.to_thread(self._groups.leave, body.group_name)
         except ValueError as error:
             return _outcome(False, str(error))
+        await self._update.drop(body.group_name)
         return _outcome(True, f"left group {body.group_name}")
 
     async def update_from_distributed(self, request: Request) -> Response:
@@ -351,7 +372,7 @@ class SGLang:
         try:
             received = await asyncio.to_thread(self._groups.receive, announced)
             version = None if body.weight_version is None else self._version(body.weight_version)
-            staged = await self._update.add(received, policy_version=version)
+            staged = await self._update.add(received, sender=body.group_name, policy_version=version)
             if body.abort_all_requests:
                 self._runner.abort_all()
             missing = len(self._update.missing(staged))
@@ -359,6 +380,7 @@ class SGLang:
                 return _outcome(True, f"staged; {missing} weights have not come yet")
             served = await self._update.finish(staged)
         except ValueError as error:
+            self._update.spoil(body.group_name, str(error))
             return _outcome(False, str(error))
         return _outcome(True, "nothing to serve" if served is None else _serving(served))
 
@@ -367,11 +389,11 @@ class SGLang:
         body = await read_body(request, VersionBody)
         try:
             version = self._version(body.new_version)
-            if body.abort_all_requests:
-                self._runner.abort_all()
             await self._update.rename(version)
         except ValueError as error:
             return _outcome(False, str(error))
+        if body.abort_all_requests:
+            self._runner.abort_all()
         return answer({"success": True, "message": f"weight_version is {version}", "new_version": str(version)})
 
     def _version(self, label: str | int | None) -> int:

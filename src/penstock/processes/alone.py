@@ -13,7 +13,7 @@ import uvloop
 from penstock.config import Config
 from penstock.processes.cores import num_threads
 from penstock.processes.listening import HttpServer, bind, url_of
-from penstock.processes.serving import make_app, make_engine
+from penstock.processes.serving import application, make_engine
 from penstock.rollout.failures import EngineDead
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity
@@ -39,16 +39,17 @@ async def _serve(config: Config, model: Path, model_name: str) -> None:
     runner = EngineRunner(make_engine(config, model, weights=True), process="rollout-0")
     runner.start()
     identity = Identity(run_id="alone", nonce=secrets.token_hex(8))
-    server = HttpServer(make_app(runner, config, model, identity=identity, model_name=model_name))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-    url = url_of(host, listener)
-    context = f"context {config.model.max_context} tokens (model.max_context=N for another)"
-    print(f"serving {model_name} at {url} (OpenAI: {url}/v1), {context}; Ctrl-C ends it", flush=True)
     failing = asyncio.create_task(runner.failed.wait())
-    failing.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
-        await server.serve(sockets=[listener])
+        with application(runner, config, model, identity=identity, model_name=model_name) as app:
+            server = HttpServer(app)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+            failing.add_done_callback(lambda _: setattr(server, "should_exit", True))
+            url = url_of(host, listener)
+            context = f"context {config.model.max_context} tokens (model.max_context=N for another)"
+            print(f"serving {model_name} at {url} (OpenAI: {url}/v1), {context}; Ctrl-C ends it", flush=True)
+            await server.serve(sockets=[listener])
         if runner.error is not None:
             raise EngineDead(f"the engine failed: {runner.error!r}; its traceback is above")
     finally:

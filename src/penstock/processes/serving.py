@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.compat.openai import OpenAI
@@ -35,8 +37,11 @@ def make_engine(config: Config, directory: Path, *, weights: bool) -> SlotEngine
     )
 
 
-def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity: Identity, model_name: str) -> App:
-    """Our own paths, SGLang's and OpenAI's in front of one engine."""
+@contextmanager
+def application(
+    runner: EngineRunner, config: Config, directory: Path, *, identity: Identity, model_name: str
+) -> Iterator[App]:
+    """Our own paths, SGLang's and OpenAI's in front of one engine. At the end it leaves the groups it was joined to."""
     tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
     device, max_bytes = runner.engine.model.device, max_chunk_bytes(expected)
     groups = Groups(device=device, max_bytes=max_bytes)
@@ -65,4 +70,7 @@ def make_app(runner: EngineRunner, config: Config, directory: Path, *, identity:
     )
     gc.collect()
     gc.freeze()  # what is there now stays: no collection need look through the model's objects while answers are made
-    return app
+    try:
+        yield app
+    finally:
+        sglang.close()

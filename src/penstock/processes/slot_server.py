@@ -11,7 +11,7 @@ from penstock.processes.cores import num_threads
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, listening, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
-from penstock.processes.serving import make_app, make_engine
+from penstock.processes.serving import application, make_engine
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity
 from penstock.supervisor.child import Child
@@ -25,17 +25,17 @@ async def serve(child: Child, config: Config) -> None:
     runner = EngineRunner(make_engine(config, directory, weights=False), process=child.name)
     runner.start()
     identity = Identity(run_id=child.run_id, nonce=child.nonce)
-    app = make_app(runner, config, directory, identity=identity, model_name=config.model.path)
     url = url_of(config.rollout.host, listener)
     try:
-        async with (
-            listening(app, listener),
-            membership(
-                child, config, role="rollout", handler=ask_nothing, telemetry=lambda: telemetry(runner), url=url
-            ),
-        ):
-            child.report_ready(url)
-            await first(stop.wait(), runner.failed.wait())
+        with application(runner, config, directory, identity=identity, model_name=config.model.path) as app:
+            async with (
+                listening(app, listener),
+                membership(
+                    child, config, role="rollout", handler=ask_nothing, telemetry=lambda: telemetry(runner), url=url
+                ),
+            ):
+                child.report_ready(url)
+                await first(stop.wait(), runner.failed.wait())
         if runner.error is not None:
             child.fail(f"the engine failed: {runner.error!r}")
     finally:

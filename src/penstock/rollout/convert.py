@@ -166,7 +166,7 @@ def _read(body: wire.GenerateBody, tokenizer: Tokenizer | None) -> Asked:
         if isinstance(getattr(body, name), list):
             raise ValueError(f"a list in `{name}` for a single prompt")
     assert isinstance(sampling, wire.SamplingBody)
-    _refuse_unserved(sampling)
+    _refuse_unserved(body, sampling)
     stops = _stops(sampling)
     if stops.strings and tokenizer is None:
         raise ValueError("this server has no tokenizer: give stop token ids instead of strings")
@@ -255,10 +255,12 @@ def _prompt_ids(body: wire.GenerateBody, tokenizer: Tokenizer | None) -> list[in
     return tokenizer.encode(body.text)
 
 
-def _refuse_unserved(sampling: wire.SamplingBody) -> None:
-    for name, neutral in wire.NEUTRAL.items():
-        value = getattr(sampling, name)
-        if value is not None and value != neutral:
+def _refuse_unserved(body: wire.GenerateBody, sampling: wire.SamplingBody) -> None:
+    for name in wire.UNSERVED:
+        if wire.asks(getattr(body, name)):
+            raise ValueError(f"`{name}` is not served")
+    for name in wire.UNSERVED_SAMPLING:
+        if wire.asks(getattr(sampling, name)):
             raise ValueError(f"sampling parameter `{name}` is not served")
 
 

@@ -164,9 +164,9 @@ class EngineRunner:
         self._commands.put(lambda: self._post_one(self.engine.abort(rid)))
         return True
 
-    def abort_all(self) -> int:
-        """End all requests early; returns how many there were."""
-        return sum(self.abort(rid) for rid in list(self._requests))
+    def abort_all(self, prefix: str = "") -> int:
+        """End all requests early whose ids begin so; returns how many there were."""
+        return sum(self.abort(rid) for rid in list(self._requests) if rid.startswith(prefix))
 
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor], policy_version: int, *, mode: UpdateMode = "in_place"

@@ -46,8 +46,9 @@ from penstock.rollout.keys import Keys
 from penstock.rollout.metrics import ServerMetrics
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.schema import openapi
+from penstock.rollout.staged import Served
 from penstock.rollout.text import Tokenizer
-from penstock.rollout.update import Served, WeightsUpdate
+from penstock.rollout.update import WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
 
 MEMORY_TIMEOUT_S = 60.0
@@ -195,11 +196,15 @@ class RolloutServer:
         yield LAST_EVENT
 
     async def abort_request(self, request: Request) -> Response:
-        """Ends one request; all of them only for whoever may control the server."""
+        """Ends one request, or those whose ids have a prefix; all of them only for whoever may control the server."""
         body = await read_body(request, wire.AbortBody)
         if body.abort_all:
             self._keys.check("control", request)
             return answer(wire.AbortReply(aborted=self._runner.abort_all(), unknown=[]))
+        if body.rid_prefix is not None:
+            if body.rid:
+                raise ValueError("give `rid` or `rid_prefix`, not both")
+            return answer(wire.AbortReply(aborted=self._runner.abort_all(body.rid_prefix), unknown=[]))
         found = self._runner.abort(body.rid)
         return answer(wire.AbortReply(aborted=int(found), unknown=[] if found or not body.rid else [body.rid]))
 
@@ -252,14 +257,15 @@ class RolloutServer:
         return _answer_weights("committed", await update)
 
     async def forget_weights(self, request: Request) -> Response:
-        """For a run that takes this server over: its versions begin anew. Nothing is served until its first weights."""
+        """For a run that takes this server over, in whatever state an earlier one left it: its versions begin anew, a
+        pause ends, released memory is taken back. Nothing is served until its first weights."""
         await self._update.forget()
-        return answer({"state": "forgotten"})
+        return answer(wire.MemoryReply(state="forgotten"))
 
     async def abort_weights(self, request: Request) -> Response:
         """Forgets what has been staged."""
         await self._update.abort()
-        return answer({"state": "aborted"})
+        return answer(wire.MemoryReply(state="aborted"))
 
     async def release(self, request: Request) -> Response:
         """Running requests end with what they have, later ones with nothing; the KV memory is freed."""

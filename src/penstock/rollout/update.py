@@ -1,17 +1,16 @@
 """Weights updates as transactions: the new is staged and verified while generation goes on, then committed or dropped.
 
-It comes whole, as a handle (`begin`), or in chunks that accumulate (`chunk`, `add`) until every weight of the model is
-there. Calls under a policy_version may be repeated. Nothing is served that was not verified, the served weights stay
-whole until a commit, and a policy_version never goes back. What nobody goes on with is dropped when its lease ends; a
-pause that it was made under ends then too, since whoever paused is gone.
+It comes whole, as a handle (`begin`), or in parts that accumulate (`chunk`, `add`) until every weight of the model is
+there, or until its bracket ends (`finish`). Calls under a policy_version may be repeated. Nothing is served that was
+not verified, parts of two senders never meet in one model, the served weights stay whole until a commit, and a
+policy_version never goes back. What nobody goes on with is dropped when its lease ends, or when its group is joined
+anew or destroyed; a pause that it was made under ends then too, since whoever paused is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -19,6 +18,7 @@ from penstock.deadline import deadline
 from penstock.rollout.failures import Conflict
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.served import fit_tensors
+from penstock.rollout.staged import Served, Staged
 from penstock.types import NO_VERSION, DeviceTensors, GroupTensors, UpdateMode, WeightsHandle
 
 RECEIVE_TIMEOUT_S = 300.0
@@ -40,37 +40,14 @@ ReceiveChunk = Callable[[Chunk], Tensors]
 Fingerprint = Callable[[Tensors], str]
 
 
-class Served(NamedTuple):
-    """What a commit put in place."""
-
-    policy_version: int
-    fingerprint: str
-
-
-@dataclass(slots=True, eq=False)
-class Staged:
-    """What is there of an update."""
-
-    policy_version: int | None
-    """None until somebody names it."""
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    fingerprint: str | None = None
-    """Of a handle, which was verified against it."""
-    chunks: set[int] = field(default_factory=set)
-    """Sequence numbers of what has come."""
-    bracketed: bool = False
-    """Served when its sender says so, not as soon as it is whole."""
-    pause: int | None = None
-    """Under which pause it was made."""
-
-
 def refuse_chunks(chunk: Chunk) -> Tensors:
     """A server without transports."""
     raise ValueError("this server takes weights by handle only")
 
 
 class WeightsUpdate:
-    """The state of the one update a server may have open. A later one replaces an earlier one."""
+    """The state of the one update a server may have open. A later handle or bracket replaces whatever is open; a part
+    joins its own sender's only."""
 
     def __init__(
         self,
@@ -96,17 +73,27 @@ class WeightsUpdate:
         """What is there of the open update."""
         return self._staged
 
-    async def begin(self, handle: WeightsHandle, *, lease_s: float = LEASE_S, bracketed: bool = False) -> WeightsHandle:
-        """Map and verify `handle` in a thread. Conflict unless it is newer than what is served. What is not committed
-        within the lease is forgotten, as if it had been aborted."""
+    async def begin(
+        self, handle: WeightsHandle, *, lease_s: float = LEASE_S, bracket: Staged | None = None
+    ) -> WeightsHandle:
+        """Map and verify `handle` in a thread; inside a `bracket`, if one is given. Conflict unless it is newer than
+        what is served. What is not committed within the lease is forgotten, as if it had been aborted."""
         async with self._lock:
             if self._is_known(handle):
                 return handle
             self._check_newer(handle.policy_version)
-            self._stage(None)
+            if bracket is None:
+                self._stage(None)
+            elif not self.is_open(bracket):
+                raise Conflict("the update is no longer open")
+            elif bracket.fingerprint is None and not bracket.untouched:
+                raise self._open_already(bracket)
             async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=handle.path, holder="its storage"):
                 tensors = dict(await asyncio.to_thread(self._map, handle))
-            self._stage(Staged(handle.policy_version, tensors, handle.fingerprint, bracketed=bracketed), lease_s)
+            staged = Staged(None) if bracket is None else bracket
+            staged.policy_version, staged.tensors = handle.policy_version, tensors
+            staged.fingerprint = handle.fingerprint
+            self._stage(staged, lease_s)
             return handle
 
     def _is_known(self, handle: WeightsHandle) -> bool:
@@ -123,20 +110,27 @@ class WeightsUpdate:
 
     async def chunk(self, policy_version: int, seq: int, source: Chunk) -> Staged:
         """Receive one part of `policy_version`, in a thread, unless it is there already. Conflict unless that is newer
-        than what is served. Returns the update."""
+        than what is served, and nobody else's update is open. What a group broadcasts is received whatever is wrong
+        with it, so that its ranks stay in step. Returns the update."""
+        sender = source.group_name if isinstance(source, GroupTensors) else None
+        received = None if sender is None else await self._received(seq, source)
         async with self._lock:
             self._check_newer(policy_version)
+            self._check_sender(sender, chunked=True)
             staged = self._staged
-            if staged is None or staged.fingerprint is not None or staged.policy_version != policy_version:
-                staged = Staged(policy_version)
-                self._stage(staged)
+            if staged is None or staged.policy_version != policy_version:
+                staged = Staged(policy_version, sender)
             if seq not in staged.chunks:
-                async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=f"chunk {seq}", holder="its sender"):
-                    received = await asyncio.to_thread(self._receive_chunk, source)
+                if received is None:
+                    received = await self._received(seq, source)
                 staged.tensors |= await self._fit(received)
                 staged.chunks.add(seq)
             self._stage(staged)
             return staged
+
+    async def _received(self, seq: int, source: Chunk) -> Tensors:
+        async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=f"chunk {seq}", holder="its sender"):
+            return await asyncio.to_thread(self._receive_chunk, source)
 
     async def open(self, *, lease_s: float = LEASE_S) -> Staged:
         """An update whose parts come by `add`, and which is served at `finish`."""
@@ -145,21 +139,43 @@ class WeightsUpdate:
             self._stage(staged, lease_s)
             return staged
 
-    async def add(self, tensors: Tensors, *, policy_version: int | None = None) -> Staged:
+    async def add(self, tensors: Tensors, *, sender: str | None = None, policy_version: int | None = None) -> Staged:
         """Part of the open update, or of one that is opened here and whole as soon as every weight is there. Such a one
-        starts over when a weight comes again or its policy_version changes: its sender has. Returns the update."""
+        starts over when a weight comes again or its policy_version changes: its sender has. Conflict if what it leaves
+        behind was not whole, though the new one is begun then; and if somebody else's is open. Returns the update."""
         async with self._lock:
             if policy_version is not None:
                 self._check_newer(policy_version)
+            self._check_sender(sender)
             fitted = await self._fit(tensors)
-            staged = self._staged
-            if staged is None or staged.fingerprint is not None or self._starts_over(staged, fitted, policy_version):
-                staged = Staged(None, bracketed=staged is not None and staged.bracketed)
+            staged, left = self._staged, None
+            if staged is None or self._starts_over(staged, fitted, policy_version):
+                staged, left = Staged(None), staged
+            staged.sender = sender
             if policy_version is not None:
                 staged.policy_version = policy_version
             staged.tensors |= fitted
             self._stage(staged)
+            if left is not None and (missing := self.missing(left)):
+                raise Conflict(
+                    f"an update starts over, but {len(missing)} weights of the one before never came, the first is "
+                    f"{missing[0]}: it was not served; inside a bracket, what does not come stays as it is"
+                )
             return staged
+
+    def spoil(self, sender: str | None, reason: str) -> None:
+        """A part that `sender` meant for the open update was not taken: it must not be served as if it were whole."""
+        if self._staged is not None and self._staged.sender in (sender, None):
+            self._staged.refused = self._staged.refused or reason
+
+    async def drop(self, sender: str) -> None:
+        """Forget what this group staged, and a bracket into which nobody has sent anything: its trainer begins anew, or
+        is gone. The pause that it was made under ends."""
+        async with self._lock:
+            staged = self._staged
+            if staged is not None and (staged.sender == sender or staged.untouched):
+                self._stage(None)
+                self._end_pause_of(staged)
 
     def _starts_over(self, staged: Staged, fitted: Tensors, policy_version: int | None) -> bool:
         if staged.bracketed:
@@ -175,33 +191,65 @@ class WeightsUpdate:
         """The weights that have not come yet."""
         return sorted(self._runner.engine.parameters().keys() - staged.tensors.keys())
 
+    def _check_sender(self, sender: str | None, *, chunked: bool = False) -> None:
+        """Conflict if what is open is somebody else's, or comes another way."""
+        staged = self._staged
+        if staged is None or (staged.untouched and not chunked):
+            return
+        if staged.fingerprint is not None or staged.sender != sender or bool(staged.chunks) != chunked:
+            raise self._open_already(staged)
+
+    def _open_already(self, staged: Staged) -> Conflict:
+        return Conflict(f"an update of {staged.owner} is open: serve it first, or drop it with /weights/abort")
+
     def is_open(self, staged: Staged | None) -> bool:
         """Whether this update has neither been committed, replaced nor dropped."""
         return staged is not None and staged is self._staged
 
     async def finish(self, staged: Staged) -> Served | None:
-        """Serve the open update, under the next policy_version unless it has one; None if there is nothing in it.
-        Whatever the outcome, it is closed then. Conflict if it is not open, or not whole."""
+        """Serve the open update, under the next policy_version unless it has one; None if there is nothing in it. What
+        a bracket did not bring stays as it is. Whatever the outcome, it is closed then. Conflict if it is not open, not
+        whole, or not all of what came was taken."""
         async with self._lock:
             if not self.is_open(staged):
                 raise Conflict("the update is no longer open")
             try:
-                if not staged.tensors:
+                if staged.untouched and staged.refused is None:
                     return None
                 if staged.policy_version is None:
                     staged.policy_version = self._runner.policy_version + 1
+                    _check_bound(staged.policy_version)
+                if staged.bracketed:
+                    self._keep_the_rest(staged)
                 return await self._commit(staged, staged.policy_version, "in_place")
             finally:
                 self._stage(None)
+
+    def _keep_the_rest(self, staged: Staged) -> None:
+        """What did not come is what is served already, if anything is: frozen layers. Conflict if it was refused."""
+        missing = self.missing(staged)
+        if missing and staged.refused is not None:
+            raise Conflict(
+                f"the update lacks {len(missing)} weights, the first is {missing[0]}, and part of it was refused: "
+                f"{staged.refused}"
+            )
+        if self._runner.policy_version != NO_VERSION:
+            parameters = self._runner.engine.parameters()
+            staged.tensors |= {name: parameters[name] for name in missing}
 
     async def commit(
         self, policy_version: int, *, mode: UpdateMode = "in_place", fingerprint: str | None = None
     ) -> Served:
         """Serve what is staged from the next decode step on, or when what runs has ended (`drain`). What came in chunks
-        must be whole, and have the `fingerprint` if one is given. Returns what is served, with the fingerprint of what
-        the engine really holds."""
+        must be whole; whatever came must have the `fingerprint` if one is given. Returns what is served, with the
+        fingerprint of what the engine really holds."""
         async with self._lock:
             if self._served is not None and self._served.policy_version == policy_version:
+                if fingerprint not in (None, self._served.fingerprint):
+                    raise Conflict(
+                        f"policy_version {policy_version} is served already, with fingerprint "
+                        f"{self._served.fingerprint}, not {fingerprint}"
+                    )
                 return self._served
             if self._staged is None or self._staged.policy_version != policy_version:
                 version = "nothing" if self._staged is None else f"policy_version {self._staged.policy_version}"
@@ -234,6 +282,7 @@ class WeightsUpdate:
     async def rename(self, policy_version: int) -> None:
         """What came last is `policy_version`: the open bracket if there is one, else what is served. Conflict if it
         would go back."""
+        _check_bound(policy_version)
         async with self._lock:
             current = self._runner.policy_version
             if self._staged is not None and self._staged.bracketed:
@@ -250,12 +299,15 @@ class WeightsUpdate:
                 self._served = self._served._replace(policy_version=policy_version)
 
     async def forget(self) -> None:
-        """Somebody else numbers the versions from now on: what is served and staged counts no more."""
+        """Somebody else numbers the versions from now on: what is served and staged counts no more, a pause ends, and
+        released memory is taken back."""
         async with self._lock:
             self._stage(None)
             async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a new owner", holder="the engine"):
                 await self._runner.forget_weights()
-            self._served = None
+                self._served = None
+                await self._runner.resume()
+                await self._runner.go_on()
 
     async def abort(self) -> None:
         """Forget what is staged; the served weights stay."""
@@ -268,8 +320,7 @@ class WeightsUpdate:
                 f"policy_version {policy_version} is not newer than "
                 f"{self._runner.policy_version}, which is being served"
             )
-        if policy_version > MAX_VERSION:
-            raise ValueError(f"policy_version must be at most {MAX_VERSION}, not {policy_version}")
+        _check_bound(policy_version)
 
     def _stage(self, staged: Staged | None, lease_s: float | None = None) -> None:
         """Keep this, and for how long from now on."""
@@ -292,5 +343,14 @@ class WeightsUpdate:
             self._lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire)
             return
         self._staged = None
+        self._end_pause_of(staged)
+
+    def _end_pause_of(self, staged: Staged) -> None:
+        """Unless it has ended, or somebody has paused again since."""
         if staged.pause == self._runner.num_pauses and self._runner.engine.paused:
             self._ending_pause = asyncio.get_running_loop().create_task(self._runner.go_on())
+
+
+def _check_bound(policy_version: int) -> None:
+    if policy_version > MAX_VERSION:
+        raise ValueError(f"policy_version must be at most {MAX_VERSION}, not {policy_version}")

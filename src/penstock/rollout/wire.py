@@ -49,15 +49,30 @@ class SamplingBody(Struct, kw_only=True, omit_defaults=True):
     json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
+    structural_tag: Any = None
 
 
-NEUTRAL: dict[str, Any] = {
-    "stop_regex": [],
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-}
-"""Values of the unserved sampling parameters that ask for nothing (None always does)."""
+UNSERVED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag")
+UNSERVED = (
+    "lora_path",
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "session_params",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "custom_logit_processor",
+)
+"""Fields that are refused when they ask for something."""
+
+
+def asks(value: Any) -> bool:
+    """Whether the value of an unserved field asks for something: None, "", 0, false, [] and {} do not, and neither does
+    a list of such values, one per prompt; a number in a list is a token."""
+    if isinstance(value, list):
+        return any(each is not False and each not in (None, "", [], {}) for each in value)
+    return bool(value)
 
 
 class GenerateBody(Struct, kw_only=True, omit_defaults=True):
@@ -75,6 +90,16 @@ class GenerateBody(Struct, kw_only=True, omit_defaults=True):
     return_text_in_logprobs: bool = False
     return_text: bool = True
     stream: bool = False
+    # Known but not served: ignoring them would change the answer.
+    lora_path: Any = None
+    input_embeds: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    session_params: Any = None
+    token_ids_logprob: Any = None
+    return_hidden_states: Any = None
+    custom_logit_processor: Any = None
 
 
 class Stop(Struct, tag_field="type", tag="stop"):
@@ -133,9 +158,10 @@ class GenerateReply(Struct, kw_only=True):
 
 
 class AbortBody(Struct, kw_only=True):
-    """The request of `/abort_request`."""
+    """The request of `/abort_request`: one request, those whose ids begin alike, or all."""
 
     rid: str = ""
+    rid_prefix: Annotated[str, Meta(min_length=1)] | None = None
     abort_all: bool = False
 
 
@@ -166,7 +192,7 @@ class ChunkReply(Struct, kw_only=True):
 
 class CommitBody(Struct, kw_only=True):
     """The request of `/weights/commit`. `mode`: what becomes of answers that are being generated. `fingerprint`: of
-    what came in chunks, verified before anything is paused; a handle has its own."""
+    what is staged, verified before anything is paused; a handle has been verified against its own before."""
 
     policy_version: int
     mode: UpdateMode = "in_place"
@@ -180,13 +206,14 @@ class MemoryBody(Struct, kw_only=True, omit_defaults=True):
 
 
 class MemoryReply(Struct, kw_only=True):
-    """What the generation memory is now: `released` or `resumed`."""
+    """What has been done: the generation memory is `released` or `resumed`; the staged weights are `aborted`; what was
+    served and staged is `forgotten`."""
 
     state: str
 
 
 class WeightsReply(Struct, kw_only=True):
-    """What a step of the weights transaction reached: `staged`, `committed` or `aborted`."""
+    """What a step of the weights transaction reached, `staged` or `committed`, and with which weights."""
 
     state: str
     policy_version: int

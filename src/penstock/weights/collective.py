@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,13 +22,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from penstock.types import GroupTensors
-from penstock.weights.tensors import announce, flatten, specs, unflatten
+from penstock.weights.tensors import Spec, announce, flatten, specs, unflatten
 
 JOIN_TIMEOUT_S = 120.0
 """For all ranks to meet."""
 TRANSFER_TIMEOUT_S = 120.0
 """For one bucket."""
-POLL_S = 0.0005
+POLL_S, LET_GO_POLL_S = 0.0005, 0.2
 BACKENDS = ("gloo", "nccl", "hccl")
 MAX_WORLD_SIZE = 100_000
 
@@ -57,14 +58,20 @@ class Group:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._failure: str | None = None
+        self._works: list[distributed.Work] = []
         try:
             self._group: distributed.ProcessGroup | None = _join(place, rank, timedelta(seconds=join_timeout_s))
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # backends are plugins, and one that is missing can fail in any way
             others = f"rank 0 at {place.address}:{place.port}" if rank else f"{place.world_size - 1} servers"
             raise GroupFailed(
                 f"rank {rank} waited up to {join_timeout_s:g} s for {others} to join group {place.name}: "
                 f"{_first_line(error)}"
             ) from error
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be of use."""
+        return self._group is not None
 
     def broadcast(self, tensors: Sequence[Tensor], resource: str) -> None:
         """From rank 0 to the others, in this order. Raises `GroupFailed`; the group is closed then."""
@@ -73,13 +80,17 @@ class Group:
                 raise GroupFailed(f"group {self.place.name} is closed: {self._failure}; make it anew")
             start = time.monotonic()
             try:
-                _broadcast(self._group, tensors, self._transfer_timeout_s, self._closing)
-            except (RuntimeError, ValueError) as error:
-                holder = f"{self.place.world_size - 1} servers" if self.rank == 0 else "rank 0"
-                seconds = time.monotonic() - start
-                failure = f"rank {self.rank} waited {seconds:.3g} s for {resource}, held by {holder}"
-                self._leave(failure)
-                raise GroupFailed(f"{failure}: {_first_line(error)}") from error
+                self._works = _begin(self._group, tensors, self._transfer_timeout_s)
+                _watch(self._works, self._transfer_timeout_s, self._closing)
+                self._works = []
+                return
+            except Exception as error:  # whatever a backend raises, the ranks are out of step
+                why = _first_line(error)
+            # Not raised from that error: its traceback would keep the process group.
+            holder = f"{self.place.world_size - 1} servers" if self.rank == 0 else "rank 0"
+            failure = f"rank {self.rank} waited {time.monotonic() - start:.3g} s for {resource}, held by {holder}"
+            self._leave(failure)
+            raise GroupFailed(f"{failure}: {why}")
 
     def close(self, reason: str = "it was destroyed") -> None:
         """Leave; whoever waits for this rank, or in it, is told so."""
@@ -89,10 +100,15 @@ class Group:
 
     def _leave(self, reason: str) -> None:
         group, self._group = self._group, None
+        works, self._works = self._works, []
         self._failure = self._failure or reason
         if group is not None:
-            group.abort()
+            with suppress(RuntimeError):  # some backends cannot
+                group.abort()
             distributed.destroy_process_group(group)
+            if not all(work.is_completed() for work in works):
+                held, group = [group], None
+                threading.Thread(target=_let_go, args=(held, works), name="leave", daemon=True).start()
 
 
 class Broadcast:
@@ -140,41 +156,51 @@ class Groups:
         self._join_timeout_s, self._transfer_timeout_s = join_timeout_s, transfer_timeout_s
         self._groups: dict[str, Group] = {}
         self._joining: set[str] = set()
+        self._ended = False
         self._lock = threading.Lock()
 
     def join(self, place: GroupPlace, rank: int) -> None:
-        """Raises `GroupFailed` unless all ranks meet in time."""
+        """Raises `GroupFailed` unless all ranks meet in time. A group of that name that failed is replaced."""
         self._check(place, rank)
         with self._lock:
-            if place.name in self._groups or place.name in self._joining:
+            known = self._groups.get(place.name)
+            if (known is not None and known.is_open) or place.name in self._joining:
                 raise GroupFailed(f"group {place.name} exists already: destroy it first")
             self._joining.add(place.name)
         try:
             group = Group(place, rank, join_timeout_s=self._join_timeout_s, transfer_timeout_s=self._transfer_timeout_s)
             with self._lock:
                 self._groups[place.name] = group
+            if self._ended:
+                self.close()
         finally:
             with self._lock:
                 self._joining.discard(place.name)
 
     def receive(self, announced: GroupTensors) -> dict[str, Tensor]:
-        """The announced tensors, in memory of their own. Raises `GroupFailed`; an announcement that makes no sense
-        closes the group, so that rank 0 does not wait."""
+        """The announced tensors, in memory of their own. Raises `GroupFailed`; an announcement that makes no sense, or
+        for which there is no room, closes the group, so that rank 0 does not wait."""
         with self._lock:
             group = self._groups.get(announced.group_name)
         if group is None:
             raise GroupFailed(f"there is no group {announced.group_name!r}: it must be joined first")
         try:
-            wanted = specs(announced, max_bytes=self._max_bytes)
+            return self._receive(group, specs(announced, max_bytes=self._max_bytes), flat=announced.flat)
         except ValueError as error:
             group.close(str(error))
             raise
+        except (RuntimeError, MemoryError) as error:
+            failure = f"{len(announced.names)} tensors cannot be kept: {_first_line(error)}"
+            group.close(failure)
+            raise GroupFailed(f"{failure}; make the group anew, and send smaller buckets") from error
+
+    def _receive(self, group: Group, wanted: Sequence[Spec], *, flat: bool) -> dict[str, Tensor]:
         device = torch.device("cpu") if group.place.backend == "gloo" else self._device
-        resource = f"{len(wanted)} tensors of group {announced.group_name}"
-        if announced.flat:
-            flat = torch.empty(sum(spec.num_bytes for spec in wanted), dtype=torch.uint8, device=device)
-            group.broadcast([flat], resource)
-            return unflatten(flat, wanted)
+        resource = f"{len(wanted)} tensors of group {group.place.name}"
+        if flat:
+            together = torch.empty(sum(spec.num_bytes for spec in wanted), dtype=torch.uint8, device=device)
+            group.broadcast([together], resource)
+            return unflatten(together, wanted)
         named = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in wanted}
         group.broadcast(list(named.values()), resource)
         return named
@@ -188,7 +214,8 @@ class Groups:
         group.close()
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Leave all groups, those that are being joined as soon as they are."""
+        self._ended = True
         with self._lock:
             groups, self._groups = list(self._groups.values()), {}
         for group in groups:
@@ -226,14 +253,15 @@ def _join(place: GroupPlace, rank: int, timeout: timedelta) -> distributed.Proce
     return group
 
 
-def _broadcast(
-    group: distributed.ProcessGroup, tensors: Sequence[Tensor], timeout_s: float, closing: threading.Event
-) -> None:
+def _begin(group: distributed.ProcessGroup, tensors: Sequence[Tensor], timeout_s: float) -> list[distributed.Work]:
     options = distributed.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
     options.timeout = timedelta(seconds=timeout_s)
+    return [group.broadcast([tensor], options) for tensor in tensors]
+
+
+def _watch(works: Sequence[distributed.Work], timeout_s: float, closing: threading.Event) -> None:
     end = time.monotonic() + timeout_s
-    works = [group.broadcast([tensor], options) for tensor in tensors]
     for work in works:
         # Device backends return from `wait` before the transfer is done, so it is watched instead.
         while not work.is_completed():
@@ -243,6 +271,13 @@ def _broadcast(
                 raise RuntimeError("the group was left")
             time.sleep(POLL_S)
         work.wait()
+
+
+def _let_go(held: list[distributed.ProcessGroup | None], works: Sequence[distributed.Work]) -> None:
+    """Once nothing is under way: letting go of a process group waits for that, and nothing can be done meanwhile."""
+    while not all(work.is_completed() for work in works):
+        time.sleep(LET_GO_POLL_S)
+    held.clear()
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,12 @@ from torch import Tensor
 from penstock.types import TensorNames
 from penstock.weights.shared_memory import Layout
 
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+"""What weights may come in; anything shorter means nothing without its scales."""
+MAX_DIMENSIONS = 64
+
 
 class Spec(NamedTuple):
     """One announced tensor."""
@@ -45,7 +51,7 @@ def specs(announced: TensorNames, *, max_bytes: int) -> list[Spec]:
     if len(set(announced.names)) < len(announced.names):
         raise ValueError("a tensor is announced twice")
     found = [
-        Spec(name, _dtype(name, dtype), _shape(name, shape))
+        Spec(name, _dtype(name, dtype), _shape(name, shape, max_bytes))
         for name, dtype, shape in zip(announced.names, announced.dtypes, announced.shapes, strict=True)
     ]
     if (num_bytes := sum(spec.num_bytes for spec in found)) > max_bytes:
@@ -87,13 +93,16 @@ def buckets(named: Mapping[str, Tensor], num_bytes: int) -> Iterator[dict[str, T
 
 
 def _dtype(name: str, text: str) -> torch.dtype:
-    found = getattr(torch, text.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"tensor {name} has dtype {text!r}, which torch does not know")
-    return found
+    try:
+        return DTYPES[text.removeprefix("torch.")]
+    except KeyError:
+        raise ValueError(f"tensor {name} has dtype {text!r}: send {', '.join(DTYPES)}") from None
 
 
-def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    if any(size < 0 for size in shape):
-        raise ValueError(f"tensor {name} has shape {tuple(shape)}")
-    return tuple(shape)
+def _shape(name: str, shape: Sequence[int], max_bytes: int) -> tuple[int, ...]:
+    # Sizes that a product with 0 hides are beyond torch too.
+    sizes = tuple(shape[: MAX_DIMENSIONS + 1])
+    possible = len(sizes) <= MAX_DIMENSIONS and all(0 <= size <= max_bytes for size in sizes)
+    if not possible or prod(max(size, 1) for size in sizes) > max_bytes:
+        raise ValueError(f"tensor {name} has shape {str(sizes)[:100]}, but this model takes at most {max_bytes} bytes")
+    return sizes
