@@ -247,11 +247,13 @@ async def test_requests_go_to_the_server_with_the_least_load(runner: EngineRunne
 
 
 async def test_a_run_takes_over_servers_that_another_one_used(other: EngineRunner) -> None:
+    session = HttpSession()
     async with serve(other) as url:
         servers = Servers([url])
         await servers.forget_weights()
-        with pytest.raises(RolloutError, match="no weights have been loaded yet"):
-            await served_by(servers, 0)
+        with pytest.raises(RolloutError, match="503"):
+            await RolloutClient(url, session).served_version()
         await servers.update_weights(make_handle(0))
         assert await served_by(servers, 0) == 0
         await servers.close()
+    await session.close()
