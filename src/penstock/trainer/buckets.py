@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-PASS_COST_TOKENS = 384
+PASS_COST_TOKENS = 192
 """What one more forward and backward pass costs beyond its tokens, in tokens."""
 
 
