@@ -52,8 +52,8 @@ async def test_a_server_that_does_not_answer_is_a_stall() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with connected(url, timeout_s=0.05) as client:
-            with pytest.raises(Stalled, match=f"rollout client waited 0.05 s for POST /generate, held by {url}"):
-                await client.generate([5], [GRANT], Sampling(), [1])
+            with pytest.raises(Stalled, match=f"rollout client waited 0.05 s for POST /weights/abort, held by {url}"):
+                await client.abort_weights()
 
 
 async def test_tokens_without_log_probabilities_are_refused_at_the_first_reply() -> None:

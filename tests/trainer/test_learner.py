@@ -127,7 +127,7 @@ def test_every_sample_weighs_the_same_or_every_token_does(make_model: MakeModel)
 def test_the_learning_rate_follows_the_steps_size_and_the_data_s_worth(
     make_model: MakeModel, samples: list[Sample]
 ) -> None:
-    tree = {"learning_rate": 1e-3, "scale_learning_rate": ["samples", "ess"]}
+    tree = {"learning_rate": 1e-3, "warmup_steps": 0, "scale_learning_rate": ["samples", "ess"]}
     learner = learner_for(make_model(), TrainerConfig.model_validate(tree), whole_step=80)
     metrics = run(learner, samples, 1)[0].metrics
     assert 0 < metrics["sample_ess"] < 1
@@ -191,7 +191,8 @@ def test_the_newest_versions_tokens_are_trained_with_the_rest_as_context(make_mo
 
 
 def test_a_snapshot_is_the_policy_of_some_steps_ago(make_model: MakeModel, samples: list[Sample]) -> None:
-    tree = {"learning_rate": 1e-2, "objective": {"name": "decoupled", "proximal": "snapshot", "proximal_every": 2}}
+    objective = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 2}
+    tree = {"learning_rate": 1e-2, "warmup_steps": 0, "objective": objective}
     learner = learner_for(make_model(), TrainerConfig.model_validate(tree))
     clipped = [state.metrics["clip_fraction"] for state in run(learner, samples, 4)]
     assert clipped[0] == clipped[2] == 0, "right after it was renewed it is the policy itself"
