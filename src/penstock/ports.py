@@ -76,7 +76,8 @@ class RolloutServers(Protocol):
     """The weights side of all rollout servers of a run."""
 
     async def update_weights(self, handle: WeightsHandle) -> None:
-        """Bring every server to `handle.policy_version` as a transaction; raises if one of them cannot."""
+        """Bring every server that answers to `handle.policy_version` as a transaction; raises if one of them refuses,
+        or if none answers. Tokens say which version made them, so one that is left behind misleads nobody."""
         ...
 
     async def release(self) -> None:

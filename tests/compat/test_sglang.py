@@ -17,6 +17,9 @@ from tiny_policy import make_engine, make_request, reference_model, run, until, 
 
 from penstock.rollout.request import SamplingParams
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.session import HttpSession, RolloutError
+from penstock.rollout.sglang import SGLangClient
+from penstock.types import UpdateMode
 from penstock.weights.shared_memory import publish
 
 
@@ -221,3 +224,26 @@ async def test_weights_come_by_handle_inside_a_bracket_or_without(
     assert (await post(session, "/update_weights_from_tensor", {"handle": gone}))[0] == 400
     status, reply = await post(session, "/end_weight_update")
     assert (status, "part of it was refused" in reply["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "drain"])
+async def test_our_own_client_of_it_updates_the_weights(
+    url: str, runner: EngineRunner, tmp_path: Path, mode: UpdateMode
+) -> None:
+    calls = HttpSession()
+    client = SGLangClient(url, calls, update_mode=mode)
+    await client.check()
+    assert await client.served_version() == 0
+    handle = publish(weights(1), directory=tmp_path, policy_version=1)
+    await client.begin_weights(handle)
+    await client.commit_weights(handle)
+    assert await client.served_version() == runner.policy_version == 1
+    assert not runner.engine.paused
+    gone = dataclasses.replace(handle, path=str(tmp_path / "gone"))
+    with pytest.raises(RolloutError, match="has -1 bytes"):
+        await client.begin_weights(gone)
+    other = publish(weights(2), directory=tmp_path / "other", policy_version=1)
+    with pytest.raises(RolloutError, match="is not newer than 1"):
+        await client.commit_weights(other)
+    assert not runner.engine.paused
+    await calls.close()

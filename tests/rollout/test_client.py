@@ -23,7 +23,7 @@ from penstock.types import EpisodeId, Sampling, SegmentGrant
 @asynccontextmanager
 async def connected(url: str, **settings: Any) -> AsyncIterator[RolloutClient]:
     session = HttpSession(**settings)
-    yield RolloutClient(url.rstrip("/"), session)
+    yield RolloutClient(url, session)
     await session.close()
 
 
@@ -65,7 +65,7 @@ async def test_tokens_without_log_probabilities_are_refused_at_the_first_reply()
 
     app = web.Application()
     app.router.add_post("/generate", generate)
-    async with TestServer(app) as server, connected(str(server.make_url(""))) as client:
+    async with TestServer(app) as server, connected(str(server.make_url("")).rstrip("/")) as client:
         with pytest.raises(RolloutError, match="the server must honour return_logprob"):
             await client.generate([5], [GRANT], Sampling(), [0])
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.compat.openai import OpenAI, refuse
 from penstock.deadline import Stalled
-from penstock.envs.agents import Conversation, Over, Said
+from penstock.envs.agents import Conversation, Over
 from penstock.model.chat import ChatTokenizer
 from penstock.rollout.app import App
 from penstock.rollout.generator import Increment, OnTokens, Scored
@@ -88,7 +88,7 @@ class Session:
         """What the prompts were rendered from."""
         self._prompts: dict[str, list[int]] = {}
         """By what was asked: the history is another one once it has been answered."""
-        self._answers: dict[tuple[int, ...], asyncio.Task[Said]] = {}
+        self._answers: dict[tuple[int, ...], asyncio.Task[Segment]] = {}
         self.app = App(OpenAI(self, self, model_name=model_name).routes(), Keys())
 
     @property
@@ -137,8 +137,8 @@ class Session:
                 raise Refused(410, "the episode ended before this answer") from None
             raise
         if on_tokens is not None:
-            on_tokens([Increment(0, said.segment.token_ids, said.segment.logprobs, None)])
-        return [said.segment]
+            on_tokens([Increment(0, said.token_ids, said.logprobs, None)])
+        return [said]
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """The same for the same messages, whatever has been said since: a retry means the turn it asked for."""

@@ -134,6 +134,7 @@ class RolloutConfig(Section):
     port: int = Field(0, ge=0, le=65535)
     """0 lets the system choose. With several servers, the n-th takes port + n."""
     request_timeout_s: float = Field(120.0, gt=0)
+    """For calls between processes that need little work. Answers have the deadlines of their episodes."""
     api_key: str | None = Field(None, repr=False)
     """Needed when `host` is not loopback; taken from the environment variable PENSTOCK_API_KEY if unset."""
     admin_api_key: str | None = Field(None, repr=False)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from penstock.deadline import Stalled
 from penstock.envs.episode import Episode
 from penstock.model.chat import ChatTokenizer
-from penstock.types import Endpoint, Segment, VersionSpan
+from penstock.types import Endpoint, FinishReason, Segment, VersionSpan
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
@@ -40,16 +40,6 @@ class Over(RuntimeError):
 
 class Diverged(ValueError):
     """The agent's history is not what was said so far."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """An answer and the prompt it answers."""
-
-    prompt_ids: list[int]
-    segment: Segment
-    finished: bool
-    """It ended by itself, and was not cut by a limit."""
 
 
 Generate = Callable[[Episode, bool], Awaitable[Segment]]
@@ -100,10 +90,10 @@ class Conversation:
         return self._episode.context + self._chat.continuation(messages[known:], ended=ended, **settings)
 
     async def answer(
-        self, prompt_ids: list[int], max_tokens: int | None, messages: Sequence[Message] | None = None
-    ) -> Said:
-        """One turn; `messages` are what `prompt` made the ids of. Raises `Diverged` for another history than this,
-        `Over` when nothing more can be said."""
+        self, prompt_ids: list[int], max_tokens: int, messages: Sequence[Message] | None = None
+    ) -> Segment:
+        """One turn, all its segments joined; `messages` are what `prompt` made the ids of. Raises `Diverged` for
+        another history than this, `Over` when nothing more can be said."""
         async with self._turn:
             episode, known = self._episode, len(self._episode.context)
             episode.bounds = self._bounds
@@ -112,8 +102,7 @@ class Conversation:
                     "the prompt does not begin with what was said so far, token by token: an episode is one "
                     "conversation that only grows; branches and rewritten histories cannot be trained as one"
                 )
-            limit = episode.turn_budget if max_tokens is None else min(max_tokens, episode.turn_budget)
-            limit = min(limit, self._max_context - len(prompt_ids))
+            limit = min(max_tokens, episode.turn_budget, self._max_context - len(prompt_ids))
             if len(episode.turns) >= self._max_turns:
                 raise self._end(f"the episode has had its {self._max_turns} turns (env.max_turns)")
             if limit < 1:
@@ -124,28 +113,22 @@ class Conversation:
             episode.bounds = replace(self._bounds, max_new_tokens=limit)
             episode.open_turn(prompt_ids[known:])
             try:
-                finished = await self._complete(episode)
+                first = await self._generate(episode, False)
+                finished = await episode.complete(first, lambda: self._generate(episode, True))
             except BaseException:
                 episode.forget_turn()
                 raise
-            segments = episode.turns[-1].segments
             self.cut = not finished
-            said = _joined(segments, "stop" if finished else "length")
+            said = _joined(episode.turns[-1].segments, "stop" if finished else "length")
             episode.text = self._chat.decode(said.token_ids)
             self._history = []
             if messages is not None:
                 self._history = [*_plain(messages), {"role": "assistant", "content": episode.text}]
-            return Said(prompt_ids=prompt_ids, segment=said, finished=finished)
+            return said
 
     def _end(self, why: str) -> Over:
         self.over = why
         return Over(why)
-
-    async def _complete(self, episode: Episode) -> bool:
-        segment = await self._generate(episode, False)
-        while (decision := episode.take(segment)).case == "cut":
-            segment = await self._generate(episode, True)
-        return decision.case == "finished"
 
 
 class Patience:
@@ -187,7 +170,7 @@ class Patience:
                 timer.reschedule(now() + left)
 
 
-def _joined(segments: Sequence[Segment], reason: str) -> Segment:
+def _joined(segments: Sequence[Segment], reason: FinishReason) -> Segment:
     """Consecutive segments of one answer as one."""
     spans: list[VersionSpan] = []
     length = 0
@@ -202,7 +185,7 @@ def _joined(segments: Sequence[Segment], reason: str) -> Segment:
         token_ids=[token for segment in segments for token in segment.token_ids],
         logprobs=[logprob for segment in segments for logprob in segment.logprobs],
         spans=spans,
-        finish_reason="stop" if reason == "stop" else "length",
+        finish_reason=reason,
     )
 
 

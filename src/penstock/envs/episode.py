@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,6 +95,12 @@ class Episode:
             episode_tokens=self.num_tokens,
             turn_segments=self.turn_segments,
         )
+
+    async def complete(self, segment: Segment, more: Callable[[], Awaitable[Segment]]) -> bool:
+        """Append a segment, and `more` as long as the answer is cut. True if it ended by itself."""
+        while (decision := self.take(segment)).case == "cut":
+            segment = await more()
+        return decision.case == "finished"
 
     def go_on_from(self, saved: Trajectory) -> None:
         """Take over the one turn of an episode that another worker had begun."""

@@ -193,7 +193,7 @@ class EnvManager:
 
     async def _play(self, episode: Episode, segment: Segment) -> None:
         while True:
-            finished = await self._complete_turn(episode, segment)
+            finished = await episode.complete(segment, partial(self._go_on, episode))
             action = [token for part in episode.turns[-1].segments for token in part.token_ids]
             episode.text = self._chat.decode(action, skip_special=True)
             observation, reward, terminated, truncated = await self._step(episode)
@@ -207,11 +207,9 @@ class EnvManager:
                 return
             segment = await self._generate(episode, await self._next_grant(episode, unfinished=False))
 
-    async def _complete_turn(self, episode: Episode, segment: Segment) -> bool:
-        """Ask for further segments until the answer is no longer cut. True if it ended by itself."""
-        while (decision := episode.take(segment)).case == "cut":
-            segment = await self._generate(episode, await self._next_grant(episode, unfinished=True))
-        return decision.case == "finished"
+    async def _go_on(self, episode: Episode) -> Segment:
+        """The next segment of a cut answer."""
+        return await self._generate(episode, await self._next_grant(episode, unfinished=True))
 
     async def _step(self, episode: Episode) -> tuple[str, float, bool, bool]:
         result = call(episode.env, "step", episode.text)

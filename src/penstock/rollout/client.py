@@ -69,7 +69,7 @@ class RolloutClient:
     async def check(self) -> None:
         """Raises RolloutError unless it is one of ours."""
         try:
-            await self._session.call("GET", self.url, "/ready", None, wire.Ready)
+            await self.ready()
         except RolloutError as error:
             if error.status != 503:  # else it has no weights yet
                 raise

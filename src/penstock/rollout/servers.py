@@ -237,8 +237,11 @@ class Servers:
                 return False
         except (RolloutError, Stalled):
             return False
-        member.lost_at, member.missed = None, 0
+        self._find(member)
         return True
+
+    def _find(self, member: Member) -> None:
+        member.lost_at, member.missed = None, 0
 
     def _lose(self, member: Member, error: Exception) -> None:
         if member.lost_at is None:
@@ -262,7 +265,7 @@ class Servers:
             await asyncio.gather(*(member.client.abort_weights() for member in members), return_exceptions=True)
             raise
         for member in await self._each(members, lambda client: client.commit_weights(handle)):
-            member.lost_at = None
+            self._find(member)
 
     async def release(self) -> None:
         """Every server gives way to the trainer."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from penstock.rollout import wire
 from penstock.rollout.client import ANSWER_S, COMMIT_S, PROBE_S, checked, read_version
 from penstock.rollout.foreign import RESUME_S, UNKNOWN, ForeignClient
 from penstock.rollout.session import HttpSession, RolloutError
@@ -50,14 +51,6 @@ class Logprobs(Struct):
     content: list[Logprob] | None = None
 
 
-class Span(Struct):
-    """Output tokens [start, end) were sampled by the weights with this label."""
-
-    version: str
-    start: int
-    end: int
-
-
 class Choice(Struct, kw_only=True):
     """One sample. `weight_versions` is None from releases that do not tell."""
 
@@ -65,7 +58,7 @@ class Choice(Struct, kw_only=True):
     finish_reason: Literal["stop", "length", "abort"]
     token_ids: list[int]
     logprobs: Logprobs | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[wire.WeightSpan] | None = None
 
 
 class Generated(Struct):
@@ -184,5 +177,5 @@ class VllmClient(ForeignClient):
         await self._session.send("POST", self.url, path, body, timeout_s=timeout_s)
 
 
-def _spans(choice: Choice) -> list[Span]:
+def _spans(choice: Choice) -> list[wire.WeightSpan]:
     return [span for span in choice.weight_versions or () if span.end > span.start]
