@@ -19,7 +19,7 @@ test: check  ## set up .venv, then format, lint, types and all tests that CI run
 test-all: test vllm-env  ## the same, and training with a real vLLM (3 GB, ten minutes more)
 	$(BIN)/python -m pytest -m vllm
 
-test-fast: $(SETUP)  ## only the tests that need no process, socket or training run
+test-fast: $(SETUP)  ## only the tests that need no process and no training run
 	$(BIN)/python -m pytest -n auto -m "not integration"
 
 check: $(SETUP)

@@ -20,6 +20,18 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from penstock.compat.openai_wire import (
+    UNSERVED,
+    ChatBody,
+    CompletionBody,
+    CompletionReply,
+    Model,
+    ModelList,
+    OpenAIError,
+    OpenAIErrorDetails,
+    SamplingFields,
+    Usage,
+)
 from penstock.rollout import wire
 from penstock.rollout.answers import Answers, Growing
 from penstock.rollout.convert import Answer, Asked, answer_text, finish_reason, read_requests, version_header
@@ -43,163 +55,12 @@ MAX_TOP_LOGPROBS = 20
 PASSING = (408, 409, 429, 503)
 """Statuses of what may succeed when it is tried again."""
 CODES = {401: "invalid_api_key"}
-UNSERVED = (
-    "suffix",
-    "regex",
-    "json_schema",
-    "ebnf",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "allowed_token_ids",
-    "bad_words",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-    "stop_regex",
-    "lora_path",
-)
 
 
 class ChatTemplate(Tokenizer, Protocol):
     """A tokenizer that renders conversations."""
 
     def prompt(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]: ...
-
-
-class StreamOptions(Struct, kw_only=True):
-    """What a stream ends with."""
-
-    include_usage: bool = False
-
-
-class SamplingFields(Struct, kw_only=True):
-    """What both kinds of request say of sampling: OpenAI's names, then the extensions of vLLM and SGLang."""
-
-    model: str | None = None
-    n: int | None = 1
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    stop: str | list[str | int] | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = 0.0
-    presence_penalty: float | None = 0.0
-    logit_bias: dict[int, float] | None = None
-    top_k: int | None = -1
-    min_p: float | None = 0.0
-    repetition_penalty: float | None = 1.0
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    min_tokens: int | None = 0
-    rid: str | None = None
-    request_id: str | None = None
-    # Known but not served: ignoring them would change the answer.
-    best_of: int | None = None
-    suffix: str | None = None
-    response_format: dict[str, Any] | None = None
-    regex: Any = None
-    json_schema: Any = None
-    ebnf: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    truncate_prompt_tokens: Any = None
-    prompt_logprobs: Any = None
-    stop_regex: Any = None
-    lora_path: Any = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-
-
-class CompletionBody(SamplingFields, kw_only=True):
-    """The request of `/v1/completions`."""
-
-    prompt: str | list[str | int | list[int]]
-    max_tokens: int | None = 16
-    logprobs: int | None = None
-    echo: bool | None = False
-
-
-class ChatBody(SamplingFields, kw_only=True):
-    """The request of `/v1/chat/completions`. `prompt_token_ids` (ours) is the conversation in tokens: `messages` are
-    then not rendered."""
-
-    messages: list[dict[str, Any]]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    prompt_token_ids: list[int] | None = None
-    continue_final_message: bool = False
-    add_generation_prompt: bool = True
-    # Known but not served.
-    chat_template: Any = None
-    functions: Any = None
-    function_call: Any = None
-
-
-class Usage(Struct, kw_only=True):
-    """Tokens."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class CompletionReply(Struct, kw_only=True):
-    """The reply of both kinds of request; of a choice only what both have is said here."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[dict[str, Any]]
-    usage: Usage
-    system_fingerprint: str | None = None
-    metadata: dict[str, Any] | None = None
-
-
-class Model(Struct, kw_only=True):
-    """What `/v1/models` tells of a model."""
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "penstock"
-    root: str
-    max_model_len: int
-
-
-class ModelList(Struct, kw_only=True):
-    """The reply of `/v1/models`."""
-
-    object: str = "list"
-    data: list[Model]
-
-
-class OpenAIErrorDetails(Struct, kw_only=True):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class OpenAIError(Struct, kw_only=True):
-    """An error."""
-
-    error: OpenAIErrorDetails
 
 
 class NoSuchModel(Refused):
