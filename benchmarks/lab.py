@@ -195,10 +195,10 @@ def first_lengths(run_dir: Path) -> float:
     """Mean length of the first samples that are ready."""
     index = PoolIndex(run_dir / "pool")
     try:
-        records = [index.get(group) for _, group in ready_times(run_dir)[: FIRST_SAMPLES // GROUP_SIZE]]
+        records = index.get([group for _, group in ready_times(run_dir)[: FIRST_SAMPLES // GROUP_SIZE]])
     finally:
         index.close()
-    return fmean(episode.response_tokens for record in records if record for episode in record.episodes)
+    return fmean(episode.response_tokens for record in records for episode in record.episodes)
 
 
 def mean_length(run_dir: Path) -> float:

@@ -16,6 +16,8 @@ LAYERS = [
     {"scheduler", "control", "groups", "observe", "model"},
     {"data", "envs", "rollout", "store", "weights", "trainer"},
     {"compat", "cluster", "supervisor"},
+    {"system"},
+    {"recovery"},
     {"loop"},
     {"processes", "simulator"},
     {"cli"},

@@ -15,60 +15,30 @@
 
 The trainer is the finite clock: when its last step is served, the other loops end. A group's place in the staleness
 budget is freed only after the swap. In the alternating modes generation gives way between a whole batch and the swap.
+What happens after a death is in `recovery.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
-from penstock.config import Config
-from penstock.data.sources import TaskStream
-from penstock.ports import Observer, Pool, RolloutServers, Trainer, Work, Workers
-from penstock.scheduler.scheduler import Scheduler, TrainBatch
-from penstock.types import EpisodeState, EpisodeSummary, LearnerState, PayloadRef, Task, WeightsHandle
-
-
-@dataclass(slots=True, kw_only=True)
-class System:
-    """Everything the loops touch, behind ports."""
-
-    config: Config
-    run_dir: Path
-    scheduler: Scheduler
-    tasks: TaskStream
-    held_out: Sequence[Task]
-    workers: Workers
-    trainer: Trainer
-    servers: RolloutServers
-    pool: Pool
-    recorder: Observer
-    num_steps: int = 0
-    """Optimizer steps taken so far."""
-    stepping: asyncio.Task[tuple[LearnerState, int]] | None = None
-    """The latest optimizer step."""
-
-    @property
-    def done(self) -> bool:
-        """The last optimizer step is taken."""
-        settings, num_samples = self.config.trainer, self.scheduler.ledger.count(EpisodeState.TRAINED)
-        return self.num_steps >= settings.steps or num_samples >= (settings.total_samples or math.inf)
+from penstock import recovery
+from penstock.ports import TrainerLost, Work
+from penstock.scheduler.scheduler import TrainBatch
+from penstock.system import CHECKPOINTS, System
+from penstock.types import EpisodeSummary, LearnerState, PayloadRef, WeightsHandle
 
 
 async def run(system: System) -> None:
-    """Warm start, evaluate, train to the last step, evaluate again."""
-    if warm := await system.trainer.warm_start():
-        system.recorder.event("warm_start", **warm)
-    await swap_weights(system, await system.trainer.publish(), num_groups=0)
+    """Begin, or go on where the run was; evaluate, train to the last step, evaluate again."""
+    await swap_weights(system, await recovery.begin(system), num_groups=0)
     async with asyncio.TaskGroup() as loops:
         dispatching = loops.create_task(never_returns("dispatch", dispatch(system)))
-        await evaluate(system, "before")
+        if not recovery.was_evaluated(system):
+            await evaluate(system, "before")
         await train_all(system)
-        await checkpoint(system)
         cancel_rest(system)
         await evaluate(system, "after")
         dispatching.cancel()
@@ -83,7 +53,13 @@ async def train_all(system: System) -> None:
             loops.create_task(admit(system)),
             loops.create_task(never_returns("swap", swap(system, swaps))),
         ]
-        await train(system, swaps)
+        while True:
+            try:
+                await train(system, swaps)
+                break
+            except TrainerLost:
+                await swaps.join()
+                await swap_weights(system, await recovery.rewind(system), num_groups=0)
         await swaps.join()
         for loop in endless:
             loop.cancel()
@@ -94,7 +70,7 @@ async def admit(system: System) -> None:
     while True:
         room = await system.scheduler.room()
         tasks = system.tasks.take(room)
-        system.scheduler.admit(tasks)
+        system.pool.admit(system.scheduler.admit(tasks))
         if len(tasks) < room:
             break
     system.scheduler.out_of_tasks(
@@ -113,7 +89,7 @@ async def dispatch(system: System) -> NoReturn:
 
 
 def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
-    """A group was played. Its index entry exists before the scheduler hears of it."""
+    """A group was played."""
     task = system.scheduler.task_of(group, episodes[0].episode.attempt) if episodes else None
     if task is None:
         return
@@ -122,15 +98,15 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
     state = system.scheduler.finish(group, ref, episodes)
     if state is not None:
         system.recorder.played(task.tag, episodes)
-    if state is EpisodeState.FILTERED:
-        system.pool.mark([group], state)
+    system.pool.end(system.scheduler.take_ended())
 
 
 async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> None:
     settings = system.config.trainer
+    if not system.num_steps and system.config.model.warm_start.steps:
+        await checkpoint(system)  # so that nobody has to warm it up again
     while not system.done:
         batch = await system.scheduler.next_batch()
-        system.pool.mark(batch.discarded, EpisodeState.DISCARDED_STALE)
         await give_way(system, batch)
         system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
         if not batch.step:
@@ -142,7 +118,7 @@ async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]])
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
         for alarm in (*learner.alarms, *scheduler.take_alarms()):
             system.recorder.event("alarm", reason=alarm)
-        if system.num_steps % settings.checkpoint_every == 0 and not system.done:
+        if system.num_steps % settings.checkpoint_every == 0 or system.done:
             await checkpoint(system)
 
 
@@ -157,10 +133,7 @@ async def give_way(system: System, batch: TrainBatch) -> None:
 async def step(system: System) -> tuple[LearnerState, int]:
     """The optimizer step and its books. Never cancelled halfway: a stop waits for `system.stepping`."""
     learner = await system.trainer.step()
-    groups = system.scheduler.learned(learner)
-    system.pool.mark(groups, EpisodeState.TRAINED, trained_in=learner.policy_version)
-    system.num_steps += 1
-    return learner, len(groups)
+    return learner, system.book(learner)
 
 
 async def swap(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> NoReturn:
@@ -186,28 +159,32 @@ async def evaluate(system: System, when: str) -> None:
 
 
 async def checkpoint(system: System) -> None:
-    """Weights, optimizer and the scheduler's side; the pool's index knows which groups they were trained on."""
-    directory = system.run_dir / "checkpoints" / f"step_{system.num_steps}"
+    """Weights, optimizer and the scheduler's side; the pool's index knows which groups they were trained on, and may
+    forget the tokens of those in the oldest checkpoint that is kept."""
+    directory = system.run_dir / CHECKPOINTS / f"step_{system.num_steps}"
+    version, keep = system.scheduler.trained_version, system.config.trainer.keep_checkpoints
     system.pool.sync()
     await system.trainer.checkpoint(
         directory,
         {
             "step": system.num_steps,
-            "policy_version": system.scheduler.trained_version,
+            "policy_version": version,
             "task_position": system.tasks.position,
             "ledger": system.scheduler.ledger.counts(),
             "scheduler": system.scheduler.state_dict(),
         },
     )
     system.recorder.event("checkpoint", step=system.num_steps, path=str(directory.relative_to(system.run_dir)))
+    system.saved_versions = [*system.saved_versions, version][-keep:]
+    if len(system.saved_versions) == keep:
+        system.pool.covered(system.saved_versions[0])
 
 
 def cancel_rest(system: System) -> None:
     """Give up what is still in flight."""
     attempts = system.scheduler.cancel_all()
     system.workers.cancel(attempts)
-    system.pool.mark([attempt.group for attempt in attempts], EpisodeState.CANCELLED)
-    system.pool.mark(system.scheduler.take_discarded(), EpisodeState.DISCARDED_STALE)
+    system.pool.end(system.scheduler.take_ended())
 
 
 async def never_returns(name: str, loop: Awaitable[None]) -> NoReturn:

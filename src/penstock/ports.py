@@ -17,6 +17,7 @@ from penstock.types import (
     Endpoint,
     EpisodeId,
     EpisodeLease,
+    EpisodeState,
     EpisodeSummary,
     GroupAttempt,
     GroupRef,
@@ -176,8 +177,61 @@ class Workers(Protocol):
         ...
 
 
+class TrainerLost(RuntimeError):
+    """The trainer died; what it had not saved is lost. Another one is on its way."""
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer holds beyond the checkpoints, so that a controller that died can be replaced."""
+
+    begun: bool
+    """False: it holds nothing yet, and must be restored, or warmed up."""
+    step: int = 0
+    learner: LearnerState | None = None
+    """Of the latest optimizer step it took itself."""
+    trained: list[int] = []
+    """Groups of that step."""
+    accumulated: list[int] = []
+    """Groups whose gradients wait for the next one."""
+
+
+class SavedState(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that is whole."""
+
+    directory: str
+    step: int
+    policy_version: int
+    state: dict[str, Any]
+    """What the loop had saved with it."""
+
+
+class SavedStates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer may go back to."""
+
+    newest: SavedState | None
+    torn: dict[str, str] = {}
+    """Newer checkpoints that cannot be trusted, and why."""
+
+
 class Trainer(Protocol):
-    """Three verbs (accumulate, step, publish), a start and a checkpoint. Calls never overlap."""
+    """Three verbs (accumulate, step, publish), a start and a checkpoint. Calls never overlap. Every one of them raises
+    `TrainerLost` when the trainer dies before it has answered."""
+
+    async def joined(self) -> None:
+        """Until there is a trainer that can be asked."""
+        ...
+
+    async def state(self) -> TrainerState:
+        """What it holds."""
+        ...
+
+    async def saved(self, directory: Path) -> SavedStates:
+        """Look through the checkpoints in `directory`."""
+        ...
+
+    async def restore(self, directory: Path | None, *, step: int, policy_version: int) -> None:
+        """Go back to the checkpoint in `directory` (None: to what the trainer starts with), as `policy_version`."""
+        ...
 
     async def warm_start(self) -> Mapping[str, float]:
         """Imitate demonstrations, if the configuration asks for it; returns steps, seconds, loss, or nothing."""
@@ -232,15 +286,73 @@ class Observer(Protocol):
         ...
 
 
-class Pool(Protocol):
-    """The experience pool's index: what became of every group."""
+class EndedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A training group of which nothing is to be played or trained any more."""
 
-    def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
-        """A played group, `ready` until marked otherwise."""
+    group: int
+    counts: dict[EpisodeState, int]
+    """Of its episodes by final state."""
+    trained_in: int | None = None
+    """Policy version that its trained members made."""
+
+
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the pool knows of an admitted group except its tokens. Enough to take up the ledger and all queues."""
+
+    group: int
+    task_id: str
+    task_index: int
+    admitted_at: float = 0.0
+    """Seconds since the epoch."""
+    ref: PayloadRef | None = None
+    """Of a played group."""
+    episodes: list[EpisodeSummary] = []
+    state: str = "pending"
+    """`pending` (to be played), `ready` (to be trained), or the final state of (most of) its episodes."""
+    counts: dict[EpisodeState, int] = {}
+    """Once it has ended; see `EndedGroup`."""
+    trained_in: int | None = None
+
+
+class Pool(Protocol):
+    """The experience pool's index: what became of every training group."""
+
+    def admit(self, groups: Sequence[tuple[int, Task]]) -> None:
+        """New groups, `pending`; or known ones that are to be played anew."""
         ...
 
-    def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
-        """Change the state of those of `groups` that were added."""
+    def add(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
+        """A played group, `ready`."""
+        ...
+
+    def end(self, groups: Sequence[EndedGroup]) -> None:
+        """Nothing more will come of these."""
+        ...
+
+    def revive(self, groups: Sequence[int]) -> None:
+        """Trained groups whose training is lost: `ready` again."""
+        ...
+
+    def covered(self, policy_version: int) -> None:
+        """Durable checkpoints hold all that was trained up to `policy_version`: tokens of groups that ended, and were
+        not trained later, are not needed any more. Frees the disk."""
+        ...
+
+    def records(self) -> Iterator[GroupRecord]:
+        """All groups, in the order of their admission."""
+        ...
+
+    def get(self, groups: Sequence[int]) -> list[GroupRecord]:
+        """Those of `groups` that are known."""
+        ...
+
+    @property
+    def highest_version(self) -> int:
+        """The highest policy_version there ever was in this run."""
+        ...
+
+    def raise_version(self, policy_version: int) -> None:
+        """There is such a one now, though nothing was trained into it yet."""
         ...
 
     def sync(self) -> None:

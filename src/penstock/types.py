@@ -405,7 +405,9 @@ class BusySpan:
     """One bar of the timeline: `process` was doing `kind` from `start` to `end` (seconds since the epoch)."""
 
     process: str
-    kind: Literal["generate", "train", "step", "update_weights", "publish", "checkpoint", "evaluate", "warm_start"]
+    kind: Literal[
+        "generate", "train", "step", "update_weights", "publish", "checkpoint", "evaluate", "warm_start", "restore"
+    ]
     start: float
     end: float
     policy_version: int = NO_VERSION

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from penstock.control.messages import Ack, AnyMessage, Hello, Refused, Welcome
+from penstock.control.messages import Ack, AnyMessage, Hello, Refused, Welcome, WhoAreYou
 from penstock.deadline import deadline
 
 Handler = Callable[[str, AnyMessage], Awaitable[AnyMessage | None]]
@@ -29,6 +29,15 @@ Fault = Callable[[bytes], list[bytes]]
 """Given a frame about to leave, the frames that really leave; lets tests lose and repeat messages."""
 
 CONTROLLER = "controller"
+
+
+class UnknownPeer(RuntimeError):
+    """Raised by a handler for what comes from somebody who has not introduced himself: he is asked to, and nothing is
+    answered."""
+
+
+class PeerLost(RuntimeError):
+    """The other side died before it answered."""
 
 
 class RequestRefused(RuntimeError):
@@ -68,7 +77,8 @@ class _Endpoint(ABC):
         self._context = zmq.asyncio.Context()
 
     async def request(self, peer: str, message: AnyMessage, *, timeout_s: float) -> AnyMessage:
-        """Send until answered. Raises `RequestRefused`, or `Stalled` naming the peer after `timeout_s`."""
+        """Send until answered. Raises `RequestRefused`, `PeerLost` (see `forget`), or `Stalled` naming the peer after
+        `timeout_s`."""
         id_ = next(self._ids)
         envelope = Envelope("request", id_, message)
         future: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
@@ -86,6 +96,13 @@ class _Endpoint(ABC):
         if isinstance(reply, Refused):
             raise RequestRefused(f"{peer} refused {type(message).__name__}: {reply.reason}")
         return reply
+
+    def forget(self, peer: str) -> None:
+        """`peer` is another process now, or gone: what its predecessor was asked has no answer."""
+        for (asked, _), future in self._pending.items():
+            if asked == peer and not future.done():
+                future.set_exception(PeerLost(f"{peer} died before it answered"))
+        self._outbox.pop(peer, None)
 
     def notify(self, peer: str, message: AnyMessage) -> None:
         """Send once, without an answer."""
@@ -109,7 +126,7 @@ class _Endpoint(ABC):
         """Hand `frame` to the socket."""
 
     def _receive(self, peer: str, frame: bytes) -> None:
-        for envelope in _decoder.decode(frame):
+        for envelope in filter(self._accepts, _decoder.decode(frame)):
             if envelope.kind == "reply":
                 future = self._pending.get((peer, envelope.id))
                 if future is not None and not future.done():
@@ -117,6 +134,10 @@ class _Endpoint(ABC):
             elif self._is_new(peer, envelope):
                 assert self._tasks is not None
                 self._tasks.create_task(self._answer(peer, envelope))
+
+    def _accepts(self, envelope: Envelope) -> bool:
+        """Whether to look at it at all."""
+        return True
 
     def _is_new(self, peer: str, envelope: Envelope) -> bool:
         """Remember the id; repeat the answer if it was given already."""
@@ -134,6 +155,10 @@ class _Endpoint(ABC):
     async def _answer(self, peer: str, envelope: Envelope) -> None:
         try:
             reply = await self._handler(peer, envelope.body) or Ack()
+        except UnknownPeer:
+            del self._answered[peer, envelope.id]
+            self.notify(peer, WhoAreYou())
+            return
         except Exception as error:
             if envelope.kind == "request":
                 self._reply(peer, envelope, Refused(reason=f"{type(error).__name__}: {error}"))
@@ -181,10 +206,12 @@ class Bus(_Endpoint):
 
 
 class Peer(_Endpoint):
-    """Every other process's side; its only peer is the controller."""
+    """Every other process's side; its only peer is the controller. What was meant for a predecessor of the same name is
+    not heard: until it is welcome, a peer listens to nothing else."""
 
     def __init__(self, directory: str, name: str, handler: Handler, *, fault: Fault | None = None) -> None:
         super().__init__(name, handler, fault=fault)
+        self._is_welcome = False
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.LINGER, 200)
         self._dealer.setsockopt(zmq.IDENTITY, name.encode())
@@ -194,7 +221,8 @@ class Peer(_Endpoint):
         self._subscriber.connect(f"ipc://{directory}/broadcast.sock")
 
     async def join(self, hello: Hello, *, timeout_s: float) -> Welcome:
-        """Introduce this process to the controller."""
+        """Introduce this process to the controller; again, if the controller is a new one."""
+        self._is_welcome = False
         reply = await self.request(CONTROLLER, hello, timeout_s=timeout_s)
         if not isinstance(reply, Welcome):
             raise TypeError(f"the controller answered Hello with {type(reply).__name__}")
@@ -205,6 +233,11 @@ class Peer(_Endpoint):
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._listen(self._subscriber))
             await self._listen(self._dealer)
+
+    def _accepts(self, envelope: Envelope) -> bool:
+        if isinstance(envelope.body, Welcome):
+            self._is_welcome = True
+        return self._is_welcome or envelope.kind == "reply"
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.ports import Work
+from penstock.ports import SavedStates, TrainerState, Work
 from penstock.types import (
     BusySpan,
     EpisodeId,
@@ -49,6 +49,16 @@ class Hello(Message, frozen=True, kw_only=True, tag="HELLO"):
 
 class Welcome(Message, frozen=True, kw_only=True, tag="WELCOME"):
     """The run as it is when a process joins."""
+
+    server_urls: list[str]
+
+
+class WhoAreYou(Message, frozen=True, kw_only=True, tag="WHO_ARE_YOU"):
+    """The controller is a new one, and knows nobody: introduce yourself, and forget what the old one had given you."""
+
+
+class ServersChanged(Message, frozen=True, kw_only=True, tag="SERVERS_CHANGED"):
+    """Where the rollout servers are now."""
 
     server_urls: list[str]
 
@@ -125,6 +135,36 @@ class DataGenerated(Message, frozen=True, kw_only=True, tag="DATA_GENERATED"):
     episodes: list[EpisodeSummary]
 
 
+class AskState(Message, frozen=True, kw_only=True, tag="ASK_STATE"):
+    """What does the trainer hold?"""
+
+
+class HeldState(Message, frozen=True, kw_only=True, tag="HELD_STATE"):
+    """This."""
+
+    state: TrainerState
+
+
+class AskSaved(Message, frozen=True, kw_only=True, tag="ASK_SAVED"):
+    """Which checkpoints in `directory` are whole?"""
+
+    directory: str
+
+
+class FoundSaved(Message, frozen=True, kw_only=True, tag="FOUND_SAVED"):
+    """These."""
+
+    saved: SavedStates
+
+
+class Restore(Message, frozen=True, kw_only=True, tag="RESTORE"):
+    """Go back to a checkpoint, or to what the trainer starts with (empty)."""
+
+    directory: str
+    step: int
+    policy_version: int
+
+
 class WarmStart(Message, frozen=True, kw_only=True, tag="WARM_START"):
     """Imitate demonstrations before the first rollout."""
 
@@ -179,6 +219,8 @@ AnyMessage = (
     | Refused
     | Hello
     | Welcome
+    | WhoAreYou
+    | ServersChanged
     | Heartbeat
     | TaskRequest
     | NewTask
@@ -187,6 +229,11 @@ AnyMessage = (
     | Grant
     | EpisodesEnded
     | DataGenerated
+    | AskState
+    | HeldState
+    | AskSaved
+    | FoundSaved
+    | Restore
     | WarmStart
     | WarmStarted
     | Accumulate

@@ -4,37 +4,57 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.control.bus import Bus
+from penstock.control.bus import Bus, PeerLost
 from penstock.control.messages import (
     Accumulate,
     Accumulated,
+    Ack,
     AnyMessage,
+    AskSaved,
+    AskState,
     Cancel,
+    FoundSaved,
     Grant,
+    HeldState,
     LearnerStateUpdate,
     NewTask,
     Publish,
     Published,
+    Restore,
     SaveCheckpoint,
     Step,
     WarmStart,
     WarmStarted,
 )
-from penstock.ports import Work
+from penstock.ports import SavedStates, TrainerLost, TrainerState, Work
 from penstock.types import GroupAttempt, GroupRef, LearnerState, SegmentGrant, WeightsHandle
 
 Reply = TypeVar("Reply", bound=AnyMessage)
 
 
 class RemoteTrainer:
-    """ports.Trainer in another process."""
+    """ports.Trainer in another process. That it died is known once its successor has introduced itself."""
 
     def __init__(self, bus: Bus, name: str, *, timeout_s: float, warm_start_timeout_s: float = 3600.0) -> None:
         self._bus, self._name, self._timeout_s = bus, name, timeout_s
         self._warm_start_timeout_s = warm_start_timeout_s
+
+    async def joined(self) -> None:
+        """It has: nobody else answers in its name."""
+
+    async def state(self) -> TrainerState:
+        return (await self._ask(AskState(), HeldState)).state
+
+    async def saved(self, directory: Path) -> SavedStates:
+        return (await self._ask(AskSaved(directory=str(directory)), FoundSaved)).saved
+
+    async def restore(self, directory: Path | None, *, step: int, policy_version: int) -> None:
+        where = "" if directory is None else str(directory)
+        await self._ask(Restore(directory=where, step=step, policy_version=policy_version), Ack)
 
     async def warm_start(self) -> Mapping[str, float]:
         return (await self._ask(WarmStart(), WarmStarted, self._warm_start_timeout_s)).metrics
@@ -49,11 +69,13 @@ class RemoteTrainer:
         return (await self._ask(Publish(), Published)).handle
 
     async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
-        message = SaveCheckpoint(directory=str(directory), state=dict(state))
-        await self._bus.request(self._name, message, timeout_s=self._timeout_s)
+        await self._ask(SaveCheckpoint(directory=str(directory), state=dict(state)), Ack)
 
     async def _ask(self, message: AnyMessage, reply_type: type[Reply], timeout_s: float | None = None) -> Reply:
-        reply = await self._bus.request(self._name, message, timeout_s=timeout_s or self._timeout_s)
+        try:
+            reply = await self._bus.request(self._name, message, timeout_s=timeout_s or self._timeout_s)
+        except PeerLost as error:
+            raise TrainerLost(str(error)) from None
         if not isinstance(reply, reply_type):
             raise TypeError(f"{self._name} answered {type(message).__name__} with {type(reply).__name__}")
         return reply
@@ -64,7 +86,7 @@ class RemoteWorkers:
 
     def __init__(self, bus: Bus, tasks: asyncio.TaskGroup, *, timeout_s: float) -> None:
         self._bus, self._tasks, self._timeout_s = bus, tasks, timeout_s
-        self._sending: set[asyncio.Task[AnyMessage]] = set()
+        self._sending: set[asyncio.Task[None]] = set()
 
     def start(self, worker: str, work: Work) -> None:
         self._send(worker, NewTask(work=work))
@@ -81,6 +103,10 @@ class RemoteWorkers:
             sending.cancel()
 
     def _send(self, worker: str, message: AnyMessage) -> None:
-        sending = self._tasks.create_task(self._bus.request(worker, message, timeout_s=self._timeout_s))
+        sending = self._tasks.create_task(self._deliver(worker, message))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
+
+    async def _deliver(self, worker: str, message: AnyMessage) -> None:
+        with suppress(PeerLost):  # what it was to play goes to others
+            await self._bus.request(worker, message, timeout_s=self._timeout_s)

@@ -85,6 +85,10 @@ class TaskStream:
         tasks = (self.next() for _ in range(count))
         return [task for task in takewhile(lambda task: task is not None, tasks) if task is not None]
 
+    def at(self, index: int) -> Task | None:
+        """The task at `index`, whether taken or not."""
+        return self._source.task(index)
+
     def next(self) -> Task | None:
         """The next task to train on; None once the source is used up."""
         for _ in range(self.max_skipped_in_a_row):

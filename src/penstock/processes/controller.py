@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from penstock import loop
 from penstock.config import Config, ConfigError, load_config
-from penstock.control.bus import Bus
+from penstock.control.bus import Bus, UnknownPeer
 from penstock.control.messages import (
     AnyMessage,
     DataGenerated,
@@ -18,6 +19,7 @@ from penstock.control.messages import (
     Heartbeat,
     Hello,
     Refused,
+    ServersChanged,
     TaskRequest,
     Welcome,
 )
@@ -26,14 +28,16 @@ from penstock.data.sources import TaskStream, open_source
 from penstock.deadline import Stalled
 from penstock.observe.recorder import Recorder
 from penstock.observe.trackers import open_trackers
-from penstock.ports import TaskSource
+from penstock.ports import TaskSource, TrainerLost
 from penstock.rollout.servers import Servers
+from penstock.rollout.session import RolloutError
 from penstock.scheduler.foresight import Background
 from penstock.scheduler.scheduler import Scheduler
 from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
 from penstock.supervisor.child import Child
 from penstock.supervisor.run_directory import publishable
+from penstock.system import System
 from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
 
 LEARNT_GROUPS = 20_000
@@ -41,21 +45,25 @@ LEARNT_GROUPS = 20_000
 
 
 class Controller:
-    """Answers the bus; knows who has joined."""
+    """Answers the bus; knows who has joined, and what it means that somebody joins again."""
 
-    def __init__(self, config: Config, nonce: str, recorder: Recorder) -> None:
-        self._nonce, self._recorder = nonce, recorder
-        self.system: loop.System | None = None
+    def __init__(self, config: Config, child: Child, recorder: Recorder) -> None:
+        self._nonce, self._recorder = child.nonce, recorder
+        self.bus = Bus(str(child.runtime_dir), self.handle)
+        self.system: System | None = None
         self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)} | {"trainer-0"}
-        self._urls: dict[str, str] = {}
+        self._members: dict[str, Hello] = {}
         self._capacities: dict[str, int] = {}
         """Environment workers that asked for work before there was any."""
         self.servers_and_trainer = asyncio.Event()
+        self.server_is_back: Callable[[str], None] = lambda url: None
 
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
+        if isinstance(message, Hello):
+            return self._welcome(message)
+        if peer not in self._members:
+            raise UnknownPeer(peer)
         match message:
-            case Hello():
-                return self._welcome(message)
             case Heartbeat(name=name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans):
                 self._recorder.heartbeat(name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans)
             case TaskRequest(worker=worker, capacity=capacity):
@@ -67,6 +75,7 @@ class Controller:
                 )
             case EpisodesEnded(group=group, episodes=episodes, saved=saved) if self.system:
                 self.system.scheduler.ended(group, episodes, saved)
+                self.system.pool.end(self.system.scheduler.take_ended())
             case DataGenerated(group=group, ref=ref, episodes=episodes) if self.system:
                 loop.collect(self.system, group, ref, episodes)
             case _:
@@ -76,17 +85,30 @@ class Controller:
     def _welcome(self, hello: Hello) -> AnyMessage:
         if hello.nonce != self._nonce:
             return Refused(reason=f"{hello.name} belongs to another run")
+        before = self._members.get(hello.name)
+        self._members[hello.name] = hello
         self._recorder.joined(hello.name, hello.role)
-        if hello.url:
-            self._urls[hello.name] = hello.url
+        if before is not None:
+            self._joined_again(before, hello)
         self._expected.discard(hello.name)
         if not self._expected:
             self.servers_and_trainer.set()
         return Welcome(server_urls=self.server_urls)
 
+    def _joined_again(self, before: Hello, hello: Hello) -> None:
+        """Another process under the same name, or one that has forgotten what it was given."""
+        if hello.pid != before.pid:
+            self.bus.forget(hello.name)
+        if hello.role == "env":
+            self._capacities.pop(hello.name, None)
+            if self.system is not None:
+                self.system.scheduler.worker_lost(hello.name)
+        elif hello.role == "rollout" and self.system is not None:
+            self.server_is_back(hello.url)
+
     @property
     def server_urls(self) -> list[str]:
-        return [self._urls[name] for name in sorted(self._urls)]
+        return [self._members[name].url for name in sorted(self._members) if self._members[name].url]
 
     async def all_joined(self, timeout_s: float) -> None:
         """Until all servers and the trainer have; names who has not."""
@@ -97,7 +119,7 @@ class Controller:
             missing = ", ".join(sorted(self._expected))
             raise Stalled(waiter="controller", resource="all to join", holder=missing, seconds=timeout_s) from None
 
-    def attach(self, system: loop.System) -> None:
+    def attach(self, system: System) -> None:
         """The system is complete: from now on workers get work."""
         self.system = system
         self._admit_workers()
@@ -114,13 +136,13 @@ async def serve(child: Child) -> None:
     stop = child.stop_event()
     trackers = open_trackers(config.observe.trackers, child.run_dir, publishable(config))
     recorder = Recorder(child.run_dir, trackers)
-    controller = Controller(config, child.nonce, recorder)
-    bus = Bus(str(child.runtime_dir), controller.handle)
+    controller = Controller(config, child, recorder)
+    bus = controller.bus
     child.report_ready()
     try:
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(bus.run())
-            working = tasks.create_task(work(child, config, controller, bus, recorder))
+            working = tasks.create_task(work(child, config, controller, recorder))
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
@@ -137,7 +159,7 @@ async def serve(child: Child) -> None:
             controller.system.pool.close()
 
 
-async def work(child: Child, config: Config, controller: Controller, bus: Bus, recorder: Recorder) -> None:
+async def work(child: Child, config: Config, controller: Controller, recorder: Recorder) -> None:
     """Build the system while the other processes load their models, then run it."""
     train = await asyncio.to_thread(open_source, config.data, seed=config.seed, tag=TRAIN_TAG)
     held_out_source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
@@ -146,7 +168,7 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
     await controller.all_joined(config.supervisor.ready_timeout_s)
     timeout_s = config.rollout.request_timeout_s
     beside = asyncio.TaskGroup()
-    workers = RemoteWorkers(bus, beside, timeout_s=timeout_s)
+    workers = RemoteWorkers(controller.bus, beside, timeout_s=timeout_s)
     servers = Servers(
         controller.server_urls,
         engine=config.rollout.engine,
@@ -155,7 +177,7 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
         timeout_s=timeout_s,
         lost=lambda url, why: recorder.event("server_lost", url=url, why=why),
     )
-    system = loop.System(
+    system = System(
         config=config,
         run_dir=child.run_dir,
         scheduler=Scheduler(
@@ -164,7 +186,7 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
         tasks=TaskStream(train, held_out=held_out),
         held_out=held_out,
         workers=workers,
-        trainer=RemoteTrainer(bus, "trainer-0", timeout_s=max(timeout_s, 600.0)),
+        trainer=RemoteTrainer(controller.bus, "trainer-0", timeout_s=max(timeout_s, 600.0)),
         servers=servers,
         pool=ExperiencePool(child.run_dir / "pool"),
         recorder=recorder,
@@ -175,6 +197,7 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     if config.rollout.urls:
         await servers.forget_weights()
+    controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, recorder))
     controller.attach(system)
     try:
         async with beside:
@@ -182,6 +205,25 @@ async def work(child: Child, config: Config, controller: Controller, bus: Bus, r
             workers.close()
     finally:
         await servers.close()
+
+
+async def bring_back(url: str, controller: Controller, servers: Servers, recorder: Recorder) -> None:
+    """A rollout server was started anew: all hear of it, and it gets the weights that the others serve."""
+    servers.set_urls(controller.server_urls)
+    controller.bus.broadcast(ServersChanged(server_urls=controller.server_urls))
+    try:
+        await servers.bring_up(url)
+        recorder.event("server_back", url=url)
+    except (RolloutError, Stalled) as error:
+        recorder.event("server_lost", url=url, why=str(error))
+
+
+def start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+    """Beside the loops, unless the run has ended meanwhile."""
+    try:
+        tasks.create_task(work)
+    except RuntimeError:
+        work.close()
 
 
 def played_before(run_dir: Path, source: TaskSource, *, max_groups: int) -> list[tuple[Task, list[int]]]:
@@ -206,21 +248,16 @@ def in_thread(tasks: asyncio.TaskGroup) -> Background:
     async def fit(compute: Callable[[], object], use: Callable[[object], None]) -> None:
         use(await asyncio.to_thread(compute))
 
-    def start(compute: Callable[[], object], use: Callable[[object], None]) -> None:
-        fitting = fit(compute, use)
-        try:
-            tasks.create_task(fitting)
-        except RuntimeError:  # the run has ended: nobody needs better predictions any more
-            fitting.close()
-
-    return start
+    return lambda compute, use: start(tasks, fit(compute, use))
 
 
-async def conclude(system: loop.System) -> None:
-    """A stop was asked for: give up what is in flight, keep what was learned."""
+async def conclude(system: System) -> None:
+    """A stop was asked for: keep what was learned. What is in flight is played again when the run is resumed."""
     if system.stepping:
         await asyncio.wait([system.stepping])
-    loop.cancel_rest(system)
     if system.scheduler.policy_version != NO_VERSION:
-        await loop.checkpoint(system)
+        try:
+            await loop.checkpoint(system)
+        except TrainerLost as error:
+            system.recorder.event("checkpoint_missed", step=system.num_steps, reason=str(error))
     system.recorder.event("stopped", step=system.num_steps, ledger=system.scheduler.ledger.counts())

@@ -20,7 +20,9 @@ from penstock.control.messages import (
     Grant,
     GrantRequest,
     NewTask,
+    ServersChanged,
     TaskRequest,
+    Welcome,
 )
 from penstock.deadline import deadline
 from penstock.envs.agents import Gateway
@@ -46,8 +48,8 @@ REMEMBERED_CANCELS = 16384
 class Worker:
     """Turns bus messages into played groups. A bad environment never ends the process; a defect in here does."""
 
-    def __init__(self, config: Config, name: str, pool: Path, tasks: asyncio.TaskGroup) -> None:
-        self._config, self._name = config, name
+    def __init__(self, config: Config, name: str, pool: Path, tasks: asyncio.TaskGroup, servers: Servers) -> None:
+        self._config, self._name, self._servers = config, name, servers
         self._saved = SavedEpisodes(config, pool, name)
         self._grants: dict[EpisodeId, asyncio.Future[SegmentGrant]] = {}
         self._groups: dict[int, PlayedGroup] = {}
@@ -69,6 +71,8 @@ class Worker:
                 waiting = self._grants.get(grant.episode)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(grant)
+            case ServersChanged(server_urls=urls):
+                self._servers.set_urls(urls)
             case Cancel(attempts=attempts):
                 for attempt in attempts:
                     self._cancel(attempt)
@@ -167,6 +171,19 @@ class Worker:
         task.add_done_callback(self._open.discard)
         return task
 
+    async def welcomed(self, peer: Peer, welcome: Welcome) -> None:
+        """Ask the controller for work."""
+        self.peer = peer
+        self._servers.set_urls(welcome.server_urls)
+        await self.ask(TaskRequest(worker=self._name, capacity=self._config.max_open))
+
+    def abandoned(self) -> None:
+        """The controller died, and what it had asked for is forgotten: another one will ask again."""
+        for task in self._open:
+            task.cancel()
+        self._groups.clear()
+        self._cancelled.clear()
+
     def telemetry(self) -> Telemetry:
         return Telemetry(progress=self.num_played, counters={"episodes": self.num_played})
 
@@ -190,20 +207,23 @@ async def serve(child: Child) -> None:
     make = environment_maker(config.env)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
     async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, chat) as gateway:
-        worker = Worker(config, child.name, child.run_dir / "pool", tasks)
-        async with membership(child, config, role="env", handler=worker.handle, telemetry=worker.telemetry) as (
-            peer,
-            welcome,
+        servers = Servers(
+            [],
+            engine=config.rollout.engine,
+            api_key=config.rollout.api_key,
+            timeout_s=config.rollout.request_timeout_s,
+        )
+        worker = Worker(config, child.name, child.run_dir / "pool", tasks, servers)
+        worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat, gateway=gateway)
+        async with membership(
+            child,
+            config,
+            role="env",
+            handler=worker.handle,
+            telemetry=worker.telemetry,
+            abandoned=worker.abandoned,
+            welcomed=worker.welcomed,
         ):
-            worker.peer = peer
-            servers = Servers(
-                welcome.server_urls,
-                engine=config.rollout.engine,
-                api_key=config.rollout.api_key,
-                timeout_s=config.rollout.request_timeout_s,
-            )
-            worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat, gateway=gateway)
-            await worker.ask(TaskRequest(worker=child.name, capacity=config.max_open))
             child.report_ready()
             await stop.wait()
             worker.close()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config import Config
 from penstock.control.bus import CONTROLLER, Handler, Peer
-from penstock.control.messages import AnyMessage, Heartbeat, Hello, Welcome
+from penstock.control.messages import AnyMessage, Heartbeat, Hello, Welcome, WhoAreYou
 from penstock.supervisor.child import Child
 from penstock.types import BusySpan
 
@@ -36,16 +36,34 @@ async def membership(
     handler: Handler,
     telemetry: Callable[[], Telemetry],
     url: str = "",
-) -> AsyncIterator[tuple[Peer, Welcome]]:
-    """On the bus for the length of the body; a failing handler ends it."""
-    peer = Peer(str(child.runtime_dir), child.name, handler)
+    abandoned: Callable[[], None] = lambda: None,
+    welcomed: Callable[[Peer, Welcome], Awaitable[None]] | None = None,
+) -> AsyncIterator[Peer]:
+    """On the bus for the length of the body; a failing handler ends it. When the controller died and another one asks
+    who this is: `abandoned` forgets all that the old one had given, then it joins anew. `welcomed` hears of every
+    welcome, the first one too."""
+
+    async def join() -> None:
+        welcome = await peer.join(hello, timeout_s=config.supervisor.ready_timeout_s)
+        if welcomed is not None:
+            await welcomed(peer, welcome)
+
+    async def hear(sender: str, message: AnyMessage) -> AnyMessage | None:
+        if not isinstance(message, WhoAreYou):
+            return await handler(sender, message)
+        abandoned()
+        peer.forget(CONTROLLER)
+        await join()
+        return None
+
+    peer = Peer(str(child.runtime_dir), child.name, hear)
     hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url)
     try:
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(peer.run())
-            welcome = await peer.join(hello, timeout_s=config.supervisor.ready_timeout_s)
+            await join()
             beating = tasks.create_task(_beat(peer, child.name, telemetry, config.supervisor.heartbeat_s))
-            yield peer, welcome
+            yield peer
             peer.notify(CONTROLLER, _heartbeat(child.name, telemetry()))
             beating.cancel()
             receiving.cancel()

@@ -19,11 +19,15 @@ from penstock.config import Config, load_config
 from penstock.control.messages import (
     Accumulate,
     Accumulated,
-    Ack,
     AnyMessage,
+    AskSaved,
+    AskState,
+    FoundSaved,
+    HeldState,
     LearnerStateUpdate,
     Publish,
     Published,
+    Restore,
     SaveCheckpoint,
     Step,
     WarmStart,
@@ -35,6 +39,7 @@ from penstock.envs.registry import environment_maker
 from penstock.groups.local import LocalGroup
 from penstock.model.chat import ChatTokenizer
 from penstock.model.load import load_policy, resolve_device, resolve_dtype, with_tied_names
+from penstock.ports import SavedState, SavedStates, TrainerState
 from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
@@ -48,7 +53,7 @@ from penstock.trainer.warm_start import warm_start
 from penstock.types import EVAL_TAG, TRAIN_TAG, BusySpan, GroupRef, LearnerState
 from penstock.weights.shared_memory import WeightsPublisher
 
-Kind = Literal["train", "step", "publish", "checkpoint", "warm_start"]
+Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
 
 
 class TrainerProcess:
@@ -66,6 +71,12 @@ class TrainerProcess:
         self._spans: deque[BusySpan] = deque()  # the worker thread appends, the event loop takes
         self._busy_s = self._busy_since_step_s = 0.0
         self._progress = 0
+        self._begun = False
+        """The learner holds what the run is at; until then it may be anything."""
+        self._num_steps = self._first_version = 0
+        self._latest: LearnerState | None = None
+        self._trained: list[int] = []
+        self._accumulated: list[int] = []
 
     def _set_threads(self) -> None:
         torch.set_num_threads(num_threads(self._config, self._config.trainer.torch_threads))
@@ -78,6 +89,7 @@ class TrainerProcess:
             model=self._model,
             config=self._config.trainer,
             max_staleness=self._config.scheduler.max_staleness,
+            policy_version=self._first_version,
             temperature=self._config.env.temperature,
             max_tokens=SegmentPolicy.from_config(self._config).max_episode_tokens,
             whole_step=self._config.trainer.groups_per_step * self._config.env.group_size,
@@ -96,8 +108,16 @@ class TrainerProcess:
     def _execute(self, message: AnyMessage) -> AnyMessage | None:
         self._progress += 1
         match message:
+            case AskState():
+                return HeldState(state=self._state())
+            case AskSaved(directory=directory):
+                return FoundSaved(saved=saved_in(Path(directory)))
+            case Restore():
+                self._restore(message)
             case WarmStart():
-                return WarmStarted(metrics=self._warm_start())
+                metrics = self._warm_start()
+                self._begun = True
+                return WarmStarted(metrics=metrics)
             case Accumulate(groups=groups):
                 return Accumulated(metrics=self._accumulate(groups))
             case Step():
@@ -116,8 +136,26 @@ class TrainerProcess:
                         model_dir=self._model_dir,
                         keep=self._config.trainer.keep_checkpoints,
                     )
-                return Ack()
         return None
+
+    def _state(self) -> TrainerState:
+        return TrainerState(
+            begun=self._begun,
+            step=self._num_steps,
+            learner=self._latest,
+            trained=self._trained,
+            accumulated=self._accumulated,
+        )
+
+    def _restore(self, point: Restore) -> None:
+        self._num_steps = point.step
+        if not point.directory:
+            self._first_version = point.policy_version
+            return
+        with self._span("restore"):
+            self._learner.read(Path(point.directory))
+            self._learner.policy_version = point.policy_version
+        self._begun = True
 
     def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
         with self._span("train"):
@@ -129,6 +167,7 @@ class TrainerProcess:
                 max_context=self._config.model.max_context,
             )
             sums: dict[str, float] = dict(self._group.accumulate(batch))
+        self._accumulated += [group.group for group in groups]
         self._busy_s += sums["busy_s"]
         self._busy_since_step_s += sums["busy_s"]
         return sums | {f"skipped_{reason}": float(count) for reason, count in skipped.items()}
@@ -138,6 +177,8 @@ class TrainerProcess:
             state: LearnerState = self._group.step()
         self._busy_s += state.metrics["busy_s"] - self._busy_since_step_s
         self._busy_since_step_s = 0.0
+        self._num_steps += 1
+        self._latest, self._trained, self._accumulated = state, self._accumulated, []
         return LearnerStateUpdate(state=state)
 
     def _served(self) -> dict[str, Tensor]:
@@ -189,6 +230,23 @@ class TrainerProcess:
     def close(self) -> None:
         self._thread.shutdown(wait=True)
         self._publisher.close()
+
+
+def saved_in(directory: Path) -> SavedStates:
+    """The checkpoints that a trainer may go back to."""
+    found = checkpoint.latest(directory)
+    newest = found.checkpoint
+    return SavedStates(
+        newest=SavedState(
+            directory=str(newest.path),
+            step=newest.step,
+            policy_version=newest.policy_version,
+            state=dict(newest.extra),
+        )
+        if newest is not None
+        else None,
+        torn={str(torn.path): torn.reason for torn in found.skipped},
+    )
 
 
 async def serve(child: Child) -> None:

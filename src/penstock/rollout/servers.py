@@ -13,6 +13,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from penstock.deadline import Stalled
@@ -88,7 +89,7 @@ CLIENTS: dict[Engine, Callable[..., ServerClient]] = {
 }
 
 
-def connect(engine: Engine, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> ServerClient:
+def connect(engine: Engine, url: str, session: HttpSession, update_mode: UpdateMode | None = None) -> ServerClient:
     """The client of one server. `update_mode` None leaves it to the client."""
     how = {} if update_mode is None else {"update_mode": update_mode}
     return CLIENTS[engine](url.rstrip("/"), session, **how)
@@ -142,12 +143,33 @@ class Servers:
         lost: Callable[[str, str], object] = lambda url, why: None,
     ) -> None:
         """`update_mode` None leaves it to the engine's client."""
-        if not urls:
-            raise ValueError("no rollout servers given")
         self._session = HttpSession(api_key=api_key, timeout_s=timeout_s)
-        self._members = [Member(connect(engine, url, self._session, update_mode=update_mode)) for url in urls]
+        self._connect = partial(connect, engine, session=self._session, update_mode=update_mode)
+        self._members = [Member(self._connect(url)) for url in urls]
         self._homes = Homes()
         self._tell_lost = lost
+        self._updating = asyncio.Lock()
+        self._latest: WeightsHandle | None = None
+        self._released = False
+
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """The servers there are now. A new one is used once it serves weights; one that is gone is asked no more."""
+        known = {member.client.url: member for member in self._members}
+        now = asyncio.get_running_loop().time()
+        self._members = [
+            known.get(url.rstrip("/")) or Member(self._connect(url), lost_at=now - RETRY_S) for url in urls
+        ]
+
+    async def bring_up(self, url: str) -> None:
+        """Give a server that was started anew the weights that the others serve."""
+        async with self._updating:
+            member = next(member for member in self._members if member.client.url == url.rstrip("/"))
+            if self._latest is not None:
+                await member.client.begin_weights(self._latest)
+                await member.client.commit_weights(self._latest)
+            if self._released:
+                await member.client.release()
+            self._find(member)
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
@@ -255,6 +277,11 @@ class Servers:
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage everywhere, then commit everywhere. If staging is refused anywhere, no server changes. A server that
         does not answer is left behind; it gets the next weights if it is back by then."""
+        async with self._updating:
+            await self._update_weights(handle)
+            self._latest = handle
+
+    async def _update_weights(self, handle: WeightsHandle) -> None:
         lost = [member for member in self._members if member.lost_at is not None]
         back = await asyncio.gather(*(member.client.alive() for member in lost), return_exceptions=True)
         gone = {id(member) for member, error in zip(lost, back, strict=True) if error is not None}
@@ -269,10 +296,12 @@ class Servers:
 
     async def release(self) -> None:
         """Every server gives way to the trainer."""
+        self._released = True
         await self._each(self._members, lambda client: client.release())
 
     async def resume(self) -> None:
         """Every server generates again."""
+        self._released = False
         await self._each(self._members, lambda client: client.resume())
 
     async def close(self) -> None:

@@ -14,7 +14,8 @@ from penstock.types import EVAL_TAG, EpisodeId, Sampling, SegmentGrant, stable_s
 
 
 class Leases:
-    """Makes work for workers. Members of a group share the environment's seed; attempts differ in how they sample."""
+    """Makes work for workers. Members of a group share the environment's seed. An attempt after a failure samples
+    differently; one after a loss (of a worker, of the trainer) samples the same again."""
 
     def __init__(self, config: Config) -> None:
         self._seed, self._deadline_s = config.seed, config.env.episode_timeout_s
@@ -28,17 +29,17 @@ class Leases:
 
     def work(self, group: LiveGroup, members: Sequence[int]) -> Work:
         """`members` of `group`, those that were saved from where they were."""
-        task, attempt = group.task, group.attempt
+        task = group.task
         evaluating = task.tag == EVAL_TAG
         return Work(
             task=task,
             group=group.number,
-            attempt=attempt,
+            attempt=group.attempt,
             group_size=group.size,
             members=tuple(members),
             max_tokens=self._first_grants(group, members),
             env_seed=stable_seed(self._seed, task.tag, task.index),
-            sampling_seed=stable_seed(self._seed, task.tag, task.index, attempt),
+            sampling_seed=stable_seed(self._seed, task.tag, task.index, group.num_failures),
             deadline_s=self._deadline_s,
             sampling=self._eval_sampling if evaluating else self._sampling,
             saved=self._saved(group, members) if group.saved else (),

@@ -50,6 +50,16 @@ class Ledger:
         self._counts[S.PENDING] += size
         self.num_admitted += size
 
+    def remember(self, counts: Mapping[S, int]) -> None:
+        """Episodes of a group that ended in an earlier life of this ledger, by final state."""
+        self._counts.update(counts)
+        self.num_admitted += sum(counts.values())
+
+    def revive(self, counts: Mapping[S, int]) -> None:
+        """Those of an ended group are to be admitted again: what became of them is lost."""
+        self._counts.subtract(counts)
+        self.num_admitted -= sum(counts.values())
+
     def move(self, group: int, episodes: Iterable[int], to: S) -> None:
         """Move members of `group`; all of them or, on an illegal transition, none."""
         states, moved = self._group(group), set(episodes)

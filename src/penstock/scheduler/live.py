@@ -23,6 +23,8 @@ class LiveGroup(msgspec.Struct, kw_only=True, eq=False):
     attempt: int = 0
     """Grows with every restart, so that messages of an earlier one are recognised."""
     num_failures: int = 0
+    num_stale: int = 0
+    """Members that were discarded because they were too old to train."""
     worker: str | None = None
     """Who plays it."""
     generating: set[int] = msgspec.field(default_factory=set)

@@ -7,13 +7,13 @@ it depends on has changed. Everything else is synchronous, so that one event is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.alarms import Alarms
 from penstock.config import Config
-from penstock.ports import Work
+from penstock.ports import EndedGroup, GroupRecord, Work
 from penstock.scheduler.dispatcher import Assignment, Demand, Dispatcher
 from penstock.scheduler.evaluation import Evaluations
 from penstock.scheduler.filters import Drop, DropEqualRewards, GroupFilter, KeepAll
@@ -43,8 +43,6 @@ class TrainBatch:
     groups: tuple[GroupRef, ...]
     step: bool
     reason: str
-    discarded: tuple[int, ...] = ()
-    """Groups found too old meanwhile."""
     restarted: tuple[GroupAttempt, ...] = ()
     """Attempts nobody waits for any more: their groups start over in a later round."""
 
@@ -76,7 +74,7 @@ class Scheduler:
         self._foresight = Foresight(config, self._groups, record=record, background=background)
         self._filter: GroupFilter = DropEqualRewards() if settings.filter_equal_rewards else KeepAll()
         self._supply = Supply(config)
-        self._discarded: list[int] = []
+        self._ended: list[EndedGroup] = []
         self._evaluations = Evaluations()
         self._patience = Patience(max_filtered=settings.max_filtered_in_a_row)
         self._out_of_tasks: str | None = None
@@ -116,8 +114,9 @@ class Scheduler:
         free = self._look_ahead - len(self._dispatcher.policy)
         return free if free * 8 >= self._look_ahead else 0
 
-    def admit(self, tasks: Sequence[Task]) -> None:
-        """Take `tasks` in, one group each."""
+    def admit(self, tasks: Sequence[Task]) -> list[tuple[int, Task]]:
+        """Take `tasks` in, one group each; returns (group, task) pairs."""
+        admitted = []
         for task, tokens in zip(tasks, self._foresight.estimate(tasks), strict=True):
             group = self._add(task, self._config.env.group_size, self.ledger)
             group.predicted_tokens = tokens or 0.0
@@ -125,15 +124,18 @@ class Scheduler:
             inputs = {"group": group.number, "task": task.task_id, "predicted_tokens": tokens}
             self._record("admission", f"{len(self._dispatcher.policy)} of {self._look_ahead} wait", inputs)
             self._supply.bias.admitted(group.number, tokens)
+            admitted.append((group.number, task))
         self._progress.changed(self._runnable)
+        return admitted
 
     def out_of_tasks(self, reason: str) -> None:
         """No more tasks will be admitted; an error only if the trainer needs more than are left."""
         self._out_of_tasks = reason
         self._progress.changed(self._trainable)
 
-    def _add(self, task: Task, size: int, ledger: Ledger) -> LiveGroup:
-        number, self._next_group = self._next_group, self._next_group + 1
+    def _add(self, task: Task, size: int, ledger: Ledger, *, number: int | None = None) -> LiveGroup:
+        number = self._next_group if number is None else number
+        self._next_group = max(self._next_group, number + 1)
         ledger.admit(number, size)
         group = LiveGroup(number=number, task=task, size=size, ledger=ledger, admitted_at=self._now())
         self._groups[number] = group
@@ -268,7 +270,7 @@ class Scheduler:
             return EpisodeState.PENDING
         self._record("retry", f"given up after {group.num_failures} attempts: {error}", {"group": group.number})
         group.ledger.move(group.number, range(group.size), EpisodeState.FAILED)
-        self._leave(group)
+        self._leave(group, EpisodeState.FAILED)
         if group.number in self._evaluations:
             self._evaluations.failed(group, error)
             self._progress.changed(self._evaluated)
@@ -278,7 +280,7 @@ class Scheduler:
 
     def _scored(self, group: LiveGroup) -> EpisodeState:
         """An evaluation's episode."""
-        self._leave(group)
+        self._leave(group, EpisodeState.TRAINED)
         self._evaluations.played(group, group.summaries)
         self._progress.changed(self._evaluated)
         return EpisodeState.TRAINED
@@ -290,7 +292,7 @@ class Scheduler:
         if isinstance(verdict, Drop):
             self._record("filter", verdict.reason, {"group": group.number})
             group.ledger.move(group.number, range(group.size), EpisodeState.FILTERED)
-            self._leave(group)
+            self._leave(group, EpisodeState.FILTERED)
             self._give_up(self._patience.filtered(verdict.reason))
             self._notify_trainer()
             return EpisodeState.FILTERED
@@ -311,8 +313,7 @@ class Scheduler:
         """Members of a ready group are too old to train."""
         self._record("staleness", f"{num_stale} episodes too old to train", {"group": group.number})
         if group.number not in group.ledger:
-            self._leave(group)
-            self._discarded.append(group.number)
+            self._leave(group, EpisodeState.DISCARDED_STALE)
 
     def _learn_lengths(self, group: LiveGroup) -> None:
         lengths = [summary.response_tokens for summary in group.summaries]
@@ -346,14 +347,13 @@ class Scheduler:
             groups=groups,
             step=decision.step,
             reason=decision.reason,
-            discarded=self.take_discarded(),
             restarted=restarted,
         )
 
-    def take_discarded(self) -> tuple[int, ...]:
-        """Groups found too old since the last call."""
-        discarded, self._discarded = tuple(self._discarded), []
-        return discarded
+    def take_ended(self) -> list[EndedGroup]:
+        """Training groups that came to an end since the last call, whatever it was."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def _check_supply(self) -> None:
         """Raise if what the trainer waits for can never come."""
@@ -365,7 +365,7 @@ class Scheduler:
         moves the trigger's thresholds and the preference for short answers."""
         trained, aged, adjustment = self._supply.learned(learner)
         for group in trained:
-            self._leave(group)
+            self._leave(group, EpisodeState.TRAINED)
         for group, num_stale in aged:
             self._aged(group, num_stale)
         self._record("feedback", adjustment.reason, adjustment.inputs)
@@ -415,13 +415,75 @@ class Scheduler:
         self._alarms.update("stale work", f"{wasted}: {remedy}" if too_much else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know beside the pool's index; plain values."""
+        """What a checkpoint must know beside the pool's index; plain values."""
         return {"next_group": self._next_group, "feedback": self._supply.feedback.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        self._next_group = state["next_group"]
+        """Go back to a saved state."""
         self._supply.feedback.load_state_dict(state["feedback"])
+
+    def take_up(self, records: Iterable[GroupRecord], task: Callable[[GroupRecord], Task]) -> None:
+        """Go on where another controller was: ledger and queues of a new scheduler, from what the pool knows. Groups
+        that were being played are played from their start."""
+        for record in records:
+            self._next_group = max(self._next_group, record.group + 1)
+            if record.counts:
+                self.ledger.remember(record.counts)
+            else:
+                self._admit_again(record, task(record))
+        self.ledger.check()
+        self._progress.changed(self._runnable, self._trainable)
+
+    def begin_from(self, counts: Mapping[EpisodeState, int], *, next_group: int) -> None:
+        """Go on where only the sums are known: episodes by final state."""
+        self.ledger.remember(counts)
+        self._next_group = next_group
+
+    def trains_again(self, version: int, groups: Collection[int]) -> None:
+        """The learner, which outlived a controller, trains `version`, and has accumulated `groups` for that."""
+        self._supply.trained_version = version
+        self._supply.take_again(groups)
+
+    def rewind(self, version: int, lost: Iterable[GroupRecord], task: Callable[[GroupRecord], Task]) -> None:
+        """The learner goes on from an earlier state, now called `version`: what it had trained since (`lost`) and what
+        it had accumulated is ready again."""
+        self._supply.rewind(version, now=self._now())
+        for record in lost:
+            self.ledger.revive(record.counts)
+            self._admit_again(record, task(record))
+        self.ledger.check()
+        self._progress.changed(self._runnable, self._trainable)
+
+    def play_stale_again(self) -> list[tuple[int, Task]]:
+        """What is ready, and too old by the learner's new count of versions, is to be played anew instead of being
+        dropped: it did not grow old, the count jumped. Returns those groups."""
+        stale = self._supply.take_stale()
+        for group in stale:
+            group.ledger.move(group.number, range(group.size), EpisodeState.PENDING)
+            group.ref, group.summaries = None, ()
+            group.attempt += 1
+            group.forget()
+            self._push_again(group)
+        self._progress.changed(self._runnable)
+        return [(group.number, group.task) for group in stale]
+
+    def _admit_again(self, record: GroupRecord, task: Task) -> None:
+        group = self._add(task, self._config.env.group_size, self.ledger, number=record.group)
+        if record.ref is None:
+            self._push_again(group)
+            return
+        for state in (EpisodeState.LEASED, EpisodeState.READY):
+            self.ledger.move(group.number, range(group.size), state)
+        group.ref, group.summaries = record.ref, record.episodes
+        self._supply.put(group, now=self._now())
+
+    def _push_again(self, group: LiveGroup) -> None:
+        """Among what waits, it is the oldest."""
+        now = self._now()
+        group.admitted_at = now - self._dispatcher.policy.oldest_wait_s(now)
+        (tokens,) = self._foresight.estimate([group.task])
+        group.predicted_tokens = tokens or 0.0
+        self._dispatcher.push(group)
 
     def recall(self, played: Iterable[tuple[Task, Sequence[int]]]) -> None:
         """Learn lengths from groups that were played before: (task, response tokens of the members), in order."""
@@ -447,7 +509,7 @@ class Scheduler:
             self._dispatcher.places.release(group)
             members = [m for m in range(group.size) if group.ledger.state(group.number, m) not in FINAL]
             group.ledger.move(group.number, members, EpisodeState.CANCELLED)
-            self._leave(group)
+            self._leave(group, EpisodeState.CANCELLED)
         for waiting in (self._dispatcher, self._supply, self._evaluations):
             waiting.clear()
         self._progress.changed(self._room, self._runnable)
@@ -455,10 +517,15 @@ class Scheduler:
 
     # --- shared ----------------------------------------------------------------------------------------------------
 
-    def _leave(self, group: LiveGroup) -> None:
-        """The group is no longer live."""
+    def _leave(self, group: LiveGroup, state: EpisodeState) -> None:
+        """The group is no longer live: its members are in `state`, but for those that grew too old before."""
         del self._groups[group.number]
         self._dispatcher.stop_playing(group)
+        if group.ledger is self.ledger:
+            stale, others = {EpisodeState.DISCARDED_STALE: group.num_stale}, {state: group.size - group.num_stale}
+            counts = {each: count for each, count in (others | stale).items() if count}
+            trained_in = self.trained_version if state is EpisodeState.TRAINED else None
+            self._ended.append(EndedGroup(group=group.number, counts=counts, trained_in=trained_in))
 
     def _give_up(self, reason: Exception | None) -> None:
         if reason is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import islice
 
 from penstock.config import Config
@@ -109,6 +110,34 @@ class Supply:
         aged = [(group, count) for group, _ in list(self._ready.values()) if (count := self._discard_stale(group))]
         return trained, aged, self._adjustment
 
+    def take_again(self, groups: Collection[int]) -> None:
+        """The learner has accumulated these already."""
+        for number in [number for number in self._ready if number in groups]:
+            self._discard_stale(self._ready[number][0])
+            if number in self._ready:
+                self._take(number)
+
+    def rewind(self, trained_version: int, *, now: float) -> None:
+        """The learner is another one: it holds nothing of what was in training."""
+        for group in self._training:
+            members = group.ledger.members(group.number, EpisodeState.TRAINING)
+            group.ledger.move(group.number, members, EpisodeState.READY)
+        self._ready = {group.number: (group, now) for group in self._training} | self._ready
+        self._training = []
+        self._num_unpublished = 0
+        self.trained_version = trained_version
+
+    def put(self, group: LiveGroup, *, now: float) -> None:
+        """A whole group that was ready before is so again, however old."""
+        self._ready[group.number] = group, now
+
+    def take_stale(self) -> list[LiveGroup]:
+        """Groups that were whole, and have members too old to train now."""
+        found = [group for group, _ in self._ready.values() if not group.num_stale and self._stale(group)]
+        for group in found:
+            del self._ready[group.number]
+        return found
+
     def published(self, num_groups: int) -> None:
         """The weights that `num_groups` were trained into are served."""
         self._num_unpublished -= num_groups
@@ -119,12 +148,16 @@ class Supply:
         self._training.clear()
 
     def _discard_stale(self, group: LiveGroup) -> int:
-        too_old = self._staleness.stale(group.summaries, trained_version=self.trained_version)
+        too_old = self._stale(group)
         if not too_old:
             return 0
         ready = group.ledger.members(group.number, EpisodeState.READY)
         stale = [member for member in too_old if member in ready]
         group.ledger.move(group.number, stale, EpisodeState.DISCARDED_STALE)
+        group.num_stale += len(stale)
         if group.number not in group.ledger:
             del self._ready[group.number]
         return len(stale)
+
+    def _stale(self, group: LiveGroup) -> list[int]:
+        return self._staleness.stale(group.summaries, trained_version=self.trained_version)

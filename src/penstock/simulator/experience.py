@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from penstock.ports import EndedGroup, GroupRecord
 from penstock.simulator.engine import Request
 from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, GroupRef, PayloadRef, Task
 
@@ -74,8 +75,10 @@ class Experience:
         self.played_s = 0.0
         """Sum over all episodes of the time they took."""
 
-    def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
-        """A played group."""
+    def admit(self, groups: Sequence[tuple[int, Task]]) -> None:
+        """What is not played yet is nothing to this side."""
+
+    def add(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
         lengths = array("l", [episode.response_tokens for episode in episodes])
         oldest = [episode.version_min for episode in episodes]
         prompt_tokens = sum([episode.prompt_tokens for episode in episodes])
@@ -84,14 +87,14 @@ class Experience:
         self.played_s += sum([episode.seconds for episode in episodes])
         self.num_groups += 1
 
-    def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
-        """What became of them."""
-        held = [found for group in groups if (found := self._held.pop(group, None)) is not None]
-        if state == EpisodeState.TRAINED:
-            return
-        if state == EpisodeState.FILTERED:
-            self.num_filtered += len(held)
-        self.tokens[state] += sum([sum(each.lengths) for each in held])
+    def end(self, groups: Sequence[EndedGroup]) -> None:
+        for each in groups:
+            held = self._held.pop(each.group, None)
+            if held is None or each.trained_in is not None:
+                continue
+            state = max(each.counts, key=each.counts.__getitem__)
+            self.num_filtered += state is EpisodeState.FILTERED
+            self.tokens[state] += sum(held.lengths)
 
     def train(self, ref: GroupRef, version: int) -> Cost:
         """The learner at `version` takes the members of `ref`; it reads the whole group."""
@@ -115,6 +118,25 @@ class Experience:
         self.tokens["masked"] += masked
         self.tokens[EpisodeState.DISCARDED_STALE] += whole - response
         return Cost(whole + held.prompt_tokens, response, masked)
+
+    def revive(self, groups: Sequence[int]) -> None:
+        """Nobody dies here."""
+
+    def covered(self, policy_version: int) -> None:
+        """There is no disk to free."""
+
+    def records(self) -> Iterator[GroupRecord]:
+        return iter(())
+
+    def get(self, groups: Sequence[int]) -> list[GroupRecord]:
+        return []
+
+    @property
+    def highest_version(self) -> int:
+        return NO_VERSION
+
+    def raise_version(self, policy_version: int) -> None:
+        """The learner counts."""
 
     def sync(self) -> None:
         """Nothing is durable here."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.ports import SavedEpisode, Work
+from penstock.ports import SavedEpisode, SavedState, SavedStates, TrainerLost, TrainerState, Work
 from penstock.types import (
     NO_VERSION,
     TRAIN_TAG,
@@ -129,8 +129,24 @@ def played(
     )
 
 
-class ModelledTrainer:
-    """`Trainer` that takes `seconds_per_group`; remembers what it was given."""
+class Immortal:
+    """The part of `Trainer` that matters only where one may die: this one begins, and never ends."""
+
+    async def joined(self) -> None:
+        """It always is."""
+
+    async def state(self) -> TrainerState:
+        return TrainerState(begun=False)
+
+    async def saved(self, directory: Path) -> SavedStates:
+        return SavedStates(newest=None)
+
+    async def restore(self, directory: Path | None, *, step: int, policy_version: int) -> None:
+        """It holds what it begins with."""
+
+
+class ModelledTrainer(Immortal):
+    """`Trainer` that takes `seconds_per_group`; remembers what it was given. See `MortalTrainer`."""
 
     def __init__(self, *, seconds_per_group: float) -> None:
         self._seconds_per_group = seconds_per_group
@@ -164,6 +180,85 @@ class ModelledTrainer:
 
     async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
         self.checkpoints.append(directory)
+
+
+class MortalTrainer:
+    """`Trainer` whose process can be killed and replaced at any moment; its checkpoints survive. `holds` is what the
+    weights are made of: the groups of every step, in order."""
+
+    def __init__(self, *, seconds: float, disk: list[SavedState]) -> None:
+        self._seconds, self._disk = seconds, disk
+        self._lost: asyncio.Future[None] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.begun = False
+        self.version = self.step_number = 0
+        self.holds: list[list[int]] = []
+        self.accumulated: list[int] = []
+        self._learner: LearnerState | None = None
+
+    def kill(self) -> None:
+        """Whoever waits for an answer hears of it; the next one is there at once, and holds nothing."""
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_exception(TrainerLost("killed"))
+        self._forget()
+
+    async def _work(self) -> None:
+        self._lost = asyncio.get_running_loop().create_future()
+        await asyncio.wait([self._lost], timeout=self._seconds)
+        if self._lost.done():
+            self._lost.result()
+        self._lost.cancel()
+
+    async def joined(self) -> None:
+        await asyncio.sleep(self._seconds)
+
+    async def state(self) -> TrainerState:
+        await self._work()
+        return TrainerState(
+            begun=self.begun,
+            step=self.step_number,
+            learner=self._learner,
+            trained=self.holds[-1] if self._learner is not None else [],
+            accumulated=self.accumulated,
+        )
+
+    async def saved(self, directory: Path) -> SavedStates:
+        await self._work()
+        return SavedStates(newest=self._disk[-1] if self._disk else None)
+
+    async def restore(self, directory: Path | None, *, step: int, policy_version: int) -> None:
+        await self._work()
+        self.holds = [list(groups) for groups in self._disk[-1].state["holds"]] if directory is not None else []
+        self.begun, self.version, self.step_number = True, policy_version, step
+
+    async def warm_start(self) -> Mapping[str, float]:
+        await self._work()
+        return {}
+
+    async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
+        await self._work()
+        self.accumulated += [group.group for group in groups]
+        return {"tokens": float(len(groups))}
+
+    async def step(self) -> LearnerState:
+        await self._work()
+        self.holds.append(self.accumulated)
+        self.accumulated = []
+        self.version, self.step_number = self.version + 1, self.step_number + 1
+        self._learner = LearnerState(policy_version=self.version, entropy=1.0)
+        return self._learner
+
+    async def publish(self) -> WeightsHandle:
+        await self._work()
+        return WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint="none")
+
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+        await self._work()
+        held = {**state, "holds": [list(groups) for groups in self.holds]}
+        point = SavedState(directory=str(directory), step=self.step_number, policy_version=self.version, state=held)
+        self._disk[:] = [older for older in self._disk if older.step < point.step] + [point]
 
 
 class ModelledServers:

@@ -13,8 +13,9 @@ import numpy as np
 
 from penstock.config import Config, ConfigError, load_config
 from penstock.observe import jsonl
+from penstock.ports import GroupRecord
 from penstock.rollout.costs import PRODUCTS
-from penstock.store.index import GroupRecord, PoolIndex
+from penstock.store.index import PoolIndex
 from penstock.types import TRAIN_TAG
 
 Record = dict[str, Any]

@@ -22,6 +22,7 @@ from penstock.simulator.past import Lengths, Past, other_answers, true_mean
 from penstock.simulator.trainer import TrainerModel
 from penstock.simulator.workers import FleetWorkers
 from penstock.simulator.workload import Tasks, Workload
+from penstock.system import System
 from penstock.types import EpisodeSummary, LearnerState, Task
 
 WORKER, CAPACITY = "env-0", 1 << 40
@@ -145,7 +146,7 @@ class Simulation:
         tasks, known = Tasks(workload, seed=seed, size=num_tasks), KNOWN_LENGTHS[config.simulator.known_lengths]
         past = None if known is None else Past(workload, tasks, known, scheduler.recall)
         self._admissions = Admissions(tasks, past)
-        self.system = loop.System(
+        self.system = System(
             config=config,
             run_dir=Path(),
             scheduler=scheduler,

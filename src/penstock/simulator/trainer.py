@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.config import TrainerModelConfig
 from penstock.simulator.experience import Experience
+from penstock.simulator.parts import Immortal
 from penstock.types import GroupRef, LearnerState, WeightsHandle
 
 ENTROPY_FIRST, ENTROPY_LAST, ENTROPY_STEPS = 1.0, 0.2, 40.0
@@ -17,7 +18,7 @@ ENTROPY_FIRST, ENTROPY_LAST, ENTROPY_STEPS = 1.0, 0.2, 40.0
 arXiv 2505.22617."""
 
 
-class TrainerModel:
+class TrainerModel(Immortal):
     """`ports.Trainer`: call_s + token_s per token for gradients, step_s per step, publish_s per publication."""
 
     def __init__(self, model: TrainerModelConfig, experience: Experience) -> None:

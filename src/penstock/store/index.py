@@ -12,54 +12,80 @@ from pathlib import Path
 import lmdb
 import msgspec
 
-from penstock.types import EpisodeSummary, PayloadRef
-
-
-class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything known of a played group except its tokens."""
-
-    group: int
-    task_id: str
-    task_index: int
-    ref: PayloadRef | None
-    episodes: list[EpisodeSummary]
-    state: str = "ready"
-    trained_in: int | None = None
-    """Policy version it was trained into."""
-
+from penstock.ports import GroupRecord
+from penstock.types import NO_VERSION
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(GroupRecord)
 
+HIGHEST_VERSION = b"highest_version"
+
+
+class PoolUnreadable(RuntimeError):
+    """The index is damaged."""
+
+    self_explanatory = True
+
 
 class PoolIndex:
-    """Group number -> `GroupRecord`."""
+    """Group number -> `GroupRecord`; and the highest policy_version there ever was."""
 
     def __init__(self, directory: Path, *, map_bytes: int = 16 << 30) -> None:
+        """Raises `PoolUnreadable`."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._env = lmdb.open(str(directory / "index"), map_size=map_bytes, sync=False, metasync=False, max_readers=64)
+        self._path = directory / "index"
+        try:
+            self._env = lmdb.open(
+                str(self._path), map_size=map_bytes, sync=False, metasync=False, max_readers=64, max_dbs=2
+            )
+            self._groups, self._facts = self._env.open_db(b"groups"), self._env.open_db(b"facts")
+        except lmdb.Error as error:
+            raise self._unreadable(error) from error
 
-    def put(self, record: GroupRecord) -> None:
+    def put(self, records: Sequence[GroupRecord]) -> None:
+        """Add or replace, in one transaction. The highest version is kept with them."""
         with self._env.begin(write=True) as txn:
-            txn.put(_key(record.group), _encoder.encode(record))
+            for record in records:
+                txn.put(_key(record.group), _encoder.encode(record), db=self._groups)
+            versions = [record.trained_in for record in records if record.trained_in is not None]
+            if versions and max(versions) > self._highest(txn):
+                txn.put(HIGHEST_VERSION, str(max(versions)).encode(), db=self._facts)
 
-    def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
-        """Change the state of `groups` in one transaction."""
-        with self._env.begin(write=True) as txn:
-            for group in groups:
-                if (data := txn.get(_key(group))) is not None:
-                    record = msgspec.structs.replace(_decoder.decode(data), state=state, trained_in=trained_in)
-                    txn.put(_key(group), _encoder.encode(record))
-
-    def get(self, group: int) -> GroupRecord | None:
+    def get(self, groups: Sequence[int]) -> list[GroupRecord]:
+        """Those of `groups` that are known."""
         with self._env.begin() as txn:
-            data = txn.get(_key(group))
-        return None if data is None else _decoder.decode(data)
+            found = [txn.get(_key(group), db=self._groups) for group in groups]
+        return [_decoder.decode(data) for data in found if data is not None]
+
+    @property
+    def highest_version(self) -> int:
+        """That anything was ever trained into; `NO_VERSION` if nothing was."""
+        with self._env.begin() as txn:
+            return self._highest(txn)
+
+    def raise_version(self, policy_version: int) -> None:
+        """There is such a version now, though nothing was trained into it yet."""
+        with self._env.begin(write=True) as txn:
+            if policy_version > self._highest(txn):
+                txn.put(HIGHEST_VERSION, str(policy_version).encode(), db=self._facts)
+
+    def _highest(self, txn: lmdb.Transaction) -> int:
+        return int(txn.get(HIGHEST_VERSION, db=self._facts) or NO_VERSION)
 
     def __iter__(self) -> Iterator[GroupRecord]:
-        with self._env.begin() as txn:
-            for _, data in txn.cursor():
-                yield _decoder.decode(data)
+        """In the order of their numbers. Raises `PoolUnreadable`."""
+        try:
+            with self._env.begin() as txn:
+                for _, data in txn.cursor(self._groups):
+                    yield _decoder.decode(data)
+        except (lmdb.Error, msgspec.MsgspecError) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> PoolUnreadable:
+        return PoolUnreadable(
+            f"{self._path} cannot be read ({error}): move it away, and the run goes on from its newest checkpoint "
+            "without what was played and not yet trained"
+        )
 
     def sync(self) -> None:
         """Make everything so far durable."""

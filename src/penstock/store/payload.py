@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ _COLUMNS: tuple[tuple[str, type[np.generic]], ...] = (
     ("versions", np.int32),
 )
 _ALIGNMENT = 8
+CLOCK_S = 1.0
+"""More than the file system's times lag behind the clock."""
 
 
 class PayloadError(RuntimeError):
@@ -93,7 +95,7 @@ class PayloadWriter:
 
     def __init__(self, directory: Path, worker: str, *, max_file_bytes: int = 64 << 20) -> None:
         self._directory, self._worker, self._max_file_bytes = directory, worker, max_file_bytes
-        self._number = len(list(directory.glob(f"{worker}-*.seg")))
+        self._number = max((number for name, number in _files(directory) if name == worker), default=-1) + 1
         self._open()
 
     def append(self, samples: Sequence[Sample]) -> PayloadRef:
@@ -129,7 +131,7 @@ class PayloadWriter:
         return OSError(number, message, str(self._directory / self._name))
 
     def _open(self) -> None:
-        self._name = f"{self._worker}-{self._number:05d}.seg"
+        self._name = _file_name(self._worker, self._number)
         self._file = (self._directory / self._name).open("ab", buffering=0)
 
 
@@ -154,9 +156,32 @@ class PayloadReader:
     def _map(self, name: str, end: int) -> mmap.mmap:
         mapped = self._maps.get(name)
         if mapped is None or len(mapped) < end:
+            # A removed file takes its space as long as it is mapped.
+            self._maps = {known: it for known, it in self._maps.items() if (self._directory / known).exists()}
             with (self._directory / name).open("rb") as file:
                 mapped = self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return mapped
+
+
+def remove_files(directory: Path, *, written_before: float, keep: Collection[str]) -> None:
+    """Remove files that nobody has written to since `written_before` (seconds since the epoch), but those to `keep` and
+    the newest one of each worker, which it may have open."""
+    found = sorted(_files(directory))
+    newest = dict(found)
+    for worker, number in found:
+        path = directory / _file_name(worker, number)
+        if number != newest[worker] and path.name not in keep and path.stat().st_mtime < written_before - CLOCK_S:
+            path.unlink()
+
+
+def _file_name(worker: str, number: int) -> str:
+    return f"{worker}-{number:05d}.seg"
+
+
+def _files(directory: Path) -> list[tuple[str, int]]:
+    """(worker, number) of every segment file."""
+    parts = (path.stem.rpartition("-") for path in directory.glob("*.seg"))
+    return [(worker, int(number)) for worker, _, number in parts]
 
 
 def _aligned(offset: int) -> int:

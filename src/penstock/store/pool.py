@@ -1,34 +1,120 @@
-"""The experience pool as the controller sees it: groups enter with their reference, and change state."""
+"""The experience pool as the controller sees it: groups enter, change state, end; files that nobody needs go."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.store.index import GroupRecord, PoolIndex
-from penstock.types import EpisodeSummary, PayloadRef, Task
+import msgspec
+
+from penstock.ports import EndedGroup, GroupRecord
+from penstock.store.index import PoolIndex
+from penstock.store.payload import remove_files
+from penstock.types import EpisodeState, EpisodeSummary, PayloadRef, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """A group whose tokens may still be read."""
+
+    admitted_at: float
+    file: str | None = None
+    ended: bool = False
+    trained_in: int | None = None
+
+    def by(self, policy_version: int) -> bool:
+        """Whether somebody who goes on from `policy_version` needs it."""
+        return not self.ended or (self.trained_in is not None and self.trained_in > policy_version)
 
 
 class ExperiencePool:
-    """The index behind the loop's `Pool`."""
+    """The index behind the loop's `Pool`, and the tokens' files."""
 
     def __init__(self, directory: Path) -> None:
+        """Raises `PoolUnreadable`."""
+        self._directory = directory
         self._index = PoolIndex(directory)
+        self._needed = {record.group: _needed(record) for record in self._index}
+        """Groups whose tokens are not known to be covered by durable checkpoints."""
 
-    def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
+    def admit(self, groups: Sequence[tuple[int, Task]]) -> None:
+        now = time.time()
+        records = []
+        for number, task in groups:
+            since = self._needed[number].admitted_at if number in self._needed else now
+            self._needed[number] = Needed(since)
+            records.append(GroupRecord(group=number, task_id=task.task_id, task_index=task.index, admitted_at=since))
+        self._index.put(records)
+
+    def add(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
+        since = self._needed[group].admitted_at
+        self._needed[group] = Needed(since, ref.file)
         self._index.put(
-            GroupRecord(group=group, task_id=task.task_id, task_index=task.index, ref=ref, episodes=list(episodes))
+            [
+                GroupRecord(
+                    group=group,
+                    task_id=task.task_id,
+                    task_index=task.index,
+                    admitted_at=since,
+                    ref=ref,
+                    episodes=list(episodes),
+                    state=EpisodeState.READY,
+                )
+            ]
         )
 
-    def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
-        self._index.mark(groups, state, trained_in=trained_in)
+    def end(self, groups: Sequence[EndedGroup]) -> None:
+        if not groups:
+            return
+        ended = {each.group: each for each in groups}
+        records = []
+        for record in self._index.get(list(ended)):
+            counts, trained_in = ended[record.group].counts, ended[record.group].trained_in
+            state = max(counts, key=counts.__getitem__) if trained_in is None else EpisodeState.TRAINED
+            records.append(msgspec.structs.replace(record, state=state, counts=counts, trained_in=trained_in))
+            self._needed[record.group] = replace(self._needed[record.group], ended=True, trained_in=trained_in)
+        self._index.put(records)
 
-    def get(self, group: int) -> GroupRecord | None:
-        """What is known of a played group."""
-        return self._index.get(group)
+    def revive(self, groups: Sequence[int]) -> None:
+        records = [
+            msgspec.structs.replace(record, state=EpisodeState.READY, counts={}, trained_in=None)
+            for record in self._index.get(groups)
+        ]
+        self._index.put(records)
+        self._needed |= {record.group: _needed(record) for record in records}
+
+    def covered(self, policy_version: int) -> None:
+        self._needed = {group: needed for group, needed in self._needed.items() if needed.by(policy_version)}
+        files = {needed.file for needed in self._needed.values() if needed.file is not None}
+        oldest = min((needed.admitted_at for needed in self._needed.values()), default=time.time())
+        remove_files(self._directory, written_before=oldest, keep=files)
+
+    def get(self, groups: Sequence[int]) -> list[GroupRecord]:
+        return self._index.get(groups)
+
+    def records(self) -> Iterator[GroupRecord]:
+        return iter(self._index)
+
+    @property
+    def highest_version(self) -> int:
+        return self._index.highest_version
+
+    def raise_version(self, policy_version: int) -> None:
+        self._index.raise_version(policy_version)
 
     def sync(self) -> None:
         self._index.sync()
 
     def close(self) -> None:
         self._index.close()
+
+
+def _needed(record: GroupRecord) -> Needed:
+    return Needed(
+        record.admitted_at,
+        record.ref.file if record.ref is not None else None,
+        record.state not in (EpisodeState.PENDING, EpisodeState.READY),
+        record.trained_in,
+    )

@@ -137,7 +137,9 @@ class WeightsPublisher:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._folders: list[Path] = []
+        left = (path for path in directory.glob("*/") if path.name.isdecimal())
+        self._folders = sorted(left, key=lambda path: int(path.name))
+        """Those of a publisher that died are among them."""
 
     def publish(self, named: Mapping[str, Tensor], policy_version: int) -> WeightsHandle:
         """Write one version."""

@@ -1,0 +1,53 @@
+"""Everything the loops touch, behind ports, and how far the run is."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.config import Config
+from penstock.data.sources import TaskStream
+from penstock.ports import Observer, Pool, RolloutServers, Trainer, Workers
+from penstock.scheduler.scheduler import Scheduler
+from penstock.types import EpisodeState, LearnerState, Task
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the run directory."""
+
+
+@dataclass(slots=True, kw_only=True)
+class System:
+    """One run, in the controller or in the simulator."""
+
+    config: Config
+    run_dir: Path
+    scheduler: Scheduler
+    tasks: TaskStream
+    held_out: Sequence[Task]
+    workers: Workers
+    trainer: Trainer
+    servers: RolloutServers
+    pool: Pool
+    recorder: Observer
+    num_steps: int = 0
+    """Optimizer steps taken so far."""
+    stepping: asyncio.Task[tuple[LearnerState, int]] | None = None
+    """The latest optimizer step."""
+    saved_versions: list[int] = field(default_factory=list)
+    """Versions in the checkpoints that are kept, the oldest first; of those that this process has seen being saved."""
+
+    @property
+    def done(self) -> bool:
+        """The last optimizer step is taken."""
+        settings, num_samples = self.config.trainer, self.scheduler.ledger.count(EpisodeState.TRAINED)
+        return self.num_steps >= settings.steps or num_samples >= (settings.total_samples or math.inf)
+
+    def book(self, learner: LearnerState) -> int:
+        """An optimizer step was taken; returns how many groups it trained."""
+        groups = self.scheduler.learned(learner)
+        self.pool.end(self.scheduler.take_ended())
+        self.num_steps += 1
+        return len(groups)
