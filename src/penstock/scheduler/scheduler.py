@@ -333,7 +333,7 @@ class Scheduler:
         while True:
             self._trainable.clear()
             decision = self._supply.decide(now=self._now())
-            if decision.num_groups:
+            if decision.fires:
                 break
             self._check_supply()
             await self._progress.wait(self._trainable, until=decision.look_again_at)
@@ -360,9 +360,9 @@ class Scheduler:
         if self._out_of_tasks is not None and not (self._dispatcher.num_waiting or self._dispatcher.num_playing):
             raise OutOfTasks(self._out_of_tasks)
 
-    def learned(self, learner: LearnerState) -> tuple[int, ...]:
-        """The learner made a new version from everything in training; returns those groups. What it tells of itself
-        moves the trigger's thresholds and the preference for short answers."""
+    def learned(self, learner: LearnerState) -> None:
+        """The learner made a new version from everything in training. What it tells of itself moves the trigger's
+        thresholds and the preference for short answers."""
         trained, aged, adjustment = self._supply.learned(learner)
         for group in trained:
             self._leave(group, EpisodeState.TRAINED)
@@ -373,12 +373,11 @@ class Scheduler:
         self._look_out(learner, num_aged=sum(count for _, count in aged))
         self.ledger.check()
         self._progress.changed(self._runnable, self._trainable)
-        return tuple(group.number for group in trained)
 
-    def published(self, version: int, num_groups: int) -> None:
-        """Every server serves `version`: the `num_groups` it was trained on leave flight."""
+    def published(self, version: int) -> None:
+        """Every server serves `version`: the groups it was trained on leave flight."""
         self.policy_version = version
-        self._supply.published(num_groups)
+        self._supply.published(version)
         self._progress.changed(self._runnable)
 
     # --- what it shows and what survives ---------------------------------------------------------------------------

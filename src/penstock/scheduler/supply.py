@@ -38,7 +38,8 @@ class Supply:
         self._ready: dict[int, tuple[LiveGroup, float]] = {}
         """In the order they became so, with the time."""
         self._training: list[LiveGroup] = []
-        self._num_unpublished = 0
+        self._unserved: dict[int, int] = {}
+        """Versions that no server serves yet, with the number of groups trained into each."""
 
     @property
     def num_ready(self) -> int:
@@ -47,7 +48,7 @@ class Supply:
     @property
     def num_unserved(self) -> int:
         """Groups in training, or trained into weights that no server serves yet."""
-        return len(self._training) + self._num_unpublished
+        return len(self._training) + sum(self._unserved.values())
 
     @property
     def groups_per_step(self) -> int:
@@ -105,7 +106,7 @@ class Supply:
             self.bias.trained([group.summaries[member].response_tokens for member in members])
             group.ledger.move(group.number, members, EpisodeState.TRAINED)
         self.trained_version = learner.policy_version
-        self._num_unpublished += len(trained)
+        self._unserved[learner.policy_version] = len(trained)
         self._adjustment = self.feedback.observe(learner)
         aged = [(group, count) for group, _ in list(self._ready.values()) if (count := self._discard_stale(group))]
         return trained, aged, self._adjustment
@@ -124,7 +125,7 @@ class Supply:
             group.ledger.move(group.number, members, EpisodeState.READY)
         self._ready = {group.number: (group, now) for group in self._training} | self._ready
         self._training = []
-        self._num_unpublished = 0
+        self._unserved = {}
         self.trained_version = trained_version
 
     def put(self, group: LiveGroup, *, now: float) -> None:
@@ -138,9 +139,9 @@ class Supply:
             del self._ready[group.number]
         return found
 
-    def published(self, num_groups: int) -> None:
-        """The weights that `num_groups` were trained into are served."""
-        self._num_unpublished -= num_groups
+    def published(self, version: int) -> None:
+        """All that was trained into `version`, and into those before, is served."""
+        self._unserved = {unserved: num for unserved, num in self._unserved.items() if unserved > version}
 
     def clear(self) -> None:
         """Nothing of this will be trained."""
