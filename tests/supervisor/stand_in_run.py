@@ -6,6 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from penstock.config import SupervisorConfig
 from penstock.ports import ProcessSpec
 from penstock.supervisor import procfs
 from penstock.supervisor.launcher import LocalLauncher
@@ -13,6 +14,7 @@ from penstock.supervisor.record import Record
 from penstock.supervisor.supervisor import Outcome, Supervisor
 
 HERE = Path(__file__).parent
+DEFAULTS = SupervisorConfig()
 
 
 def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.0) -> ProcessSpec:
@@ -29,7 +31,8 @@ def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.
 class Run:
     """One run in `base`; `supervisor` is there once it is being supervised."""
 
-    def __init__(self, base: Path, *stages: list[ProcessSpec]) -> None:
+    def __init__(self, base: Path, *stages: list[ProcessSpec], settings: SupervisorConfig = DEFAULTS) -> None:
+        self.settings = settings
         self.run_dir, self.runtime_dir, self.stages = base / "run", base / "runtime", stages
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.supervisor: Supervisor | None = None
@@ -43,6 +46,7 @@ class Run:
                 stages=self.stages,
                 launcher=launcher,
                 record=record,
+                settings=self.settings,
             )
             return await self.supervisor.run()
 

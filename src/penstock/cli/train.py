@@ -83,6 +83,7 @@ async def supervise(run: OpenRun) -> Outcome:
             stages=stages(run.config),
             launcher=launcher,
             record=run.record,
+            settings=run.config.supervisor,
         )
         display = tasks.create_task(show_progress(run))
         outcome = await supervisor.run()

@@ -215,6 +215,13 @@ class SupervisorConfig(Section):
     grace_s: float = Field(8.0, gt=0)
     """Between a request to stop and SIGKILL."""
     heartbeat_s: float = Field(0.5, gt=0)
+    max_restarts: int = Field(5, ge=0)
+    """Of one process within `restart_window_s`; the next loss fails the run. A process that was never ready, or refuses
+    its configuration, is not restarted."""
+    restart_window_s: float = Field(600.0, gt=0)
+    backoff_s: float = Field(0.2, ge=0)
+    """Pause before a restart. It doubles with each within the window, up to `max_backoff_s`."""
+    max_backoff_s: float = Field(30.0, ge=0)
 
 
 class ObserveConfig(Section):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from penstock.observe import summary
 from penstock.supervisor import procfs
+from penstock.supervisor.failure import ExitKind
 from penstock.supervisor.record import Record
 from penstock.supervisor.states import RunState
 
@@ -103,7 +104,7 @@ def clean(run_dir: Path, runtime_dir: Path, nonce: str, sessions: set[int]) -> N
     shutil.rmtree(runtime_dir, ignore_errors=True)
     leftovers = [f"process {stat.pid}" for stat in remaining] + ([str(runtime_dir)] if runtime_dir.exists() else [])
     record = Record.load(run_dir)
-    record.close_processes(reason=REASON)
+    record.close_processes(kind=ExitKind.LOST, reason=REASON)
     if leftovers:
         record.add_leftovers(leftovers)
     if not record.status.is_final:

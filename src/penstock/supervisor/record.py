@@ -71,12 +71,20 @@ class Record:
         self._save()
         self.note("process", name=name, state=to.value, **facts)
 
-    def close_processes(self, *, reason: str) -> None:
+    def close_processes(self, *, kind: str, reason: str) -> None:
         """Mark every process that is not known to have ended as ended."""
         for name, known in self._document["processes"].items():
             state = ProcessState(known["state"])
-            if state not in (ProcessState.PENDING, ProcessState.EXITED):
-                self.move_process(name, ProcessState.EXITED, reason=reason)
+            if state is ProcessState.BACKOFF:
+                self.move_process(name, ProcessState.EXITED)
+            elif state not in (ProcessState.PENDING, ProcessState.EXITED, ProcessState.FATAL):
+                self.move_process(name, ProcessState.EXITED, kind=kind, reason=reason)
+
+    def is_complete(self) -> bool:
+        """Whether the controller has recorded the run's last step, in this life of the run."""
+        events = jsonl.read(self._run_dir / "events.jsonl")
+        started = max((i for i, event in enumerate(events) if event.get("to") == RunState.STARTING), default=0)
+        return any(event.get("event") == "completed" for event in events[started:])
 
     def add_leftovers(self, leftovers: list[str]) -> None:
         """Remember what could not be removed."""
