@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
+import penstock
 from penstock.config import SupervisorConfig
 from penstock.ports import ProcessSpec
 from penstock.supervisor import procfs
@@ -14,6 +16,7 @@ from penstock.supervisor.record import Record
 from penstock.supervisor.supervisor import Outcome, Supervisor
 
 HERE = Path(__file__).parent
+SOURCE = Path(penstock.__file__).parents[1]
 DEFAULTS = SupervisorConfig()
 
 
@@ -24,7 +27,7 @@ def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.
         module=f"stand_ins.{stand_in}",
         ready_s=ready_s,
         grace_s=grace_s,
-        env={"PYTHONPATH": str(HERE)},
+        env={"PYTHONPATH": os.pathsep.join([str(HERE), str(SOURCE)])},
     )
 
 

@@ -123,6 +123,38 @@ async def test_whoever_is_killed_is_started_again_and_the_run_completes(tmp_path
     assert_nothing_left(run)
 
 
+async def test_a_stopped_process_is_taken_for_hung_and_started_again(tmp_path: Path) -> None:
+    settings = SupervisorConfig(backoff_s=0.5, heartbeat_s=0.05, silent_s=1.0)
+    run = Run(tmp_path, [spec("controller", "obedient")], [spec("trainer-0", "steady")], settings=settings)
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+    first = state_of(run)["processes"]["trainer-0"]["pid"]
+    os.kill(first, signal.SIGSTOP)
+    await until_process(run, "trainer-0", "degraded")
+    await until_process(run, "trainer-0", "ready", other_than=first)
+    (run.run_dir / "finish").touch()
+    assert (await task).status is RunState.COMPLETED
+    (exit_,) = [e for e in jsonl.read(run.run_dir / "events.jsonl") if e.get("kind") == "hung"]
+    assert exit_["returncode"] == -signal.SIGKILL and exit_["reason"].startswith("hung: no heartbeat for 1.")
+    assert_nothing_left(run)
+
+
+@pytest.mark.parametrize(
+    ("habit", "reason"), [("blocks", "hung: no heartbeat for"), ("gets_stuck", "hung: no progress with Step for")]
+)
+async def test_who_hangs_shows_its_stacks_and_is_started_again(tmp_path: Path, habit: str, reason: str) -> None:
+    settings = SupervisorConfig(backoff_s=0.5, heartbeat_s=0.05, silent_s=1.0, hang_s=1.0)
+    run = Run(tmp_path, [spec("controller", "obedient")], [spec("env-0", habit)], settings=settings)
+    task = asyncio.create_task(run.supervise())
+    await until_process(run, "env-0", "backoff")
+    assert state_of(run)["processes"]["env-0"]["reason"].startswith(reason)
+    await until_process(run, "env-0", "ready")
+    log = (run.run_dir / "logs" / "env-0.log").read_text()
+    assert "Current thread" in log and "penstock: restart 1 of env-0 (hung" in log
+    (run.run_dir / "finish").touch()
+    assert (await task).status is RunState.COMPLETED
+
+
 async def test_exit_code_0_in_mid_run_is_a_loss_too(tmp_path: Path) -> None:
     run = Run(tmp_path, [spec("controller", "obedient")], [spec("env-0", "leaves_once")])
     task = asyncio.create_task(run.supervise())

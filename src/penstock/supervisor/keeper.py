@@ -7,19 +7,24 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from penstock.config import SupervisorConfig
 from penstock.ports import Launcher, ProcessHandle, ProcessSpec
 from penstock.supervisor import failure
-from penstock.supervisor.child import FAILED
+from penstock.supervisor.child import FAILED, HEARTBEAT_S
 from penstock.supervisor.failure import Exit, ExitKind, Report
+from penstock.supervisor.liveness import Finding, Health, Liveness, read_beat
 from penstock.supervisor.procfs import identify, num_oom_kills
 from penstock.supervisor.record import Record
 from penstock.supervisor.restart import Action, Decision
 from penstock.supervisor.states import ProcessState
 
 PROBE_FIRST_S, PROBE_LAST_S = 0.02, 0.5
+STALL_REPORT_S = 1.0
+"""What a hung process has to write down its stacks; a stopped one never does."""
 KILLED = "killed by supervisor"
 
 Judge = Callable[["Keeper", Exit], Decision]
@@ -28,8 +33,17 @@ Judge = Callable[["Keeper", Exit], Decision]
 class Keeper:
     """Keeps a process going; what follows from an end is decided by `judge`."""
 
-    def __init__(self, spec: ProcessSpec, *, launcher: Launcher, record: Record, runtime_dir: Path, log: Path) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        settings: SupervisorConfig,
+        launcher: Launcher,
+        record: Record,
+        runtime_dir: Path,
+        log: Path,
+    ) -> None:
+        self.spec = replace(spec, env={**spec.env, HEARTBEAT_S: str(settings.heartbeat_s)})
         self.log = log
         self.ready = asyncio.Event()
         """It was, at least once."""
@@ -38,11 +52,13 @@ class Keeper:
         self.failure: Exit | None = None
         """How it ended last, until it is ready again."""
         self.num_restarts = 0
+        self._settings = settings
         self._launcher = launcher
         self._record = record
         self._runtime_dir = runtime_dir
         self._sent: set[int] = set()
         """Signals that the process has been sent."""
+        self._state = ProcessState.PENDING
         self._retired = asyncio.Event()
 
     @property
@@ -61,12 +77,10 @@ class Keeper:
             self.failure = await self._live()
             decision = judge(self, self.failure)
             if decision.action is Action.FAIL:
-                self._record.move_process(self.spec.name, ProcessState.FATAL)
+                self._move(ProcessState.FATAL)
             if decision.action is not Action.RESTART:
                 return
-            self._record.move_process(
-                self.spec.name, ProcessState.BACKOFF, after_s=decision.after_s, decision=decision.reason
-            )
+            self._move(ProcessState.BACKOFF, after_s=decision.after_s, decision=decision.reason)
             with suppress(TimeoutError):
                 async with asyncio.timeout(decision.after_s):
                     await self._retired.wait()
@@ -84,7 +98,7 @@ class Keeper:
             return
         assert self.process is not None
         if signum == signal.SIGTERM:
-            self._record.move_process(self.spec.name, ProcessState.STOPPING)
+            self._move(ProcessState.STOPPING)
         self._sent.add(signum)
         await self._launcher.signal(self.process, signum)
 
@@ -92,6 +106,7 @@ class Keeper:
         """One life."""
         num_oom_kills_before = num_oom_kills()
         self.process = None
+        self._sent.clear()
         try:
             self.process = await self._launcher.spawn(self.spec)
         except OSError as error:
@@ -99,8 +114,7 @@ class Keeper:
             return self._ended(Exit(time=time.time(), returncode=None, kind=kind, reason=f"cannot start: {error}"))
         identity = identify(self.process.pid)
         facts = asdict(identity) if identity else {"pid": self.process.pid}
-        self._record.move_process(
-            self.spec.name,
+        self._move(
             ProcessState.STARTING,
             role=self.spec.role,
             restarts=self.num_restarts,
@@ -124,6 +138,8 @@ class Keeper:
             if exit_.done():
                 return ""
             hung = watching.result()
+            await self._launcher.signal(process, signal.SIGUSR1)
+            await asyncio.wait([exit_], timeout=STALL_REPORT_S)
             await self._launcher.signal(process, signal.SIGKILL)
             return hung
         finally:
@@ -131,11 +147,19 @@ class Keeper:
             watching.cancel()
 
     async def _look_after(self, process: ProcessHandle) -> str:
-        """Await readiness. Returns why the process has to be killed."""
+        """Await readiness, then see that it gets on, until it is asked to end. Returns why it has to be killed."""
         if missing := await self._await_ready(process):
             return f"was not ready after {self.spec.ready_s:g} s: {missing}"
-        await asyncio.Event().wait()
-        return ""
+        liveness = Liveness(self._settings, now=time.monotonic())
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_s)
+            if self._sent:
+                await asyncio.Event().wait()
+            beat = read_beat(self._runtime_dir, self.spec.name, process.pid)
+            finding = liveness.look(beat, now=time.monotonic())
+            if finding.health is Health.HUNG:
+                return f"hung: {finding.reason}"
+            self._note_health(finding)
 
     async def _await_ready(self, process: ProcessHandle) -> str | None:
         """Probe with growing pauses; returns what was missing in the end."""
@@ -145,11 +169,17 @@ class Keeper:
                 return missing
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PROBE_LAST_S)
-        if signal.SIGTERM not in self._sent:
+        if not self._sent:
             self.failure = None
-            self._record.move_process(self.spec.name, ProcessState.READY)
+            self._move(ProcessState.READY)
             self.ready.set()
         return None
+
+    def _note_health(self, finding: Finding) -> None:
+        if finding.health is Health.DEGRADED and self._state is ProcessState.READY:
+            self._move(ProcessState.DEGRADED, reason=finding.reason)
+        elif finding.health is Health.ALIVE and self._state is ProcessState.DEGRADED:
+            self._move(ProcessState.READY, reason=None)
 
     def _classify(self, code: int, hung: str, is_out_of_memory: bool) -> Exit:
         said, how = self.report, failure.describe_code(code)
@@ -164,10 +194,12 @@ class Keeper:
         return Exit(time=time.time(), returncode=code, kind=kind, reason=how)
 
     def _ended(self, exit_: Exit) -> Exit:
-        self._record.move_process(
-            self.spec.name, ProcessState.EXITED, returncode=exit_.returncode, kind=exit_.kind, reason=exit_.reason
-        )
+        self._move(ProcessState.EXITED, returncode=exit_.returncode, kind=exit_.kind, reason=exit_.reason)
         return exit_
+
+    def _move(self, state: ProcessState, **facts: Any) -> None:
+        self._state = state
+        self._record.move_process(self.spec.name, state, **facts)
 
     def _announce(self, decision: Decision) -> None:
         """In the process's own log, before its next words."""

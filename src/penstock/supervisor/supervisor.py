@@ -70,6 +70,7 @@ class Supervisor:
         self._stages = stages
         self._launcher = launcher
         self._record = record
+        self._settings = settings
         self._restarts = RestartPolicy(settings)
         self._kept: dict[str, tuple[Keeper, asyncio.Task[None]]] = {}
         self._verdict: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -131,7 +132,14 @@ class Supervisor:
 
     def _keep(self, spec: ProcessSpec, tasks: asyncio.TaskGroup) -> Keeper:
         log = self._run_dir / "logs" / f"{spec.name}.log"
-        keeper = Keeper(spec, launcher=self._launcher, record=self._record, runtime_dir=self._runtime_dir, log=log)
+        keeper = Keeper(
+            spec,
+            settings=self._settings,
+            launcher=self._launcher,
+            record=self._record,
+            runtime_dir=self._runtime_dir,
+            log=log,
+        )
         self._kept[spec.name] = keeper, tasks.create_task(keeper.keep(self._judge))
         return keeper
 
