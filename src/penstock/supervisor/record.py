@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.observe import jsonl
+from penstock.supervisor.failure import ExitKind
 from penstock.supervisor.procfs import Identity, identify
 from penstock.supervisor.states import ProcessState, RunState, move_process, move_run
+
+FORMAT = 1
+"""Of a run directory: what lies where, and what it means."""
+LOST = "the supervisor was killed"
 
 
 class Record:
@@ -29,13 +34,14 @@ class Record:
     @classmethod
     def create(cls, run_dir: Path, *, run_id: str, runtime_dir: Path) -> Record:
         """Begin the record of a new run, owned by this process."""
-        owner = identify(os.getpid())
         document: dict[str, Any] = {
+            "format": FORMAT,
             "run_id": run_id,
             "status": RunState.PENDING.value,
             "error": None,
-            "supervisor": asdict(owner) if owner else {"pid": os.getpid()},
+            "supervisor": _own_identity(),
             "runtime_dir": str(runtime_dir),
+            "lives": 1,
             "started": time.time(),
             "ended": None,
             "processes": {},
@@ -49,6 +55,29 @@ class Record:
     def load(cls, run_dir: Path) -> Record:
         """Take up the record of an existing run."""
         return cls(run_dir, json.loads((run_dir / "state.json").read_text()))
+
+    @property
+    def run_id(self) -> str:
+        return str(self._document["run_id"])
+
+    def begin_again(self, *, runtime_dir: Path, reason: str) -> None:
+        """Begin another life of the run, owned by this process."""
+        if not self.status.is_final:
+            self.close_processes(kind=ExitKind.LOST, reason=LOST)
+            self.move(RunState.FAILED, actor="resume", reason=LOST)
+        before = self.status
+        self._document |= {
+            "status": RunState.PENDING.value,
+            "error": None,
+            "supervisor": _own_identity(),
+            "runtime_dir": str(runtime_dir),
+            "lives": self._document["lives"] + 1,
+            "ended": None,
+            "processes": {},
+            "leftovers": [],
+        }
+        self._save()
+        self.note("state", durable=True, **{"from": before}, to=RunState.PENDING, actor="user", reason=reason)
 
     @property
     def status(self) -> RunState:
@@ -98,6 +127,11 @@ class Record:
 
     def _save(self) -> None:
         jsonl.write_json(self._run_dir / "state.json", self._document)
+
+
+def _own_identity() -> dict[str, Any]:
+    owner = identify(os.getpid())
+    return asdict(owner) if owner else {"pid": os.getpid()}
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
