@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -62,6 +63,25 @@ def test_another_life_begins_where_the_last_one_ended(tmp_path: Path) -> None:
     assert (exit_["name"], exit_["kind"]) == ("env-0", "lost")
     again.move(RunState.STARTING, actor="supervisor")
     assert not again.is_complete()
+
+
+def test_what_a_full_disk_keeps_from_being_written_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Record.create(tmp_path, run_id="r", runtime_dir=tmp_path / "runtime")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(jsonl, "append", fail)
+        full.setattr(jsonl, "write_json", fail)
+        record.move(RunState.STARTING, actor="supervisor")
+        assert "No space left" in capsys.readouterr().err
+    record.move(RunState.RUNNING, actor="supervisor")
+    assert [event["to"] for event in jsonl.read(tmp_path / "events.jsonl")] == ["starting", "running"]
+    state = read_state(tmp_path)
+    assert state is not None and state["status"] == "running"
 
 
 def test_secrets_do_not_reach_the_disk(tmp_path: Path) -> None:

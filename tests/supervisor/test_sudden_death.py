@@ -75,14 +75,14 @@ def test_what_was_killed_can_be_resumed(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_waits_for_no_janitor(tmp_path: Path) -> None:
-    supervisor, run = start(tmp_path, "controller=obedient", "env-0=breeds")
+    supervisor, run = start(tmp_path, "controller=obedient", "env-0=stubborn")
     until(lambda: state_of(run)["status"] == "running")
     os.kill(janitor_of(supervisor), signal.SIGKILL)
     supervisor.kill()
     supervisor.wait()
     assert run.living() and run.runtime_dir.exists()
     (run.run_dir / "finish").touch()
-    again, _ = start(tmp_path, "controller=obedient", "env-0=breeds")
+    again, _ = start(tmp_path, "controller=obedient", "env-0=stubborn")
     assert again.wait(PATIENCE_S) == 0
     assert state_of(run)["status"] == "completed"
     assert not run.living() and not run.runtime_dir.exists()

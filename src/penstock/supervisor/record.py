@@ -1,15 +1,19 @@
 """What is known of a run, kept so that a dead supervisor can still be asked (standard library only; the janitor too).
 
-`state.json` is the snapshot, always whole; `events.jsonl` is the history, appended and synced to disk on every change
-of the run's state. Both change together, through one object, and only along legal transitions.
+`events.jsonl` is the history, appended first and synced to disk on every change of the run's state; `state.json` is
+the snapshot, always whole. Both change through one object, and only along legal transitions. A full disk ends no run: what
+cannot be written is written later.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,8 @@ class Record:
     def __init__(self, run_dir: Path, document: dict[str, Any]) -> None:
         self._run_dir = run_dir
         self._document = document
+        self._unwritten: list[dict[str, Any]] = []
+        """Of the history, because the disk is full."""
 
     @classmethod
     def create(cls, run_dir: Path, *, run_id: str, runtime_dir: Path) -> Record:
@@ -47,9 +53,8 @@ class Record:
             "processes": {},
             "leftovers": [],
         }
-        record = cls(run_dir, document)
-        record._save()
-        return record
+        jsonl.write_json(run_dir / "state.json", document)
+        return cls(run_dir, document)
 
     @classmethod
     def load(cls, run_dir: Path) -> Record:
@@ -76,8 +81,8 @@ class Record:
             "processes": {},
             "leftovers": [],
         }
-        self._save()
         self.note("state", durable=True, **{"from": before}, to=RunState.PENDING, actor="user", reason=reason)
+        self._save()
 
     @property
     def status(self) -> RunState:
@@ -90,15 +95,15 @@ class Record:
         if to.is_final:
             self._document["ended"] = time.time()
             self._document["error"] = reason if to is RunState.FAILED else None
-        self._save()
         self.note("state", durable=True, **{"from": before.value}, to=to.value, actor=actor, reason=reason)
+        self._save()
 
     def move_process(self, name: str, to: ProcessState, **facts: Any) -> None:
         """Bring one process to another state and remember what is known of it (pid, returncode, reason, ...)."""
         known = self._document["processes"].setdefault(name, {"state": ProcessState.PENDING.value})
         known.update(facts, state=move_process(ProcessState(known["state"]), to).value)
-        self._save()
         self.note("process", name=name, state=to.value, **facts)
+        self._save()
 
     def close_processes(self, *, kind: str, reason: str) -> None:
         """Mark every process that is not known to have ended as ended."""
@@ -118,15 +123,30 @@ class Record:
     def add_leftovers(self, leftovers: list[str]) -> None:
         """Remember what could not be removed."""
         self._document["leftovers"] = leftovers
-        self._save()
         self.note("leftovers", leftovers=leftovers)
+        self._save()
 
     def note(self, event: str, *, durable: bool = False, **facts: Any) -> None:
         """Append to the history; `durable` returns only once it is on disk."""
-        jsonl.append(self._run_dir / "events.jsonl", {"time": time.time(), "event": event, **facts}, durable=durable)
+        self._unwritten.append({"time": time.time(), "event": event, **facts})
+        with _tolerating_a_full_disk():
+            while self._unwritten:
+                jsonl.append(self._run_dir / "events.jsonl", self._unwritten[0], durable=durable)
+                del self._unwritten[0]
 
     def _save(self) -> None:
-        jsonl.write_json(self._run_dir / "state.json", self._document)
+        with _tolerating_a_full_disk():
+            jsonl.write_json(self._run_dir / "state.json", self._document)
+
+
+@contextmanager
+def _tolerating_a_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"warning: the state of the run cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 def _own_identity() -> dict[str, Any]:
