@@ -13,7 +13,6 @@ from penstock.supervisor.failure import (
     explain,
     read_report,
     root_cause,
-    tail,
 )
 
 
@@ -72,10 +71,3 @@ def test_a_predecessor_s_last_words_are_not_its_successor_s(tmp_path: Path) -> N
     assert read_report(tmp_path, "env-0", 7) == Report(time=1.0, message="it broke")
     assert read_report(tmp_path, "env-0", 8) is None
     assert read_report(tmp_path, "env-1", 7) is None
-
-
-def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    log.write_text("".join(f"line {i}\n" for i in range(10_000)))
-    assert tail(log, 2) == ["line 9998", "line 9999"]
-    assert tail(tmp_path / "none.log") == []

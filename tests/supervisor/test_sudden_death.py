@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,7 @@ def test_without_a_janitor_the_children_end_themselves(tmp_path: Path) -> None:
     supervisor.kill()
     supervisor.wait()
     until(lambda: not run.living(), seconds=5.0)
+    shutil.rmtree(run.runtime_dir)
 
 
 def test_two_runs_live_side_by_side(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from penstock.config import Config, ConfigError, load_config
 from penstock.observe import plots, progress, report, summary
 from penstock.observe.view import Plan
 from penstock.processes.layout import prepare, stages
-from penstock.supervisor.failure import quote_log
+from penstock.supervisor import log_files
 from penstock.supervisor.launcher import LocalLauncher
 from penstock.supervisor.ownership import Owned
 from penstock.supervisor.record import read_state
@@ -140,7 +140,7 @@ def start_detached(run_dir: Path, words: Sequence[str]) -> int:
     limit = time.monotonic() + DETACH_S
     while (read_state(run_dir) or {}).get("supervisor", {}).get("pid") != process.pid:
         if process.poll() is not None or time.monotonic() > limit:
-            raise Refused(f"run {run_dir.name} did not start{quote_log(log)}")
+            raise Refused(f"run {run_dir.name} did not start{log_files.quote(log)}")
         time.sleep(0.02)
     print(f"run {run_dir.name} started in {run_dir}\nfollow it with: penstock status {run_dir.name}")
     return 0

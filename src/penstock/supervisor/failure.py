@@ -1,4 +1,4 @@
-"""How processes end, and why a run failed, in words: which was the cause, how it ended, the last lines of its log."""
+"""How processes end, and why a run failed, in words: which was the cause, and how it ended."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 
 from penstock.supervisor.child import CONFIG_ERROR
 
-TAIL_LINES = 40
-TAIL_BYTES = 16_384
 DISK_FULL = ("No space left on device", "File too large")
 """How ENOSPC and EFBIG read, in every language's messages."""
 
@@ -110,23 +108,3 @@ def explain(cause: Cause, *, phase: str) -> str:
     said = f": {cause.report.message}" if cause.report else ""
     verb = "ended" if cause.exit and cause.exit.kind is ExitKind.OK else "failed"
     return f"{cause.name} {verb} {phase}{said}{ending}"
-
-
-def quote_log(log: Path) -> str:
-    """The last lines of a log, to be appended to a message."""
-    lines = tail(log)
-    if not lines:
-        return f"\n  its log {log} is empty"
-    return "\n".join([f"\n  last lines of {log}:", *(f"    {line}" for line in lines)])
-
-
-def tail(log: Path, num_lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a text file; none if there is no such file."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return text.rstrip().splitlines()[-num_lines:]

@@ -1,8 +1,8 @@
 """What is known of a run, kept so that a dead supervisor can still be asked (standard library only; the janitor too).
 
 `events.jsonl` is the history, appended first and synced to disk on every change of the run's state; `state.json` is
-the snapshot, always whole. Both change through one object, and only along legal transitions. A full disk ends no run: what
-cannot be written is written later.
+the snapshot, always whole. Both change through one object, and only along legal transitions. A full disk ends no run:
+what cannot be written is written later.
 """
 
 from __future__ import annotations

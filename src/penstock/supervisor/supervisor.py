@@ -18,13 +18,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import SupervisorConfig
 from penstock.ports import Launcher, ProcessSpec
-from penstock.supervisor import failure
+from penstock.supervisor import failure, log_files
 from penstock.supervisor.failure import Exit, ExitKind
 from penstock.supervisor.keeper import KILLED, Keeper
 from penstock.supervisor.record import Record
@@ -36,6 +36,8 @@ FAILED_GRACE_S = 1.0
 STOP_MARGIN_S = 1.0
 """What a stop may take beyond the longest grace, so that it has an end whoever does not answer."""
 KILL_S = 5.0
+ROTATE_EVERY_S = 10.0
+"""Between two looks at the logs' sizes."""
 CONTROLLER = "controller"
 
 
@@ -115,12 +117,14 @@ class Supervisor:
         self._record.move(RunState.STARTING, actor="supervisor")
         async with asyncio.TaskGroup() as tasks:
             start = tasks.create_task(self._start(tasks))
+            rotating = tasks.create_task(self._rotate_logs())
             outcome = await self._verdict
             start.cancel()
             await asyncio.wait([start])
             await self._end(outcome)
             for _, keeping in self._kept.values():
                 keeping.cancel()
+            rotating.cancel()
         return self._with_doubts(outcome)
 
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
@@ -142,6 +146,14 @@ class Supervisor:
         )
         self._kept[spec.name] = keeper, tasks.create_task(keeper.keep(self._judge))
         return keeper
+
+    async def _rotate_logs(self) -> None:
+        """A log that cannot be rotated, for lack of room, is left as it is until it can."""
+        while True:
+            for log in (self._run_dir / "logs").glob("*.log"):
+                with suppress(OSError):
+                    await asyncio.to_thread(log_files.rotate, log)
+            await asyncio.sleep(ROTATE_EVERY_S)
 
     def _judge(self, keeper: Keeper, loss: Exit) -> Decision:
         """An exit code of 0 proves nothing: only the controller's own record of the last step does."""
@@ -166,7 +178,7 @@ class Supervisor:
         )
         culprit = keepers[cause.name]
         what = failure.explain(cause, phase="in mid-run" if culprit.ready.is_set() else "while starting")
-        self._decide(failed(f"{what}; {decision.reason}{failure.quote_log(culprit.log)}"), actor=cause.name)
+        self._decide(failed(f"{what}; {decision.reason}{log_files.quote(culprit.log)}"), actor=cause.name)
 
     async def _end(self, outcome: Outcome) -> None:
         """Controller first (it drains while the others still serve), then stage by stage, the last stage first."""
