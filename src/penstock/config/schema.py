@@ -227,6 +227,14 @@ class SupervisorConfig(Section):
     """Pause before a restart. It doubles with each within the window, up to `max_backoff_s`."""
     max_backoff_s: float = Field(30.0, ge=0)
 
+    @model_validator(mode="after")
+    def _hears_several_beats(self) -> SupervisorConfig:
+        if self.silent_s < 4 * self.heartbeat_s:
+            raise ValueError(
+                f"silent_s ({self.silent_s:g}) must be at least four heartbeats (heartbeat_s is {self.heartbeat_s:g})"
+            )
+        return self
+
 
 class ObserveConfig(Section):
     """What people see."""
