@@ -22,6 +22,8 @@ class Telemetry:
     """What a process tells of itself: totals since it started, spans since it was last asked."""
 
     progress: int = 0
+    doing: str = ""
+    """Empty: it has nothing to do, and so need not get any further."""
     busy_s: float = 0.0
     counters: Mapping[str, float] = field(default_factory=dict)
     spans: Sequence[BusySpan] = ()
@@ -62,7 +64,7 @@ async def membership(
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(peer.run())
             await join()
-            pulse = _Pulse(child.name, telemetry)
+            pulse = _Pulse(child, telemetry)
             beating = tasks.create_task(_beat(peer, pulse, config.supervisor.heartbeat_s))
             yield peer
             peer.notify(CONTROLLER, pulse.beat())
@@ -94,18 +96,19 @@ async def ask_nothing(_: str, message: AnyMessage) -> AnyMessage | None:
 
 
 class _Pulse:
-    """Makes heartbeats of totals."""
+    """Makes heartbeats of totals, for the supervisor too."""
 
-    def __init__(self, name: str, telemetry: Callable[[], Telemetry]) -> None:
-        self._name, self._telemetry = name, telemetry
+    def __init__(self, child: Child, telemetry: Callable[[], Telemetry]) -> None:
+        self._child, self._telemetry = child, telemetry
         self._cpu_s, self._told = 0.0, Telemetry()
 
     def beat(self) -> Heartbeat:
         before, before_cpu_s = self._told, self._cpu_s
         told, self._cpu_s = self._telemetry(), time.process_time()
         self._told = told
+        self._child.pulse(told.progress, told.doing)
         return Heartbeat(
-            name=self._name,
+            name=self._child.name,
             progress=told.progress,
             cpu_s=self._cpu_s - before_cpu_s,
             busy_s=told.busy_s - before.busy_s,
