@@ -7,6 +7,7 @@ import os
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import penstock
 from penstock.config import Config, SupervisorConfig
@@ -35,9 +36,12 @@ def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.
 class Run:
     """One run in `base`; `supervisor` is there once it is being supervised."""
 
-    def __init__(self, base: Path, *stages: list[ProcessSpec], settings: SupervisorConfig = DEFAULTS) -> None:
+    def __init__(
+        self, base: Path, *stages: list[ProcessSpec], settings: SupervisorConfig = DEFAULTS, **sections: Any
+    ) -> None:
+        """`sections`: other settings of the run."""
         run_id = f"test-{zlib.crc32(str(base).encode()):08x}"
-        self.config = Config(runs_dir=str(base), run_id=run_id, supervisor=settings)
+        self.config = Config(runs_dir=str(base), run_id=run_id, supervisor=settings, **sections)
         self.run_dir, self.runtime_dir, self.stages = base / run_id, runtime_path(run_id), stages
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.supervisor: Supervisor | None = None

@@ -1,0 +1,198 @@
+"""Faults, injected at moments of a run.
+
+One run meets one fault at one victim, in one phase after the other. A phase is recognised by the process in which it
+shows (`WITNESS`), which then strikes the victim: itself, or another one by its pid. That a phase was struck is a file
+in the run directory, so it is struck once, however often processes start anew and the run is resumed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from penstock.control import bus
+
+PLAN = "PENSTOCK_TEST_FAULT"
+"""Environment variable: victim and fault."""
+STOP_ASKED = "stop-asked"
+BACK_S = 30.0
+"""Until a victim is expected to be there again."""
+AWAY_S = 1.0
+"""Until somebody lets a stopped supervisor go on, or frees its disk."""
+DISK_BYTES = 1024
+"""What a file may hold on a full disk: a heartbeat or an error's message, and no data."""
+NUM_LOST = 6
+"""Frames that a victim loses; as many after them are sent twice."""
+RESEND_S = 0.2
+
+
+class Fault(StrEnum):
+    KILL = "SIGKILL"
+    HANG = "SIGSTOP"
+    TERMINATE = "SIGTERM"
+    LEAVE = "exit 0"
+    FULL_DISK = "full disk"
+    LOST_MESSAGES = "lost messages"
+
+
+class Phase(StrEnum):
+    """In the order in which a run meets them."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    PUBLISHING = "publishing"
+    CHECKPOINTING = "checkpointing"
+    STOPPING = "stopping"
+
+
+SIGNALS = {
+    Fault.KILL: signal.SIGKILL,
+    Fault.HANG: signal.SIGSTOP,
+    Fault.TERMINATE: signal.SIGTERM,
+    Fault.LEAVE: signal.SIGUSR2,
+}
+CONTROLLER, ROLLOUT, TRAINER, ENV, SUPERVISOR = "controller", "rollout-0", "trainer-0", "env-0", "supervisor"
+VICTIMS = (CONTROLLER, ROLLOUT, TRAINER, ENV, SUPERVISOR)
+ITSELF: Mapping[str, str] = {victim: victim for victim in VICTIMS}
+WITNESS: Mapping[Phase, Mapping[str, str]] = {
+    Phase.STARTING: ITSELF | {SUPERVISOR: ENV},
+    Phase.RUNNING: ITSELF | {SUPERVISOR: ENV},
+    Phase.PUBLISHING: dict.fromkeys(VICTIMS, TRAINER) | {CONTROLLER: ROLLOUT, ROLLOUT: ROLLOUT},
+    Phase.CHECKPOINTING: dict.fromkeys(VICTIMS, TRAINER),
+    Phase.STOPPING: ITSELF | {SUPERVISOR: CONTROLLER},
+}
+"""Who sees that it is time to strike a victim. The trainer does in the middle of writing a file, the rollout server
+between two versions, the others between two messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which fault whom."""
+
+    victim: str
+    fault: Fault
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {PLAN: f"{self.victim}:{self.fault}"}
+
+
+class Injector:
+    """What a process of the run knows of the plan."""
+
+    def __init__(self, name: str, run_dir: Path, plan: Plan) -> None:
+        self._name, self._run_dir = name, run_dir
+        self.victim, self.fault = plan.victim, plan.fault
+        self._num_calls = itertools.count(1)
+        self._frames_left, self._num_struck = 0, len(self.struck)
+
+    @classmethod
+    def of_this_process(cls) -> Injector:
+        """Of the words it was started with. It can be asked to leave from now on."""
+        options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+        victim, _, fault = os.environ[PLAN].partition(":")
+        signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
+        return cls(options["--name"], Path(options["--run-dir"]), Plan(victim, Fault(fault)))
+
+    @property
+    def struck(self) -> list[Phase]:
+        """Phases in which the victim was struck, in their order."""
+        return [phase for phase in Phase if (self._run_dir / f"struck-{phase}").exists()]
+
+    @property
+    def next_phase(self) -> Phase | None:
+        left = [phase for phase in Phase if phase not in self.struck]
+        return left[0] if left else None
+
+    def is_due(self, phase: Phase) -> bool:
+        """Whether this process is to strike now, if this is a moment of `phase`."""
+        if phase is Phase.STOPPING and not (self._run_dir / STOP_ASKED).exists():
+            return False
+        return self.next_phase is phase and WITNESS[phase][self.victim] == self._name
+
+    def moment(self, phase: Phase, *, nth: int = 1) -> None:
+        """This is a moment of `phase`. `nth`: strike at no earlier than at this call of all in this process."""
+        if self.is_due(phase) and next(self._num_calls) >= nth:
+            pid = self.await_victim()
+            (self._run_dir / f"struck-{phase}").write_text(str(pid))
+            self._strike(pid)
+
+    def ask_for_stop(self) -> None:
+        """Once everything else was met, as people do: by a signal to the supervisor."""
+        mark = self._run_dir / STOP_ASKED
+        if self.next_phase is Phase.STOPPING and not mark.exists():
+            self.await_victim()
+            mark.touch()
+            os.kill(os.getppid(), signal.SIGTERM)
+
+    def await_victim(self) -> int:
+        """Until it is ready, and not the one that was struck; returns its pid."""
+        if self.victim == self._name:
+            return os.getpid()
+        if self.victim == SUPERVISOR:
+            return os.getppid()
+        limit = time.monotonic() + BACK_S
+        while time.monotonic() < limit:
+            if pid := self._ready_victim():
+                return pid
+            time.sleep(0.01)
+        raise TimeoutError(f"{self.victim} is not back after {BACK_S:g} s")
+
+    def _ready_victim(self) -> int | None:
+        path = Path(os.environ["PENSTOCK_RUNTIME_DIR"]) / "ready" / f"{self.victim}.json"
+        pid = int(json.loads(path.read_text())["pid"]) if path.exists() else None
+        ended = {int((self._run_dir / f"struck-{phase}").read_text()) for phase in self.struck}
+        return None if pid in ended and self.fault is not Fault.LOST_MESSAGES else pid
+
+    def _strike(self, pid: int) -> None:
+        if self.fault is Fault.LOST_MESSAGES:
+            return  # the victim notices by itself, see `lose`
+        if self.fault is Fault.FULL_DISK:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (DISK_BYTES, hard))
+        elif self.fault is Fault.LEAVE and pid == os.getpid():
+            os._exit(0)
+        else:
+            os.kill(pid, SIGNALS[self.fault])
+        if self.victim == SUPERVISOR:
+            self._mend(pid)
+
+    def _mend(self, pid: int) -> None:
+        """Nobody restarts a supervisor: people let it go on."""
+        time.sleep(AWAY_S)
+        if self.fault is Fault.HANG:
+            os.kill(pid, signal.SIGCONT)
+        elif self.fault is Fault.FULL_DISK:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE))
+
+    def lose(self, frame: bytes) -> list[bytes]:
+        """`Fault` of the bus: from each strike on some frames are lost, and some sent twice."""
+        if self.fault is not Fault.LOST_MESSAGES or self.victim != self._name:
+            return [frame]
+        num_struck = len(self.struck)
+        if num_struck > self._num_struck:
+            self._num_struck, self._frames_left = num_struck, 2 * NUM_LOST
+        if not self._frames_left:
+            return [frame]
+        self._frames_left -= 1
+        return [] if self._frames_left >= NUM_LOST else [frame, frame]
+
+
+def faulty(endpoint: type[bus.Bus] | type[bus.Peer], injector: Injector) -> Callable[..., bus.Bus | bus.Peer]:
+    """Makes endpoints of the bus that lose messages, and are quick to send them again."""
+
+    def make(*args: object) -> bus.Bus | bus.Peer:
+        made = endpoint(*args, fault=injector.lose)  # type: ignore[arg-type]
+        made.resend_s = RESEND_S
+        return made
+
+    return make
