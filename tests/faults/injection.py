@@ -117,12 +117,13 @@ class Injector:
         """Whether this process is to strike now, if this is a moment of `phase`."""
         if phase is Phase.STOPPING and not (self._run_dir / STOP_ASKED).exists():
             return False
-        return self.next_phase is phase and WITNESS[phase][self.victim] == self._name
+        is_next = self.next_phase is phase and WITNESS[phase][self.victim] == self._name
+        return is_next and not (self.victim == self._name and self._is_doomed(os.getpid()))
 
     def moment(self, phase: Phase, *, nth: int = 1) -> None:
         """This is a moment of `phase`. `nth`: strike at no earlier than at this call of all in this process."""
         if self.is_due(phase) and next(self._num_calls) >= nth:
-            pid = self.await_victim()
+            pid = self._await_victim()
             (self._run_dir / f"struck-{phase}").write_text(str(pid))
             self._strike(pid)
 
@@ -130,11 +131,11 @@ class Injector:
         """Once everything else was met, as people do: by a signal to the supervisor."""
         mark = self._run_dir / STOP_ASKED
         if self.next_phase is Phase.STOPPING and not mark.exists():
-            self.await_victim()
+            self._await_victim()
             mark.touch()
             os.kill(os.getppid(), signal.SIGTERM)
 
-    def await_victim(self) -> int:
+    def _await_victim(self) -> int:
         """Until it is ready, and not the one that was struck; returns its pid."""
         if self.victim == self._name:
             return os.getpid()
@@ -142,16 +143,19 @@ class Injector:
             return os.getppid()
         limit = time.monotonic() + BACK_S
         while time.monotonic() < limit:
-            if pid := self._ready_victim():
+            if (pid := self._ready_pid()) is not None and not self._is_doomed(pid):
                 return pid
             time.sleep(0.01)
         raise TimeoutError(f"{self.victim} is not back after {BACK_S:g} s")
 
-    def _ready_victim(self) -> int | None:
+    def _ready_pid(self) -> int | None:
         path = Path(os.environ["PENSTOCK_RUNTIME_DIR"]) / "ready" / f"{self.victim}.json"
-        pid = int(json.loads(path.read_text())["pid"]) if path.exists() else None
-        ended = {int((self._run_dir / f"struck-{phase}").read_text()) for phase in self.struck}
-        return None if pid in ended and self.fault is not Fault.LOST_MESSAGES else pid
+        return int(json.loads(path.read_text())["pid"]) if path.exists() else None
+
+    def _is_doomed(self, pid: int) -> bool:
+        """Whether that victim was struck, and does not survive it."""
+        struck = {int((self._run_dir / f"struck-{phase}").read_text()) for phase in self.struck}
+        return pid in struck and self.fault is not Fault.LOST_MESSAGES
 
     def _strike(self, pid: int) -> None:
         if self.fault is Fault.LOST_MESSAGES:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,22 @@ from penstock.supervisor.supervisor import Outcome, Supervisor
 HERE = Path(__file__).parent
 SOURCE = Path(penstock.__file__).parents[1]
 DEFAULTS = SupervisorConfig()
+PATIENCE_S = 20.0
+
+
+def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> float:
+    """Wait for it; returns how many seconds that took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, "waited in vain"
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def state_of(run: Run) -> dict[str, Any]:
+    """What is recorded of a run."""
+    path = run.run_dir / "state.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {"status": "none"}
 
 
 def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.0) -> ProcessSpec:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from injection import Injector, Phase, faulty
-from roles.ending import watch_the_end
 
 from penstock.control.messages import AnyMessage, NewTask
 from penstock.processes import env, member, start
+from roles.ending import watch_the_end
 
 injector = Injector.of_this_process()
 

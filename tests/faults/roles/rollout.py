@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from injection import Injector, Phase, faulty
-from roles.ending import watch_the_end
 
 from penstock.config import load_config
 from penstock.model.chat import ChatTokenizer
@@ -20,6 +19,7 @@ from penstock.processes.layout import model_dir
 from penstock.rollout import wire
 from penstock.supervisor.child import Child
 from penstock.types import NO_VERSION, WeightsHandle
+from roles.ending import watch_the_end
 
 ANSWER_S = 0.02
 WORD_LENGTH = 4
@@ -83,7 +83,7 @@ class Server:
 
     async def begin(self, request: web.Request) -> web.Response:
         handle = wire.decode(await request.read(), WeightsHandle)
-        published = msgspec.json.decode(Path(handle.path).read_bytes())
+        published = msgspec.json.decode(await asyncio.to_thread(Path(handle.path).read_bytes))
         assert published["policy_version"] == handle.policy_version
         self._staged = handle
         return answer(reply_to(handle, "staged"))
