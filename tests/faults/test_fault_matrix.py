@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from faulty_run import EVAL_TASKS, GROUP_SIZE, GROUPS_PER_STEP, HERE, SETTINGS, STEPS, FaultyRun
-from injection import ROLLOUT, SUPERVISOR, VICTIMS, Fault, Phase, Plan
+from injection import CONTROLLER, ROLLOUT, SUPERVISOR, VICTIMS, Fault, Phase, Plan
 from stand_in_run import state_of, until
 
 from penstock.observe import jsonl
@@ -92,7 +92,7 @@ def test_a_run_survives(plan: Plan, tmp_path: Path) -> None:
         assert (state["status"], state["leftovers"]) == (end, []), f"struck {struck}: {state['error']}"
         if end is RunState.FAILED:
             check_cause(state["error"], plan)
-        check_exits(run, plan, struck)
+        check_exits(run, plan, struck, end)
     check_books(run)
     check_versions(run)
 
@@ -117,18 +117,29 @@ def check_cause(error: str, plan: Plan) -> None:
         assert error.startswith(plan.victim) and f"while starting ({HOW_UNREADY[plan.fault][1]}" in error, error
 
 
-def check_exits(run: FaultyRun, plan: Plan, struck: list[Phase]) -> None:
+def check_exits(run: FaultyRun, plan: Plan, struck: list[Phase], end: RunState) -> None:
     """Until the latest life of the run began to end, nobody ended but the victim, and how is recorded."""
     history = events(run)
     begin = max(i for i, event in enumerate(history) if event.get("to") == RunState.STARTING)
     life = itertools.takewhile(lambda event: event.get("to") not in END, history[begin:])
-    exits = [(event["name"], event["kind"], event["reason"]) for event in life if event.get("state") == "exited"]
-    expected = [] if plan.victim == SUPERVISOR or plan.fault is Fault.LOST_MESSAGES else struck
-    for phase, found in itertools.zip_longest([phase for phase in expected if phase is not Phase.STOPPING], exits):
-        assert phase is not None, f"nobody knows why: {found}"
-        kind, how = (HOW_UNREADY if phase is Phase.STARTING else HOW)[plan.fault]
-        assert found is not None and found[:2] == (plan.victim, kind), f"{phase}: {found}"
-        assert found[2].startswith(how), f"{phase}: {found}"
+    found = [(event["name"], event["kind"], event["reason"]) for event in life if event.get("state") == "exited"]
+    expected = expected_exits(plan, struck)
+    if end is RunState.COMPLETED:
+        expected.append((CONTROLLER, ExitKind.OK, "exit code 0"))
+    assert [exit_[:2] for exit_ in found] == [exit_[:2] for exit_ in expected], f"struck {struck}: {found}"
+    for (*_, said), (*_, how) in zip(found, expected, strict=True):
+        assert said.startswith(how)
+
+
+def expected_exits(plan: Plan, struck: list[Phase]) -> list[tuple[str, ExitKind, str]]:
+    """(name, kind, how the reason begins) of a victim that is struck while the run is not ending yet."""
+    if plan.victim == SUPERVISOR or plan.fault is Fault.LOST_MESSAGES:
+        return []
+    return [
+        (plan.victim, *(HOW_UNREADY if phase is Phase.STARTING else HOW)[plan.fault])
+        for phase in struck
+        if phase is not Phase.STOPPING
+    ]
 
 
 def check_books(run: FaultyRun) -> None:
