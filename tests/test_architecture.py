@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 LAYERS = [
-    {"types", "ports", "deadline", "alarms", "config"},
+    {"types", "ports", "deadline", "stacks", "alarms", "config"},
     {"scheduler", "control", "groups", "observe", "model"},
     {"data", "envs", "rollout", "store", "weights", "trainer"},
     {"compat", "cluster", "supervisor"},

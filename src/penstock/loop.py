@@ -25,10 +25,14 @@ from collections.abc import Awaitable, Sequence
 from typing import NoReturn
 
 from penstock import recovery
+from penstock.deadline import patient
 from penstock.ports import TrainerLost, Work
 from penstock.scheduler.scheduler import TrainBatch
 from penstock.system import CHECKPOINTS, System
 from penstock.types import EpisodeSummary, LearnerState, PayloadRef, WeightsHandle
+
+PATIENCE_S = 3600.0
+"""Of one loop with another: an optimizer step and its swap take less."""
 
 
 async def run(system: System) -> None:
@@ -58,9 +62,9 @@ async def train_all(system: System) -> None:
                 await train(system, swaps)
                 break
             except TrainerLost:
-                await swaps.join()
+                await swapped(swaps)
                 await swap_weights(system, await recovery.rewind(system), num_groups=0)
-        await swaps.join()
+        await swapped(swaps)
         for loop in endless:
             loop.cancel()
 
@@ -113,7 +117,9 @@ async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]])
             continue
         system.stepping = asyncio.create_task(step(system))
         learner, num_groups = await asyncio.shield(system.stepping)
-        await swaps.put((await system.trainer.publish(), num_groups))
+        published = await system.trainer.publish(), num_groups
+        with patient(PATIENCE_S, waiter="the trainer's loop", resource="the swap before", holder="the rollout servers"):
+            await swaps.put(published)
         scheduler = system.scheduler
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
         for alarm in (*learner.alarms, *scheduler.take_alarms()):
@@ -138,9 +144,16 @@ async def step(system: System) -> tuple[LearnerState, int]:
 
 async def swap(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> NoReturn:
     while True:
-        handle, num_groups = await swaps.get()
+        with patient(PATIENCE_S, waiter="swap", resource="a published policy_version", holder="the trainer's loop"):
+            handle, num_groups = await swaps.get()
         await swap_weights(system, handle, num_groups=num_groups)
         swaps.task_done()
+
+
+async def swapped(swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> None:
+    """Until what was published is served."""
+    with patient(PATIENCE_S, waiter="the trainer's loop", resource="the last swap", holder="the rollout servers"):
+        await swaps.join()
 
 
 async def swap_weights(system: System, handle: WeightsHandle, *, num_groups: int) -> None:

@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from penstock.deadline import patient
 from penstock.model.compute import compute_seconds
 from penstock.rollout.busy import BusyMeter
 from penstock.rollout.costs import StepCosts
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
 """For a step to end; a thread stuck in the device longer than that is left behind."""
+
+PATIENCE_S = 600.0
+"""With the engine, before it is worth a report: a long answer, or all that run when one drains, takes its time."""
 
 T = TypeVar("T")
 Command = Callable[[], None]
@@ -144,7 +148,8 @@ class EngineRunner:
 
         self._commands.put(submit)
         try:
-            segments = await pending.result
+            with patient(PATIENCE_S, waiter=f"request {request.rid}", resource="its answer", holder="the engine"):
+                segments = await pending.result
             self.latencies.add(time.perf_counter() - pending.asked_at)
             return segments
         except asyncio.CancelledError:
@@ -229,7 +234,8 @@ class EngineRunner:
 
         self._commands.put(lambda: self._scores.append((parts(), done)))
         try:
-            await done
+            with patient(PATIENCE_S, waiter="a prompt", resource="its score", holder="the engine"):
+                await done
         finally:
             self._actions.discard(done)
         return Scored(found, (versions[0], versions[-1]) if versions else ())
@@ -273,7 +279,8 @@ class EngineRunner:
         act = partial(self._act, action, done)
         self._commands.put(partial(self._when_drained.append, (act, done)) if drained else act)
         try:
-            await done
+            with patient(PATIENCE_S, waiter="server", resource="a moment between two steps", holder="the engine"):
+                await done
         finally:
             self._actions.discard(done)
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from penstock.deadline import Stalled
-from penstock.rollout.client import RolloutClient
+from penstock.deadline import Stalled, holding, patient, report
+from penstock.rollout.client import BEGIN_S, COMMIT_S, RolloutClient
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang import SGLangClient
 from penstock.rollout.vllm import VllmClient
@@ -29,6 +30,8 @@ RETRY_S = 5.0
 """Until a lost server is asked again."""
 PATIENCE_S = 0.5
 """Between two looks for a server that is back, while all are lost."""
+ALL_LOST_S = 20.0
+"""All of them, before it is worth a report: one that was killed is back by then."""
 SILENCE_S = 10.0
 """Without an answer, after which a server is asked whether it lives: one that hangs would cost a whole deadline."""
 MISSED = 2
@@ -38,6 +41,8 @@ FAILED = 500
 SLACK = 32
 """Samples by which an episode's server may be busier than the least loaded one: a cached prefix is worth that much."""
 REMEMBERED_EPISODES = 16384
+UPDATE_S = BEGIN_S + max(COMMIT_S.values())
+"""An update of weights takes no longer."""
 
 
 class ServerClient(Protocol):
@@ -152,6 +157,12 @@ class Servers:
         self._latest: WeightsHandle | None = None
         self._released = False
 
+    def _alone(self) -> AbstractAsyncContextManager[None]:
+        """One update of weights at a time."""
+        return holding(
+            self._updating, UPDATE_S, waiter="rollout client", resource="a weights update", holder="another one"
+        )
+
     def set_urls(self, urls: Sequence[str]) -> None:
         """The servers there are now. A new one is used once it serves weights; one that is gone is asked no more."""
         known = {member.client.url: member for member in self._members}
@@ -162,7 +173,7 @@ class Servers:
 
     async def bring_up(self, url: str) -> None:
         """Give a server that was started anew the weights that the others serve."""
-        async with self._updating:
+        async with self._alone():
             member = next(member for member in self._members if member.client.url == url.rstrip("/"))
             if self._latest is not None:
                 await member.client.begin_weights(self._latest)
@@ -180,7 +191,7 @@ class Servers:
         while True:
             member = await self._choose(grants[0].episode, tried)
             try:
-                segments = await self._ask(member, len(grants), prompt_ids, grants, sampling, seeds)
+                segments = await self._ask(member, prompt_ids, grants, sampling, seeds)
             except (RolloutError, Stalled) as error:
                 if not _is_lost(error):
                     raise
@@ -195,17 +206,24 @@ class Servers:
                     self._homes.set([grant.episode for grant in grants], member)
                 return segments
 
-    async def _ask(self, member: Member, num_samples: int, *request: Any) -> list[Segment]:
+    async def _ask(
+        self,
+        member: Member,
+        prompt_ids: Sequence[int],
+        grants: Sequence[SegmentGrant],
+        sampling: Sampling,
+        seeds: Sequence[int],
+    ) -> list[Segment]:
         """The answer, as long as its server lives."""
-        now = asyncio.get_running_loop().time
+        now, num_samples = asyncio.get_running_loop().time, len(grants)
         member.load += num_samples
-        asked_at, task = now(), asyncio.ensure_future(member.client.generate(*request))
+        asked_at, task = now(), asyncio.ensure_future(member.client.generate(prompt_ids, grants, sampling, seeds))
         try:
             while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
                 if now() - max(asked_at, member.heard_at) >= SILENCE_S:
                     await self._probe(member)
-                if member.missed >= MISSED and not task.done() and self._has_others(member):
-                    raise RolloutError(member.client.url, f"has been silent for {now() - asked_at:.0f} s")
+                if member.missed >= MISSED and not task.done():
+                    self._despair(member, grants[0].episode, now() - asked_at)
             member.heard_at, member.missed = now(), 0
             segments = task.result()
             versions = (span.policy_version for segment in segments for span in segment.spans[-1:])
@@ -218,6 +236,12 @@ class Servers:
         finally:
             member.load -= num_samples
             task.cancel()
+
+    def _despair(self, member: Member, episode: EpisodeId, waited_s: float) -> None:
+        """Of a server that does not say that it lives: raises if there are others. Else it may yet come to itself."""
+        if self._has_others(member):
+            raise RolloutError(member.client.url, f"has been silent for {waited_s:.0f} s")
+        report(waiter=str(episode), resource="an answer", holder=member.client.url, seconds=waited_s)
 
     async def _probe(self, member: Member) -> None:
         """Whether it lives, asked by one of those who wait."""
@@ -237,16 +261,20 @@ class Servers:
         return any(other.lost_at is None for other in self._members if other is not member)
 
     async def _choose(self, episode: EpisodeId, tried: Sequence[Member]) -> Member:
-        while True:
-            left = [member for member in self._members if member not in tried]
-            usable = [member for member in left if member.lost_at is None or await self._is_back(member)]
-            if usable or tried:
-                break
-            await asyncio.sleep(PATIENCE_S)
+        with patient(ALL_LOST_S, waiter=str(episode), resource="a server that serves", holder=self._names):
+            while True:
+                left = [member for member in self._members if member not in tried]
+                usable = [member for member in left if member.lost_at is None or await self._is_back(member)]
+                if usable or tried:
+                    break
+                await asyncio.sleep(PATIENCE_S)
         usable = usable or left
         least = min(usable, key=lambda member: member.load)
         home = self._homes.get(episode)
         return home if home in usable and home.load <= least.load + SLACK else least
+
+    def _names(self) -> str:
+        return ", ".join(member.client.url for member in self._members) or "nobody: there is none"
 
     async def _is_back(self, member: Member) -> bool:
         """Whether a lost server serves again; asked by one call at a time, and not too often."""
@@ -277,7 +305,7 @@ class Servers:
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage everywhere, then commit everywhere. If staging is refused anywhere, no server changes. A server that
         does not answer is left behind; it gets the next weights if it is back by then."""
-        async with self._updating:
+        async with self._alone():
             await self._update_weights(handle)
             self._latest = handle
 
