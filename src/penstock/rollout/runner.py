@@ -26,7 +26,7 @@ from penstock.rollout.busy import BusyMeter
 from penstock.rollout.costs import StepCosts
 from penstock.rollout.durations import Durations
 from penstock.rollout.engine import Finished, SlotEngine
-from penstock.rollout.failures import EngineDead, GenerationFailed
+from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed
 from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.rows import Sequence as Sample
@@ -188,6 +188,17 @@ class EngineRunner:
                     self.engine.retract()
 
         await self._between_steps(load, drained=mode == "drain")
+
+    async def stop_draining(self) -> None:
+        """Whatever waits until nothing runs is refused with `Conflict`, and has not happened; samples join again."""
+
+        def stop() -> None:
+            for _, done in self._when_drained:
+                refusal = Conflict("given up while running answers were to end first: nothing has changed")
+                self._loop.call_soon_threadsafe(_resolve, done, None, refusal)
+            self._when_drained = []
+
+        await self._between_steps(stop)
 
     async def forget_weights(self) -> None:
         """End every request with what it has; later ones are refused until the next weights, of whatever version."""

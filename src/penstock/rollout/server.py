@@ -251,10 +251,11 @@ class RolloutServer:
         )
 
     async def commit_weights(self, request: Request) -> Response:
-        """Serves what has been staged."""
+        """Serves what has been staged; waits for running answers to end only as long as its client waits too."""
         body = await read_body(request, wire.CommitBody)
         update = self._update.commit(body.policy_version, mode=body.mode, fingerprint=body.fingerprint)
-        return _answer_weights("committed", await update)
+        served = await (unless_gone(request, update) if body.mode == "drain" else update)
+        return _answer_weights("committed", served)
 
     async def forget_weights(self, request: Request) -> Response:
         """For a run that takes this server over, in whatever state an earlier one left it: its versions begin anew, a

@@ -63,6 +63,8 @@ class WeightsUpdate:
         self._receive_chunk = receive_chunk
         self._fingerprint = fingerprint
         self._lock = asyncio.Lock()
+        self._draining = False
+        """A commit waits for running answers to end."""
         self._staged: Staged | None = None
         self._lease: asyncio.TimerHandle | None = None
         self._lease_s = LEASE_S
@@ -85,6 +87,8 @@ class WeightsUpdate:
     ) -> WeightsHandle:
         """Map and verify `handle` in a thread; inside a `bracket`, if one is given. Conflict unless it is newer than
         what is served. What is not committed within the lease is forgotten, as if it had been aborted."""
+        if not self._is_known(handle):
+            await self._stop_draining()
         async with self._alone():
             if self._is_known(handle):
                 return handle
@@ -141,6 +145,7 @@ class WeightsUpdate:
 
     async def open(self, *, lease_s: float = LEASE_S) -> Staged:
         """An update whose parts come by `add`, and which is served at `finish`."""
+        await self._stop_draining()
         async with self._alone():
             staged = Staged(None, bracketed=True)
             self._stage(staged, lease_s)
@@ -178,6 +183,8 @@ class WeightsUpdate:
     async def drop(self, sender: str) -> None:
         """Forget what this group staged, and a bracket into which nobody has sent anything: its trainer begins anew, or
         is gone. The pause that it was made under ends."""
+        if self._staged is not None and self._staged.sender == sender:
+            await self._stop_draining()
         async with self._alone():
             staged = self._staged
             if staged is not None and (staged.sender == sender or staged.untouched):
@@ -250,7 +257,8 @@ class WeightsUpdate:
     ) -> Served:
         """Serve what is staged from the next decode step on, or when what runs has ended (`drain`). What came in chunks
         must be whole; whatever came must have the `fingerprint` if one is given. Returns what is served, with the
-        fingerprint of what the engine really holds."""
+        fingerprint of what the engine really holds. While one drains, whoever replaces or drops the update ends it with
+        Conflict."""
         async with self._alone():
             if self._served is not None and self._served.policy_version == policy_version:
                 if fingerprint not in (None, self._served.fingerprint):
@@ -279,9 +287,13 @@ class WeightsUpdate:
         if mode == "drain" and self._runner.engine.paused:
             raise Conflict("generation is paused: what runs cannot end; continue, or commit in another mode")
         if self._runner.policy_version != policy_version:  # else an earlier commit ran out of time, but took effect
-            seconds = DRAIN_TIMEOUT_S if mode == "drain" else LOAD_TIMEOUT_S
-            async with deadline(seconds, waiter="server", resource="a weights update", holder="the engine"):
-                await self._runner.load_weights(staged.tensors, policy_version, mode=mode)
+            self._draining = mode == "drain"
+            seconds = DRAIN_TIMEOUT_S if self._draining else LOAD_TIMEOUT_S
+            try:
+                async with deadline(seconds, waiter="server", resource="a weights update", holder="the engine"):
+                    await self._runner.load_weights(staged.tensors, policy_version, mode=mode)
+            finally:
+                self._draining = False
         # Beside the engine's thread, which generates on: only a commit writes weights, and this one holds the lock.
         found = await self._fingerprint_of(self._runner.engine.parameters())
         self._served = Served(policy_version, found)
@@ -313,6 +325,7 @@ class WeightsUpdate:
     async def forget(self) -> None:
         """Somebody else numbers the versions from now on: what is served and staged counts no more, a pause ends, and
         released memory is taken back."""
+        await self._stop_draining()
         async with self._alone():
             self._stage(None)
             async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a new owner", holder="the engine"):
@@ -322,9 +335,16 @@ class WeightsUpdate:
                 await self._runner.go_on()
 
     async def abort(self) -> None:
-        """Forget what is staged; the served weights stay."""
+        """Forget what is staged, even if it only waits for running answers to end; the served weights stay."""
+        await self._stop_draining()
         async with self._alone():
             self._stage(None)
+
+    async def _stop_draining(self) -> None:
+        """A commit that waits for running answers to end, perhaps for long, is refused: whoever calls goes first."""
+        if self._draining:
+            async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="the end of a drain", holder="the engine"):
+                await self._runner.stop_draining()
 
     def _check_newer(self, policy_version: int) -> None:
         if policy_version <= self._runner.policy_version:
