@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from penstock.processes.connection import Connection
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; OSError if the port is taken."""
@@ -35,7 +37,9 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                app, http=Connection, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            )
         )
 
     @contextmanager

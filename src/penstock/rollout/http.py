@@ -91,7 +91,7 @@ async def read_body(request: Request, kind: type[wire.T]) -> wire.T:
                 if len(body) > MAX_BODY_BYTES:
                     raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
     except Stalled:
-        raise Refused(408, f"the body was not there within {BODY_S:g} s", {"Connection": "close"}) from None
+        raise Refused(408, f"the body was not there within {BODY_S:g} s") from None
     return wire.decode(bytes(body), kind)
 
 
