@@ -37,11 +37,15 @@ SILENCE_S = 10.0
 MISSED = 2
 """Times in a row that it did not say so."""
 FAILED = 500
-"""Status of a server that lives and cannot do what it should: waiting for it would be in vain."""
+"""Status of a request that a server cannot serve. If the server says that it lives, waiting would be in vain."""
+CONFLICT = 409
+"""Status of a commit of what is not staged."""
 SLACK = 32
 """Samples by which an episode's server may be busier than the least loaded one: a cached prefix is worth that much."""
 REMEMBERED_EPISODES = 16384
-UPDATE_S = BEGIN_S + max(COMMIT_S.values())
+BACK_S = 300.0
+"""For a server to be back, while an update of weights finds none; longer than a restart with its pauses."""
+UPDATE_S = BACK_S + BEGIN_S + max(COMMIT_S.values())
 """An update of weights takes no longer."""
 
 
@@ -172,9 +176,12 @@ class Servers:
         ]
 
     async def bring_up(self, url: str) -> None:
-        """Give a server that was started anew the weights that the others serve."""
+        """Give a server that was started anew the weights that the others serve. Raises RolloutError or Stalled if it
+        is gone again."""
         async with self._alone():
-            member = next(member for member in self._members if member.client.url == url.rstrip("/"))
+            member = next((member for member in self._members if member.client.url == url.rstrip("/")), None)
+            if member is None:
+                raise RolloutError(url, "was replaced by another one before it had weights")
             if self._latest is not None:
                 await member.client.begin_weights(self._latest)
                 await member.client.commit_weights(self._latest)
@@ -186,7 +193,7 @@ class Servers:
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
         """On the episode's own server or the least loaded one; if that is lost meanwhile, on another, from the same
-        tokens. Raises at once what is the request's own fault, and what servers say that live and still fail."""
+        tokens. Raises at once what is the request's own fault, and what all servers say that live and still fail."""
         tried: list[Member] = []
         while True:
             member = await self._choose(grants[0].episode, tried)
@@ -197,8 +204,8 @@ class Servers:
                     raise
                 self._lose(member, error)
                 tried.append(member)
-                if len(tried) == len(self._members):
-                    if isinstance(error, RolloutError) and error.status == FAILED:
+                if all(each in tried for each in self._members):
+                    if isinstance(error, RolloutError) and error.status == FAILED and await _lives(member):
                         raise
                     tried.clear()
             else:
@@ -238,8 +245,9 @@ class Servers:
             task.cancel()
 
     def _despair(self, member: Member, episode: EpisodeId, waited_s: float) -> None:
-        """Of a server that does not say that it lives: raises if there are others. Else it may yet come to itself."""
-        if self._has_others(member):
+        """Of a server that does not say that it lives: raises if there are others, or if it is none of this run any
+        more. Else it may yet come to itself."""
+        if self._has_others(member) or member not in self._members:
             raise RolloutError(member.client.url, f"has been silent for {waited_s:.0f} s")
         report(waiter=str(episode), resource="an answer", holder=member.client.url, seconds=waited_s)
 
@@ -249,11 +257,10 @@ class Servers:
             return
         member.probing = True
         try:
-            await member.client.alive()
-        except (RolloutError, Stalled):
-            member.missed += 1
-        else:
-            member.heard_at, member.missed = asyncio.get_running_loop().time(), 0
+            if await _lives(member):
+                member.heard_at, member.missed = asyncio.get_running_loop().time(), 0
+            else:
+                member.missed += 1
         finally:
             member.probing = False
 
@@ -304,9 +311,18 @@ class Servers:
 
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage everywhere, then commit everywhere. If staging is refused anywhere, no server changes. A server that
-        does not answer is left behind; it gets the next weights if it is back by then."""
+        does not answer is left behind; it gets the next weights if it is back by then. If none answers, the first that
+        is back gets these; after `BACK_S` that raises what the last one said."""
         async with self._alone():
-            await self._update_weights(handle)
+            limit = asyncio.get_running_loop().time() + BACK_S
+            while True:
+                try:
+                    await self._update_weights(handle)
+                    break
+                except (RolloutError, Stalled) as error:
+                    if not _is_lost(error) or asyncio.get_running_loop().time() > limit:
+                        raise
+                await asyncio.sleep(PATIENCE_S)
             self._latest = handle
 
     async def _update_weights(self, handle: WeightsHandle) -> None:
@@ -319,22 +335,30 @@ class Servers:
         except (RolloutError, TimeoutError):
             await asyncio.gather(*(member.client.abort_weights() for member in members), return_exceptions=True)
             raise
-        for member in await self._each(members, lambda client: client.commit_weights(handle)):
+        for member in await self._each(members, lambda client: _commit(client, handle)):
             self._find(member)
 
     async def release(self) -> None:
-        """Every server gives way to the trainer."""
+        """Every server gives way to the trainer; one that is lost holds nothing."""
         self._released = True
-        await self._each(self._members, lambda client: client.release())
+        await self._each_that_lives(lambda client: client.release())
 
     async def resume(self) -> None:
-        """Every server generates again."""
+        """Every server generates again; one that is lost does so once it is brought up."""
         self._released = False
-        await self._each(self._members, lambda client: client.resume())
+        await self._each_that_lives(lambda client: client.resume())
 
     async def close(self) -> None:
         """Close the connections."""
         await self._session.close()
+
+    async def _each_that_lives(self, call: Callable[[ServerClient], Awaitable[None]]) -> None:
+        """Even if that is none."""
+        try:
+            await self._each(self._members, call)
+        except (RolloutError, Stalled) as error:
+            if not _is_lost(error):
+                raise
 
     async def _each(
         self, members: Sequence[Member], call: Callable[[ServerClient], Awaitable[None]]
@@ -350,6 +374,26 @@ class Servers:
         if refusals or len(failures) == len(members):
             raise (refusals or failures)[0]
         return [member for member, outcome in zip(members, outcomes, strict=True) if outcome is None]
+
+
+async def _commit(client: ServerClient, handle: WeightsHandle) -> None:
+    """Also on a server that was started anew since it staged them."""
+    try:
+        await client.commit_weights(handle)
+    except RolloutError as error:
+        if error.status != CONFLICT:
+            raise
+        await client.begin_weights(handle)
+        await client.commit_weights(handle)
+
+
+async def _lives(member: Member) -> bool:
+    """Whether it says so."""
+    try:
+        await member.client.alive()
+    except (RolloutError, Stalled):
+        return False
+    return True
 
 
 def _is_lost(error: Exception) -> bool:
