@@ -63,6 +63,7 @@ def test_imports_go_downwards(path: Path) -> None:
         "penstock.loop",
         "penstock.simulator.parts",
         "penstock.rollout.client",
+        "penstock.compat.gateway",
     ],
 )
 def test_light_processes_never_import_torch(module: str) -> None:

@@ -64,7 +64,6 @@ EXCEPTIONS = {
     "rollout/http.py:unless_gone": COROUTINE,
     "rollout/http.py:watch": "it ends with the answer that it watches over",
     "rollout/runner.py:stop": BOUNDED,
-    "rollout/server.py:commit_weights": COROUTINE,
     "scheduler/scheduler.py:evaluate": WAKEUP,
     "scheduler/scheduler.py:next_assignments": WAKEUP,
     "scheduler/scheduler.py:next_batch": WAKEUP,
