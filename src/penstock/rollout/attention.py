@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from penstock.rollout.slots import LayerSlots, SlotCache
@@ -76,14 +77,15 @@ def slot_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface. Returns ([1, T, H, D], None). Without a `slot_batch` the tokens are one plain
-    sequence, of which nothing is kept."""
+    """Transformers' attention interface. Returns ([1, T, H, D], None). Without a `slot_batch` the tokens are the end of
+    one plain sequence, whose keys and values [1, K, S, D] are all here."""
     if sliding_window is not None or softcap is not None or s_aux is not None:
         raise NotImplementedError("the slot engine serves plain full attention: no sliding window, softcap or sinks")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if slot_batch is None:
         grouped = query.shape[1] != key.shape[1]
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+        mask = causal_lower_right(query.shape[2], key.shape[2])
+        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
         return attended.transpose(1, 2), None
     packed = Packed(*(x[0].transpose(0, 1) for x in (query, key, value)))
     slots = slot_batch.cache.layer(module.layer_idx)
