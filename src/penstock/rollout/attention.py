@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from penstock.rollout.slots import LayerSlots, SlotCache
@@ -84,8 +83,14 @@ def slot_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if slot_batch is None:
         grouped = query.shape[1] != key.shape[1]
-        mask = causal_lower_right(query.shape[2], key.shape[2])
-        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        seen = None
+        if num_keys > num_queries:
+            every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+            seen = every.tril(num_keys - num_queries)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, seen, is_causal=seen is None, scale=scaling, enable_gqa=grouped
+        )
         return attended.transpose(1, 2), None
     packed = Packed(*(x[0].transpose(0, 1) for x in (query, key, value)))
     slots = slot_batch.cache.layer(module.layer_idx)
