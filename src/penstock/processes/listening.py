@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from penstock.processes.connection import Connection
+from penstock.processes.connection import MAX_CONNECTIONS, Connection
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -33,9 +34,10 @@ def url_of(host: str, at: socket.socket | int) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to the process."""
+    """Leaves signals to the process, and takes as many connections as the system lets it."""
 
     def __init__(self, app: ASGIApp) -> None:
+        _allow_files(2 * MAX_CONNECTIONS)
         super().__init__(
             uvicorn.Config(
                 app, http=Connection, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
@@ -45,6 +47,15 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _allow_files(count: int) -> None:
+    """That many at once, or as many as the system has for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < count:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard)
+        )
 
 
 @asynccontextmanager
