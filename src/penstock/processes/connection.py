@@ -19,7 +19,8 @@ FETCH_S = 60.0
 """For a client to read on, once what was sent fills its buffers."""
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_CONNECTIONS = 16_384
-"""Many more than requests that an engine could hold. One more takes the place of one that has waited longest for its headers; if there is none it is refused."""
+"""More than an engine could hold requests. One more takes the place of the one that has waited longest for its headers;
+if there is none it is refused."""
 
 
 class Connection(HttpToolsProtocol):
