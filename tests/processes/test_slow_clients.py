@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.processes import connection
+from penstock.processes.connection import Connection
 from penstock.processes.listening import bind, listening
 from penstock.rollout import http
 from penstock.rollout.app import App
@@ -33,6 +34,11 @@ APP = App(
     [Route("/echo", ["POST"], echo, "everybody"), Route("/long", ["GET"], tell, "everybody")],
     Keys(generation="secret"),
 )
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LAST_CHANCE_S", SOON_S)
 
 
 @pytest.fixture
@@ -129,6 +135,33 @@ async def test_an_answer_must_be_fetched(port: int, monkeypatch: pytest.MonkeyPa
         writer.write(b"GET /long HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = await rest(reader, writer)
     assert 0 < len(answer) < len(LONG_ANSWER)
+
+
+@pytest.mark.parametrize("kept_alive", [False, True])
+async def test_what_came_while_the_server_was_stopped_is_answered(
+    port: int, monkeypatch: pytest.MonkeyPatch, kept_alive: bool
+) -> None:
+    """A process that is woken runs its timers before it reads."""
+    made: list[Connection] = []
+    monkeypatch.setattr(connection, "LAST_CHANCE_S", 10.0)
+    begin = Connection.connection_made
+
+    def note(self: Connection, transport: asyncio.Transport) -> None:
+        made.append(self)
+        begin(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", note)
+    async with client(port) as (reader, writer):
+        if kept_alive:
+            writer.write(posted(b"{}"))
+            await reader.readuntil(b"{}")
+        while not made:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        timer = made[0].timeout_keep_alive_task if kept_alive else made[0].sending
+        assert timer is not None
+        writer.write(posted(b"{}"))
+        timer._run()
+        assert (await reader.readuntil(b"{}")).startswith(b"HTTP/1.1 200")
 
 
 async def test_too_many_take_the_place_of_whoever_is_slowest(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ REST_S = 5.0
 """For the rest of a body that was answered before its end."""
 FETCH_S = 60.0
 """For a client to read on, once what was sent fills its buffers."""
+LAST_CHANCE_S = 1.0
+"""After that: perhaps it was this process that was held up, and what it waits for has come meanwhile."""
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_CONNECTIONS = 16_384
 """More than an engine could hold requests. One more takes the place of the one that has waited longest for its headers;
@@ -26,7 +28,7 @@ if there is none it is refused."""
 class Connection(HttpToolsProtocol):
     """One of them."""
 
-    _sending: asyncio.TimerHandle | None = None
+    sending: asyncio.TimerHandle | None = None
     """Ends the patience with what the client sends."""
     _fetching: asyncio.TimerHandle | None = None
     """Ends the patience with what the client reads."""
@@ -50,7 +52,7 @@ class Connection(HttpToolsProtocol):
     @property
     def in_headers_until(self) -> float:
         """On the loop's clock; 0 while no headers are awaited."""
-        return self._sending.when() if self._in_headers and self._sending is not None else 0.0
+        return self.sending.when() if self._in_headers and self.sending is not None else 0.0
 
     def data_received(self, data: bytes) -> None:
         if self._in_headers:
@@ -90,9 +92,16 @@ class Connection(HttpToolsProtocol):
 
     def _expect(self, seconds: float | None) -> None:
         """What comes next from the client is to be whole by then."""
-        if self._sending is not None:
-            self._sending.cancel()
-        self._sending = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        if self.sending is not None:
+            self.sending.cancel()
+        self.sending = None if seconds is None else self.loop.call_later(seconds, self._last_chance)
+
+    def _last_chance(self) -> None:
+        self.sending = self.loop.call_later(LAST_CHANCE_S, self.transport.abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        close = super().timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_CHANCE_S, close)
 
     def _stop_fetching(self) -> None:
         if self._fetching is not None:

@@ -38,6 +38,8 @@ MISSED = 2
 """Times in a row that it did not say so."""
 FAILED = 500
 """Status of a request that a server cannot serve. If the server says that it lives, waiting would be in vain."""
+UNHEARD = 408
+"""Status of a request that did not come in time: the line is slow, or the server was held up."""
 CONFLICT = 409
 """Status of a commit of what is not staged."""
 SLACK = 32
@@ -399,5 +401,5 @@ async def _lives(member: Member) -> bool:
 def _is_lost(error: Exception) -> bool:
     """Whether it is the server that failed, and not the request."""
     if isinstance(error, RolloutError):
-        return error.status is None or error.status >= 500
+        return error.status is None or error.status >= 500 or error.status == UNHEARD
     return isinstance(error, Stalled)
