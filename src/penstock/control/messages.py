@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.deadline import Stall
 from penstock.ports import SavedStates, TrainerState, Work
 from penstock.types import (
     BusySpan,
@@ -136,6 +137,12 @@ class DataGenerated(Message, frozen=True, kw_only=True, tag="DATA_GENERATED"):
     episodes: list[EpisodeSummary]
 
 
+class StallReport(Message, frozen=True, kw_only=True, tag="STALL"):
+    """Somebody in the sending process waits, and has waited long."""
+
+    stall: Stall
+
+
 class AskState(Message, frozen=True, kw_only=True, tag="ASK_STATE"):
     """What does the trainer hold?"""
 
@@ -236,6 +243,7 @@ AnyMessage = (
     | Grant
     | EpisodesEnded
     | DataGenerated
+    | StallReport
     | AskState
     | HeldState
     | AskSaved
