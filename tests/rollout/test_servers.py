@@ -197,11 +197,19 @@ async def test_an_update_leaves_a_lost_server_behind_until_it_is_back(line: Line
         assert (await runner_version.served_version(), other.policy_version) == (0, 6)
         await servers.update_weights(make_handle(7))
         assert (await runner_version.served_version(), other.policy_version) == (7, 7)
-        line.cut = True
-        await other.stop()
-        with pytest.raises(RolloutError):
-            await servers.update_weights(make_handle(8))
         await servers.close()
+    await session.close()
+
+
+async def test_an_update_that_reaches_nobody_waits_for_a_server_that_is_started_anew(line: Line) -> None:
+    anew = RolloutClient(line.url, session := HttpSession())
+    servers = Servers([line.url])
+    line.cut = True
+    await servers.update_weights(make_handle(6))
+    line.cut = False
+    await servers.bring_up(line.url)
+    assert await anew.served_version() == 6
+    await servers.close()
     await session.close()
 
 

@@ -276,7 +276,8 @@ class Servers:
 
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage everywhere, then commit everywhere. If staging is refused anywhere, no server changes. A server that
-        does not answer is left behind; it gets the next weights if it is back by then."""
+        does not answer is left behind, even if it is the last; one that is started anew gets these weights, one that
+        is back the next."""
         async with self._updating:
             await self._update_weights(handle)
             self._latest = handle
@@ -311,16 +312,16 @@ class Servers:
     async def _each(
         self, members: Sequence[Member], call: Callable[[ServerClient], Awaitable[None]]
     ) -> Sequence[Member]:
-        """Call all of them and wait for all; returns those that did it. Raises the first refusal, or, if nobody is
-        left, why."""
+        """Call all of them and wait for all; returns those that did it. Raises the first refusal."""
         outcomes = await asyncio.gather(*(call(member.client) for member in members), return_exceptions=True)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        refusals = []
         for member, outcome in zip(members, outcomes, strict=True):
             if isinstance(outcome, Exception) and _is_lost(outcome):
                 self._lose(member, outcome)
-        refusals = [failure for failure in failures if not (isinstance(failure, Exception) and _is_lost(failure))]
-        if refusals or len(failures) == len(members):
-            raise (refusals or failures)[0]
+            elif outcome is not None:
+                refusals.append(outcome)
+        if refusals:
+            raise refusals[0]
         return [member for member, outcome in zip(members, outcomes, strict=True) if outcome is None]
 
 
