@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 
 RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, the unique beginning of one, or a directory.")]
 
 
@@ -84,21 +85,28 @@ def envs() -> None:
 
 
 @app.command()
-def runs(runs_dir: RunsDir = Path("runs")) -> None:
-    """List the runs."""
+def runs(runs_dir: RunsDir = Path("runs"), json: AsJson = False) -> None:
+    """List the runs, the newest first."""
     from penstock.cli import runs as command
 
-    for line in command.listing(runs_dir):
-        typer.echo(line)
+    command.show(runs_dir, as_json=json)
 
 
 @app.command()
-def status(run: RunName, runs_dir: RunsDir = Path("runs")) -> None:
-    """Show how a run and its processes are doing."""
-    from penstock.cli import runs as command
+def status(
+    run: RunName,
+    runs_dir: RunsDir = Path("runs"),
+    json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run has ended.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Answer now, whatever supervisor.status_interval_s is.")
+    ] = False,
+) -> None:
+    """Show how a run and its processes are doing, and what to do next."""
+    from penstock.cli import status as command
+    from penstock.cli.runs import find
 
-    for line in command.describe(command.find(runs_dir, run)):
-        typer.echo(line)
+    command.answer(find(runs_dir, run), as_json=json, watch=watch, force=force)
 
 
 @app.command()

@@ -215,6 +215,9 @@ class SupervisorConfig(Section):
     grace_s: float = Field(8.0, gt=0)
     """Between a request to stop and SIGKILL."""
     heartbeat_s: float = Field(0.5, gt=0)
+    status_interval_s: float = Field(0.0, ge=0)
+    """How often programs (`penstock status --json`, or without a terminal) are told the status of a run; asked sooner,
+    they are told when. 0 always answers; the rule for agents that look after runs was 1800."""
 
 
 class ObserveConfig(Section):
