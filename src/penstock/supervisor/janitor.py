@@ -102,10 +102,17 @@ def clean(run_dir: Path, runtime_dir: Path, nonce: str, sessions: set[int]) -> N
     remaining = procfs.kill_family(belongs, spare={os.getpid()}, rounds=ROUNDS)
     shutil.rmtree(runtime_dir, ignore_errors=True)
     leftovers = [f"process {stat.pid}" for stat in remaining] + ([str(runtime_dir)] if runtime_dir.exists() else [])
+    close_record(run_dir, leftovers)
+
+
+def close_record(run_dir: Path, leftovers: list[str]) -> bool:
+    """Nobody keeps the record of this run any more: bring it to its end. False if it had come to one."""
     record = Record.load(run_dir)
     record.close_processes(reason=REASON)
     if leftovers:
         record.add_leftovers(leftovers)
-    if not record.status.is_final:
+    was_open = not record.status.is_final
+    if was_open:
         record.move(RunState.FAILED, actor="janitor", reason=REASON)
     summary.write(run_dir)
+    return was_open

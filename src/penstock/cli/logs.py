@@ -1,0 +1,162 @@
+"""`penstock logs`: what the processes of a run wrote, together or one by one, and what they go on to write.
+
+Lines carry no times: what is there already is shown process by process, what comes while it is followed as it comes.
+A log may be rotated (another file under its name) or emptied, and appears with its process. What a progress bar redraws
+on one line is shown as it was drawn last; of one that goes on, every few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.text import Text
+
+from penstock.cli.console import open_console
+from penstock.cli.refusal import refuse
+from penstock.cli.runs import has_ended, status_of
+from penstock.supervisor.record import read_state
+
+LOOK_EVERY_S = 0.1
+REDRAW_EVERY_S = 5.0
+CHUNK_BYTES = 65_536
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
+
+Show = Callable[[str, str], None]
+"""show(process, line)"""
+
+
+def logs(run_dir: Path, process: str | None, *, follow: bool, num_lines: int) -> int:
+    """Returns the exit code."""
+    known = names(run_dir)
+    if process is not None and process not in known:
+        return refuse(f"run {run_dir.name} has no log of {process}: there are {', '.join(known) or 'none yet'}", 1)
+    show = printer(open_console(), known if process is None else [])
+    opened = {name: Log(path_of(run_dir, name)) for name in (known if process is None else [process])}
+    for name, log in opened.items():
+        for line in log.last(num_lines):
+            show(name, line)
+    if follow:
+        keep_showing(run_dir, opened, show, only=process)
+    for name, log in opened.items():
+        for line in log.rest():
+            show(name, line)
+        log.close()
+    return 0
+
+
+def names(run_dir: Path) -> list[str]:
+    """The processes that have a log, in the order in which they were started."""
+    started = list((read_state(run_dir) or {}).get("processes", {}))
+    found = sorted(path.stem for path in (run_dir / "logs").glob("*.log"))
+    return sorted(found, key=lambda name: started.index(name) if name in started else len(started))
+
+
+def path_of(run_dir: Path, name: str) -> Path:
+    return run_dir / "logs" / f"{name}.log"
+
+
+def as_last_drawn(line: bytes) -> str:
+    """What the last carriage return left of a line."""
+    drawn = [part for part in line.split(b"\r") if part.strip()]
+    return (drawn[-1] if drawn else b"").decode(errors="replace").rstrip()
+
+
+class Log:
+    """One log: its last lines, then those that are added."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = self._open()
+        self._rest = b""
+        self._redrawn_at = 0.0
+
+    def last(self, num_lines: int) -> list[str]:
+        """The last whole lines, read from the end; what is added comes after them."""
+        if self._file is None:
+            return []
+        end = position = self._file.seek(0, os.SEEK_END)
+        data = b""
+        while position > 0 and data.count(b"\n") <= num_lines:
+            position = max(0, position - CHUNK_BYTES)
+            self._file.seek(position)
+            data = self._file.read(end - position)
+        *whole, self._rest = data.split(b"\n")
+        return [as_last_drawn(line) for line in whole[max(0, len(whole) - num_lines) :]]
+
+    def new_lines(self, now: float) -> Iterator[str]:
+        """Lines that were completed since the last call, rotated files included; `now` in seconds of any clock."""
+        yield from self._read()
+        if self._was_replaced():
+            yield from self._read()  # what came in between
+            yield from self.rest()
+            self.close()
+            self._file = self._open()
+            yield from self._read()
+        if b"\r" in self._rest and now - self._redrawn_at >= REDRAW_EVERY_S:
+            self._redrawn_at = now
+            yield from self.rest()
+
+    def rest(self) -> Iterator[str]:
+        """What there is of an unfinished line."""
+        rest, self._rest = self._rest, b""
+        if shown := as_last_drawn(rest):
+            yield shown
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> BinaryIO | None:
+        try:
+            return self._path.open("rb")
+        except FileNotFoundError:
+            return None
+
+    def _read(self) -> Iterator[str]:
+        if self._file is None:
+            return
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():
+            self._file.seek(0)  # emptied
+        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        yield from map(as_last_drawn, whole)
+
+    def _was_replaced(self) -> bool:
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return False
+        here = None if self._file is None else os.fstat(self._file.fileno())
+        return here is None or (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
+
+
+def keep_showing(run_dir: Path, opened: dict[str, Log], show: Show, *, only: str | None) -> None:
+    """Until the run has ended and all is shown."""
+    has_run_ended = False
+    while not has_run_ended:
+        has_run_ended = has_ended(status_of(read_state(run_dir) or {}))  # before looking: nothing comes afterwards
+        for name in names(run_dir) if only is None else [only]:
+            log = opened.get(name) or opened.setdefault(name, Log(path_of(run_dir, name)))
+            for line in log.new_lines(time.monotonic()):
+                show(name, line)
+        if not has_run_ended:
+            time.sleep(LOOK_EVERY_S)
+
+
+def printer(console: Console, prefixed: list[str]) -> Show:
+    """Prints lines, with the names of their processes in front if there are several."""
+    width = max(map(len, prefixed), default=0)
+    colours: dict[str, str] = {}
+
+    def show(name: str, line: str) -> None:
+        colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
+        text = Text.from_ansi(line)
+        prefix = Text.assemble((f"{name:<{width}} | ", colour)) if prefixed else Text()
+        console.print(prefix + text, soft_wrap=True)
+
+    return show
