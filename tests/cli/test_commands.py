@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from made_runs import make_run, penstock
+from made_runs import penstock
 
 from penstock.cli import preflight
 
@@ -45,6 +46,7 @@ def test_dry_run_prints_the_configuration_without_its_secrets(
     ("override", "word"),
     [
         ("model.path=/no/such/model", "/no/such/model"),
+        ("model.path=/no/such/model", "there is no directory"),
         ("model.path=/", "no config.json"),
         ("env.name=singel_turn", "single_turn"),
     ],
@@ -77,12 +79,6 @@ def test_a_failure_before_the_first_process_is_recorded(config: Path, tmp_path: 
     assert "failed" in penstock("status", "mine", "--runs-dir", tmp_path / "runs").stdout
     again = penstock("train", config, "run_id=mine")
     assert again.exit_code == 1 and "exists already" in again.stderr
-
-
-def test_stop_never_signals_a_process_that_only_has_the_pid(tmp_path: Path) -> None:
-    make_run(tmp_path / "a", "running", alive=False)
-    result = penstock("stop", "a", "--now", "--runs-dir", tmp_path)
-    assert "not running" in result.stdout
 
 
 def test_envs_are_listed() -> None:
@@ -134,6 +130,7 @@ def test_what_is_missing_is_said_before_anything_starts(
     [
         ("trainer.lora.rank=8", "peft", "trainer.lora needs the package peft: pip install 'penstock[lora]'"),
         ("observe.trackers=[wandb]", "wandb", "pip install 'penstock[wandb]'"),
+        ("seed=0", "reasoning_gym", "data.source needs the package reasoning_gym: pip install 'penstock[tasks]'"),
     ],
 )
 def test_a_missing_package_is_named_before_anything_starts(
@@ -143,4 +140,22 @@ def test_a_missing_package_is_named_before_anything_starts(
     monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == package else installed(name))
     result = penstock("train", config, override)
     assert result.exit_code == 1 and remedy in " ".join(result.stderr.split())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("full", "message"),
+    [("disk", "runs_dir: checkpoints, tokens and logs need 256 MiB"), ("shm", "those that come need 32 MiB")],
+)
+def test_too_little_room_is_said_before_anything_starts(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str, message: str
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(preflight, "runtime_path", lambda run_id: tmp_path / "shm" / "penstock")
+    is_full = {"disk": lambda path: path == tmp_path, "shm": lambda path: path == tmp_path / "shm"}[full]
+    free = {True: usage._replace(free=1), False: usage._replace(free=2**40)}
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: free[is_full(path)])
+    result = penstock("train", config)
+    assert result.exit_code == 1 and message in result.stderr and str(tmp_path) in result.stderr
     assert not (tmp_path / "runs").exists()

@@ -20,10 +20,8 @@ def ask(run_dir: Path, *words: str) -> dict[str, Any]:
 
 
 def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
-    processes = {"controller": {"state": "ready", "role": "controller", **dataclasses.asdict(owner(alive=True))}}
-    run_dir = make_run(tmp_path / "a", "running", processes=processes)
-    note(run_dir, "process", name="controller", state="starting")
-    note(run_dir, "process", name="controller", state="starting")
+    controller = {"state": "ready", "role": "controller", "restarts": 1, **dataclasses.asdict(owner(alive=True))}
+    run_dir = make_run(tmp_path / "a", "running", processes={"controller": controller})
     for step in (1, 2, 3):
         totals = {"episodes_total": 8 * step, "trainer_busy_s": 0.5 * step, "num_trainers": 1}
         take_step(run_dir, step, ledger={"trained": 8 * step}, staleness_mean=0.5, **totals)

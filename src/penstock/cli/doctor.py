@@ -22,7 +22,7 @@ from rich.text import Text
 
 from penstock.cli.console import open_console
 from penstock.supervisor import orphans
-from penstock.supervisor.run_directory import SHARED_MEMORY
+from penstock.supervisor.run_directory import SHARED_MEMORY, existing_parent
 
 GIB = 2**30
 LOW_DISK_BYTES = 2 * GIB
@@ -147,12 +147,6 @@ def accelerator() -> str:
     except (OSError, subprocess.SubprocessError):
         return "none that nvidia-smi knows of: the CPU it is"
     return "; ".join(said.strip().splitlines())
-
-
-def existing_parent(directory: Path) -> Path:
-    """Where `directory` is or would be made."""
-    directory = directory.absolute()
-    return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 def room(subject: str, directory: Path, least_bytes: int, remedy: str) -> Check:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,16 +130,15 @@ def progress(view: RunView) -> Document:
 
 def processes(state: Mapping[str, Any], events: Sequence[Document]) -> list[Document]:
     """The supervisor, its processes in the order they were started, and environment workers that attached."""
-    starts = _starts(events)
     known = [("supervisor", {"role": "supervisor", **state.get("supervisor", {})}), *state.get("processes", {}).items()]
-    rows = [_process(name, facts, restarts=max(0, starts[name] - 1)) for name, facts in known]
+    rows = [_process(name, facts) for name, facts in known]
     _measure([row for row in rows if row["alive"]])
     if not has_ended(status_of(state)):
         rows += [_process(name, {"role": "env", "state": "attached"}) for name in _attached(events)]
     return rows
 
 
-def _process(name: str, facts: Mapping[str, Any], *, restarts: int = 0) -> Document:
+def _process(name: str, facts: Mapping[str, Any]) -> Document:
     identity = {key: facts[key] for key in ("pid", "start_ticks", "boot_id") if key in facts}
     alive = len(identity) == 3 and is_alive(Identity(**identity))
     return {
@@ -149,7 +147,7 @@ def _process(name: str, facts: Mapping[str, Any], *, restarts: int = 0) -> Docum
         "state": facts.get("state", "running" if alive else "gone"),
         "alive": alive,
         "pid": facts.get("pid"),
-        "restarts": restarts,
+        "restarts": facts.get("restarts", 0),
         "returncode": facts.get("returncode"),
         "reason": facts.get("reason"),
         "age_seconds": None,
@@ -184,18 +182,6 @@ def _look(pid: int) -> tuple[psutil.Process, float] | None:
     except psutil.Error:
         return None
     return process, times.user + times.system
-
-
-def _starts(events: Sequence[Document]) -> Counter[str]:
-    """How often each process was started in this life of the run."""
-    starts: Counter[str] = Counter()
-    for event in events:
-        match event:
-            case {"event": "state", "to": "starting"}:
-                starts.clear()
-            case {"event": "process", "name": name, "state": "starting"}:
-                starts[name] += 1
-    return starts
 
 
 def _attached(events: Sequence[Document]) -> list[str]:

@@ -51,6 +51,12 @@ def runtime_path(run_id: str) -> Path:
     return base / f"penstock-{os.getuid()}-{run_id}"
 
 
+def existing_parent(directory: Path) -> Path:
+    """Where `directory` is or would be made."""
+    directory = directory.absolute()
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
+
+
 def publishable(config: Config) -> dict[str, Any]:
     """The configuration as plain values, without its secrets."""
     return config.model_dump(mode="json", exclude={"rollout": {"api_key", "admin_api_key"}})
