@@ -23,7 +23,7 @@ from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play, played
 from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
-from penstock.types import EVAL_TAG, TRAIN_TAG, EpisodeSummary, PayloadRef
+from penstock.types import EVAL_TAG, TRAIN_TAG, EpisodeState, EpisodeSummary, PayloadRef
 
 REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
 
@@ -282,7 +282,7 @@ def test_a_late_result_of_an_older_attempt_is_not_written_down(tmp_path: Path) -
                 loop.collect(run.system, 0, None, failed)
                 late.append((0, [played(episode, reward=0.5) for episode in work.episodes]))
                 loop.collect(run.system, 0, REF, late[0][1])
-                assert run.system.pool.get(0) is None  # type: ignore[attr-defined]
+                assert [record.state for record in run.system.pool.get([0])] == [EpisodeState.PENDING]
             else:
                 start(worker, work)
 

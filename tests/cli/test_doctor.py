@@ -10,7 +10,7 @@ from made_runs import owner, penstock
 
 import penstock as package
 from penstock.cli import doctor
-from penstock.supervisor import orphans
+from penstock.supervisor import orphans, runtime
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -29,8 +29,8 @@ def dead_run(tmp_path: Path, found: orphans.Found) -> Path:
     directory = tmp_path / "runtime"
     directory.mkdir()
     fields = {"run_dir": str(tmp_path / "run"), "runtime_dir": str(directory), "nonce": "n"}
-    mark = orphans.Mark(**fields, supervisor=owner(alive=False))
-    (directory / orphans.OWNER_FILE).write_text(mark.dumps())
+    mark = runtime.Mark(**fields, supervisor=owner(alive=False))
+    (directory / runtime.OWNER_FILE).write_text(mark.dumps())
     found.orphans.append(orphans.Orphans(mark=mark, directories=[directory]))
     return directory
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.control.bus import CONTROLLER, Bus, Fault, Peer, RequestRefused
-from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat
+from penstock.control.bus import CONTROLLER, Bus, Fault, Peer, PeerLost, RequestRefused, UnknownPeer
+from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat, Hello, Welcome, WhoAreYou
 from penstock.deadline import Stalled
 from penstock.types import EpisodeId, GroupAttempt
 
@@ -25,6 +25,8 @@ class Counting:
 
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
         match message:
+            case Hello():
+                return Welcome(server_urls=[])
             case GrantRequest(episode=episode):
                 if episode.group < 0:
                     raise ValueError("a negative group")
@@ -34,6 +36,9 @@ class Counting:
             case Cancel():
                 self.cancelled.set()
         return None
+
+
+HELLO = Hello(role="env", name="env-0", nonce="", pid=0)
 
 
 def request(number: int) -> GrantRequest:
@@ -48,12 +53,11 @@ async def connected(
     other = Peer(str(directory), "env-0", peer.handle, fault=fault)
     bus.resend_s = other.resend_s = 0.02
     tasks = [asyncio.create_task(bus.run()), asyncio.create_task(other.run())]
+    await other.join(HELLO, timeout_s=5)
     try:
         yield bus, other
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await finished(tasks)
         other.close()
         bus.close()
 
@@ -143,3 +147,70 @@ async def test_a_restarted_peer_is_not_taken_for_its_past(tmp_path: Path) -> Non
     receiving.cancel()
     await asyncio.gather(receiving, return_exceptions=True)
     bus.close()
+
+
+async def test_a_new_controller_asks_who_somebody_is(tmp_path: Path) -> None:
+    """Nothing is acted upon until the peer has introduced itself; then what it had asked is answered."""
+    known: set[str] = set()
+    seen: list[str] = []
+
+    async def handle(peer: str, message: AnyMessage) -> AnyMessage | None:
+        if isinstance(message, Hello):
+            known.add(peer)
+            return Welcome(server_urls=[])
+        if peer not in known:
+            raise UnknownPeer(peer)
+        seen.append(type(message).__name__)
+        return None
+
+    async def introduce(_: str, message: AnyMessage) -> AnyMessage | None:
+        assert isinstance(message, WhoAreYou)
+        await peer.join(HELLO, timeout_s=5)
+        return None
+
+    bus, peer = Bus(str(tmp_path), handle), Peer(str(tmp_path), "env-0", introduce)
+    bus.resend_s = peer.resend_s = 0.02
+    receiving = [asyncio.create_task(bus.run()), asyncio.create_task(peer.run())]
+    await peer.join(HELLO, timeout_s=5)
+    known.clear()
+    assert await peer.request(CONTROLLER, request(1), timeout_s=5) == Ack()
+    assert (known, seen) == ({"env-0"}, ["GrantRequest"])
+    await finished(receiving)
+    peer.close()
+    bus.close()
+
+
+async def test_whoever_waits_for_a_dead_peer_hears_of_it(tmp_path: Path) -> None:
+    bus = Bus(str(tmp_path), Counting().handle)
+    receiving = [asyncio.create_task(bus.run())]
+    waiting = asyncio.create_task(bus.request("env-0", request(1), timeout_s=5))
+    await asyncio.sleep(0)
+    bus.forget("env-0")
+    with pytest.raises(PeerLost, match="env-0 died before it answered"):
+        await waiting
+    await finished(receiving)
+    bus.close()
+
+
+async def test_what_was_meant_for_a_predecessor_is_not_heard(tmp_path: Path) -> None:
+    """It waits in the socket of a peer that is not there, and arrives with the next one of that name."""
+    controller, worker = Counting(), Counting()
+    async with connected(tmp_path, controller=controller, peer=worker) as (bus, _):
+        newcomer = Counting()
+        other = Peer(str(tmp_path), "env-0", newcomer.handle)
+        receiving = [asyncio.create_task(other.run())]
+        stale = asyncio.create_task(bus.request("env-0", request(7), timeout_s=5))
+        await asyncio.sleep(0.1)
+        bus.forget("env-0")
+        await asyncio.gather(stale, return_exceptions=True)
+        await other.join(HELLO, timeout_s=5)
+        assert await bus.request("env-0", request(8), timeout_s=5) == Ack()
+        assert newcomer.seen == [8]
+        await finished(receiving)
+        other.close()
+
+
+async def finished(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Config, TinyModelConfig
-from penstock.control.bus import CONTROLLER, Bus, Peer
+from penstock.control.bus import Bus, Peer
 from penstock.control.messages import (
     AnyMessage,
     DataGenerated,
     EpisodesEnded,
     Grant,
     GrantRequest,
+    Hello,
     NewTask,
-    TaskRequest,
+    Welcome,
 )
 from penstock.envs.manager import EnvManager, MakeEnvironment
 from penstock.model.chat import ChatTokenizer
@@ -26,6 +27,7 @@ from penstock.model.tiny import write_tiny_model
 from penstock.ports import SavedEpisode
 from penstock.processes.env import Worker
 from penstock.rollout.scripted import ScriptedPolicy
+from penstock.rollout.servers import Servers
 from penstock.simulator.parts import leased
 from penstock.types import Sampling, SegmentGrant, Task
 
@@ -55,6 +57,8 @@ class Controller:
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
         self.reports.append(type(message).__name__)
         match message:
+            case Hello():
+                return Welcome(server_urls=[])
             case DataGenerated():
                 self.generated.put_nowait(message)
             case EpisodesEnded():
@@ -105,12 +109,13 @@ class Stage:
 
     async def join(self, name: str) -> None:
         """A worker starts; the bus knows it when this returns."""
-        worker = Worker(self.config, name, self.directory, self.tasks)
-        worker.peer = peer = Peer(str(self.directory), name, worker.handle)
+        worker = Worker(self.config, name, self.directory, self.tasks, Servers([]))
+        peer = Peer(str(self.directory), name, worker.handle)
         worker.manager = EnvManager(self.config, make=self.make, policy=self.policy, grants=worker, chat=self.chat)
         self.workers[name] = worker
         self.peers[name] = peer, self.tasks.create_task(peer.run())
-        await peer.request(CONTROLLER, TaskRequest(worker=name, capacity=8), timeout_s=10)
+        hello = Hello(role="env", name=name, nonce="", pid=0)
+        await worker.welcomed(peer, await peer.join(hello, timeout_s=10))
 
     def kill(self, name: str) -> None:
         """A worker ends in the middle of whatever it does."""

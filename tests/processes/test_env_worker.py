@@ -39,7 +39,7 @@ async def test_a_group_that_ends_at_once_is_one_report(tmp_path: Path) -> None:
     async with working(tmp_path) as stage:
         await stage.start("env-0", job(1, members=range(8), group_size=8))
         played = await stage.controller.generated.get()
-        assert stage.controller.reports == ["TaskRequest", "DataGenerated"]
+        assert stage.controller.reports == ["Hello", "TaskRequest", "DataGenerated"]
     assert [episode.reward for episode in played.episodes] == [1.0] * 8
     assert played.ref is not None
     assert [sample.episode for sample in PayloadReader(tmp_path).read(played.ref)] == list(range(8))

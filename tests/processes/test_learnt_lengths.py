@@ -18,7 +18,8 @@ def write_pool(run_dir: Path, lengths: dict[int, list[int]], *, name: str = "tra
             played(EpisodeId("train", group, member, 0), reward=0.0, response_tokens=length)
             for member, length in enumerate(tokens)
         ]
-        index.put(GroupRecord(group=group, task_id=name.format(task), task_index=task, ref=None, episodes=episodes))
+        task_id = name.format(task)
+        index.put([GroupRecord(group=group, task_id=task_id, task_index=task, admitted_at=0.0, episodes=episodes)])
     index.close()
 
 

@@ -11,8 +11,10 @@ import yaml
 
 from penstock.config import Config
 from penstock.observe.jsonl import JsonLinesWriter
-from penstock.ports import Trainer
+from penstock.ports import EndedGroup, Trainer
 from penstock.simulator.clock import run_virtual
+from penstock.simulator.experience import Experience
+from penstock.simulator.parts import Immortal
 from penstock.simulator.simulation import Simulation
 from penstock.simulator.trace import open_workload
 from penstock.store.pool import ExperiencePool
@@ -42,26 +44,23 @@ def config(**scheduler: Any) -> Config:
     )
 
 
-class TeePool:
-    """Everything goes to both pools."""
+class TeePool(ExperiencePool):
+    """Writes down what the simulated learner holds."""
 
-    def __init__(self, *pools: Any) -> None:
-        self._pools = pools
+    def __init__(self, directory: Path, experience: Experience) -> None:
+        super().__init__(directory)
+        self._experience = experience
 
-    def add(self, group: int, task: Task, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
-        for pool in self._pools:
-            pool.add(group, task, ref, episodes)
+    def add(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
+        super().add(group, task, ref, episodes)
+        self._experience.add(group, task, ref, episodes)
 
-    def mark(self, groups: Sequence[int], state: str, *, trained_in: int | None = None) -> None:
-        for pool in self._pools:
-            pool.mark(groups, state, trained_in=trained_in)
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None: ...
+    def end(self, groups: Sequence[EndedGroup]) -> None:
+        super().end(groups)
+        self._experience.end(groups)
 
 
-class TimedTrainer:
+class TimedTrainer(Immortal):
     """Writes a span for every call of another trainer."""
 
     def __init__(self, trainer: Trainer, timeline: JsonLinesWriter) -> None:
@@ -123,15 +122,15 @@ def record(run_dir: Path, config: Config, *, seed: int = 0) -> None:
     workload = open_workload(config.simulator.workload, group_size=config.env.group_size, seed=seed)
     timeline, metrics = (JsonLinesWriter(run_dir / name) for name in ("timeline.jsonl", "metrics.jsonl"))
     events = JsonLinesWriter(run_dir / "events.jsonl")
-    pool = ExperiencePool(run_dir / "pool")
 
     async def main() -> None:
         simulation = Simulation(config, workload, seed=seed)
         system = simulation.system
-        system.pool = TeePool(simulation.experience, pool)
+        system.pool = TeePool(run_dir / "pool", simulation.experience)
         system.trainer = TimedTrainer(system.trainer, timeline)
         system.recorder = StepLines(simulation, metrics)  # type: ignore[assignment]
         await simulation.run()
+        system.pool.close()
         totals, engine = simulation.fleet.totals(), config.simulator.engine
         busy_s = totals.busy_s(engine)
         x = (engine.step_s, engine.sequence_s, engine.prefill_token_s)
@@ -161,6 +160,5 @@ def record(run_dir: Path, config: Config, *, seed: int = 0) -> None:
         timeline.write({**span, "kind": "generate", "end": busy_s})
 
     run_virtual(main())
-    pool.close()
     for writer in (timeline, metrics, events):
         writer.close()

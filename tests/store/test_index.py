@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from penstock.ports import GroupRecord
 from penstock.simulator.parts import played
-from penstock.store.index import GroupRecord, PoolIndex
-from penstock.types import EpisodeId, PayloadRef
+from penstock.store.index import PoolIndex, PoolUnreadable
+from penstock.types import NO_VERSION, EpisodeId, EpisodeState, PayloadRef
 
 
 def record(group: int) -> GroupRecord:
@@ -12,21 +16,42 @@ def record(group: int) -> GroupRecord:
         group=group,
         task_id=f"train/{group}",
         task_index=group,
+        admitted_at=float(group),
         ref=PayloadRef(file="env-0-00000.seg", offset=group, length=1, crc32=0),
         episodes=[played(EpisodeId("train", group, 0, 0), reward=0.5, policy_version=3)],
     )
 
 
-def test_put_mark_and_reopen(tmp_path: Path) -> None:
+def test_put_get_and_reopen(tmp_path: Path) -> None:
     index = PoolIndex(tmp_path)
-    for group in range(300):
-        index.put(record(group))
-    index.mark([5, 299, 1000], "trained", trained_in=7)
+    index.put([record(group) for group in reversed(range(300))])
+    trained = msgspec.structs.replace(record(5), state=EpisodeState.TRAINED, trained_in=7)
+    index.put([trained])
     index.close()
     index = PoolIndex(tmp_path)
-    trained = index.get(5)
-    assert trained is not None and (trained.state, trained.trained_in) == ("trained", 7)
-    assert index.get(6) == record(6)
-    assert index.get(1000) is None
-    assert [r.group for r in index] == list(range(300))
+    assert index.get([6, 1000, 5]) == [record(6), trained]
+    assert [each.group for each in index] == list(range(300))
     index.close()
+
+
+def test_the_highest_version_is_kept_though_its_group_is_trained_anew(tmp_path: Path) -> None:
+    index = PoolIndex(tmp_path)
+    assert index.highest_version == NO_VERSION
+    index.put([msgspec.structs.replace(record(1), trained_in=7)])
+    index.put([record(1)])
+    index.raise_version(4)
+    assert index.highest_version == 7
+    index.raise_version(9)
+    index.close()
+    index = PoolIndex(tmp_path)
+    assert index.highest_version == 9
+    index.close()
+
+
+def test_a_damaged_index_is_refused_with_its_name(tmp_path: Path) -> None:
+    index = PoolIndex(tmp_path)
+    index.put([record(1)])
+    index.close()
+    (tmp_path / "index" / "data.mdb").write_bytes(b"nothing of the kind" * 1000)
+    with pytest.raises(PoolUnreadable, match=r"index cannot be read .* move it away"):
+        PoolIndex(tmp_path)

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from penstock.observe import jsonl
-from penstock.supervisor import orphans, procfs
-from penstock.supervisor.orphans import Found, Mark, Orphans
+from penstock.supervisor import orphans, procfs, runtime
+from penstock.supervisor.orphans import Found, Orphans
 from penstock.supervisor.procfs import Identity, identify
 from penstock.supervisor.record import Record, read_state
+from penstock.supervisor.runtime import Mark, RuntimeTaken
 from penstock.supervisor.states import RunState
 
 pytestmark = pytest.mark.integration
@@ -43,7 +44,7 @@ def start() -> Iterator[Start]:
     breed = "import subprocess, sys; subprocess.Popen(['sleep', '60'], env={}); print(flush=True); sys.stdin.read()"
 
     def start(mark: Mark) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, orphans.OWNER: mark.dumps()}
+        environment = {**os.environ, runtime.OWNER: mark.dumps()}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         process = subprocess.Popen([sys.executable, "-c", breed], env=environment, **pipes)
         started.append(process)
@@ -60,7 +61,7 @@ def start() -> Iterator[Start]:
 @pytest.fixture
 def runtime_dirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks for runtime directories in the test's own corner only."""
-    monkeypatch.setattr(orphans, "_runtime_dirs", lambda: sorted(tmp_path.glob("*/runtime")))
+    monkeypatch.setattr(runtime, "runtime_dirs", lambda: sorted(tmp_path.glob("*/runtime")))
 
 
 def make(mark: Mark) -> Path:
@@ -68,7 +69,7 @@ def make(mark: Mark) -> Path:
     run_dir, runtime_dir = Path(mark.run_dir), Path(mark.runtime_dir)
     (run_dir / "logs").mkdir(parents=True)
     runtime_dir.mkdir()
-    (runtime_dir / orphans.OWNER_FILE).write_text(mark.dumps())
+    (runtime_dir / runtime.OWNER_FILE).write_text(mark.dumps())
     (runtime_dir / "weights").write_bytes(b"w")
     Record.create(run_dir, run_id="a", runtime_dir=runtime_dir).move(RunState.STARTING, actor="test")
     jsonl.write_json(
@@ -132,13 +133,20 @@ def test_a_supervisor_that_was_started_within_a_dead_run_is_spared(
 def test_what_does_not_say_whose_it_is_is_not_touched(tmp_path: Path, runtime_dirs: None) -> None:
     (tmp_path / "a" / "runtime").mkdir(parents=True)
     (tmp_path / "b" / "runtime").mkdir(parents=True)
-    (tmp_path / "b" / "runtime" / orphans.OWNER_FILE).write_text("{torn")
+    (tmp_path / "b" / "runtime" / runtime.OWNER_FILE).write_text("{torn")
     assert orphans.find().unmarked == [tmp_path / "a" / "runtime", tmp_path / "b" / "runtime"]
 
 
 def test_a_claimed_directory_carries_the_mark_that_processes_get(tmp_path: Path) -> None:
-    environment = orphans.claim(tmp_path / "runtime", run_dir=tmp_path / "run", nonce="secret")
-    claimed = orphans.mark_of_directory(tmp_path / "runtime")
-    assert claimed == Mark.loads(environment[orphans.OWNER])
+    environment = runtime.claim(tmp_path / "runtime", run_dir=tmp_path / "run", nonce="secret")
+    claimed = runtime.mark_of_directory(tmp_path / "runtime")
+    assert claimed == Mark.loads(environment[runtime.OWNER])
     assert claimed and claimed.supervisor == this_process()
     assert (tmp_path / "runtime").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("alive", "said"), [(True, "is running"), (False, "penstock doctor --clean")])
+def test_a_directory_that_is_there_already_says_whose_it_is(tmp_path: Path, alive: bool, said: str) -> None:
+    make(mark(tmp_path, alive=alive))
+    with pytest.raises(RuntimeTaken, match=said):
+        runtime.claim(tmp_path / "runtime", run_dir=tmp_path / "other", nonce="n")

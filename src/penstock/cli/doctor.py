@@ -22,7 +22,8 @@ from rich.text import Text
 
 from penstock.cli.console import open_console
 from penstock.supervisor import orphans
-from penstock.supervisor.run_directory import SHARED_MEMORY, existing_parent
+from penstock.supervisor.run_directory import existing_parent
+from penstock.supervisor.runtime import SHARED_MEMORY
 
 GIB = 2**30
 LOW_DISK_BYTES = 2 * GIB

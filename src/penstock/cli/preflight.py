@@ -13,7 +13,8 @@ from penstock.config import Config
 from penstock.envs.registry import locate
 from penstock.model.files import has_weights, weights_bytes
 from penstock.scheduler.length.predictor import length_predictor
-from penstock.supervisor.run_directory import existing_parent, runtime_path
+from penstock.supervisor.run_directory import existing_parent
+from penstock.supervisor.runtime import runtime_path
 
 CHECK_S = 30.0
 MIB = 2**20

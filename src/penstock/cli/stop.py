@@ -82,11 +82,7 @@ def clean_up(run_dir: Path, state: dict[str, Any]) -> int:
     """The supervisor is dead: end what is left of the run, and say so in its record."""
     owner = owner_of(state)
     assert owner is not None, "a run without an owner is not known to be lost"
-    found = orphans.find()
-    left: list[str] = []
-    for each in found.orphans:
-        if each.mark.supervisor == owner:
-            left += orphans.remove(each, living=found.living)
+    left = orphans.remove_of_run(run_dir)
     orphans.close_record(run_dir, owner, left)
     if left:
         return refuse(f"the supervisor of run {run_dir.name} is dead, and this resisted: {', '.join(left)}", 1)

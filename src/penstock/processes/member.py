@@ -22,6 +22,8 @@ class Telemetry:
     """What a heartbeat carries; totals since the process started, spans since the last heartbeat."""
 
     progress: int = 0
+    doing: str = ""
+    """Empty: it has nothing to do, and so need not get any further."""
     busy_s: float = 0.0
     counters: Mapping[str, float] = field(default_factory=dict)
     spans: Sequence[BusySpan] = ()
@@ -62,7 +64,7 @@ async def membership(
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(peer.run())
             await join()
-            beating = tasks.create_task(_beat(peer, child.name, telemetry, config.supervisor.heartbeat_s))
+            beating = tasks.create_task(_beat(peer, child, telemetry, config.supervisor.heartbeat_s))
             yield peer
             peer.notify(CONTROLLER, _heartbeat(child.name, telemetry()))
             beating.cancel()
@@ -71,9 +73,11 @@ async def membership(
         peer.close()
 
 
-async def _beat(peer: Peer, name: str, telemetry: Callable[[], Telemetry], period_s: float) -> None:
+async def _beat(peer: Peer, child: Child, telemetry: Callable[[], Telemetry], period_s: float) -> None:
     while True:
-        peer.notify(CONTROLLER, _heartbeat(name, telemetry()))
+        latest = telemetry()
+        child.pulse(latest.progress, latest.doing)
+        peer.notify(CONTROLLER, _heartbeat(child.name, latest))
         await asyncio.sleep(period_s)
 
 

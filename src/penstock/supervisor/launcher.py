@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Self
 from penstock.ports import ProcessHandle, ProcessSpec
 from penstock.supervisor import procfs
 from penstock.supervisor.janitor import NONCE, Janitor
-from penstock.supervisor.orphans import claim
+from penstock.supervisor.runtime import claim
 
 if TYPE_CHECKING:
     import aiohttp

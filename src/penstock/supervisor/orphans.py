@@ -1,50 +1,20 @@
-"""What dead runs left behind, and how to remove exactly that (standard library only).
-
-Every process of a run carries a mark in its environment, and the run's runtime directory the same in a file: whose they
-are, the supervisor being known by pid, start time and boot id. While that very process lives, nothing of it is touched;
-once it is gone, all that carries its mark has nobody left to end it.
-"""
+"""What dead runs left behind, and how to remove exactly that (standard library only): all that carries the mark of a
+supervisor that is gone has nobody left to end it."""
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
-import tempfile
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.supervisor import janitor, procfs
+from penstock.supervisor import janitor, procfs, runtime
+from penstock.supervisor.ownership import Owned, owning
 from penstock.supervisor.procfs import Identity, is_alive
 from penstock.supervisor.record import owner_of, read_state
-from penstock.supervisor.run_directory import SHARED_MEMORY, runtime_path
-
-OWNER = "PENSTOCK_OWNER"
-OWNER_FILE = "owner.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """Whose something is: one life of a run."""
-
-    run_dir: str
-    runtime_dir: str
-    nonce: str
-    supervisor: Identity
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> Mark | None:
-        """None if it is no mark."""
-        try:
-            fields = json.loads(text)
-            return cls(**{**fields, "supervisor": Identity(**fields["supervisor"])})
-        except (ValueError, TypeError, KeyError):
-            return None
+from penstock.supervisor.runtime import Mark, mark_of_directory, mark_of_process
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,35 +37,6 @@ class Found:
     """Runtime directories that do not say whose they are."""
 
 
-def claim(runtime_dir: Path, *, run_dir: Path, nonce: str) -> dict[str, str]:
-    """Make the runtime directory of a run that this process supervises; returns the mark for the environment of its
-    processes. Where the system cannot tell one process from another there are no marks, and nothing is ever removed."""
-    runtime_dir.mkdir(mode=0o700)
-    supervisor = procfs.identify(os.getpid())
-    if supervisor is None:
-        return {}
-    mark = Mark(run_dir=str(run_dir.absolute()), runtime_dir=str(runtime_dir), nonce=nonce, supervisor=supervisor)
-    (runtime_dir / OWNER_FILE).write_text(mark.dumps())
-    return {OWNER: mark.dumps()}
-
-
-def mark_of_directory(directory: Path) -> Mark | None:
-    """Whose a runtime directory is; None if it does not say."""
-    try:
-        return Mark.loads((directory / OWNER_FILE).read_text())
-    except OSError:
-        return None
-
-
-def mark_of_process(pid: int) -> Mark | None:
-    """Whose a process is; None if it is no run's, or gone, or not ours to read."""
-    prefix = f"{OWNER}=".encode()
-    for entry in procfs.environment(pid):
-        if entry.startswith(prefix):
-            return Mark.loads(entry.removeprefix(prefix))
-    return None
-
-
 def find() -> Found:
     """Look at all processes and runtime directories of this user."""
     marked: dict[Mark, Orphans] = {}
@@ -103,7 +44,7 @@ def find() -> Found:
     for stat in procfs.table():
         if stat.state not in "ZX" and (mark := mark_of_process(stat.pid)):
             marked.setdefault(mark, Orphans(mark=mark)).processes.append(stat)
-    for directory in _runtime_dirs():
+    for directory in runtime.runtime_dirs():
         if mark := mark_of_directory(directory):
             marked.setdefault(mark, Orphans(mark=mark)).directories.append(directory)
         else:
@@ -133,24 +74,15 @@ def remove(orphans: Orphans, *, living: Collection[int]) -> list[str]:
     return left
 
 
-def close_record(run_dir: Path, supervisor: Identity, leftovers: list[str]) -> bool:
-    """Mark a run failed that `supervisor` left open. False if it is somebody else's meanwhile, or has ended."""
-    try:
-        lock = os.open(run_dir, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        state = read_state(run_dir)
-        if state is None or owner_of(state) != supervisor:
-            return False
-        return janitor.close_record(run_dir, leftovers)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
+def remove_of_run(run_dir: Path) -> list[str]:
+    """All that earlier lives of this run left behind. Returns what resisted."""
+    found, own = find(), run_dir.resolve()
+    mine = [each for each in found.orphans if Path(each.mark.run_dir).resolve() == own]
+    return [left for each in mine for left in remove(each, living=found.living)]
 
 
-def _runtime_dirs() -> list[Path]:
-    bases = {SHARED_MEMORY, Path(tempfile.gettempdir())}
-    return sorted(path for base in bases for path in base.glob(f"{runtime_path('').name}*") if path.is_dir())
+def close_record(run_dir: Path, supervisor: Identity, leftovers: list[str]) -> None:
+    """Mark a run failed that `supervisor` left open, unless it is gone, or somebody else's meanwhile."""
+    with suppress(Owned, FileNotFoundError), owning(run_dir):
+        if owner_of(read_state(run_dir) or {}) == supervisor:
+            janitor.close_record(run_dir, leftovers)
