@@ -13,6 +13,7 @@ from made_runs import make_run, penstock
 
 from penstock.cli.logs import REDRAW_EVERY_S, Log
 from penstock.observe import jsonl
+from penstock.supervisor.log_files import rotate
 
 
 @pytest.fixture
@@ -92,6 +93,21 @@ def test_following_goes_on_over_rotation_restart_and_emptying(tmp_path: Path) ->
         assert list(log.new_lines(0.0)) == ["two and a half", "three", "four"]
         path.write_text("5\n")
         assert list(log.new_lines(0.0)) == ["5"]
+
+
+def test_a_rotation_as_the_supervisor_does_it_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("one\n")
+    with closing(Log(path)) as log:
+        assert list(log.new_lines(0.0)) == ["one"]
+        with path.open("a") as file:
+            file.write("two\nthr")
+        rotate(path, max_bytes=1)
+        with path.open("a") as file:
+            file.write("ee\n4\n")
+        assert list(log.new_lines(0.0)) == ["two", "three", "4"]
+    with closing(Log(path)) as log:
+        assert log.last(2)[-1] == "4" and log.last(10)[:2] == ["one", "two"]
 
 
 def test_following_ends_with_the_run_and_misses_nothing(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """`penstock logs`: what the processes of a run wrote, together or one by one, and what they go on to write.
 
 Lines carry no times: what is there already is shown process by process, what comes while it is followed as it comes.
-A log may be rotated (another file under its name) or emptied, and appears with its process. What a progress bar redraws
-on one line is shown as it was drawn last; of one that goes on, every few seconds.
+A log appears with its process, and is rotated when it has grown: what it held is in `NAME.log.1` then, and it is empty,
+or another file. What a progress bar redraws on one line is shown as it was drawn last; of one that goes on, every few
+seconds.
 """
 
 from __future__ import annotations
@@ -70,22 +71,19 @@ class Log:
     """One log: its last lines, then those that are added."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._older = path, path.with_name(f"{path.name}.1")
         self._file: BinaryIO | None = self._open()
         self._rest = b""
         self._redrawn_at = 0.0
 
     def last(self, num_lines: int) -> list[str]:
-        """The last whole lines, read from the end; what is added comes after them."""
+        """The last whole lines, across a rotation; what is added comes after them."""
         if self._file is None:
             return []
-        end = position = self._file.seek(0, os.SEEK_END)
-        data = b""
-        while position > 0 and data.count(b"\n") <= num_lines:
-            position = max(0, position - CHUNK_BYTES)
-            self._file.seek(position)
-            data = self._file.read(end - position)
-        *whole, self._rest = data.split(b"\n")
+        *whole, self._rest = _tail(self._file, num_lines)
+        if len(whole) < num_lines and self._older.exists():
+            with self._older.open("rb") as older:
+                whole = [*_tail(older, num_lines)[:-1], *whole]
         return [as_last_drawn(line) for line in whole[max(0, len(whole) - num_lines) :]]
 
     def new_lines(self, now: float) -> Iterator[str]:
@@ -121,10 +119,21 @@ class Log:
     def _read(self) -> Iterator[str]:
         if self._file is None:
             return
-        if os.fstat(self._file.fileno()).st_size < self._file.tell():
-            self._file.seek(0)  # emptied
-        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        data = b""
+        if os.fstat(self._file.fileno()).st_size < (position := self._file.tell()):
+            data = self._moved(position)
+            self._file.seek(0)
+        *whole, self._rest = (self._rest + data + self._file.read()).split(b"\n")
         yield from map(as_last_drawn, whole)
+
+    def _moved(self, position: int) -> bytes:
+        """What had not been read when the log was emptied."""
+        try:
+            with self._older.open("rb") as older:
+                older.seek(position)
+                return older.read()
+        except FileNotFoundError:
+            return b""
 
     def _was_replaced(self) -> bool:
         try:
@@ -133,6 +142,17 @@ class Log:
             return False
         here = None if self._file is None else os.fstat(self._file.fileno())
         return here is None or (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
+
+
+def _tail(file: BinaryIO, num_lines: int) -> list[bytes]:
+    """At least the last lines and the unfinished one, read from the end."""
+    end = position = file.seek(0, os.SEEK_END)
+    data = b""
+    while position > 0 and data.count(b"\n") <= num_lines:
+        position = max(0, position - CHUNK_BYTES)
+        file.seek(position)
+        data = file.read(end - position)
+    return data.split(b"\n")
 
 
 def keep_showing(run_dir: Path, opened: dict[str, Log], show: Show, *, only: str | None) -> None:

@@ -106,14 +106,15 @@ def serve(
 
 
 @app.command()
-def envs() -> None:
-    """List the environments."""
-    from penstock.envs.registry import available
+def envs(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Look for classes in the files below.")
+    ] = None,
+) -> None:
+    """List the environments, without importing any."""
+    from penstock.cli import envs as command
 
-    found = available()
-    width = max(map(len, found))
-    for name, description in found.items():
-        typer.echo(f"{name:<{width}}  {description}")
+    command.show(directory)
 
 
 @app.command()

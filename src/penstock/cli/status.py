@@ -16,7 +16,7 @@ from penstock.cli.polling import claim_answer, refusal
 from penstock.cli.runs import config_of, describe, has_ended, name_of, status_of
 from penstock.cli.status_view import render
 from penstock.observe import jsonl
-from penstock.observe.view import WAITING_FOR_WORKERS, Plan, RunView
+from penstock.observe.view import Plan, RunView
 from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.procfs import Identity, is_alive
 from penstock.supervisor.record import read_state
@@ -108,6 +108,7 @@ def progress(view: RunView) -> Document:
     latest = view.latest
     return {
         "phase": view.phase,
+        "needs": view.needs,
         "step": view.step,
         "steps": view.plan.num_steps,
         "policy_version": latest.get("policy_version"),
@@ -250,9 +251,6 @@ def next_commands(document: Document) -> list[Document]:
         {"command": f"penstock logs {run} -f", "purpose": "follow its processes"},
         {"command": f"penstock stop {run}", "purpose": "stop it with a checkpoint"},
     ]
-    if document["progress"]["phase"] == WAITING_FOR_WORKERS:
-        file = str(document["environment"]).partition(":")[0]
-        script = file if file.endswith(".py") else "YOUR_ENVIRONMENT.py"
-        serve = {"command": f"python {script} serve --run {run}", "purpose": "attach an environment worker"}
-        commands.insert(0, serve)
+    if needed := document["progress"]["needs"]:
+        commands.insert(0, {"command": needed, "purpose": "attach an environment worker"})
     return commands

@@ -12,7 +12,6 @@ from penstock.observe.summary import busy_fraction
 Record = dict[str, Any]
 WINDOW_S = 15.0
 """Rates are means over the latest steps of about this long."""
-WAITING_FOR_WORKERS = "waiting for an environment worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +39,8 @@ class RunView:
     """`before` / `after` -> mean reward on the held-out tasks."""
     checkpoint: str | None = None
     is_warm: bool = False
-    lacks_workers: bool = False
-    """Environment workers have yet to attach."""
+    needs: str | None = None
+    """A command that somebody has to type, for the run to go on."""
     recent: deque[Record] = field(default_factory=deque)
     """The latest steps, at least two if there are two."""
 
@@ -53,10 +52,10 @@ class RunView:
                 self.status = status
             case {"event": "process", "name": name, "state": state}:
                 self.processes[name] = state
-            case {"event": "no_workers"}:
-                self.lacks_workers = True
+            case {"event": "no_workers", "command": command}:
+                self.needs = command
             case {"event": "attached"}:
-                self.lacks_workers = False
+                self.needs = None
             case {"event": "warm_start"}:
                 self.is_warm = True
             case {"event": "evaluation", "when": when, "reward": reward} if reward is not None:
@@ -94,8 +93,8 @@ class RunView:
             return "starting " + ", ".join(waiting) if waiting else "starting"
         if self.status != "running":
             return self.status
-        if self.lacks_workers:
-            return WAITING_FOR_WORKERS
+        if self.needs is not None:
+            return f"waiting for an environment worker: {self.needs}"
         if self.recent:
             return "training" if self.step < self.plan.num_steps else "evaluating the trained policy"
         if self.plan.num_warm_start_steps and not self.is_warm:

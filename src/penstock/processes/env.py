@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.control.messages import (
     Cancel,
     DataGenerated,
     EpisodesEnded,
+    Goodbye,
     Grant,
     GrantRequest,
     NewTask,
@@ -24,12 +25,12 @@ from penstock.control.messages import (
     TaskRequest,
     Welcome,
 )
-from penstock.deadline import deadline
+from penstock.deadline import Stalled, deadline
 from penstock.envs.agents import Gateway
 from penstock.envs.manager import EnvManager
-from penstock.envs.registry import environment_maker, is_agent
+from penstock.envs.registry import environment_maker, is_agent, resolve
 from penstock.model.chat import ChatTokenizer
-from penstock.ports import Work
+from penstock.ports import Environment, Work
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
 from penstock.processes.playing import PlayedGroup
@@ -40,6 +41,7 @@ from penstock.types import EpisodeId, GroupAttempt, SegmentGrant, Trajectory
 
 GRANT_TIMEOUT_S = 3600.0
 """For the next grant of an open episode: where phases alternate, a phase of training may lie in between."""
+GOODBYE_S = 2.0
 LOOPBACK = "127.0.0.1"
 REMEMBERED_CANCELS = 16384
 """Far more groups than can be on their way to one worker."""
@@ -201,12 +203,24 @@ class Worker:
 
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
-    stop = child.stop_event()
+    await play(child, config, resolve(config.env.name), stop=child.stop_event(), joined=child.report_ready)
+
+
+async def play(
+    child: Child,
+    config: Config,
+    kind: type[Environment],
+    *,
+    stop: asyncio.Event,
+    joined: Callable[[], None],
+    attached: bool = False,
+) -> None:
+    """Play what the controller gives out, until told to stop. `joined` is called once it knows of this worker."""
     # Blocking environments and agents hold a thread per call or per episode; threads are made as they are needed.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(config.max_open, thread_name_prefix="blocking"))
-    make = environment_maker(config.env)
+    make = environment_maker(config.env, kind)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
-    async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, chat) as gateway:
+    async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, kind, chat) as gateway:
         servers = Servers(
             [],
             engine=config.rollout.engine,
@@ -223,17 +237,28 @@ async def serve(child: Child) -> None:
             telemetry=worker.telemetry,
             abandoned=worker.abandoned,
             welcomed=worker.welcomed,
-        ):
-            child.report_ready()
+            attached=attached,
+        ) as peer:
+            joined()
             await stop.wait()
             worker.close()
             await servers.close()
+            if attached:
+                await say_goodbye(peer)
+
+
+async def say_goodbye(peer: Peer) -> None:
+    """So that what was being played here goes to others at once. Where nobody answers, the run has ended."""
+    with suppress(Stalled):
+        await peer.request(CONTROLLER, Goodbye(name=peer.name), timeout_s=GOODBYE_S)
 
 
 @asynccontextmanager
-async def gateway_for_agents(config: Config, chat: ChatTokenizer) -> AsyncIterator[Gateway | None]:
+async def gateway_for_agents(
+    config: Config, kind: type[Environment], chat: ChatTokenizer
+) -> AsyncIterator[Gateway | None]:
     """On loopback, for the length of the body, if the environment is an agent."""
-    if not is_agent(config.env.name):
+    if not is_agent(kind):
         yield None
         return
     from penstock.compat.gateway import AgentGateway
