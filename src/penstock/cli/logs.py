@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -73,6 +74,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self._path, self._older = path, path.with_name(f"{path.name}.1")
         self._file: BinaryIO | None = self._open()
+        self._older_seen = _identify(self._older)
         self._rest = b""
         self._redrawn_at = 0.0
 
@@ -93,7 +95,7 @@ class Log:
             yield from self._read()  # what came in between
             yield from self.rest()
             self.close()
-            self._file = self._open()
+            self._file, self._older_seen = self._open(), _identify(self._older)
             yield from self._read()
         if b"\r" in self._rest and now - self._redrawn_at >= REDRAW_EVERY_S:
             self._redrawn_at = now
@@ -120,28 +122,41 @@ class Log:
         if self._file is None:
             return
         data = b""
-        if os.fstat(self._file.fileno()).st_size < (position := self._file.tell()):
-            data = self._moved(position)
+        if self._was_emptied():
+            if (older := _identify(self._older)) != self._older_seen:
+                self._older_seen = older
+                data = self._moved(self._file.tell())
             self._file.seek(0)
         *whole, self._rest = (self._rest + data + self._file.read()).split(b"\n")
         yield from map(as_last_drawn, whole)
 
+    def _was_emptied(self) -> bool:
+        """It is shorter than it was, or than what has just been moved out of it."""
+        assert self._file is not None
+        size, moved = os.fstat(self._file.fileno()).st_size, _identify(self._older)
+        was_moved = moved is not None and moved != self._older_seen and size < self._older.stat().st_size
+        return size < self._file.tell() or was_moved
+
     def _moved(self, position: int) -> bytes:
         """What had not been read when the log was emptied."""
-        try:
-            with self._older.open("rb") as older:
-                older.seek(position)
-                return older.read()
-        except FileNotFoundError:
-            return b""
+        with suppress(FileNotFoundError), self._older.open("rb") as older:
+            older.seek(position)
+            return older.read()
+        return b""
 
     def _was_replaced(self) -> bool:
-        try:
-            there = self._path.stat()
-        except FileNotFoundError:
-            return False
+        there = _identify(self._path)
         here = None if self._file is None else os.fstat(self._file.fileno())
-        return here is None or (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
+        return there is not None and (here is None or (here.st_dev, here.st_ino) != there)
+
+
+def _identify(path: Path) -> tuple[int, int] | None:
+    """Which file that is; None if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _tail(file: BinaryIO, num_lines: int) -> list[bytes]:
