@@ -61,6 +61,7 @@ class Worker:
         self._open: set[asyncio.Task[None]] = set()
         """Groups being played or reported."""
         self._tasks = tasks
+        self._closed = False
         self.manager: EnvManager | None = None
         self.peer: Peer | None = None
         self.num_played = 0
@@ -115,7 +116,7 @@ class Worker:
     def _start(self, work: Work) -> None:
         """Play members of a group, perhaps of one whose probe was played here before."""
         number, attempt = work.group, work.attempt
-        if attempt <= self._cancelled.get(number, -1):
+        if self._closed or attempt <= self._cancelled.get(number, -1):
             return
         group = self._groups.get(number)
         if group is None or group.attempt != attempt:
@@ -148,7 +149,7 @@ class Worker:
     async def _report(self, group: PlayedGroup) -> None:
         """Tell the controller of the members that ended, or of the whole group."""
         if self._groups.get(group.number) is not group:
-            return  # cancelled meanwhile
+            return  # cancelled or closed meanwhile
         members, group.unreported = sorted(group.unreported), []
         if group.whole or group.failed:
             del self._groups[group.number]  # before the controller hears of it: a next attempt may follow at once
@@ -190,7 +191,9 @@ class Worker:
         return Telemetry(progress=self.num_played, counters={"episodes": self.num_played})
 
     def close(self) -> None:
-        """Give up what is being played or reported."""
+        """Give up what is being played or reported; what is still asked for is not played."""
+        self._closed = True
+        self._groups.clear()
         for task in self._open:
             task.cancel()
         self._saved.close()
