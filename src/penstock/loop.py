@@ -21,8 +21,8 @@ What happens after a death is in `recovery.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import NoReturn
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn, ParamSpec
 
 from penstock import recovery
 from penstock.ports import TrainerLost, Work
@@ -30,12 +30,14 @@ from penstock.scheduler.scheduler import TrainBatch
 from penstock.system import CHECKPOINTS, System
 from penstock.types import EpisodeSummary, LearnerState, PayloadRef, WeightsHandle
 
+P = ParamSpec("P")
+
 
 async def run(system: System) -> None:
     """Begin, or go on where the run was; evaluate, train to the last step, evaluate again."""
-    await swap_weights(system, await recovery.begin(system), num_groups=0)
+    await recovery.begin(system)
     async with asyncio.TaskGroup() as loops:
-        dispatching = loops.create_task(never_returns("dispatch", dispatch(system)))
+        dispatching = loops.create_task(never_returns(dispatch, system))
         if not recovery.was_evaluated(system):
             await evaluate(system, "before")
         await train_all(system)
@@ -47,11 +49,11 @@ async def run(system: System) -> None:
 
 async def train_all(system: System) -> None:
     """Admit, train and swap beside dispatch, until the trainer has taken its last step and its weights are served."""
-    swaps: asyncio.Queue[tuple[WeightsHandle, int]] = asyncio.Queue(maxsize=1)
+    swaps: asyncio.Queue[WeightsHandle] = asyncio.Queue(maxsize=1)
     async with asyncio.TaskGroup() as loops:
         endless = [
             loops.create_task(admit(system)),
-            loops.create_task(never_returns("swap", swap(system, swaps))),
+            loops.create_task(never_returns(swap, system, swaps)),
         ]
         while True:
             try:
@@ -59,7 +61,7 @@ async def train_all(system: System) -> None:
                 break
             except TrainerLost:
                 await swaps.join()
-                await swap_weights(system, await recovery.rewind(system), num_groups=0)
+                await recovery.rewind(system)
         await swaps.join()
         for loop in endless:
             loop.cancel()
@@ -101,25 +103,28 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
     system.pool.end(system.scheduler.take_ended())
 
 
-async def train(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> None:
+async def train(system: System, swaps: asyncio.Queue[WeightsHandle]) -> None:
     settings = system.config.trainer
     if not system.num_steps and system.config.model.warm_start.steps:
         await checkpoint(system)  # so that nobody has to warm it up again
     while not system.done:
         batch = await system.scheduler.next_batch()
         await give_way(system, batch)
-        system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
+        if batch.groups:
+            system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
         if not batch.step:
             continue
         system.stepping = asyncio.create_task(step(system))
-        learner, num_groups = await asyncio.shield(system.stepping)
-        await swaps.put((await system.trainer.publish(), num_groups))
+        learner = await asyncio.shield(system.stepping)
+        await swaps.put(await system.trainer.publish())
         scheduler = system.scheduler
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
         for alarm in (*learner.alarms, *scheduler.take_alarms()):
             system.recorder.event("alarm", reason=alarm)
-        if system.num_steps % settings.checkpoint_every == 0 or system.done:
+        if system.num_steps % settings.checkpoint_every == 0:
             await checkpoint(system)
+    if not system.is_saved:
+        await checkpoint(system)
 
 
 async def give_way(system: System, batch: TrainBatch) -> None:
@@ -130,25 +135,19 @@ async def give_way(system: System, batch: TrainBatch) -> None:
         await system.servers.release()
 
 
-async def step(system: System) -> tuple[LearnerState, int]:
+async def step(system: System) -> LearnerState:
     """The optimizer step and its books. Never cancelled halfway: a stop waits for `system.stepping`."""
     learner = await system.trainer.step()
-    return learner, system.book(learner)
+    system.book(learner)
+    return learner
 
 
-async def swap(system: System, swaps: asyncio.Queue[tuple[WeightsHandle, int]]) -> NoReturn:
+async def swap(system: System, swaps: asyncio.Queue[WeightsHandle]) -> NoReturn:
     while True:
-        handle, num_groups = await swaps.get()
-        await swap_weights(system, handle, num_groups=num_groups)
+        handle = await swaps.get()
+        await system.serve(handle)
+        system.scheduler.published(handle.policy_version)
         swaps.task_done()
-
-
-async def swap_weights(system: System, handle: WeightsHandle, *, num_groups: int) -> None:
-    """Bring every server to `handle`; the groups trained into it leave flight."""
-    await system.servers.update_weights(handle)
-    if system.config.scheduler.mode == "colocated":
-        await system.servers.resume()
-    system.scheduler.published(handle.policy_version, num_groups)
 
 
 async def evaluate(system: System, when: str) -> None:
@@ -187,7 +186,7 @@ def cancel_rest(system: System) -> None:
     system.pool.end(system.scheduler.take_ended())
 
 
-async def never_returns(name: str, loop: Awaitable[None]) -> NoReturn:
+async def never_returns(loop: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> NoReturn:
     """An endless loop that ends is an error."""
-    await loop
-    raise RuntimeError(f"the {name} loop ended by itself")
+    await loop(*args, **kwargs)
+    raise RuntimeError(f"the {loop.__name__} loop ended by itself")

@@ -229,12 +229,13 @@ class Trainer(Protocol):
         """Look through the checkpoints in `directory`."""
         ...
 
-    async def restore(self, directory: Path | None, *, step: int, policy_version: int) -> None:
-        """Go back to the checkpoint in `directory` (None: to what the trainer starts with), as `policy_version`."""
+    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
+        """Hold what a run starts with, as `policy_version`; after imitating demonstrations, if the configuration asks
+        for it: returns steps, seconds, loss of that, or nothing."""
         ...
 
-    async def warm_start(self) -> Mapping[str, float]:
-        """Imitate demonstrations, if the configuration asks for it; returns steps, seconds, loss, or nothing."""
+    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
+        """Go back to the checkpoint in `directory`, as `policy_version`."""
         ...
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:

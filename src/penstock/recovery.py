@@ -42,32 +42,38 @@ def was_evaluated(system: System) -> bool:
     return any(event.get("event") == "evaluation" and event.get("when") == "before" for event in events)
 
 
-async def begin(system: System) -> WeightsHandle:
-    """The trainer holds weights, and the scheduler knows every group there is. Returns the weights, to be served."""
+async def begin(system: System) -> None:
+    """The trainer holds weights, the servers serve them, and the scheduler knows every group there is."""
     while True:
         await system.trainer.joined()
         try:
             held = await system.trainer.state()
-            return await (_adopt(system, held) if held.begun else _restore(system))
+            handle = await (_adopt(system, held) if held.begun else _restore(system))
+            break
         except TrainerLost:
             continue
+    await system.serve(handle)
+    system.scheduler.published(handle.policy_version)
 
 
-async def rewind(system: System) -> WeightsHandle:
-    """The trainer died, and its successor goes on from the newest checkpoint; returns its weights, to be served. What
-    the dead one held stays where it is until then, so that alternating modes start nothing before there are weights."""
+async def rewind(system: System) -> None:
+    """The trainer died, and its successor goes on from the newest checkpoint. What the dead one held stays where it is
+    until the weights are served again, so that alternating modes play nothing with those of the dead one."""
+    lost: list[GroupRecord] = []
     while True:
         await system.trainer.joined()
         try:
             point = await _newest_checkpoint(system)
+            lost += _revive(system, point)
             handle = await _go_back(system, point)
             break
         except TrainerLost:
             continue
-    num_steps, system.num_steps = system.num_steps, point.step if point else 0
-    lost = _revive(system, point)
+    await system.serve(handle)
     system.scheduler.rewind(handle.policy_version, lost, lambda record: _task(system, record))
     _play_stale_again(system)
+    system.scheduler.published(handle.policy_version)
+    num_steps, system.num_steps = system.num_steps, point.step if point else 0
     system.saved_versions.clear()
     system.recorder.event(
         "rewound",
@@ -76,15 +82,14 @@ async def rewind(system: System) -> WeightsHandle:
         policy_version=handle.policy_version,
         groups=len(lost),
     )
-    return handle
 
 
 async def _restore(system: System) -> WeightsHandle:
     """A trainer that holds nothing, and a scheduler that knows nothing."""
     point = await _newest_checkpoint(system)
+    num_lost = len(_revive(system, point))
     handle = await _go_back(system, point)
     system.num_steps = point.step if point else 0
-    num_lost = len(_revive(system, point))
     known = _take_up(system)
     if point is not None:
         system.scheduler.load_state_dict(point.state["scheduler"])
@@ -130,18 +135,18 @@ async def _go_back(system: System, point: SavedState | None) -> WeightsHandle:
     highest = max(system.pool.highest_version, system.scheduler.trained_version, system.scheduler.policy_version)
     saved = point.policy_version if point is not None else 0
     version = saved if highest <= saved else highest + 1
+    system.pool.raise_version(version)
     if point is not None:
         await system.trainer.restore(Path(point.directory), step=point.step, policy_version=version)
     else:
-        await system.trainer.restore(None, step=0, policy_version=version)
-        if warm := await system.trainer.warm_start():
+        if warm := await system.trainer.begin(policy_version=version):
             system.recorder.event("warm_start", **warm)
-    system.pool.raise_version(version)
     return await system.trainer.publish()
 
 
 def _revive(system: System, point: SavedState | None) -> list[GroupRecord]:
-    """What was trained after `point`, as it was before; the pool counts it as ready from now on."""
+    """What was trained after `point`, as it was before; the pool counts it as ready from now on. It does so before any
+    trainer goes back: whoever adopts one that has, finds the pool in agreement."""
     since = point.policy_version if point is not None else 0
     lost = [r for r in system.pool.records() if r.trained_in is not None and r.trained_in > since]
     system.pool.revive([record.group for record in lost])

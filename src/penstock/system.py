@@ -12,7 +12,7 @@ from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.ports import Observer, Pool, RolloutServers, Trainer, Workers
 from penstock.scheduler.scheduler import Scheduler
-from penstock.types import EpisodeState, LearnerState, Task
+from penstock.types import EpisodeState, LearnerState, Task, WeightsHandle
 
 CHECKPOINTS = "checkpoints"
 """Folder of the run directory."""
@@ -34,7 +34,7 @@ class System:
     recorder: Observer
     num_steps: int = 0
     """Optimizer steps taken so far."""
-    stepping: asyncio.Task[tuple[LearnerState, int]] | None = None
+    stepping: asyncio.Task[LearnerState] | None = None
     """The latest optimizer step."""
     saved_versions: list[int] = field(default_factory=list)
     """Versions in the checkpoints that are kept, the oldest first; of those that this process has seen being saved."""
@@ -45,9 +45,19 @@ class System:
         settings, num_samples = self.config.trainer, self.scheduler.ledger.count(EpisodeState.TRAINED)
         return self.num_steps >= settings.steps or num_samples >= (settings.total_samples or math.inf)
 
-    def book(self, learner: LearnerState) -> int:
-        """An optimizer step was taken; returns how many groups it trained."""
-        groups = self.scheduler.learned(learner)
+    @property
+    def is_saved(self) -> bool:
+        """What the trainer holds now is in a checkpoint."""
+        return self.saved_versions[-1:] == [self.scheduler.trained_version]
+
+    async def serve(self, handle: WeightsHandle) -> None:
+        """Bring every server to `handle`."""
+        await self.servers.update_weights(handle)
+        if self.config.scheduler.mode == "colocated":
+            await self.servers.resume()
+
+    def book(self, learner: LearnerState) -> None:
+        """An optimizer step was taken."""
+        self.scheduler.learned(learner)
         self.pool.end(self.scheduler.take_ended())
         self.num_steps += 1
-        return len(groups)

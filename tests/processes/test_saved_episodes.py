@@ -263,7 +263,7 @@ async def test_a_lost_record_of_an_ended_member_fails_its_group(tmp_path: Path, 
 async def test_the_scheduler_plays_the_whole_group_again_for_a_lost_record(tmp_path: Path) -> None:
     scheduler = Scheduler(settings(), now=lambda: 0.0, record=lambda *_: None)
     scheduler.worker_joined("env-0", 64)
-    scheduler.published(0, 0)
+    scheduler.published(0)
     scheduler.admit([Task(task_id="t", tag="train", index=0)])
     (first,) = [assignment.item for assignment in await scheduler.next_assignments()]
     assert isinstance(first, Work)

@@ -53,7 +53,7 @@ class Play:
         self.workers = ["a", "b"]
         for worker in self.workers:
             self.scheduler.worker_joined(worker, 12)
-        self.scheduler.published(0, 0)
+        self.scheduler.published(0)
         self.tasks = NumberedTasks("train")
         self.num_tasks = 0
         self.unstarted: dict[int, float] = {}
@@ -70,7 +70,7 @@ class Play:
         self.versions: dict[tuple[int, int], int] = {}
         """Version that ended each episode."""
         self.stepping = self.closing = False
-        self.version = self.unserved = 0
+        self.version = 0
 
     def pick(self, items: Any) -> Any:
         return self.draw.draw(st.sampled_from(sorted(items)))
@@ -180,12 +180,11 @@ class Play:
                 assert age <= self.config.scheduler.max_staleness, "too old to train"
         if batch.step:
             self.version += 1
-            groups = self.scheduler.learned(LearnerState(policy_version=self.version, entropy=1.0))
-            self.unserved = len(groups)
+            self.scheduler.learned(LearnerState(policy_version=self.version, entropy=1.0))
             self.stepping = True
 
     def serve(self) -> None:
-        self.scheduler.published(self.version, self.unserved)
+        self.scheduler.published(self.version)
         self.stepping = False
 
     def actions(self) -> list[str]:

@@ -66,9 +66,6 @@ class TimedTrainer(Immortal):
     def __init__(self, trainer: Trainer, timeline: JsonLinesWriter) -> None:
         self._trainer, self._timeline, self._version = trainer, timeline, 0
 
-    async def warm_start(self) -> Mapping[str, float]:
-        return {}
-
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
         start = now()
         counts = await self._trainer.accumulate(groups)

@@ -15,6 +15,7 @@ from stand_in_run import Run, spec
 from penstock.config import SupervisorConfig
 from penstock.deadline import deadline
 from penstock.observe import jsonl
+from penstock.supervisor import procfs
 from penstock.supervisor.states import RunState
 
 pytestmark = pytest.mark.integration
@@ -153,6 +154,22 @@ async def test_who_hangs_shows_its_stacks_and_is_started_again(tmp_path: Path, h
     assert "Current thread" in log and "penstock: restart 1 of env-0 (hung" in log
     (run.run_dir / "finish").touch()
     assert (await task).status is RunState.COMPLETED
+
+
+async def test_what_a_dead_process_left_behind_is_gone_before_it_starts_again(tmp_path: Path) -> None:
+    settings = SupervisorConfig(backoff_s=0.01)
+    run = Run(tmp_path, [spec("controller", "obedient")], [spec("env-0", "breeds")], settings=settings)
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+    first = state_of(run)["processes"]["env-0"]["pid"]
+    before = set(run.living())
+    os.kill(first, signal.SIGKILL)
+    await until_process(run, "env-0", "ready", other_than=first)
+    (nameless,) = (before & set(run.living())) - {state_of(run)["processes"]["controller"]["pid"]}
+    assert not any(entry.startswith(b"PENSTOCK") for entry in procfs.environment(nameless))
+    (run.run_dir / "finish").touch()
+    assert (await task).status is RunState.COMPLETED
+    assert_nothing_left(run)
 
 
 async def test_exit_code_0_in_mid_run_is_a_loss_too(tmp_path: Path) -> None:

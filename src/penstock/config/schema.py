@@ -232,6 +232,14 @@ class SupervisorConfig(Section):
     """How often programs (`penstock status --json`, or without a terminal) are told the status of a run; asked sooner,
     they are told when. 0 always answers; the rule for agents that look after runs was 1800."""
 
+    @model_validator(mode="after")
+    def _hears_several_beats(self) -> SupervisorConfig:
+        if self.silent_s < 4 * self.heartbeat_s:
+            raise ValueError(
+                f"silent_s ({self.silent_s:g}) must be at least four heartbeats (heartbeat_s is {self.heartbeat_s:g})"
+            )
+        return self
+
 
 class ObserveConfig(Section):
     """What people see."""

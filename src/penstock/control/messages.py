@@ -72,14 +72,15 @@ class ServersChanged(Message, frozen=True, kw_only=True, tag="SERVERS_CHANGED"):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="HEARTBEAT"):
-    """Sent periodically without an answer. `progress` grows while the process does useful work."""
+    """Sent periodically without an answer. `progress` grows while the process does useful work; all else is what came
+    since the last one, so that sums survive the death of either side."""
 
     name: str
     progress: int
     cpu_s: float
-    """CPU seconds of the whole process so far."""
+    """CPU seconds of the whole process."""
     busy_s: float = 0.0
-    """Seconds of useful model compute so far."""
+    """Seconds of useful model compute."""
     counters: dict[str, float] = {}
     spans: list[BusySpan] = []
 
@@ -165,20 +166,26 @@ class FoundSaved(Message, frozen=True, kw_only=True, tag="FOUND_SAVED"):
     saved: SavedStates
 
 
+class HoldsNothing(Message, frozen=True, kw_only=True, tag="HOLDS_NOTHING"):
+    """A trainer that was not told yet where to begin cannot do what it was asked: the one that could has died."""
+
+
 class Restore(Message, frozen=True, kw_only=True, tag="RESTORE"):
-    """Go back to a checkpoint, or to what the trainer starts with (empty)."""
+    """Go back to a checkpoint."""
 
     directory: str
     step: int
     policy_version: int
 
 
-class WarmStart(Message, frozen=True, kw_only=True, tag="WARM_START"):
-    """Imitate demonstrations before the first rollout."""
+class Begin(Message, frozen=True, kw_only=True, tag="BEGIN"):
+    """Begin with the weights a run starts with, after the warm start if there is to be one."""
+
+    policy_version: int
 
 
-class WarmStarted(Message, frozen=True, kw_only=True, tag="WARM_STARTED"):
-    """What came of it; empty if the configuration asks for none."""
+class Begun(Message, frozen=True, kw_only=True, tag="BEGUN"):
+    """What came of the warm start; empty if the configuration asks for none."""
 
     metrics: dict[str, float]
 
@@ -243,8 +250,9 @@ AnyMessage = (
     | AskSaved
     | FoundSaved
     | Restore
-    | WarmStart
-    | WarmStarted
+    | Begin
+    | Begun
+    | HoldsNothing
     | Accumulate
     | Accumulated
     | Step

@@ -16,10 +16,13 @@ from penstock.control.messages import (
     AnyMessage,
     AskSaved,
     AskState,
+    Begin,
+    Begun,
     Cancel,
     FoundSaved,
     Grant,
     HeldState,
+    HoldsNothing,
     LearnerStateUpdate,
     NewTask,
     Publish,
@@ -27,8 +30,6 @@ from penstock.control.messages import (
     Restore,
     SaveCheckpoint,
     Step,
-    WarmStart,
-    WarmStarted,
 )
 from penstock.ports import SavedStates, TrainerLost, TrainerState, Work
 from penstock.types import GroupAttempt, GroupRef, LearnerState, SegmentGrant, WeightsHandle
@@ -37,7 +38,8 @@ Reply = TypeVar("Reply", bound=AnyMessage)
 
 
 class RemoteTrainer:
-    """ports.Trainer in another process. That it died is known once its successor has introduced itself."""
+    """ports.Trainer in another process. That it died is known once its successor has introduced itself, or answers that
+    it holds nothing."""
 
     def __init__(self, bus: Bus, name: str, *, timeout_s: float, warm_start_timeout_s: float = 3600.0) -> None:
         self._bus, self._name, self._timeout_s = bus, name, timeout_s
@@ -52,12 +54,11 @@ class RemoteTrainer:
     async def saved(self, directory: Path) -> SavedStates:
         return (await self._ask(AskSaved(directory=str(directory)), FoundSaved)).saved
 
-    async def restore(self, directory: Path | None, *, step: int, policy_version: int) -> None:
-        where = "" if directory is None else str(directory)
-        await self._ask(Restore(directory=where, step=step, policy_version=policy_version), Ack)
+    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
+        return (await self._ask(Begin(policy_version=policy_version), Begun, self._warm_start_timeout_s)).metrics
 
-    async def warm_start(self) -> Mapping[str, float]:
-        return (await self._ask(WarmStart(), WarmStarted, self._warm_start_timeout_s)).metrics
+    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
+        await self._ask(Restore(directory=str(directory), step=step, policy_version=policy_version), Ack)
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
         return (await self._ask(Accumulate(groups=list(groups)), Accumulated)).metrics
@@ -76,6 +77,8 @@ class RemoteTrainer:
             reply = await self._bus.request(self._name, message, timeout_s=timeout_s or self._timeout_s)
         except PeerLost as error:
             raise TrainerLost(str(error)) from None
+        if isinstance(reply, HoldsNothing):
+            raise TrainerLost(f"{self._name} died, and its successor holds nothing")
         if not isinstance(reply, reply_type):
             raise TypeError(f"{self._name} answered {type(message).__name__} with {type(reply).__name__}")
         return reply

@@ -22,16 +22,17 @@ from penstock.control.messages import (
     AnyMessage,
     AskSaved,
     AskState,
+    Begin,
+    Begun,
     FoundSaved,
     HeldState,
+    HoldsNothing,
     LearnerStateUpdate,
     Publish,
     Published,
     Restore,
     SaveCheckpoint,
     Step,
-    WarmStart,
-    WarmStarted,
 )
 from penstock.data.sources import TaskStream, open_source
 from penstock.envs.demonstrations import demonstrations
@@ -120,10 +121,13 @@ class TrainerProcess:
                 return FoundSaved(saved=saved_in(Path(directory)))
             case Restore():
                 self._restore(message)
-            case WarmStart():
+            case Begin(policy_version=policy_version):
+                self._first_version = policy_version
                 metrics = self._warm_start()
                 self._begun = True
-                return WarmStarted(metrics=metrics)
+                return Begun(metrics=metrics)
+            case _ if not self._begun:
+                return HoldsNothing()
             case Accumulate(groups=groups):
                 return Accumulated(metrics=self._accumulate(groups))
             case Step():
@@ -155,9 +159,6 @@ class TrainerProcess:
 
     def _restore(self, point: Restore) -> None:
         self._num_steps = point.step
-        if not point.directory:
-            self._first_version = point.policy_version
-            return
         with self._span("restore"):
             self._learner.read(Path(point.directory))
             self._learner.policy_version = point.policy_version

@@ -32,12 +32,16 @@ class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriggerDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Train `num_groups` now and then `step`; or, with 0 groups, look again at `look_again_at` or on an event."""
+    """Train `num_groups` now and then `step`; or, if neither, look again at `look_again_at` or on an event."""
 
     num_groups: int
     step: bool
     reason: str
     look_again_at: float = math.inf
+
+    @property
+    def fires(self) -> bool:
+        return self.num_groups > 0 or self.step
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +98,9 @@ class Trigger:
     def decide(self, state: TriggerState, *, now: float) -> TriggerDecision:
         ready, limits = state.num_ready, self.thresholds(state)
         room = self.groups_per_step - (0 if self.use == "step" else state.num_accumulated)
+        if state.num_accumulated and (self.use == "step" or not room):
+            reason = f"{state.num_accumulated} groups are accumulated, and their step is due"
+            return TriggerDecision(num_groups=0, step=True, reason=reason)
         wanted, take = min(limits.min_groups, room), min(ready, room)
         if ready >= wanted:
             return self._fire(take, room, f"count: {ready} groups ready, {wanted} wanted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.ports import SavedEpisode, SavedState, SavedStates, TrainerLost, TrainerState, Work
 from penstock.types import (
@@ -29,6 +29,9 @@ Play = Callable[[Work], tuple[float, list[float]]]
 Collect = Callable[[int, PayloadRef | None, Sequence[EpisodeSummary]], None]
 
 
+T = TypeVar("T")
+
+
 class NumberedTasks:
     """`TaskSource` without content."""
 
@@ -46,7 +49,7 @@ class ModelledWorkers:
 
     def __init__(self, play: Play, collect: Collect, served_version: Callable[[], int]) -> None:
         self._play, self._collect, self._served_version = play, collect, served_version
-        self._playing: dict[int, asyncio.Task[None]] = {}
+        self.playing: dict[int, asyncio.Task[None]] = {}
         self.num_started = 0
         self.versions: dict[int, int] = {}
         """Policy version each group was played with."""
@@ -54,21 +57,21 @@ class ModelledWorkers:
     def start(self, worker: str, work: Work) -> None:
         group = work.group
         self.num_started += 1
-        self._playing[group] = asyncio.create_task(self._run(group, work))
+        self.playing[group] = asyncio.create_task(self._run(group, work))
 
     def grant(self, worker: str, grant: SegmentGrant) -> None:
         """Nothing waits: modelled groups finish in one grant."""
 
     def cancel(self, attempts: Sequence[GroupAttempt]) -> None:
         for group, _ in attempts:
-            if task := self._playing.pop(group, None):
+            if task := self.playing.pop(group, None):
                 task.cancel()
 
     async def _run(self, group: int, work: Work) -> None:
         version = self.versions[group] = self._served_version()
         seconds, rewards = self._play(work)
         await asyncio.sleep(seconds)
-        self._playing.pop(group, None)
+        self.playing.pop(group, None)
         summaries = [
             played(episode, reward=reward, policy_version=version, seconds=seconds)
             for episode, reward in zip(work.episodes, rewards, strict=True)
@@ -141,8 +144,11 @@ class Immortal:
     async def saved(self, directory: Path) -> SavedStates:
         return SavedStates(newest=None)
 
-    async def restore(self, directory: Path | None, *, step: int, policy_version: int) -> None:
-        """It holds what it begins with."""
+    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
+        return {}
+
+    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
+        """Nobody asks for it."""
 
 
 class ModelledTrainer(Immortal):
@@ -159,9 +165,6 @@ class ModelledTrainer(Immortal):
         """How long an optimizer step takes."""
         self.stepping = asyncio.Event()
         """Set once a step has begun."""
-
-    async def warm_start(self) -> Mapping[str, float]:
-        return {}
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
         await asyncio.sleep(self._seconds_per_group * len(groups))
@@ -183,15 +186,16 @@ class ModelledTrainer(Immortal):
 
 
 class MortalTrainer:
-    """`Trainer` whose process can be killed and replaced at any moment; its checkpoints survive. `holds` is what the
-    weights are made of: the groups of every step, in order."""
+    """`Trainer` in a process of its own: it can be killed and replaced at any moment, and ends what it was asked even
+    if nobody waits for the answer any more. Its checkpoints survive. `holds` is what the weights are made of: the
+    groups of every step, in order."""
 
     def __init__(self, *, seconds: float, disk: list[SavedState]) -> None:
         self._seconds, self._disk = seconds, disk
-        self._lost: asyncio.Future[None] | None = None
-        self._forget()
+        self._start()
 
-    def _forget(self) -> None:
+    def _start(self) -> None:
+        self._turn, self._died = asyncio.Lock(), asyncio.Event()
         self.begun = False
         self.version = self.step_number = 0
         self.holds: list[list[int]] = []
@@ -199,66 +203,88 @@ class MortalTrainer:
         self._learner: LearnerState | None = None
 
     def kill(self) -> None:
-        """Whoever waits for an answer hears of it; the next one is there at once, and holds nothing."""
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_exception(TrainerLost("killed"))
-        self._forget()
+        """Whoever waits for an answer hears of it; the successor is there at once, and holds nothing."""
+        self._died.set()
+        self._start()
 
-    async def _work(self) -> None:
-        self._lost = asyncio.get_running_loop().create_future()
-        await asyncio.wait([self._lost], timeout=self._seconds)
-        if self._lost.done():
-            self._lost.result()
-        self._lost.cancel()
+    async def _answer(self, act: Callable[[], T], *, begun: bool = True) -> T:
+        """`begun`: only a trainer that was told where to begin can do it."""
+        answer = asyncio.ensure_future(self._after_a_while(act, begun=begun))
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(answer)
+
+    async def _after_a_while(self, act: Callable[[], T], *, begun: bool) -> T:
+        turn, died = self._turn, self._died
+        async with turn:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    await died.wait()
+            except TimeoutError:
+                if self.begun or not begun:
+                    return act()
+        raise TrainerLost("killed")
 
     async def joined(self) -> None:
         await asyncio.sleep(self._seconds)
 
     async def state(self) -> TrainerState:
-        await self._work()
-        return TrainerState(
-            begun=self.begun,
-            step=self.step_number,
-            learner=self._learner,
-            trained=self.holds[-1] if self._learner is not None else [],
-            accumulated=self.accumulated,
+        return await self._answer(
+            lambda: TrainerState(
+                begun=self.begun,
+                step=self.step_number,
+                learner=self._learner,
+                trained=self.holds[-1] if self._learner is not None else [],
+                accumulated=list(self.accumulated),
+            ),
+            begun=False,
         )
 
     async def saved(self, directory: Path) -> SavedStates:
-        await self._work()
-        return SavedStates(newest=self._disk[-1] if self._disk else None)
+        return await self._answer(lambda: SavedStates(newest=self._disk[-1] if self._disk else None), begun=False)
 
-    async def restore(self, directory: Path | None, *, step: int, policy_version: int) -> None:
-        await self._work()
-        self.holds = [list(groups) for groups in self._disk[-1].state["holds"]] if directory is not None else []
-        self.begun, self.version, self.step_number = True, policy_version, step
+    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
+        def act() -> Mapping[str, float]:
+            self.begun, self.version = True, policy_version
+            return {}
 
-    async def warm_start(self) -> Mapping[str, float]:
-        await self._work()
-        return {}
+        return await self._answer(act, begun=False)
+
+    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
+        def act() -> None:
+            self.holds = [list(groups) for groups in self._disk[-1].state["holds"]]
+            self.begun, self.version, self.step_number = True, policy_version, step
+
+        await self._answer(act, begun=False)
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
-        await self._work()
-        self.accumulated += [group.group for group in groups]
-        return {"tokens": float(len(groups))}
+        def act() -> Mapping[str, float]:
+            self.accumulated += [group.group for group in groups]
+            return {"tokens": float(len(groups))}
+
+        return await self._answer(act)
 
     async def step(self) -> LearnerState:
-        await self._work()
-        self.holds.append(self.accumulated)
-        self.accumulated = []
-        self.version, self.step_number = self.version + 1, self.step_number + 1
-        self._learner = LearnerState(policy_version=self.version, entropy=1.0)
-        return self._learner
+        def act() -> LearnerState:
+            self.holds.append(self.accumulated)
+            self.accumulated = []
+            self.version, self.step_number = self.version + 1, self.step_number + 1
+            self._learner = LearnerState(policy_version=self.version, entropy=1.0)
+            return self._learner
+
+        return await self._answer(act)
 
     async def publish(self) -> WeightsHandle:
-        await self._work()
-        return WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint="none")
+        return await self._answer(
+            lambda: WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint=repr(self.holds))
+        )
 
     async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
-        await self._work()
-        held = {**state, "holds": [list(groups) for groups in self.holds]}
-        point = SavedState(directory=str(directory), step=self.step_number, policy_version=self.version, state=held)
-        self._disk[:] = [older for older in self._disk if older.step < point.step] + [point]
+        def act() -> None:
+            held = {**state, "holds": [list(groups) for groups in self.holds]}
+            point = SavedState(directory=str(directory), step=self.step_number, policy_version=self.version, state=held)
+            self._disk[:] = [older for older in self._disk if older.step < point.step] + [point]
+
+        await self._answer(act)
 
 
 class ModelledServers:

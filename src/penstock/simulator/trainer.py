@@ -27,9 +27,6 @@ class TrainerModel(Immortal):
         self._tokens = 0
         self.busy_s = 0.0
 
-    async def warm_start(self) -> Mapping[str, float]:
-        return {}
-
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
         costs = [self._experience.train(ref, self._version) for ref in groups]
         masked = sum(cost.masked_tokens for cost in costs)

@@ -108,9 +108,12 @@ class Child:
         sys.exit(0)
 
     async def _living(self, work: Coroutine[Any, Any, object]) -> None:
-        """`work`, and heartbeats as long as the event loop turns."""
+        """`work`, and heartbeats as long as the event loop turns, if anybody wants them."""
         import asyncio
 
+        if HEARTBEAT_S not in os.environ:
+            await work
+            return
         beating = asyncio.create_task(self._beat(float(os.environ[HEARTBEAT_S])))
         try:
             await work

@@ -129,10 +129,8 @@ class Keeper:
 
     async def _watch(self, process: ProcessHandle) -> str:
         """Until the process has ended, or was killed for hanging; then why."""
-        exit_, watching = (
-            asyncio.create_task(self._launcher.wait(process)),
-            asyncio.create_task(self._look_after(process)),
-        )
+        exit_ = asyncio.create_task(self._launcher.wait(process))
+        watching = asyncio.create_task(self._look_after(process))
         try:
             await asyncio.wait([exit_, watching], return_when=asyncio.FIRST_COMPLETED)
             if exit_.done():

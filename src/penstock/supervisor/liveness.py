@@ -16,9 +16,9 @@ from penstock.config import SupervisorConfig
 
 DEGRADED_SHARE = 0.5
 """Of what makes a process hung."""
-LOOK_S = 2.0
-"""The most that one look may add to what a process is held to account for: if this very process was stopped for a
-while, so perhaps were all."""
+LOOK_BEATS = 4
+"""Beats whose time one look may add, at most, to what a process is held to account for: if this very process was
+stopped for a while, so perhaps were all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,8 @@ class Liveness:
 
     def look(self, beat: Beat | None, *, now: float) -> Finding:
         """`beat` is the latest at `now` (seconds of any steady clock); None means that nothing new was heard."""
-        elapsed_s, self._looked_at = min(now - self._looked_at, LOOK_S), now
+        elapsed_s = min(now - self._looked_at, LOOK_BEATS * self._settings.heartbeat_s)
+        self._looked_at = now
         before, self._beat = self._beat, beat or self._beat
         is_new = beat is not None and (before is None or beat.time != before.time)
         self._silent_s = 0.0 if is_new else self._silent_s + elapsed_s

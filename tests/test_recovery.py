@@ -1,0 +1,209 @@
+"""Whoever dies, whenever: the run goes on, and its books stay right. Real loop, scheduler and pool, virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import loop
+from penstock.config import Config
+from penstock.data.sources import TaskStream
+from penstock.observe.recorder import Recorder
+from penstock.ports import SavedState, Work
+from penstock.scheduler.scheduler import Scheduler
+from penstock.simulator.clock import run_virtual
+from penstock.simulator.parts import ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks
+from penstock.store.pool import ExperiencePool
+from penstock.types import TRAIN_TAG, EpisodeState, GroupAttempt, WeightsHandle
+
+GROUP_SIZE, GROUPS_PER_STEP, STEPS = 2, 3, 6
+LIMIT_S = 600.0
+"""Of virtual time: many times what a run takes."""
+
+MODES: dict[str, dict[str, Any]] = {
+    "asynchronous": {"mode": "asynchronous", "max_staleness": 2},
+    "on policy": {"mode": "asynchronous", "max_staleness": 0},
+    "one step off": {"mode": "one_step_off", "max_staleness": 1},
+    "synchronous": {"mode": "synchronous", "max_staleness": 0},
+    "colocated": {"mode": "colocated", "max_staleness": 1, "over_sampling": 1.5},
+}
+
+Victim = Literal["trainer", "controller", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Who dies, how long after the death before."""
+
+    victim: Victim
+    after_s: float
+
+
+class Servers(ModelledServers):
+    """Remember all weights that they served."""
+
+    def __init__(self) -> None:
+        super().__init__(seconds=0.02)
+        self.served: list[WeightsHandle] = []
+
+    async def update_weights(self, handle: WeightsHandle) -> None:
+        await super().update_weights(handle)
+        self.served.append(handle)
+
+
+def config(**scheduler: Any) -> Config:
+    return Config.model_validate(
+        {
+            "env": {"group_size": GROUP_SIZE},
+            "data": {"eval_tasks": 2},
+            "rollout": {"slots": 8},
+            "scheduler": {"trigger": {"min_samples": 2}, **scheduler},
+            "trainer": {"steps": STEPS, "groups_per_step": GROUPS_PER_STEP, "checkpoint_every": 2},
+        }
+    )
+
+
+def play(work: Work) -> tuple[float, list[float]]:
+    """The same task always takes as long and earns as much; every fifth is filtered."""
+    rng = random.Random(work.task.index)
+    return rng.expovariate(5.0), [float(member > 0 or work.task.index % 5 == 0) for member in work.members]
+
+
+class Run:
+    """A run, through the deaths of its processes."""
+
+    def __init__(self, directory: Path, settings: Config) -> None:
+        self.directory, self.settings = directory, settings
+        self.disk: list[SavedState] = []
+        self.trainer = MortalTrainer(seconds=0.03, disk=self.disk)
+        self.servers = Servers()
+        self.num_lives = 0
+
+    async def go(self, deaths: list[Death]) -> None:
+        """To its end; `deaths` that would come after it do not happen."""
+        async with asyncio.timeout(LIMIT_S):
+            life = self._begin()
+            for death in deaths:
+                await asyncio.wait([life], timeout=death.after_s)
+                if life.done():
+                    break
+                if death.victim != "controller":
+                    self.trainer.kill()
+                if death.victim != "trainer":
+                    await self._kill(life)
+                    life = self._begin()
+            await life
+        self.close()
+
+    def _begin(self) -> asyncio.Task[None]:
+        self.num_lives += 1
+        scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, record=lambda *decision: None)
+        held_out = [NumberedTasks("eval").task(index) for index in range(self.settings.data.eval_tasks)]
+        self.workers = ModelledWorkers(
+            play, lambda *played: loop.collect(self.system, *played), lambda: self.servers.version
+        )
+        self.system = loop.System(
+            config=self.settings,
+            run_dir=self.directory,
+            scheduler=scheduler,
+            tasks=TaskStream(NumberedTasks(TRAIN_TAG)),
+            held_out=[task for task in held_out if task],
+            workers=self.workers,
+            trainer=self.trainer,
+            servers=self.servers,
+            pool=ExperiencePool(self.directory / "pool"),
+            recorder=Recorder(self.directory),
+        )
+        scheduler.worker_joined("env-0", 1000)
+        return asyncio.create_task(loop.run(self.system))
+
+    async def _kill(self, life: asyncio.Task[None]) -> None:
+        """Nothing that it was about to do happens; what others were asked to do does."""
+        if self.system.stepping:
+            self.system.stepping.cancel()
+        life.cancel()
+        await asyncio.wait([life])
+        self.workers.cancel([GroupAttempt(group, 0) for group in self.workers.playing])
+        self.close()
+
+    def close(self) -> None:
+        self.records = list(self.system.pool.records())
+        self.system.pool.close()
+        self.system.recorder.close()
+
+    @property
+    def holds(self) -> list[list[int]]:
+        """What the final weights are made of."""
+        holds: list[list[int]] = self.disk[-1].state["holds"]
+        return holds
+
+    def trained_tasks(self) -> list[list[int]]:
+        """Of every step, in order."""
+        tasks = {record.group: record.task_index for record in self.records}
+        return [sorted(tasks[group] for group in groups) for groups in self.holds]
+
+    def check(self) -> None:
+        """Of a run that has ended."""
+        trained = list(itertools.chain(*self.holds))
+        assert len(self.holds) == STEPS
+        assert len(set(trained)) == len(trained) == STEPS * GROUPS_PER_STEP, "a group was trained twice"
+        assert [r.task_index for r in self.records] == list(range(len(self.records))), "lost, or played twice"
+        assert {r.group for r in self.records if r.state == EpisodeState.TRAINED} == set(trained)
+        counts = Counter[str]()
+        for record in self.records:
+            assert record.state not in (EpisodeState.PENDING, EpisodeState.READY), f"{record.group} was left behind"
+            assert sum(record.counts.values()) == GROUP_SIZE
+            counts.update(record.counts)
+        ledger = self.system.scheduler.ledger.counts()
+        assert {state: n for state, n in ledger.items() if n and state != "admitted"} == dict(counts)
+        assert ledger["admitted"] == GROUP_SIZE * len(self.records)
+        self._check_versions()
+
+    def _check_versions(self) -> None:
+        weights: dict[int, str] = {}
+        for handle in self.servers.served:
+            assert weights.setdefault(handle.policy_version, handle.fingerprint) == handle.fingerprint, "reused"
+        versions = [handle.policy_version for handle in self.servers.served]
+        assert versions == sorted(versions)
+        bound = self.settings.scheduler.max_staleness
+        for record in self.records:
+            if record.trained_in is not None:
+                oldest = min(episode.version_min for episode in record.episodes)
+                assert 0 <= record.trained_in - 1 - oldest <= bound, f"{record}"
+
+
+def deaths(*victims: Victim) -> st.SearchStrategy[list[Death]]:
+    moments = st.floats(0.0, 1.5, allow_nan=False)
+    return st.lists(st.builds(Death, st.sampled_from(victims), moments), max_size=5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=40, deadline=None)
+@given(deaths("trainer", "controller", "both"))
+def test_whoever_dies_nothing_is_lost_or_trained_twice(mode: str, who: list[Death]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        run = Run(Path(directory), config(**MODES[mode]))
+        run_virtual(run.go(who))
+        run.check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(deaths("trainer", "controller", "both"))
+def test_a_synchronous_run_trains_the_same_tasks_whatever_interrupts_it(who: list[Death]) -> None:
+    def trained(interruptions: list[Death]) -> list[list[int]]:
+        with tempfile.TemporaryDirectory() as directory:
+            run = Run(Path(directory), config(**MODES["synchronous"]))
+            run_virtual(run.go(interruptions))
+            return run.trained_tasks()
+
+    assert trained(who) == trained([])
