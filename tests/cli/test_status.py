@@ -52,11 +52,28 @@ def test_the_newest_stall_says_where_to_read_on(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", "running")
     stall = {"process": "controller", "waiter": "swap", "resource": "new weights", "seconds": 12.0}
     for holder in ("rollout-0", "rollout-1"):
-        note(run_dir, "stall", **stall, holder=holder, stacks=["Task swap", "  File loop.py"])
+        note(run_dir, "stall", **stall, holder=holder, stacks=["Task swap\n  File loop.py", "Task admit"])
+    (run_dir / "logs" / "controller.log").touch()
     assert [stall["holder"] for stall in ask(run_dir)["stalls"]] == ["rollout-0", "rollout-1"]
     text = penstock("status", run_dir).stdout
     assert "swap waited 12 s for new weights, held by rollout-1" in text
-    assert "Task swap" in text and "events.jsonl" in text and "logs/controller.log" in text
+    assert "Task swap" in text and "Task admit" not in text and "events.jsonl" in text and "logs/controller.log" in text
+
+
+def test_what_was_lost_and_recovered_is_told(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    note(run_dir, "process", name="trainer-0", state="exited", kind="ok", returncode=0, reason="exit code 0")
+    note(
+        run_dir, "process", name="trainer-0", state="exited", kind="crashed", returncode=-9, reason="killed by SIGKILL"
+    )
+    note(run_dir, "process", name="trainer-0", state="backoff", after_s=0.2, decision="restart 1 of 5")
+    note(run_dir, "process", name="trainer-0", state="starting", pid=7)
+    note(run_dir, "rewound", step=100, lost_steps=3)
+    incidents = ask(run_dir)["incidents"]
+    assert [each.get("state", each["event"]) for each in incidents] == ["exited", "backoff", "rewound"]
+    text = penstock("status", run_dir).stdout
+    assert "trainer-0 exited  kind crashed, returncode -9, reason killed by SIGKILL" in text
+    assert "rewound  step 100, lost_steps 3" in text
 
 
 def test_a_failed_run_names_its_root_cause_and_the_way_on(tmp_path: Path) -> None:

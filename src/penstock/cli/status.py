@@ -25,7 +25,14 @@ Document = dict[str, Any]
 
 METRICS_BYTES = 262_144
 TIMELINE_BYTES = 1_048_576
-NUM_ALARMS, NUM_STALLS = 5, 3
+NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS = 8, 5, 3
+INCIDENTS = (
+    *("server_lost", "server_back", "rewound", "adopted", "resumed", "pool_lost", "attached", "left"),
+    *("checkpoint_skipped", "checkpoint_missed", "leftovers"),
+)
+"""Events that tell what was lost, and how the run went on."""
+TROUBLED = ("degraded", "backoff", "fatal")
+"""States of processes that tell the same."""
 SAMPLE_S = 0.2
 """Between the two looks that tell how busy a processor is."""
 WATCH_EVERY_S = 1.0
@@ -81,6 +88,7 @@ def status(run_dir: Path) -> Document:
         "evaluations": view.evaluations,
         "checkpoint": view.checkpoint,
         "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),
+        "incidents": [incident(event) for event in events if is_incident(event)][-NUM_INCIDENTS:],
         "alarms": [_without_kind(event) for event in events if event.get("event") == "alarm"][-NUM_ALARMS:],
         "stalls": [_without_kind(event) for event in events if event.get("event") == "stall"][-NUM_STALLS:],
     }
@@ -202,6 +210,18 @@ def decisions(timeline: Sequence[Document]) -> list[Document]:
     """The latest decision of each decider, the newest last."""
     latest = {line["decider"]: line for line in timeline if line.get("kind") == "decision"}
     return [_without_kind(line) for line in sorted(latest.values(), key=lambda line: line["time"])]
+
+
+def is_incident(event: Document) -> bool:
+    """Whether something was lost, or has been recovered from."""
+    state = event.get("state") if event.get("event") == "process" else None
+    hung_or_died = state == "exited" and event.get("kind") not in (None, "ok", "killed_by_supervisor")
+    return event.get("event") in INCIDENTS or state in TROUBLED or hung_or_died
+
+
+def incident(event: Document) -> Document:
+    """What is told of it."""
+    return {key: value for key, value in event.items() if key not in ("role", "start_ticks", "boot_id")}
 
 
 def _without_kind(record: Document) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,7 +16,7 @@ from penstock.observe.progress import clock, count, number, percent
 Document = dict[str, Any]
 
 GIB = 2**30
-STACK_LINES = 3
+STACK_LINES = 8
 
 
 def render(status: Document) -> RenderableType:
@@ -29,6 +30,7 @@ def render(status: Document) -> RenderableType:
     for title, section in (
         ("progress", _progress(status)),
         ("latest decisions", _decisions(status["decisions"])),
+        ("incidents", _incidents(status["incidents"])),
         ("alarms", _alarms(status["alarms"])),
         ("stalls", _stalls(status)),
         ("next", _next(status["next"])),
@@ -110,6 +112,19 @@ def _short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def _incidents(incidents: list[Document]) -> Table | None:
+    if not incidents:
+        return None
+    table = _grid()
+    for incident in reversed(incidents):
+        facts = {key: value for key, value in incident.items() if key not in ("time", "event", "name", "state")}
+        what = f"{incident['name']} {incident['state']}" if "state" in incident else incident["event"].replace("_", " ")
+        about = incident.get("name", "") if "state" not in incident else ""
+        details = ", ".join(f"{key} {_short(value)}" for key, value in facts.items() if value is not None)
+        table.add_row(_ago(incident["time"]), Text.assemble(f"{what} {about}".strip(), (f"  {details}", "dim")))
+    return table
+
+
 def _alarms(alarms: list[Document]) -> Table | None:
     if not alarms:
         return None
@@ -127,11 +142,11 @@ def _stalls(status: Document) -> Table | None:
         waited = f"{stall.get('waiter')} waited {stall.get('seconds', 0.0):g} s for {stall.get('resource')}"
         table.add_row(_ago(stall["time"]), Text(f"{waited}, held by {stall.get('holder')}", style="red"))
     newest = status["stalls"][-1]
-    for line in newest.get("stacks", [])[:STACK_LINES]:
-        table.add_row("", Text(" ".join(str(line).split()), style="dim", overflow="ellipsis", no_wrap=True))
-    process = newest.get("process")
-    log = f", logs/{process}.log" if process else ""
-    table.add_row("", Text(f"all stacks: {status['run_dir']}/events.jsonl (event stall){log}", style="dim"))
+    for line in "\n".join(newest.get("stacks", [])[:1]).splitlines()[:STACK_LINES]:
+        table.add_row("", Text(line, style="dim", overflow="ellipsis", no_wrap=True))
+    log = f"logs/{newest.get('process')}.log"
+    also = f", {log}" if Path(status["run_dir"], log).exists() else ""
+    table.add_row("", Text(f"all stacks: {status['run_dir']}/events.jsonl (event stall){also}", style="dim"))
     return table
 
 
