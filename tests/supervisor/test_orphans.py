@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from test_sudden_death import janitor_of, state_of, until
+from test_sudden_death import start as start_run
 
 from penstock.observe import jsonl
 from penstock.supervisor import orphans, procfs, runtime
@@ -150,3 +153,18 @@ def test_a_directory_that_is_there_already_says_whose_it_is(tmp_path: Path, aliv
     make(mark(tmp_path, alive=alive))
     with pytest.raises(RuntimeTaken, match=said):
         runtime.claim(tmp_path / "runtime", run_dir=tmp_path / "other", nonce="n")
+
+
+def test_a_real_run_whose_supervisor_and_janitor_were_killed_is_found_and_cleaned(tmp_path: Path) -> None:
+    supervisor, run = start_run(tmp_path, "controller=steady", "env-0=breeds")
+    until(lambda: state_of(run)["status"] == "running")
+    os.kill(state_of(run)["processes"]["controller"]["pid"], signal.SIGSTOP)
+    for pid in (janitor_of(supervisor), supervisor.pid):
+        os.kill(pid, signal.SIGKILL)
+    supervisor.wait()
+    assert run.living() and run.runtime_dir.exists()
+    mine = [each for each in orphans.find().orphans if each.mark.run_dir == str(run.run_dir)]
+    assert len(mine) == 1 and mine[0].processes and mine[0].directories == [run.runtime_dir]
+    assert orphans.remove_of_run(run.run_dir) == []
+    assert not run.living() and not run.runtime_dir.exists()
+    assert state_of(run)["status"] == "failed"

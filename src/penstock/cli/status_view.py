@@ -150,18 +150,17 @@ def _stalls(status: Document) -> Table | None:
     return table
 
 
-def _next(commands: list[Document]) -> Table | None:
+def _next(commands: list[Document]) -> Text | None:
+    """To be copied as they are."""
     if not commands:
         return None
-    table = _grid(style="bold")
-    for line in commands:
-        table.add_row(line["command"], Text(line["purpose"], style="dim"))
-    return table
+    lines = [Text.assemble(line["command"], (f"  # {line['purpose']}", "dim")) for line in commands]
+    return Text("\n").join(lines)
 
 
-def _grid(style: str = "dim") -> Table:
+def _grid() -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column(style=style)
+    table.add_column(style="dim")
     table.add_column(overflow="fold")
     return table
 
