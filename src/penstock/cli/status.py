@@ -43,9 +43,11 @@ def answer(run_dir: Path, *, as_json: bool, watch: bool, force: bool) -> None:
     console = open_console()
     is_program = as_json or not console.is_terminal
     interval_s = config_of(run_dir).get("supervisor", {}).get("status_interval_s", 0.0)
-    if is_program and (wait_s := claim_answer(run_dir, now=time.time(), interval_s=interval_s, force=force)):
-        print(jsonl.dumps(refusal(run_dir.name, wait_s, interval_s)))
-        return
+    if is_program and interval_s > 0:
+        wait_s = claim_answer(run_dir, now=time.time(), interval_s=interval_s, force=force)
+        if wait_s > 0:
+            print(jsonl.dumps(refusal(run_dir.name, wait_s, interval_s)))
+            return
     if watch:
         follow(run_dir, console, quiet=as_json)
     document = status(run_dir)

@@ -27,6 +27,7 @@ class AttachedWorkers:
 
     def join(self, name: str) -> None:
         self._heard[name] = self._now()
+        self._departed.discard(name)  # another process with the pid of one that left
         self._recorder.event("attached", name=name)
 
     def hear(self, name: str) -> None:
