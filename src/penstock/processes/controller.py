@@ -67,6 +67,8 @@ class Controller:
         self._num_messages += 1
         self._child.pulse(self._num_messages, "the run" if self.system else "")
         if isinstance(message, Hello):
+            if message.role == "env":  # it is told where all servers are
+                await self.servers_and_trainer.wait()
             return self._welcome(message)
         if self._attached.has_departed(peer):
             return None
@@ -135,6 +137,10 @@ class Controller:
         self.bus.forget(worker)
         if self.system is not None:
             self.system.scheduler.worker_lost(worker)
+
+    @property
+    def env_workers(self) -> list[str]:
+        return [name for name, hello in self._members.items() if hello.role == "env"]
 
     @property
     def server_urls(self) -> list[str]:
@@ -232,7 +238,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     if config.rollout.urls:
         await servers.forget_weights()
-    controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, recorder))
+    controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, workers, recorder))
     controller.attach(system)
     try:
         async with beside:
@@ -242,10 +248,12 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         await servers.close()
 
 
-async def bring_back(url: str, controller: Controller, servers: Servers, recorder: Recorder) -> None:
+async def bring_back(
+    url: str, controller: Controller, servers: Servers, workers: RemoteWorkers, recorder: Recorder
+) -> None:
     """A rollout server was started anew: all hear of it, and it gets the weights that the others serve."""
     servers.set_urls(controller.server_urls)
-    controller.bus.broadcast(ServersChanged(server_urls=controller.server_urls))
+    workers.tell(controller.env_workers, ServersChanged(server_urls=controller.server_urls))
     try:
         await servers.bring_up(url)
         recorder.event("server_back", url=url)
