@@ -164,8 +164,6 @@ class Controller:
     def _admit_workers(self) -> None:
         if self.system:
             for worker, capacity in self._capacities.items():
-                # Who joined before the servers has been welcomed without them.
-                self.bus.notify(worker, ServersChanged(server_urls=self.server_urls))
                 self.system.scheduler.worker_joined(worker, capacity)
             self._capacities.clear()
 
