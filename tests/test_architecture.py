@@ -57,6 +57,10 @@ def test_imports_go_downwards(path: Path) -> None:
     "module",
     [
         "penstock.cli.main",
+        "penstock.cli.status",
+        "penstock.cli.doctor",
+        "penstock.cli.attach",
+        "penstock.processes.attaching",
         "penstock.supervisor.supervisor",
         "penstock.processes.controller",
         "penstock.processes.env",

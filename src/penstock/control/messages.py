@@ -46,6 +46,14 @@ class Hello(Message, frozen=True, kw_only=True, tag="HELLO"):
     nonce: str
     pid: int
     url: str = ""
+    attached: bool = False
+    """Nobody supervises it: it came by itself, and may go."""
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag="GOODBYE"):
+    """An attached worker leaves the run; what it played goes to others."""
+
+    name: str
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="WELCOME"):
@@ -232,6 +240,7 @@ AnyMessage = (
     Ack
     | Refused
     | Hello
+    | Goodbye
     | Welcome
     | WhoAreYou
     | ServersChanged

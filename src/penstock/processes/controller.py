@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock import loop
 from penstock.config import Config, ConfigError, load_config
@@ -16,6 +16,7 @@ from penstock.control.messages import (
     AnyMessage,
     DataGenerated,
     EpisodesEnded,
+    Goodbye,
     GrantRequest,
     Heartbeat,
     Hello,
@@ -31,6 +32,7 @@ from penstock.deadline import Stall, Stalled, deadline, patient, reporting_to, w
 from penstock.observe.recorder import Recorder
 from penstock.observe.trackers import open_trackers
 from penstock.ports import TaskSource, TrainerLost
+from penstock.processes.attached import AttachedWorkers
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import RolloutError
 from penstock.scheduler.foresight import Background
@@ -42,6 +44,7 @@ from penstock.supervisor.run_directory import publishable
 from penstock.system import System
 from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
 
+LOOK_EVERY_S = 1.0
 LEARNT_GROUPS = 20_000
 """Of another run: enough for any predictor, and no more than a minute of reading."""
 DATA_S = 1800.0
@@ -65,6 +68,7 @@ class Controller:
         """Environment workers that asked for work before there was any."""
         self.servers_and_trainer = asyncio.Event()
         self.server_is_back: Callable[[str], None] = lambda url: None
+        self._attached = AttachedWorkers(config, child.run_dir, recorder, now=asyncio.get_running_loop().time)
 
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
         self._num_messages += 1
@@ -73,11 +77,17 @@ class Controller:
             if message.role == "env":  # it is told where all servers are
                 await self.all_joined()
             return self._welcome(message)
+        if self._attached.has_departed(peer):
+            return None
         if peer not in self._members:
             raise UnknownPeer(peer)
+        self._attached.hear(peer)
         match message:
             case Heartbeat(name=name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans):
                 self._recorder.heartbeat(name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans)
+            case Goodbye(name=name):
+                self._attached.depart(name)
+                self._lose(name)
             case TaskRequest(worker=worker, capacity=capacity):
                 self._capacities[worker] = capacity
                 self._admit_workers()
@@ -104,6 +114,8 @@ class Controller:
         self._recorder.joined(hello.name, hello.role)
         if before is not None:
             self._joined_again(before, hello)
+        if hello.attached:
+            self._attached.join(hello.name)
         self._expected.discard(hello.name)
         if not self._expected:
             self.servers_and_trainer.set()
@@ -119,6 +131,21 @@ class Controller:
                 self.system.scheduler.worker_lost(hello.name)
         elif hello.role == "rollout" and self.system is not None:
             self.server_is_back(hello.url)
+
+    async def watch_attached(self) -> NoReturn:
+        """Notice when workers that nobody supervises are gone."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for name in self._attached.lose_silent():
+                self._lose(name)
+
+    def _lose(self, worker: str) -> None:
+        """An attached worker is gone; should it live, it is asked who it is as soon as it says something."""
+        del self._members[worker]
+        self._capacities.pop(worker, None)
+        self.bus.forget(worker)
+        if self.system is not None:
+            self.system.scheduler.worker_lost(worker)
 
     @property
     def env_workers(self) -> list[str]:
@@ -147,6 +174,7 @@ class Controller:
         """The system is complete: from now on workers get work."""
         self.system = system
         self._admit_workers()
+        self._attached.ask_for_some()
 
     def _admit_workers(self) -> None:
         if self.system:
@@ -167,6 +195,7 @@ async def serve(child: Child) -> None:
         with reporting_to(controller.note):
             async with asyncio.TaskGroup() as tasks:
                 receiving = tasks.create_task(bus.run())
+                watching = tasks.create_task(controller.watch_attached())
                 working = tasks.create_task(work(child, config, controller, recorder))
                 stopping = asyncio.create_task(stop.wait())
                 await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -176,6 +205,7 @@ async def serve(child: Child) -> None:
                     await asyncio.wait([working])
                     if controller.system:
                         await conclude(controller.system)
+                watching.cancel()
                 receiving.cancel()
     finally:
         bus.close()

@@ -39,6 +39,7 @@ async def membership(
     handler: Handler,
     telemetry: Callable[[], Telemetry],
     url: str = "",
+    attached: bool = False,
     abandoned: Callable[[], None] = lambda: None,
     welcomed: Callable[[Peer, Welcome], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Peer]:
@@ -64,7 +65,7 @@ async def membership(
         peer.notify(CONTROLLER, StallReport(stall=stall))
 
     peer = Peer(str(child.runtime_dir), child.name, hear)
-    hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url)
+    hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url, attached=attached)
     try:
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(peer.run())
