@@ -122,7 +122,7 @@ class Injector:
 
     def moment(self, phase: Phase, *, nth: int = 1) -> None:
         """This is a moment of `phase`. `nth`: strike at no earlier than at this call of all in this process."""
-        if self.is_due(phase) and next(self._num_calls) >= nth:
+        if self.is_due(phase) and next(self._num_calls) >= nth and not self._is_draining():
             pid = self._await_victim()
             (self._run_dir / f"struck-{phase}").write_text(str(pid))
             self._strike(pid)
@@ -130,7 +130,7 @@ class Injector:
     def ask_for_stop(self) -> None:
         """Once everything else was met, as people do: by a signal to the supervisor."""
         mark = self._run_dir / STOP_ASKED
-        if self.next_phase is Phase.STOPPING and not mark.exists():
+        if self.next_phase is Phase.STOPPING and not mark.exists() and not self._is_draining():
             self._await_victim()
             mark.touch()
             os.kill(os.getppid(), signal.SIGTERM)
@@ -151,6 +151,12 @@ class Injector:
     def _ready_pid(self) -> int | None:
         path = Path(os.environ["PENSTOCK_RUNTIME_DIR"]) / "ready" / f"{self.victim}.json"
         return int(json.loads(path.read_text())["pid"]) if path.exists() else None
+
+    def _is_draining(self) -> bool:
+        """Whether a victim that was asked to end is still doing so: it may be waiting for this very process."""
+        pid = None if self.victim in (self._name, SUPERVISOR) else self._ready_pid()
+        is_ending = pid is not None and self.fault is Fault.TERMINATE and self._is_doomed(pid)
+        return is_ending and Path(f"/proc/{pid}").exists()
 
     def _is_doomed(self, pid: int) -> bool:
         """Whether that victim was struck, and does not survive it."""

@@ -91,7 +91,8 @@ class Server:
     async def commit(self, request: web.Request) -> web.Response:
         handle = self._staged
         asked = wire.decode(await request.read(), wire.CommitBody).policy_version
-        assert handle is not None and handle.policy_version == asked
+        if handle is None or handle.policy_version != asked:
+            raise web.HTTPConflict(text="nothing is staged")
         if handle.policy_version > 0:
             await asyncio.to_thread(self._injector.moment, Phase.PUBLISHING)
         self._version = handle.policy_version
