@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "supervisor"))
+from injection import Fault, Plan
 from stand_in_run import SOURCE, Run
 
 from penstock.config import SupervisorConfig
@@ -18,18 +19,18 @@ from penstock.processes.layout import prepare, stages
 
 HERE = Path(__file__).parent
 STEPS, GROUPS_PER_STEP, GROUP_SIZE, EVAL_TASKS = 8, 2, 2, 1
-SETTINGS = SupervisorConfig(
-    heartbeat_s=0.1, silent_s=3.0, ready_timeout_s=8.0, grace_s=4.0, backoff_s=0.01, max_restarts=8
-)
+UNHURRIED = SupervisorConfig(heartbeat_s=0.1, ready_timeout_s=60.0, grace_s=4.0, backoff_s=0.01, max_restarts=8)
+WATCHFUL = UNHURRIED.model_copy(update={"silent_s": 3.0, "ready_timeout_s": 10.0})
+"""Where somebody has to notice that a process hangs."""
 
 
 class FaultyRun(Run):
     """The real supervisor, controller and environment worker; a server and a trainer that stand in."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, plan: Plan) -> None:
         super().__init__(
             base,
-            settings=SETTINGS,
+            settings=WATCHFUL if plan.fault is Fault.HANG else UNHURRIED,
             data={"source": "seeds", "eval_tasks": EVAL_TASKS},
             env={"name": "roles.game:Game", "group_size": GROUP_SIZE},
             rollout={"slots": 8, "request_timeout_s": 20.0},
@@ -51,4 +52,4 @@ def played(spec: ProcessSpec) -> ProcessSpec:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
-    print(asyncio.run(FaultyRun(Path(sys.argv[1])).supervise()))
+    print(asyncio.run(FaultyRun(Path(sys.argv[1]), Plan.of_this_process()).supervise()))

@@ -81,6 +81,12 @@ class Plan:
     victim: str
     fault: Fault
 
+    @classmethod
+    def of_this_process(cls) -> Plan:
+        """Of the run that it belongs to."""
+        victim, _, fault = os.environ[PLAN].partition(":")
+        return cls(victim, Fault(fault))
+
     @property
     def environment(self) -> dict[str, str]:
         return {PLAN: f"{self.victim}:{self.fault}"}
@@ -99,9 +105,8 @@ class Injector:
     def of_this_process(cls) -> Injector:
         """Of the words it was started with. It can be asked to leave from now on."""
         options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
-        victim, _, fault = os.environ[PLAN].partition(":")
         signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
-        return cls(options["--name"], Path(options["--run-dir"]), Plan(victim, Fault(fault)))
+        return cls(options["--name"], Path(options["--run-dir"]), Plan.of_this_process())
 
     @property
     def struck(self) -> list[Phase]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_run import EVAL_TASKS, GROUP_SIZE, GROUPS_PER_STEP, HERE, SETTINGS, STEPS, FaultyRun
+from faulty_run import EVAL_TASKS, GROUP_SIZE, GROUPS_PER_STEP, HERE, STEPS, WATCHFUL, FaultyRun
 from injection import CONTROLLER, ROLLOUT, SUPERVISOR, VICTIMS, Fault, Phase, Plan
 from stand_in_run import state_of, until
 
@@ -50,7 +50,7 @@ HOW = {
 }
 """How a process ends that was ready: the kind, and how the reason begins."""
 HOW_UNREADY = HOW | {
-    Fault.HANG: (ExitKind.HUNG, f"was not ready after {SETTINGS.ready_timeout_s:g} s"),
+    Fault.HANG: (ExitKind.HUNG, f"was not ready after {WATCHFUL.ready_timeout_s:g} s"),
     Fault.TERMINATE: (ExitKind.CRASHED, "killed by SIGTERM"),
 }
 
@@ -84,7 +84,7 @@ def lives(plan: Plan) -> list[tuple[list[Phase], RunState]]:
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.victim} {plan.fault}")
 def test_a_run_survives(plan: Plan, tmp_path: Path) -> None:
-    run = FaultyRun(tmp_path)
+    run = FaultyRun(tmp_path, plan)
     for struck, end in lives(plan):
         live(tmp_path, plan)
         until(lambda: not run.living() and not run.runtime_dir.exists() and RunState(state_of(run)["status"]).is_final)

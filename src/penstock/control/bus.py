@@ -23,8 +23,8 @@ from penstock.control.messages import Ack, AnyMessage, Hello, Refused, Welcome, 
 from penstock.deadline import deadline
 
 Handler = Callable[[str, AnyMessage], Awaitable[AnyMessage | None]]
-"""handler(peer, message) -> reply; None stands for `Ack`. An exception is raised in `run` and answers nothing: who fails
-is dead for the others, however it came about, and is not to take them along."""
+"""handler(peer, message) -> reply; None stands for `Ack`. An exception is raised in `run` and answers nothing: who
+fails is dead for the others, however it came about, and is not to take them along."""
 
 Fault = Callable[[bytes], list[bytes]]
 """Given a frame about to leave, the frames that really leave; lets tests lose and repeat messages."""
