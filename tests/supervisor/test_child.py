@@ -49,6 +49,13 @@ def test_the_first_leaf_of_a_group_is_named(tmp_path: Path) -> None:
     assert message_of(tmp_path) == "ValueError: the first"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("end", ["raise OSError(28, 'No space left on device')", "child.fail('the disk is full')"])
+def test_an_error_is_reported_even_if_the_log_is_full(end: str, tmp_path: Path) -> None:
+    run_child(tmp_path, f"import os, sys\nos.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n{end}")
+    assert message_of(tmp_path) in ("OSError: [Errno 28] No space left on device", "the disk is full")
+
+
 def test_readiness_carries_identity_and_address(tmp_path: Path) -> None:
     run_child(tmp_path, "child.report_ready('http://127.0.0.1:1')")
     report = json.loads((tmp_path / "ready" / "env-0.json").read_text())
