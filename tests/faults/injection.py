@@ -128,7 +128,7 @@ class Injector:
     def moment(self, phase: Phase, *, nth: int = 1) -> None:
         """This is a moment of `phase`. `nth`: strike at no earlier than at this call of all in this process."""
         if self.is_due(phase) and next(self._num_calls) >= nth and not self._is_draining():
-            pid = self._await_victim()
+            pid = self._await_victim(phase)
             (self._run_dir / f"struck-{phase}").write_text(str(pid))
             self._strike(pid)
 
@@ -136,32 +136,35 @@ class Injector:
         """Once everything else was met, as people do: by a signal to the supervisor."""
         mark = self._run_dir / STOP_ASKED
         if self.next_phase is Phase.STOPPING and not mark.exists() and not self._is_draining():
-            self._await_victim()
+            self._await_victim(Phase.STOPPING)
             mark.touch()
             os.kill(os.getppid(), signal.SIGTERM)
 
-    def _await_victim(self) -> int:
-        """Until it is ready, and not the one that was struck; returns its pid."""
-        if self.victim == self._name:
-            return os.getpid()
+    def _await_victim(self, phase: Phase) -> int:
+        """Until the supervisor holds it for ready, and it is not the one that was struck; returns its pid."""
         if self.victim == SUPERVISOR:
             return os.getppid()
+        if self.victim == self._name and phase in (Phase.STARTING, Phase.STOPPING):
+            return os.getpid()
         limit = time.monotonic() + BACK_S
         while time.monotonic() < limit:
-            if (pid := self._ready_pid()) is not None and not self._is_doomed(pid):
+            state, pid = self._recorded()
+            if state == "ready" and not self._is_doomed(pid):
                 return pid
             time.sleep(0.01)
-        raise TimeoutError(f"{self.victim} is not back after {BACK_S:g} s")
+        raise TimeoutError(f"{self.victim} is not ready after {BACK_S:g} s")
 
-    def _ready_pid(self) -> int | None:
-        path = Path(os.environ["PENSTOCK_RUNTIME_DIR"]) / "ready" / f"{self.victim}.json"
-        return int(json.loads(path.read_text())["pid"]) if path.exists() else None
+    def _recorded(self) -> tuple[str, int]:
+        """State and pid of the victim."""
+        known = json.loads((self._run_dir / "state.json").read_text())["processes"].get(self.victim, {})
+        return known.get("state", "pending"), known.get("pid", 0)
 
     def _is_draining(self) -> bool:
         """Whether a victim that was asked to end is still doing so: it may be waiting for this very process."""
-        pid = None if self.victim in (self._name, SUPERVISOR) else self._ready_pid()
-        is_ending = pid is not None and self.fault is Fault.TERMINATE and self._is_doomed(pid)
-        return is_ending and Path(f"/proc/{pid}").exists()
+        if self.fault is not Fault.TERMINATE or self.victim in (self._name, SUPERVISOR):
+            return False
+        state, pid = self._recorded()
+        return state == "ready" and self._is_doomed(pid)
 
     def _is_doomed(self, pid: int) -> bool:
         """Whether that victim was struck, and does not survive it."""

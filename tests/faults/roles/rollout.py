@@ -58,7 +58,7 @@ class Server:
         return answer(wire.Ready(**identity, policy_version=self._version, state="serving"))
 
     async def generate(self, request: web.Request) -> web.Response:
-        self._injector.moment(Phase.RUNNING, nth=3)
+        await asyncio.to_thread(self._injector.moment, Phase.RUNNING, nth=3)
         self._check_serving()
         params = wire.decode(await request.read(), wire.GenerateBody).sampling_params
         assert isinstance(params, wire.SamplingBody) and isinstance(params.sampling_seed, list)
