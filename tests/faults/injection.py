@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from penstock.control import bus
+from penstock.observe import jsonl
 
 PLAN = "PENSTOCK_TEST_FAULT"
 """Environment variable: victim and fault."""
@@ -89,7 +91,7 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {PLAN: f"{self.victim}:{self.fault}"}
+        return {PLAN: f"{self._victim}:{self._fault}"}
 
 
 class Injector:
@@ -97,9 +99,9 @@ class Injector:
 
     def __init__(self, name: str, run_dir: Path, plan: Plan) -> None:
         self._name, self._run_dir = name, run_dir
-        self.victim, self.fault = plan.victim, plan.fault
-        self._num_calls = itertools.count(1)
-        self._frames_left, self._num_struck = 0, len(self.struck)
+        self._victim, self._fault = plan.victim, plan.fault
+        self._lock, self._num_calls = threading.Lock(), itertools.count(1)
+        self._frames_left, self._num_struck = 0, len(self._struck)
 
     @classmethod
     def of_this_process(cls) -> Injector:
@@ -109,42 +111,43 @@ class Injector:
         return cls(options["--name"], Path(options["--run-dir"]), Plan.of_this_process())
 
     @property
-    def struck(self) -> list[Phase]:
-        """Phases in which the victim was struck, in their order."""
-        return [phase for phase in Phase if (self._run_dir / f"struck-{phase}").exists()]
+    def _struck(self) -> list[Phase]:
+        return struck_phases(self._run_dir)
 
     @property
-    def next_phase(self) -> Phase | None:
-        left = [phase for phase in Phase if phase not in self.struck]
+    def _next_phase(self) -> Phase | None:
+        left = [phase for phase in Phase if phase not in self._struck]
         return left[0] if left else None
 
-    def is_due(self, phase: Phase) -> bool:
+    def _is_due(self, phase: Phase) -> bool:
         """Whether this process is to strike now, if this is a moment of `phase`."""
         if phase is Phase.STOPPING and not (self._run_dir / STOP_ASKED).exists():
             return False
-        is_next = self.next_phase is phase and WITNESS[phase][self.victim] == self._name
-        return is_next and not (self.victim == self._name and self._is_doomed(os.getpid()))
+        is_next = self._next_phase is phase and WITNESS[phase][self._victim] == self._name
+        return is_next and not (self._victim == self._name and self._is_doomed(os.getpid()))
 
     def moment(self, phase: Phase, *, nth: int = 1) -> None:
-        """This is a moment of `phase`. `nth`: strike at no earlier than at this call of all in this process."""
-        if self.is_due(phase) and next(self._num_calls) >= nth and not self._is_draining():
-            pid = self._await_victim(phase)
-            (self._run_dir / f"struck-{phase}").write_text(str(pid))
-            self._strike(pid)
+        """This is a moment of `phase`. `nth`: strike no earlier than at this call of all in this process. It may wait
+        for the victim: not to be called where an event loop turns that others need."""
+        with self._lock:
+            if self._is_due(phase) and next(self._num_calls) >= nth and not self._is_draining():
+                pid = self._await_victim(phase)
+                jsonl.write_json(self._run_dir / f"struck-{phase}", {"pid": pid})
+                self._strike(pid, phase)
 
     def ask_for_stop(self) -> None:
         """Once everything else was met, as people do: by a signal to the supervisor."""
         mark = self._run_dir / STOP_ASKED
-        if self.next_phase is Phase.STOPPING and not mark.exists() and not self._is_draining():
+        if self._next_phase is Phase.STOPPING and not mark.exists() and not self._is_draining():
             self._await_victim(Phase.STOPPING)
             mark.touch()
             os.kill(os.getppid(), signal.SIGTERM)
 
     def _await_victim(self, phase: Phase) -> int:
         """Until the supervisor holds it for ready, and it is not the one that was struck; returns its pid."""
-        if self.victim == SUPERVISOR:
-            return os.getppid()
-        if self.victim == self._name and phase in (Phase.STARTING, Phase.STOPPING):
+        if self._victim == SUPERVISOR:
+            return self._await_supervisor()
+        if self._victim == self._name and phase in (Phase.STARTING, Phase.STOPPING):
             return os.getpid()
         limit = time.monotonic() + BACK_S
         while time.monotonic() < limit:
@@ -152,57 +155,71 @@ class Injector:
             if state == "ready" and not self._is_doomed(pid):
                 return pid
             time.sleep(0.01)
-        raise TimeoutError(f"{self.victim} is not ready after {BACK_S:g} s")
+        raise TimeoutError(f"{self._victim} is not ready after {BACK_S:g} s")
+
+    def _await_supervisor(self) -> int:
+        """Until what it was struck with is mended, if somebody does that."""
+        while self._fault in (Fault.HANG, Fault.FULL_DISK):
+            if all((self._run_dir / f"mended-{phase}").exists() for phase in self._struck):
+                break
+            time.sleep(0.01)
+        return os.getppid()
 
     def _recorded(self) -> tuple[str, int]:
         """State and pid of the victim."""
-        known = json.loads((self._run_dir / "state.json").read_text())["processes"].get(self.victim, {})
+        known = json.loads((self._run_dir / "state.json").read_text())["processes"].get(self._victim, {})
         return known.get("state", "pending"), known.get("pid", 0)
 
     def _is_draining(self) -> bool:
         """Whether a victim that was asked to end is still doing so: it may be waiting for this very process."""
-        if self.fault is not Fault.TERMINATE or self.victim in (self._name, SUPERVISOR):
+        if self._fault is not Fault.TERMINATE or self._victim in (self._name, SUPERVISOR):
             return False
         state, pid = self._recorded()
         return state == "ready" and self._is_doomed(pid)
 
     def _is_doomed(self, pid: int) -> bool:
         """Whether that victim was struck, and does not survive it."""
-        struck = {int((self._run_dir / f"struck-{phase}").read_text()) for phase in self.struck}
-        return pid in struck and self.fault is not Fault.LOST_MESSAGES
+        struck = [json.loads((self._run_dir / f"struck-{phase}").read_text()) for phase in self._struck]
+        return {"pid": pid} in struck and self._fault is not Fault.LOST_MESSAGES
 
-    def _strike(self, pid: int) -> None:
-        if self.fault is Fault.LOST_MESSAGES:
+    def _strike(self, pid: int, phase: Phase) -> None:
+        if self._fault is Fault.LOST_MESSAGES:
             return  # the victim notices by itself, see `lose`
-        if self.fault is Fault.FULL_DISK:
+        if self._fault is Fault.FULL_DISK:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (DISK_BYTES, hard))
-        elif self.fault is Fault.LEAVE and pid == os.getpid():
+        elif self._fault is Fault.LEAVE and pid == os.getpid():
             os._exit(0)
         else:
-            os.kill(pid, SIGNALS[self.fault])
-        if self.victim == SUPERVISOR:
-            self._mend(pid)
+            os.kill(pid, SIGNALS[self._fault])
+        if self._victim == SUPERVISOR:
+            threading.Timer(AWAY_S, self._mend, [pid, phase]).start()
 
-    def _mend(self, pid: int) -> None:
-        """Nobody restarts a supervisor: people let it go on."""
-        time.sleep(AWAY_S)
-        if self.fault is Fault.HANG:
+    def _mend(self, pid: int, phase: Phase) -> None:
+        """Nobody restarts a supervisor: people let it go on. The disk of one that is ending stays full."""
+        if self._fault is Fault.HANG:
             os.kill(pid, signal.SIGCONT)
-        elif self.fault is Fault.FULL_DISK:
+        elif self._fault is Fault.FULL_DISK and phase is not Phase.STOPPING:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE))
+        (self._run_dir / f"mended-{phase}").touch()
 
     def lose(self, frame: bytes) -> list[bytes]:
         """`Fault` of the bus: from each strike on some frames are lost, and some sent twice."""
-        if self.fault is not Fault.LOST_MESSAGES or self.victim != self._name:
+        if self._fault is not Fault.LOST_MESSAGES or self._victim != self._name:
             return [frame]
-        num_struck = len(self.struck)
+        num_struck = len(self._struck)
         if num_struck > self._num_struck:
             self._num_struck, self._frames_left = num_struck, 2 * NUM_LOST
         if not self._frames_left:
             return [frame]
         self._frames_left -= 1
+        (self._run_dir / f"lost-{self._struck[-1]}").touch()
         return [] if self._frames_left >= NUM_LOST else [frame, frame]
+
+
+def struck_phases(run_dir: Path) -> list[Phase]:
+    """In which the victim was struck so far."""
+    return [phase for phase in Phase if (run_dir / f"struck-{phase}").exists()]
 
 
 def faulty(endpoint: type[bus.Bus] | type[bus.Peer], injector: Injector) -> Callable[..., bus.Bus | bus.Peer]:

@@ -15,12 +15,13 @@ import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty_run import EVAL_TASKS, GROUP_SIZE, GROUPS_PER_STEP, HERE, STEPS, WATCHFUL, FaultyRun
-from injection import CONTROLLER, ROLLOUT, SUPERVISOR, VICTIMS, Fault, Phase, Plan
+from injection import CONTROLLER, ROLLOUT, SUPERVISOR, VICTIMS, Fault, Phase, Plan, struck_phases
 from stand_in_run import state_of, until
 
 from penstock.observe import jsonl
@@ -41,6 +42,7 @@ PLANS = [Plan(victim, fault) for victim in VICTIMS for fault in Fault if (victim
 FATAL = frozenset({Fault.KILL, Fault.HANG, Fault.TERMINATE, Fault.LEAVE})
 """For a process that is not ready yet: it is not started again."""
 LIFE_S = 120.0
+SUPERVISOR_LOG = "logs/supervisor.log"
 HOW = {
     Fault.KILL: (ExitKind.CRASHED, "killed by SIGKILL"),
     Fault.HANG: (ExitKind.HUNG, "hung: no heartbeat"),
@@ -65,6 +67,8 @@ def ending(plan: Plan, phase: Phase) -> RunState | None:
         return RunState.FAILED
     if plan.victim == SUPERVISOR and plan.fault is Fault.TERMINATE:
         return RunState.STOPPED
+    if plan.victim == SUPERVISOR and plan.fault is Fault.FULL_DISK and phase is Phase.STOPPING:
+        return RunState.STOPPING  # the end itself found no room
     if plan.victim != SUPERVISOR and plan.fault in FATAL and phase is Phase.STARTING:
         return RunState.FAILED
     return RunState.STOPPED if phase is Phase.STOPPING else None
@@ -86,27 +90,35 @@ def lives(plan: Plan) -> list[tuple[list[Phase], RunState]]:
 def test_a_run_survives(plan: Plan, tmp_path: Path) -> None:
     run = FaultyRun(tmp_path, plan)
     for struck, end in lives(plan):
-        live(tmp_path, plan)
-        until(lambda: not run.living() and not run.runtime_dir.exists() and RunState(state_of(run)["status"]).is_final)
-        state = state_of(run)
-        assert (state["status"], state["leftovers"]) == (end, []), f"struck {struck}: {state['error']}"
-        if end is RunState.FAILED:
-            check_cause(state["error"], plan)
+        live(run, plan, tmp_path)
+        check_end(run, plan, end)
         check_exits(run, plan, struck, end)
+    check_faults(run, plan)
     check_books(run)
     check_versions(run)
 
 
-def live(base: Path, plan: Plan) -> None:
+def live(run: FaultyRun, plan: Plan, base: Path) -> None:
     """One life of the run, to its end."""
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "faulty_run.py"), str(base)], env=os.environ | plan.environment
-    )
+    with (run.run_dir / SUPERVISOR_LOG).open("ab") as log:
+        words = [sys.executable, str(HERE / "faulty_run.py"), str(base)]
+        process = subprocess.Popen(words, env=os.environ | plan.environment, stderr=log)
     try:
         process.wait(LIFE_S)
     finally:
         process.kill()
         process.wait()
+
+
+def check_end(run: FaultyRun, plan: Plan, end: RunState) -> None:
+    """It is recorded, with its cause, and nothing is left of this life of the run; a janitor may take a moment."""
+    with suppress(AssertionError):
+        until(lambda: (state_of(run)["status"], run.living(), run.runtime_dir.exists()) == (end, [], False))
+    state = state_of(run)
+    assert state["status"] == end, state["error"]
+    assert (state["leftovers"], run.living(), run.runtime_dir.exists()) == ([], [], False)
+    if end is RunState.FAILED:
+        check_cause(state["error"], plan)
 
 
 def check_cause(error: str, plan: Plan) -> None:
@@ -140,6 +152,15 @@ def expected_exits(plan: Plan, struck: list[Phase]) -> list[tuple[str, ExitKind,
         for phase in struck
         if phase is not Phase.STOPPING
     ]
+
+
+def check_faults(run: FaultyRun, plan: Plan) -> None:
+    """They happened."""
+    assert struck_phases(run.run_dir) == list(Phase)
+    if plan.fault is Fault.LOST_MESSAGES:
+        assert {f"lost-{phase}" for phase in list(Phase)[:-1]} <= {path.name for path in run.run_dir.glob("lost-*")}
+    if (plan.victim, plan.fault) == (SUPERVISOR, Fault.FULL_DISK):
+        assert "the state of the run cannot be written" in (run.run_dir / SUPERVISOR_LOG).read_text()
 
 
 def check_books(run: FaultyRun) -> None:

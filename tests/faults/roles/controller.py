@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from injection import Injector, Phase, faulty
 
 from penstock.control.messages import AnyMessage, DataGenerated
@@ -15,7 +17,7 @@ conclude = controller.conclude
 class Watched(controller.Controller):
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
         if isinstance(message, DataGenerated):
-            injector.moment(Phase.RUNNING, nth=3)
+            await asyncio.to_thread(injector.moment, Phase.RUNNING, nth=3)
         return await super().handle(peer, message)
 
 

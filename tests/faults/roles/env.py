@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from injection import Injector, Phase, faulty
 
 from penstock.control.messages import AnyMessage, NewTask
@@ -14,7 +16,7 @@ injector = Injector.of_this_process()
 class Watched(env.Worker):
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
         if isinstance(message, NewTask):
-            injector.moment(Phase.RUNNING, nth=3)
+            await asyncio.to_thread(injector.moment, Phase.RUNNING, nth=3)
         return await super().handle(peer, message)
 
 
