@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {PLAN: f"{self._victim}:{self._fault}"}
+        return {PLAN: f"{self.victim}:{self.fault}"}
 
 
 class Injector:

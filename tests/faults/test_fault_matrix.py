@@ -100,6 +100,7 @@ def test_a_run_survives(plan: Plan, tmp_path: Path) -> None:
 
 def live(run: FaultyRun, plan: Plan, base: Path) -> None:
     """One life of the run, to its end."""
+    (run.run_dir / "logs").mkdir(exist_ok=True)
     with (run.run_dir / SUPERVISOR_LOG).open("ab") as log:
         words = [sys.executable, str(HERE / "faulty_run.py"), str(base)]
         process = subprocess.Popen(words, env=os.environ | plan.environment, stderr=log)
