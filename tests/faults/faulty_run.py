@@ -18,7 +18,7 @@ from penstock.ports import ProcessSpec
 from penstock.processes.layout import prepare, stages
 
 HERE = Path(__file__).parent
-STEPS, GROUPS_PER_STEP, GROUP_SIZE, EVAL_TASKS = 8, 2, 2, 1
+STEPS, GROUPS_PER_STEP, GROUP_SIZE, EVAL_TASKS = 12, 2, 2, 1
 UNHURRIED = SupervisorConfig(heartbeat_s=0.1, ready_timeout_s=60.0, grace_s=4.0, backoff_s=0.01, max_restarts=8)
 WATCHFUL = UNHURRIED.model_copy(update={"silent_s": 3.0, "ready_timeout_s": 10.0})
 """Where somebody has to notice that a process hangs."""

@@ -130,7 +130,7 @@ class Injector:
         """This is a moment of `phase`. `nth`: strike no earlier than at this call of all in this process. It may wait
         for the victim: not to be called where an event loop turns that others need."""
         with self._lock:
-            if self._is_due(phase) and next(self._num_calls) >= nth and not self._is_draining():
+            if self._is_due(phase) and next(self._num_calls) >= nth and not self._is_busy():
                 pid = self._await_victim(phase)
                 jsonl.write_json(self._run_dir / f"struck-{phase}", {"pid": pid})
                 self._strike(pid, phase)
@@ -138,7 +138,7 @@ class Injector:
     def ask_for_stop(self) -> None:
         """Once everything else was met, as people do: by a signal to the supervisor."""
         mark = self._run_dir / STOP_ASKED
-        if self._next_phase is Phase.STOPPING and not mark.exists() and not self._is_draining():
+        if self._next_phase is Phase.STOPPING and not mark.exists() and not self._is_busy():
             self._await_victim(Phase.STOPPING)
             mark.touch()
             os.kill(os.getppid(), signal.SIGTERM)
@@ -170,12 +170,17 @@ class Injector:
         known = json.loads((self._run_dir / "state.json").read_text())["processes"].get(self._victim, {})
         return known.get("state", "pending"), known.get("pid", 0)
 
-    def _is_draining(self) -> bool:
-        """Whether a victim that was asked to end is still doing so: it may be waiting for this very process."""
-        if self._fault is not Fault.TERMINATE or self._victim in (self._name, SUPERVISOR):
+    def _is_busy(self) -> bool:
+        """Whether the victim still deals with the strike before, and may need this very process for that: it was asked
+        to end and does so, or has not lost anything yet."""
+        if not self._struck or self._victim == SUPERVISOR:
+            return False
+        if self._fault is Fault.LOST_MESSAGES:
+            return not (self._run_dir / f"lost-{self._struck[-1]}").exists()
+        if self._victim == self._name:
             return False
         state, pid = self._recorded()
-        return state == "ready" and self._is_doomed(pid)
+        return self._fault is Fault.TERMINATE and state == "ready" and self._is_doomed(pid)
 
     def _is_doomed(self, pid: int) -> bool:
         """Whether that victim was struck, and does not survive it."""

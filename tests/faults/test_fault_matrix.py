@@ -135,7 +135,8 @@ def check_exits(run: FaultyRun, plan: Plan, struck: list[Phase], end: RunState) 
     history = events(run)
     begin = max(i for i, event in enumerate(history) if event.get("to") == RunState.STARTING)
     life = itertools.takewhile(lambda event: event.get("to") not in END, history[begin:])
-    found = [(event["name"], event["kind"], event["reason"]) for event in life if event.get("state") == "exited"]
+    exits = [event for event in life if event.get("state") == "exited"]
+    found = [(event["name"], event["kind"], event["reason"]) for event in exits if event["reason"] != LOST]
     expected = expected_exits(plan, struck)
     if end is RunState.COMPLETED:
         expected.append((CONTROLLER, ExitKind.OK, "exit code 0"))
