@@ -17,7 +17,6 @@ from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
 from penstock.types import Sample
 
-
 UNCOMPARED = {"kl_engine_trainer": 0.0, "parity_gap_max": 0.0, "kl_tokens": 0.0} | {
     "tokens": 10.0,
     "tokens_masked_foreign": 0.0,

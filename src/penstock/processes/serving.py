@@ -13,6 +13,7 @@ from penstock.config import Config
 from penstock.model.chat import ChatTokenizer
 from penstock.model.load import load_policy, resolve_device, resolve_dtype
 from penstock.rollout.app import App
+from penstock.rollout.claim import Claim
 from penstock.rollout.engine import SlotEngine
 from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
@@ -39,7 +40,13 @@ def make_engine(config: Config, directory: Path, *, weights: bool) -> SlotEngine
 
 @contextmanager
 def application(
-    runner: EngineRunner, config: Config, directory: Path, *, identity: Identity, model_name: str
+    runner: EngineRunner,
+    config: Config,
+    directory: Path,
+    *,
+    identity: Identity,
+    model_name: str,
+    claim: Claim | None = None,
 ) -> Iterator[App]:
     """Our own paths, SGLang's and OpenAI's in front of one engine. At the end it leaves the groups it was joined to."""
     tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
@@ -66,6 +73,7 @@ def application(
         update=update,
         tokenizer=tokenizer,
         keys=Keys(generation=config.rollout.api_key or None, admin=config.rollout.admin_api_key or None),
+        claim=claim,
         foreign=[OpenAI(runner, tokenizer, model_name=model_name), sglang],
     )
     gc.collect()

@@ -199,6 +199,15 @@ class CommitBody(Struct, kw_only=True):
     fingerprint: str | None = None
 
 
+class ClaimBody(Struct, kw_only=True):
+    """The request of `/claim`: the server is this run's for `lease_s` seconds from now on; 0 gives it up."""
+
+    run_id: Annotated[str, Meta(min_length=1, max_length=200)]
+    nonce: Annotated[str, Meta(min_length=1, max_length=200)]
+    """Tells the run from others of that name."""
+    lease_s: Annotated[float, Meta(ge=0, le=3600)]
+
+
 class MemoryBody(Struct, kw_only=True, omit_defaults=True):
     """The request of `/release_memory_occupation` and `/resume_memory_occupation`. Only KV memory is released."""
 
@@ -207,7 +216,7 @@ class MemoryBody(Struct, kw_only=True, omit_defaults=True):
 
 class MemoryReply(Struct, kw_only=True):
     """What has been done: the generation memory is `released` or `resumed`; the staged weights are `aborted`; what was
-    served and staged is `forgotten`."""
+    served and staged is `forgotten`; the server is `claimed` or `free`."""
 
     state: str
 
