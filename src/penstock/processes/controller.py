@@ -195,11 +195,11 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=LEARNT_GROUPS)
         await asyncio.to_thread(system.scheduler.recall, played)
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
-    if config.rollout.urls:
-        await servers.forget_weights()
     controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, recorder))
     controller.attach(system)
     try:
+        if config.rollout.urls:
+            await servers.forget_weights()
         async with beside:
             await loop.run(system)
             workers.close()
