@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import aiohttp
 import openai
@@ -45,12 +45,12 @@ def command(model: Path, *words: str) -> list[str]:
 
 @contextmanager
 def served(
-    model: Path, *words: str, environment: dict[str, str] | None = None
+    model: Path, *words: str, environment: dict[str, str] | None = None, log: TextIO | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its URL."""
     given = {**os.environ, **(environment or {})}
     words = ("--port", "0", *words)
-    with subprocess.Popen(command(model, *words), stdout=subprocess.PIPE, text=True, env=given) as process:
+    with subprocess.Popen(command(model, *words), stdout=subprocess.PIPE, stderr=log, text=True, env=given) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
@@ -69,6 +69,33 @@ def test_a_model_directory_is_served_until_a_signal(model: Path) -> None:
             assert done.choices[0].message.content is not None
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 0
+
+
+async def test_whoever_waits_when_it_is_ended_is_told_so(model: Path, tmp_path: Path) -> None:
+    sampling, message = {"max_new_tokens": 40, "ignore_eos": True}, "the server is shutting down"
+    chat = {"model": "any", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
+    told = {"input_ids": [5], "sampling_params": sampling}
+    waiting = {"/generate": told, "/v1/chat/completions": chat}
+    streams = {"/generate": told | {"stream": True}, "/v1/chat/completions": chat | {"stream": True}}
+    with (tmp_path / "log").open("w") as log, served(model, log=log) as (process, url):
+        async with aiohttp.ClientSession(url) as session:
+
+            async def post(path: str, given: object) -> tuple[int, str]:
+                async with session.post(path, json=given) as response:
+                    return response.status, await response.text()
+
+            await post("/pause_generation", {"mode": "in_place"})
+            posts = [asyncio.create_task(post(*each)) for each in (*waiting.items(), *streams.items())]
+            draining = asyncio.create_task(post("/flush_cache?timeout=60", {}))
+            while '"num_waiting":4' not in (await (await session.get("/server_info")).text()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            answers = await asyncio.wait_for(asyncio.gather(*posts), 20)
+            assert [status for status, _ in answers] == [503, 503, 200, 200]
+            assert all(f'"message":"{message}"' in text for _, text in answers)
+            await asyncio.wait_for(draining, 20)
+            assert await asyncio.to_thread(process.wait, 20) == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 async def test_a_trainer_broadcasts_weights_to_it_in_chunks(model: Path) -> None:

@@ -44,8 +44,10 @@ async def serve(child: Child, config: Config) -> None:
             ):
                 child.report_ready(url)
                 await first(stop.wait(), runner.failed.wait())
-        if runner.error is not None:
-            child.fail(f"the engine failed: {runner.error!r}")
+                failure = runner.error
+                await runner.stop()  # while the server listens, so that whoever waits is told
+        if failure is not None:
+            child.fail(f"the engine failed: {failure!r}")
     finally:
         await runner.stop()
 

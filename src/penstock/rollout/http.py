@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from penstock.deadline import Stalled
 from penstock.rollout import wire
-from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed
+from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed, Stopped
 
 MAX_BODY_BYTES = 16 * 2**20
 HANDLE_FORMAT = (
@@ -59,6 +59,8 @@ def status_of(error: Exception) -> int:
             return 400
         case Stalled():
             return 504
+        case Stopped():
+            return 503
         case ClientDisconnect():
             return GONE
         case _:

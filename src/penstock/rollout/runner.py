@@ -25,7 +25,7 @@ from penstock.rollout.busy import BusyMeter
 from penstock.rollout.costs import StepCosts
 from penstock.rollout.durations import Durations
 from penstock.rollout.engine import Finished, SlotEngine
-from penstock.rollout.failures import EngineDead, GenerationFailed
+from penstock.rollout.failures import EngineDead, GenerationFailed, Stopped
 from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.rows import Sequence as Sample
@@ -120,10 +120,10 @@ class EngineRunner:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after its current step; pending calls fail with EngineDead."""
+        """End the thread after its current step; pending calls and later ones fail with Stopped."""
         self._commands.put(self._request_stop)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
-        self._end(RuntimeError("the engine has been stopped"))
+        self._end(Stopped("the server is shutting down"))
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
         """One segment per seed; while the engine is released, empty ones at once. ValueError for a bad request;
@@ -404,6 +404,8 @@ class EngineRunner:
             raise self._dead()
 
     def _dead(self) -> EngineDead:
+        if isinstance(self.error, Stopped):
+            return Stopped(str(self.error))
         dead = EngineDead(f"the engine is dead: {self.error}")
         dead.__cause__ = self.error
         return dead
