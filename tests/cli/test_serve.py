@@ -151,6 +151,7 @@ async def test_a_trainer_broadcasts_weights_to_it_in_chunks(model: Path) -> None
     [
         (["--host", "0.0.0.0"], 2, "PENSTOCK_API_KEY"),
         (["rollout.slts=3"], 2, "did you mean rollout.slots?"),
+        (["rollout.engine=vllm"], 2, "penstock serve does not read rollout.engine: it reads model.device"),
         (["model.max_context=100000"], 1, "exceeds the 64 positions"),
     ],
 )
