@@ -73,9 +73,8 @@ def error_object(message: str) -> wire.ErrorReply:
 
 
 def answer_error(error: Exception) -> Response:
-    """In SGLang's shapes, of which that for a malformed body is another."""
-    unread = isinstance(error, msgspec.DecodeError)
-    return answer(wire.ErrorReply(error=str(error)) if unread else error_object(str(error)), status_of(error))
+    """In SGLang's shape for bad values, whatever is wrong; its own for a body that cannot be read is another."""
+    return answer(error_object(str(error)), status_of(error))
 
 
 async def read_body(request: Request, kind: type[wire.T]) -> wire.T:

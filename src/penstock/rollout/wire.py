@@ -236,9 +236,9 @@ class ErrorMessage(Struct, kw_only=True):
 
 
 class ErrorReply(Struct, kw_only=True):
-    """An error as SGLang puts it: a plain string if the body could not be read."""
+    """An error as SGLang puts it."""
 
-    error: ErrorMessage | str
+    error: ErrorMessage
 
 
 class Health(Struct, kw_only=True):
