@@ -150,7 +150,7 @@ async def test_growth_is_told_token_by_token_before_the_end(runner: EngineRunner
     def hear(grown: list[Increment]) -> None:
         nonlocal calls
         calls += 1
-        for index, token_ids, values, _ in grown:
+        for index, token_ids, values, _, _ in grown:
             heard[index] += token_ids
             logprobs[index] += values
 

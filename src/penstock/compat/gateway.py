@@ -137,7 +137,7 @@ class Session:
                 raise Refused(410, "the episode ended before this answer") from None
             raise
         if on_tokens is not None:
-            on_tokens([Increment(0, said.token_ids, said.logprobs, None)])
+            on_tokens([Increment(0, said.token_ids, said.logprobs, said.spans, None)])
         return [said]
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:

@@ -29,7 +29,7 @@ from penstock.rollout.failures import EngineDead, GenerationFailed, Stopped
 from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.rows import Sequence as Sample
-from penstock.types import BusySpan, Segment, UpdateMode
+from penstock.types import BusySpan, Segment, UpdateMode, VersionSpan
 
 PauseMode = Literal["abort", "in_place", "retract"]
 
@@ -339,7 +339,8 @@ class EngineRunner:
                 if len(part.token_ids) > told[index]:
                     new = slice(told[index], None)
                     tops = None if part.top_logprobs is None else part.top_logprobs[new]
-                    grown.append(Increment(index, part.token_ids[new], part.logprobs[new], tops))
+                    spans = [VersionSpan(self.engine.policy_version, 0, len(part.token_ids) - told[index])]
+                    grown.append(Increment(index, part.token_ids[new], part.logprobs[new], spans, tops))
                     told[index] = len(part.token_ids)
             if grown:
                 self._loop.call_soon_threadsafe(self._deliver_growth, request, grown)
