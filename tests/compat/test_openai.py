@@ -209,6 +209,8 @@ async def test_the_synchronous_client(url: str) -> None:
         ({"messages": [{"role": "user", "content": "A"}], "allowed_token_ids": [0]}, "`allowed_token_ids` is not"),
         ({"messages": [{"role": "user", "content": "A"}], "bad_words": ["a"]}, "`bad_words` is not served"),
         ({"messages": [{"role": "user", "content": "A"}], "chat_template": "x"}, "the model's own is used"),
+        ({"messages": [{"role": "user", "content": "A"}], "modalities": ["audio"]}, "`modalities` is not served but"),
+        ({"messages": [{"role": "user", "content": "A"}], "max_completion_token": 3}, "`max_completion_tokens`?"),
         ({"messages": [{"role": "user", "content": "A"}], "truncate_prompt_tokens": 1}, "`truncate_prompt_tokens`"),
         ({"messages": [{"role": "user", "content": "A"}], "prompt_logprobs": 1}, "`prompt_logprobs` is not served"),
         ({"messages": [{"role": "user", "content": "A"}], "functions": [{"name": "a"}]}, "give `tools`"),

@@ -344,6 +344,11 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"input_ids": [1], "token_ids_logprob": [0]}, "`token_ids_logprob` is not served"),
     ({"input_ids": [1], "return_hidden_states": True}, "`return_hidden_states` is not served"),
     ({"input_ids": [1], "custom_logit_processor": "x"}, "`custom_logit_processor` is not served"),
+    ({"input_ids": [1], "sampling_parms": {"n": 2}}, "unknown field `sampling_parms`: did you mean `sampling_params`?"),
+    ({"input_ids": [1], "sampling_params": {"max_new_token": 3}}, "unknown field `max_new_token`"),
+    ({"input_ids": [1], "sampling_params": {"max_new_token": 3}}, "did you mean `max_new_tokens`?"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{}, {"xyzzy": 3}]}, "unknown field `xyzzy`"),
+    ({"input_ids": [1], "sampling_params": {"custom_params": {"a": 1}}}, "`custom_params` is not served"),
 ]
 
 

@@ -122,6 +122,8 @@ class OpenAI:
             raise ValueError("`tool_choice` is `auto` or `none`: no answer is forced to call a tool")
         if wire.asks(body.functions) or (wire.asks(body.function_call) and body.function_call not in ("auto", "none")):
             raise ValueError("`functions` and `function_call` are not served: give `tools`")
+        if body.modalities and body.modalities != ["text"]:
+            raise ValueError("`modalities` is not served but for `text`")
         if wire.asks(body.chat_template):
             raise ValueError("`chat_template` is not served: the model's own is used")
         if body.continue_final_message or not body.add_generation_prompt:

@@ -87,7 +87,9 @@ async def read_body(request: Request, kind: type[wire.T]) -> wire.T:
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
-    return wire.decode(bytes(body), kind)
+    found = wire.decode(bytes(body), kind)
+    wire.refuse_misspelt(bytes(body), kind)
+    return found
 
 
 def answer(value: object, status: int = 200) -> Response:

@@ -1,11 +1,15 @@
 """The JSON of the rollout server, typed: SGLang's `/generate` plus what is ours. Shared by server and client.
 
 Foreign names stay foreign here (`weight_version`); the scheduler, the store and the trainer never see them.
-Unknown fields are ignored, because routers add their own; a known field we do not implement is refused.
+Unknown fields are ignored, because routers add their own, unless they look like a known one misspelt; those of
+`sampling_params`, which only clients write, are refused. So is a known field we do not implement.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -19,11 +23,15 @@ MAX_SAMPLES = 1024
 LogprobTriple = tuple[float | None, int, str | None]
 """(log-probability, token id, text or null); of a prompt's first token there is no log-probability."""
 
+NEAR = 0.9
+"""Similarity from which an unknown field is a misspelt one; what other engines add differs more."""
+UNKNOWN = re.compile("unknown field `(.*)` - at")
+
 T = TypeVar("T")
 _json = msgspec.json.Encoder()
 
 
-class SamplingBody(Struct, kw_only=True, omit_defaults=True):
+class SamplingBody(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """`sampling_params`. Lists in `max_new_tokens` and `sampling_seed` (one value per sample) are our extension."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
@@ -43,6 +51,10 @@ class SamplingBody(Struct, kw_only=True, omit_defaults=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Of no effect, since special tokens are skipped."""
+    stream_interval: int | None = None
+    """Of no effect: streams tell every token."""
     sampling_seed: int | list[int] | None = None
     # Known but not served: ignoring them would change what is sampled.
     stop_regex: Any = None
@@ -50,9 +62,10 @@ class SamplingBody(Struct, kw_only=True, omit_defaults=True):
     regex: Any = None
     ebnf: Any = None
     structural_tag: Any = None
+    custom_params: Any = None
 
 
-UNSERVED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag")
+UNSERVED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
 UNSERVED = (
     "lora_path",
     "input_embeds",
@@ -256,6 +269,19 @@ class Ready(Struct, kw_only=True):
     state: str
 
 
+def refuse_misspelt(data: bytes, kind: type[Any]) -> None:
+    """ValueError for a field of the JSON object `data` that is none of `kind`, but looks like one."""
+    known = getattr(kind, "__struct_fields__", ())
+    for name in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys() - set(known):
+        if near := _nearest(name, known, NEAR):
+            raise ValueError(f"unknown field `{name}`: did you mean `{near}`?")
+
+
+@functools.lru_cache(maxsize=1024)
+def _nearest(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+
+
 def encode(value: object) -> bytes:
     """JSON of a struct, a dataclass or plain values."""
     return _json.encode(value)
@@ -267,6 +293,12 @@ def decode(data: bytes, kind: type[T]) -> T:
         if not data.isascii():
             data.decode()  # msgspec skips what no field asks for, whatever it is
         return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        unknown = UNKNOWN.search(str(error))
+        near = unknown and _nearest(unknown[1], SamplingBody.__struct_fields__, 0.5)
+        if near:
+            raise msgspec.ValidationError(f"{error}: did you mean `{near}`?") from None
+        raise
     except RecursionError:
         raise msgspec.DecodeError("JSON nested too deeply") from None
     except UnicodeDecodeError as error:
