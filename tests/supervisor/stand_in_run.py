@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import zlib
 from pathlib import Path
 
+import penstock
+from penstock.config import Config, SupervisorConfig
 from penstock.ports import ProcessSpec
 from penstock.supervisor import procfs
 from penstock.supervisor.launcher import LocalLauncher
-from penstock.supervisor.record import Record
+from penstock.supervisor.run_directory import open_run, reopen_run, runtime_path
 from penstock.supervisor.supervisor import Outcome, Supervisor
 
 HERE = Path(__file__).parent
+SOURCE = Path(penstock.__file__).parents[1]
+DEFAULTS = SupervisorConfig()
 
 
 def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.0) -> ProcessSpec:
@@ -22,29 +28,34 @@ def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.
         module=f"stand_ins.{stand_in}",
         ready_s=ready_s,
         grace_s=grace_s,
-        env={"PYTHONPATH": str(HERE)},
+        env={"PYTHONPATH": os.pathsep.join([str(HERE), str(SOURCE)])},
     )
 
 
 class Run:
     """One run in `base`; `supervisor` is there once it is being supervised."""
 
-    def __init__(self, base: Path, *stages: list[ProcessSpec]) -> None:
-        self.run_dir, self.runtime_dir, self.stages = base / "run", base / "runtime", stages
+    def __init__(self, base: Path, *stages: list[ProcessSpec], settings: SupervisorConfig = DEFAULTS) -> None:
+        run_id = f"test-{zlib.crc32(str(base).encode()):08x}"
+        self.config = Config(runs_dir=str(base), run_id=run_id, supervisor=settings)
+        self.run_dir, self.runtime_dir, self.stages = base / run_id, runtime_path(run_id), stages
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.supervisor: Supervisor | None = None
 
     async def supervise(self) -> Outcome:
-        record = Record.create(self.run_dir, run_id="test", runtime_dir=self.runtime_dir)
-        async with LocalLauncher(run_dir=self.run_dir, runtime_dir=self.runtime_dir, run_id="test") as launcher:
-            self.supervisor = Supervisor(
-                run_dir=self.run_dir,
-                runtime_dir=self.runtime_dir,
-                stages=self.stages,
-                launcher=launcher,
-                record=record,
-            )
-            return await self.supervisor.run()
+        """One life of the run: the first, or the next."""
+        is_new = not (self.run_dir / "state.json").exists()
+        with open_run(self.config) if is_new else reopen_run(self.run_dir, []) as run:
+            async with LocalLauncher(run_dir=run.run_dir, runtime_dir=run.runtime_dir, run_id=run.run_id) as launcher:
+                self.supervisor = Supervisor(
+                    run_dir=run.run_dir,
+                    runtime_dir=run.runtime_dir,
+                    stages=self.stages,
+                    launcher=launcher,
+                    record=run.record,
+                    settings=run.config.supervisor,
+                )
+                return await self.supervisor.run()
 
     def living(self) -> list[int]:
         """Everything of this run that still runs: what it recorded, and whatever refers to its directory."""

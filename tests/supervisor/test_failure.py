@@ -2,36 +2,72 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.supervisor.failure import Exit, Report, describe_code, explain, root_cause, tail
+import pytest
+
+from penstock.supervisor.failure import (
+    Exit,
+    ExitKind,
+    Report,
+    classify,
+    describe_code,
+    explain,
+    read_report,
+    root_cause,
+)
+
+
+def exit_of(returncode: int, *, time: float = 1.0) -> Exit:
+    kind = classify(returncode, "", is_out_of_memory=False)
+    return Exit(time=time, returncode=returncode, kind=kind, reason=describe_code(returncode))
 
 
 def test_the_earliest_failure_is_the_cause_even_if_it_ends_last() -> None:
-    exits = {"controller": Exit(time=2.0, returncode=1)}
+    exits = {"controller": exit_of(1, time=2.0)}
     reports = {
         "controller": Report(time=1.9, message="the trainer does not answer"),
         "trainer-0": Report(time=1.0, message="out of memory"),
     }
     cause = root_cause(exits, reports)
     assert cause.name == "trainer-0" and cause.exit is None
-    message = explain(cause, phase="in mid-run", log=Path("/no/such/log"))
-    assert message.startswith("trainer-0 failed in mid-run: out of memory")
+    assert explain(cause, phase="in mid-run") == "trainer-0 failed in mid-run: out of memory"
 
 
 def test_a_process_that_left_no_word_is_described_by_its_code() -> None:
-    cause = root_cause({"rollout-0": Exit(time=1.0, returncode=-11)}, {})
-    assert "rollout-0 failed while starting (killed by SIGSEGV)" in explain(
-        cause, phase="while starting", log=Path("/no/such/log")
-    )
+    cause = root_cause({"rollout-0": exit_of(-11)}, {})
+    assert explain(cause, phase="while starting") == "rollout-0 failed while starting (killed by SIGSEGV)"
 
 
 def test_codes_have_names() -> None:
     assert describe_code(3) == "exit code 3"
-    assert describe_code(-9) == "killed by SIGKILL, perhaps for lack of memory"
+    assert describe_code(-9) == "killed by SIGKILL"
     assert describe_code(-15) == "killed by SIGTERM"
 
 
-def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    log.write_text("".join(f"line {i}\n" for i in range(10_000)))
-    assert tail(log, 2) == ["line 9998", "line 9999"]
-    assert tail(tmp_path / "none.log") == []
+@pytest.mark.parametrize(
+    ("returncode", "said", "kind"),
+    [
+        (0, "", "ok"),
+        (1, "", "crashed"),
+        (2, "unknown key a.b", "config_error"),
+        (-11, "", "crashed"),
+        (-9, "", "crashed"),
+        (1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "oom_gpu"),
+        (1, "OSError: [Errno 28] No space left on device: 'pool/env-0'", "disk_full"),
+        (1, "OSError: [Errno 27] File too large", "disk_full"),
+    ],
+)
+def test_an_exit_is_understood_from_its_code_and_last_words(returncode: int, said: str, kind: str) -> None:
+    assert classify(returncode, said, is_out_of_memory=False) == kind
+
+
+def test_only_the_kernel_s_own_count_makes_a_kill_one_for_lack_of_memory() -> None:
+    assert classify(-9, "", is_out_of_memory=True) is ExitKind.OOM_HOST
+    assert classify(-15, "", is_out_of_memory=True) is ExitKind.CRASHED
+
+
+def test_a_predecessor_s_last_words_are_not_its_successor_s(tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "env-0.json").write_text('{"time": 1.0, "pid": 7, "message": "it broke"}')
+    assert read_report(tmp_path, "env-0", 7) == Report(time=1.0, message="it broke")
+    assert read_report(tmp_path, "env-0", 8) is None
+    assert read_report(tmp_path, "env-1", 7) is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from penstock.config import Config
 from penstock.observe import jsonl
+from penstock.supervisor.ownership import Owned
 from penstock.supervisor.record import Record, owner_of, read_state
 from penstock.supervisor.run_directory import RunExists, open_run
 from penstock.supervisor.states import IllegalTransition, ProcessState, RunState
@@ -38,10 +40,48 @@ def test_a_run_has_one_supervisor_and_one_life(tmp_path: Path) -> None:
     config = Config(runs_dir=str(tmp_path), run_id="mine")
     with open_run(config) as run:
         assert run.runtime_dir.name.endswith("-mine")
-        with pytest.raises(RunExists, match="already being supervised"), open_run(config):
+        with pytest.raises(Owned, match="already being supervised"), open_run(config):
             pass
     with pytest.raises(RunExists, match="exists already"), open_run(config):
         pass
+
+
+def test_another_life_begins_where_the_last_one_ended(tmp_path: Path) -> None:
+    record = Record.create(tmp_path, run_id="r", runtime_dir=tmp_path / "runtime")
+    record.move(RunState.STARTING, actor="supervisor")
+    record.move_process("env-0", ProcessState.STARTING, pid=7)
+    jsonl.append(tmp_path / "events.jsonl", {"event": "completed"})
+    assert record.is_complete()
+    again = Record.load(tmp_path)
+    again.begin_again(runtime_dir=tmp_path / "runtime", reason="resumed")
+    state = read_state(tmp_path)
+    assert state is not None
+    assert (state["status"], state["lives"], state["processes"]) == ("pending", 2, {})
+    states = [e["to"] for e in jsonl.read(tmp_path / "events.jsonl") if e["event"] == "state"]
+    assert states == ["starting", "failed", "pending"]
+    (exit_,) = [e for e in jsonl.read(tmp_path / "events.jsonl") if e.get("state") == "exited"]
+    assert (exit_["name"], exit_["kind"]) == ("env-0", "lost")
+    again.move(RunState.STARTING, actor="supervisor")
+    assert not again.is_complete()
+
+
+def test_what_a_full_disk_keeps_from_being_written_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Record.create(tmp_path, run_id="r", runtime_dir=tmp_path / "runtime")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(jsonl, "append", fail)
+        full.setattr(jsonl, "write_json", fail)
+        record.move(RunState.STARTING, actor="supervisor")
+        assert "No space left" in capsys.readouterr().err
+    record.move(RunState.RUNNING, actor="supervisor")
+    assert [event["to"] for event in jsonl.read(tmp_path / "events.jsonl")] == ["starting", "running"]
+    state = read_state(tmp_path)
+    assert state is not None and state["status"] == "running"
 
 
 def test_secrets_do_not_reach_the_disk(tmp_path: Path) -> None:

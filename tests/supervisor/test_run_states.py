@@ -31,8 +31,17 @@ def test_only_a_stopping_run_completes() -> None:
         move_run(RunState.RUNNING, RunState.COMPLETED)
 
 
-def test_every_living_process_may_exit_and_none_comes_back() -> None:
-    for state in (ProcessState.STARTING, ProcessState.READY, ProcessState.STOPPING):
+def test_every_living_process_may_exit_and_comes_back_only_after_a_pause() -> None:
+    living = {ProcessState.STARTING, ProcessState.READY, ProcessState.DEGRADED, ProcessState.STOPPING}
+    for state in living:
         assert move_process(state, ProcessState.EXITED)
         with pytest.raises(IllegalTransition):
             move_process(ProcessState.EXITED, state)
+    assert move_process(ProcessState.EXITED, ProcessState.BACKOFF)
+    assert move_process(ProcessState.BACKOFF, ProcessState.STARTING)
+
+
+def test_what_is_fatal_stays_so() -> None:
+    for following in ProcessState:
+        with pytest.raises(IllegalTransition):
+            move_process(ProcessState.FATAL, following)

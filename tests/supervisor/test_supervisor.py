@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 from stand_in_run import Run, spec
 
+from penstock.config import SupervisorConfig
 from penstock.deadline import deadline
 from penstock.observe import jsonl
+from penstock.supervisor import procfs
 from penstock.supervisor.states import RunState
 
 pytestmark = pytest.mark.integration
@@ -32,6 +36,15 @@ def last_reason(run: Run) -> str:
 async def until(run: Run, status: str) -> None:
     async with deadline(10.0, waiter="the test", resource=f"run to be {status}", holder="the supervisor"):
         while not (run.run_dir / "state.json").exists() or state_of(run)["status"] != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def until_process(run: Run, name: str, state: str, *, other_than: int = 0) -> None:
+    async with deadline(10.0, waiter="the test", resource=f"{name} to be {state}", holder="the supervisor"):
+        while True:
+            known = state_of(run)["processes"].get(name, {}) if (run.run_dir / "state.json").exists() else {}
+            if known.get("state") == state and known["pid"] != other_than:
+                return
             await asyncio.sleep(0.01)
 
 
@@ -71,22 +84,139 @@ async def test_a_death_while_starting_fails_the_run_with_its_own_message(tmp_pat
     assert_nothing_left(run)
 
 
-async def test_a_crash_in_mid_run_names_the_root_cause_and_quotes_its_log(tmp_path: Path) -> None:
-    run = Run(tmp_path, [spec("controller", "steady")], [spec("trainer-0", "crashes")], [spec("env-0", "steady")])
+async def test_a_spent_budget_fails_the_run_names_the_root_cause_and_quotes_its_log(tmp_path: Path) -> None:
+    settings = SupervisorConfig(max_restarts=2, backoff_s=0.01)
+    stages = [spec("controller", "steady")], [spec("trainer-0", "crashes")], [spec("env-0", "steady")]
+    run = Run(tmp_path, *stages, settings=settings)
     outcome = await run.supervise()
     assert outcome.status is RunState.FAILED
     assert outcome.message.startswith(
-        "trainer-0 failed in mid-run: RuntimeError: the tensor has the wrong shape (exit code 1)"
+        "trainer-0 failed in mid-run: RuntimeError: the tensor has the wrong shape (exit code 1); "
+        "trainer-0 has had 2 of 2 restarts within 600 s"
     )
     assert "Traceback" in outcome.message
+    assert state_of(run)["processes"]["trainer-0"]["state"] == "fatal"
+    assert state_of(run)["processes"]["trainer-0"]["restarts"] == 2
     assert_nothing_left(run)
 
 
+@pytest.mark.parametrize("victim", ["controller", "rollout-0", "trainer-0", "env-0"])
+async def test_whoever_is_killed_is_started_again_and_the_run_completes(tmp_path: Path, victim: str) -> None:
+    run = Run(
+        tmp_path,
+        [spec("controller", "obedient")],
+        [spec("rollout-0", "serves"), spec("trainer-0", "steady")],
+        [spec("env-0", "breeds")],
+        settings=SupervisorConfig(backoff_s=0.01),
+    )
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+    first = state_of(run)["processes"][victim]["pid"]
+    os.kill(first, signal.SIGKILL)
+    await until_process(run, victim, "ready", other_than=first)
+    (run.run_dir / "finish").touch()
+    assert (await task).status is RunState.COMPLETED
+    assert path_of(run) == ["starting", "running", "stopping", "completed"]
+    states = [e["state"] for e in jsonl.read(run.run_dir / "events.jsonl") if e.get("name") == victim]
+    assert states[:7] == ["pending", "starting", "ready", "exited", "backoff", "starting", "ready"]
+    log = (run.run_dir / "logs" / f"{victim}.log").read_text()
+    assert f"penstock: restart 1 of {victim} (killed by SIGKILL)" in log
+    assert_nothing_left(run)
+
+
+async def test_a_stopped_process_is_taken_for_hung_and_started_again(tmp_path: Path) -> None:
+    settings = SupervisorConfig(backoff_s=0.5, heartbeat_s=0.05, silent_s=1.0)
+    run = Run(tmp_path, [spec("controller", "obedient")], [spec("trainer-0", "steady")], settings=settings)
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+    first = state_of(run)["processes"]["trainer-0"]["pid"]
+    os.kill(first, signal.SIGSTOP)
+    await until_process(run, "trainer-0", "degraded")
+    await until_process(run, "trainer-0", "ready", other_than=first)
+    (run.run_dir / "finish").touch()
+    assert (await task).status is RunState.COMPLETED
+    (exit_,) = [e for e in jsonl.read(run.run_dir / "events.jsonl") if e.get("kind") == "hung"]
+    assert exit_["returncode"] == -signal.SIGKILL and exit_["reason"].startswith("hung: no heartbeat for 1.")
+    assert_nothing_left(run)
+
+
+@pytest.mark.parametrize(
+    ("habit", "reason"), [("blocks", "hung: no heartbeat for"), ("gets_stuck", "hung: no progress with Step for")]
+)
+async def test_who_hangs_shows_its_stacks_and_is_started_again(tmp_path: Path, habit: str, reason: str) -> None:
+    settings = SupervisorConfig(backoff_s=0.5, heartbeat_s=0.05, silent_s=1.0, hang_s=1.0)
+    run = Run(tmp_path, [spec("controller", "obedient")], [spec("env-0", habit)], settings=settings)
+    task = asyncio.create_task(run.supervise())
+    await until_process(run, "env-0", "backoff")
+    assert state_of(run)["processes"]["env-0"]["reason"].startswith(reason)
+    await until_process(run, "env-0", "ready")
+    log = (run.run_dir / "logs" / "env-0.log").read_text()
+    assert "Current thread" in log and "penstock: restart 1 of env-0 (hung" in log
+    (run.run_dir / "finish").touch()
+    assert (await task).status is RunState.COMPLETED
+
+
+async def test_what_a_dead_process_left_behind_is_gone_before_it_starts_again(tmp_path: Path) -> None:
+    settings = SupervisorConfig(backoff_s=0.01)
+    run = Run(tmp_path, [spec("controller", "obedient")], [spec("env-0", "breeds")], settings=settings)
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+    first = state_of(run)["processes"]["env-0"]["pid"]
+    before = set(run.living())
+    os.kill(first, signal.SIGKILL)
+    await until_process(run, "env-0", "ready", other_than=first)
+    (nameless,) = (before & set(run.living())) - {state_of(run)["processes"]["controller"]["pid"]}
+    assert not any(entry.startswith(b"PENSTOCK") for entry in procfs.environment(nameless))
+    (run.run_dir / "finish").touch()
+    assert (await task).status is RunState.COMPLETED
+    assert_nothing_left(run)
+
+
+async def test_exit_code_0_in_mid_run_is_a_loss_too(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "obedient")], [spec("env-0", "leaves_once")])
+    task = asyncio.create_task(run.supervise())
+    await until_process(run, "env-0", "backoff")
+    assert state_of(run)["processes"]["env-0"]["kind"] == "ok"
+    await until_process(run, "env-0", "ready")
+    assert state_of(run)["status"] == "running"
+    (run.run_dir / "finish").touch()
+    assert (await task).status is RunState.COMPLETED
+
+
 async def test_exit_code_0_alone_completes_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path, [spec("controller", "leaves_early")], [spec("env-0", "steady")])
+    settings = SupervisorConfig(max_restarts=0)
+    run = Run(tmp_path, [spec("controller", "leaves_early")], [spec("env-0", "steady")], settings=settings)
     outcome = await run.supervise()
     assert outcome.status is RunState.FAILED
     assert "controller ended in mid-run (exit code 0)" in outcome.message
+
+
+async def test_what_an_earlier_life_of_the_run_completed_does_not_count(tmp_path: Path) -> None:
+    settings = SupervisorConfig(max_restarts=0)
+    run = Run(tmp_path, [spec("controller", "leaves_early")], settings=settings)
+    jsonl.append(run.run_dir / "events.jsonl", {"event": "completed", "step": 3})
+    assert (await run.supervise()).status is RunState.FAILED
+
+
+async def test_a_configuration_error_in_mid_run_is_not_retried(tmp_path: Path) -> None:
+    run = Run(tmp_path, [spec("controller", "steady")], [spec("env-0", "refuses")])
+    outcome = await run.supervise()
+    assert outcome.message.startswith("env-0 failed in mid-run: data.path has gone (exit code 2); no restart mends")
+    assert state_of(run)["processes"]["env-0"]["restarts"] == 0
+
+
+async def test_a_stop_does_not_wait_for_a_restart(tmp_path: Path) -> None:
+    settings = SupervisorConfig(backoff_s=60.0, max_backoff_s=60.0)
+    run = Run(tmp_path, [spec("controller", "steady")], [spec("env-0", "steady")], settings=settings)
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+    os.kill(state_of(run)["processes"]["env-0"]["pid"], signal.SIGKILL)
+    await until_process(run, "env-0", "backoff")
+    run.supervisor.request_stop("asked to")
+    async with deadline(5.0, waiter="the test", resource="the end", holder="the supervisor"):
+        assert (await task).status is RunState.STOPPED
+    env = state_of(run)["processes"]["env-0"]
+    assert (env["state"], env["kind"], env["reason"]) == ("exited", "crashed", "killed by SIGKILL")
 
 
 async def test_readiness_in_another_name_is_not_believed(tmp_path: Path) -> None:
@@ -94,7 +224,8 @@ async def test_readiness_in_another_name_is_not_believed(tmp_path: Path) -> None
     outcome = await run.supervise()
     assert outcome.status is RunState.FAILED
     assert (
-        "controller was not ready after 0.5 s: the readiness report was written by another process" in outcome.message
+        "controller failed while starting (was not ready after 0.5 s: the readiness report was written by another "
+        "process)" in outcome.message
     )
     assert_nothing_left(run)
 

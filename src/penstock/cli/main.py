@@ -33,6 +33,20 @@ def train(
 
 
 @app.command()
+def resume(
+    run: RunName,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Continue a run that was stopped, has failed, or was killed, in its own directory."""
+    from penstock.cli import resume as command
+    from penstock.cli.runs import find
+
+    raise typer.Exit(command.resume(find(runs_dir, run), overrides or [], detach=detach))
+
+
+@app.command()
 def simulate(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,

@@ -6,7 +6,6 @@ Exit codes: 0 completed, 1 failed or refused, 2 wrong configuration, 130 stopped
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
@@ -22,8 +21,9 @@ from penstock.config import Config, ConfigError, load_config
 from penstock.observe import plots, progress, report, summary
 from penstock.observe.view import Plan
 from penstock.processes.layout import prepare, stages
-from penstock.supervisor.failure import quote_log
+from penstock.supervisor import log_files
 from penstock.supervisor.launcher import LocalLauncher
+from penstock.supervisor.ownership import Owned
 from penstock.supervisor.record import read_state
 from penstock.supervisor.run_directory import OpenRun, RunExists, new_run_id, open_run, publishable
 from penstock.supervisor.states import RunState
@@ -46,10 +46,12 @@ def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) 
     try:
         check(config)
         if detach:
-            return start_detached(path, overrides, config)
+            run_id = config.run_id or new_run_id()
+            run_dir = Path(config.runs_dir).absolute() / run_id
+            return start_detached(run_dir, ["train", str(path), *overrides, f"run_id={run_id}"])
         with open_run(config) as run:
             return conclude(run, carry_out(run))
-    except (ConfigError, Refused, RunExists) as error:
+    except (ConfigError, Refused, RunExists, Owned) as error:
         return refuse(error, 1)
 
 
@@ -83,6 +85,7 @@ async def supervise(run: OpenRun) -> Outcome:
             stages=stages(run.config),
             launcher=launcher,
             record=run.record,
+            settings=run.config.supervisor,
         )
         display = tasks.create_task(show_progress(run))
         outcome = await supervisor.run()
@@ -122,21 +125,22 @@ def conclude(run: OpenRun, outcome: Outcome) -> int:
     return EXIT_CODES[outcome.status]
 
 
-def start_detached(path: Path, overrides: Sequence[str], config: Config) -> int:
-    """Start the same command in a session of its own; return once it owns the run."""
-    run_id = config.run_id or new_run_id()
-    run_dir = Path(config.runs_dir).absolute() / run_id
+def start_detached(run_dir: Path, words: Sequence[str]) -> int:
+    """Start a command in a session of its own, which outlives the one it was given in; return once it owns the run."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     log = run_dir / "logs" / "supervisor.log"
-    words = [sys.executable, "-m", "penstock.cli.main", "train", str(path), *overrides, f"run_id={run_id}"]
     with log.open("ab") as output:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=os.environ
+            [sys.executable, "-m", "penstock.cli.main", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     limit = time.monotonic() + DETACH_S
     while (read_state(run_dir) or {}).get("supervisor", {}).get("pid") != process.pid:
         if process.poll() is not None or time.monotonic() > limit:
-            raise Refused(f"run {run_id} did not start{quote_log(log)}")
+            raise Refused(f"run {run_dir.name} did not start{log_files.quote(log)}")
         time.sleep(0.02)
-    print(f"run {run_id} started in {run_dir}\nfollow it with: penstock status {run_id}")
+    print(f"run {run_dir.name} started in {run_dir}\nfollow it with: penstock status {run_dir.name}")
     return 0

@@ -215,6 +215,25 @@ class SupervisorConfig(Section):
     grace_s: float = Field(8.0, gt=0)
     """Between a request to stop and SIGKILL."""
     heartbeat_s: float = Field(0.5, gt=0)
+    silent_s: float = Field(30.0, gt=0)
+    """A process that gives no heartbeat for so long is taken for hung: killed and restarted."""
+    hang_s: float = Field(600.0, gt=0)
+    """So is one that is busy, and gets no further for so long: at least the longest optimizer step."""
+    max_restarts: int = Field(5, ge=0)
+    """Of one process within `restart_window_s`; the next loss fails the run. A process that was never ready, or refuses
+    its configuration, is not restarted."""
+    restart_window_s: float = Field(600.0, gt=0)
+    backoff_s: float = Field(0.2, ge=0)
+    """Pause before a restart. It doubles with each within the window, up to `max_backoff_s`."""
+    max_backoff_s: float = Field(30.0, ge=0)
+
+    @model_validator(mode="after")
+    def _hears_several_beats(self) -> SupervisorConfig:
+        if self.silent_s < 4 * self.heartbeat_s:
+            raise ValueError(
+                f"silent_s ({self.silent_s:g}) must be at least four heartbeats (heartbeat_s is {self.heartbeat_s:g})"
+            )
+        return self
 
 
 class ObserveConfig(Section):

@@ -207,7 +207,7 @@ class Bus(_Endpoint):
 
 class Peer(_Endpoint):
     """Every other process's side; its only peer is the controller. What was meant for a predecessor of the same name is
-    not heard: until it is welcome, a peer listens to nothing else."""
+    not heard: until it is welcome, a peer listens to nothing else. Asked who it is, it is welcome no more."""
 
     def __init__(self, directory: str, name: str, handler: Handler, *, fault: Fault | None = None) -> None:
         super().__init__(name, handler, fault=fault)
@@ -235,9 +235,10 @@ class Peer(_Endpoint):
             await self._listen(self._dealer)
 
     def _accepts(self, envelope: Envelope) -> bool:
-        if isinstance(envelope.body, Welcome):
-            self._is_welcome = True
-        return self._is_welcome or envelope.kind == "reply"
+        was_welcome = self._is_welcome
+        if isinstance(envelope.body, Welcome | WhoAreYou):
+            self._is_welcome = isinstance(envelope.body, Welcome)
+        return was_welcome or envelope.kind == "reply"
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:

@@ -64,14 +64,15 @@ class ServersChanged(Message, frozen=True, kw_only=True, tag="SERVERS_CHANGED"):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="HEARTBEAT"):
-    """Sent periodically without an answer. `progress` grows while the process does useful work."""
+    """Sent periodically without an answer. `progress` grows while the process does useful work; all else is what came
+    since the last one, so that sums survive the death of either side."""
 
     name: str
     progress: int
     cpu_s: float
-    """CPU seconds of the whole process so far."""
+    """CPU seconds of the whole process."""
     busy_s: float = 0.0
-    """Seconds of useful model compute so far."""
+    """Seconds of useful model compute."""
     counters: dict[str, float] = {}
     spans: list[BusySpan] = []
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.observe import jsonl
+from penstock.observe import jsonl, steps
 
 
 def draw(run_dir: Path) -> list[Path]:
     """Draw what the run's files allow for; returns the pictures written."""
-    metrics = jsonl.read(run_dir / "metrics.jsonl")
+    metrics = steps.read(run_dir)
     spans = [line for line in jsonl.read(run_dir / "timeline.jsonl") if "start" in line and "end" in line]
     drawn: list[Path] = []
     if not metrics and not spans:

@@ -134,7 +134,7 @@ def _figures(view: RunView) -> RenderableType:
     table.add_column(style="dim", min_width=10)
     table.add_column(no_wrap=True)
     reward = Text.assemble(
-        (number(view.reward), "bold green"), "  ", (sparkline(view.rewards, SPARKLINE_WIDTH), "green")
+        (number(view.reward), "bold green"), "  ", (sparkline(list(view.rewards.values()), SPARKLINE_WIDTH), "green")
     )
     table.add_row("reward", reward)
     if view.evaluations:

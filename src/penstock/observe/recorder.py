@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.observe import jsonl
 from penstock.observe.jsonl import JsonLinesWriter
 from penstock.observe.trackers import Tracker
 from penstock.types import TRAIN_TAG, BusySpan, EpisodeSummary, LearnerState, Task
@@ -16,29 +17,33 @@ from penstock.types import TRAIN_TAG, BusySpan, EpisodeSummary, LearnerState, Ta
 
 @dataclass(slots=True)
 class _Process:
-    """The latest totals of one process."""
+    """Sums of all processes of this name, since this recorder was opened."""
 
     role: str
     cpu_s: float = 0.0
     busy_s: float = 0.0
-    counters: Mapping[str, float] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
 
 
 class Recorder:
-    """Collects between steps, writes at steps. All times are seconds since the epoch."""
+    """Collects between steps, writes at steps; running totals go on where the file ends. All times are seconds since
+    the epoch."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = trackers
+        lines = jsonl.read(run_dir / "metrics.jsonl")
+        self._before: Mapping[str, Any] = lines[-1] if lines else {}
+        """The last line that an earlier controller wrote."""
         self._metrics = JsonLinesWriter(run_dir / "metrics.jsonl")
         self._events = JsonLinesWriter(run_dir / "events.jsonl")
         self._timeline = JsonLinesWriter(run_dir / "timeline.jsonl")
         self._processes: dict[str, _Process] = {}
         self._rewards: list[float] = []
         self._lengths: list[int] = []
-        self._episodes_total = 0
-        self._tokens_trained = 0.0
-        self._tokens_masked = 0.0
-        self._skipped: Counter[str] = Counter()
+        self._episodes_total = int(self._before.get("episodes_total", 0))
+        self._tokens_trained = float(self._before.get("tokens_trained_total", 0.0))
+        self._tokens_masked = float(self._before.get("tokens_masked_total", 0.0))
+        self._skipped: Counter[str] = Counter(self._before.get("samples_unusable", {}))
         """Samples that could not be trained, by reason."""
 
     def event(self, event: str, **details: Any) -> None:
@@ -48,14 +53,16 @@ class Recorder:
         self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
 
     def joined(self, name: str, role: str) -> None:
-        self._processes[name] = _Process(role)
+        self._processes.setdefault(name, _Process(role)).role = role
         self.event("joined", name=name, role=role)
 
     def heartbeat(
         self, name: str, *, cpu_s: float, busy_s: float, counters: Mapping[str, float], spans: Sequence[BusySpan]
     ) -> None:
         process = self._processes.setdefault(name, _Process(name))
-        process.cpu_s, process.busy_s, process.counters = cpu_s, busy_s, counters
+        process.cpu_s += cpu_s
+        process.busy_s += busy_s
+        process.counters.update(counters)
         for span in spans:
             self._timeline.write(
                 {
@@ -99,17 +106,20 @@ class Recorder:
             "episodes": len(self._rewards),
             "episodes_total": self._episodes_total,
             "response_length_mean": _mean(self._lengths),
-            "tokens_generated_total": self._total("rollout", "tokens"),
+            "tokens_generated_total": self._before.get("tokens_generated_total", 0.0)
+            + sum(process.counters["tokens"] for process in self._of("rollout")),
             "tokens_trained_total": self._tokens_trained,
             "tokens_masked_total": self._tokens_masked,
             "tokens_masked_share": self._tokens_masked / max(self._tokens_trained + self._tokens_masked, 1.0),
             "entropy": learner.entropy,
             **measured,
-            "trainer_busy_s": self._busy("trainer"),
-            "generator_busy_s": self._busy("rollout"),
-            "cpu_s": time.process_time() + sum(process.cpu_s for process in self._processes.values()),
-            "num_servers": self._number("rollout"),
-            "num_trainers": self._number("trainer"),
+            "trainer_busy_s": self._before.get("trainer_busy_s", 0.0) + self._busy_s("trainer"),
+            "generator_busy_s": self._before.get("generator_busy_s", 0.0) + self._busy_s("rollout"),
+            "cpu_s": self._before.get("cpu_s", 0.0)
+            + time.process_time()
+            + sum(process.cpu_s for process in self._processes.values()),
+            "num_servers": len(self._of("rollout")),
+            "num_trainers": len(self._of("trainer")),
             **scheduling,
             "samples_unusable": dict(self._skipped),
             "ledger": ledger,
@@ -152,14 +162,11 @@ class Recorder:
         for tracker in self._trackers:
             tracker.close()
 
-    def _total(self, role: str, counter: str) -> float:
-        return sum(p.counters.get(counter, 0.0) for p in self._processes.values() if p.role == role)
+    def _of(self, role: str) -> list[_Process]:
+        return [process for process in self._processes.values() if process.role == role]
 
-    def _busy(self, role: str) -> float:
-        return sum(process.busy_s for process in self._processes.values() if process.role == role)
-
-    def _number(self, role: str) -> int:
-        return sum(process.role == role for process in self._processes.values())
+    def _busy_s(self, role: str) -> float:
+        return sum(process.busy_s for process in self._of(role))
 
 
 def _mean(values: Sequence[float]) -> float | None:

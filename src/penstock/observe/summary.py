@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from penstock.observe import jsonl
+from penstock.observe import jsonl, steps
 
 Record = dict[str, Any]
 
@@ -31,7 +31,7 @@ def summarize(run_dir: Path) -> Record:
         "run_id": state.get("run_id", run_dir.name),
         "status": state.get("status", "pending"),
         "error": state.get("error"),
-        **of_metrics(jsonl.read(run_dir / "metrics.jsonl")),
+        **of_metrics(steps.read(run_dir)),
         **of_events(jsonl.read(run_dir / "events.jsonl")),
         "wall_seconds": _wall_seconds(state),
     }

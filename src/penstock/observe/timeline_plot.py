@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[str, str, float]] = {
     "publish": ("publish weights", YELLOW, 0.72),
     "update_weights": ("update weights", RED, 0.9),
     "checkpoint": ("checkpoint", INK, 0.72),
+    "restore": ("restore", INK, 0.5),
     "warm_start": ("warm start", PURPLE, 0.72),
     "evaluate": ("evaluation", GREEN, 0.72),
 }

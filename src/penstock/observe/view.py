@@ -34,7 +34,8 @@ class RunView:
     """Start of the present phase (seconds since the epoch)."""
     processes: dict[str, str] = field(default_factory=dict)
     """Name -> state, in start order."""
-    rewards: list[float] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)
+    """By step."""
     evaluations: dict[str, float] = field(default_factory=dict)
     """`before` / `after` -> mean reward on the held-out tasks."""
     checkpoint: str | None = None
@@ -62,11 +63,14 @@ class RunView:
     def see_step(self, line: Record) -> None:
         """Take in a line of metrics.jsonl."""
         before = self.phase
+        if line["step"] <= self.step:  # what follows the last checkpoint is taken again
+            self.recent.clear()
+            self.rewards = {step: reward for step, reward in self.rewards.items() if step < line["step"]}
         self.recent.append(line)
         while len(self.recent) > 2 and line["time"] - self.recent[1]["time"] > WINDOW_S:
             self.recent.popleft()
         if line.get("reward") is not None:
-            self.rewards.append(line["reward"])
+            self.rewards[line["step"]] = line["reward"]
         if self.phase != before:
             self.phase_since = line["time"]
 

@@ -48,7 +48,8 @@ class Controller:
     """Answers the bus; knows who has joined, and what it means that somebody joins again."""
 
     def __init__(self, config: Config, child: Child, recorder: Recorder) -> None:
-        self._nonce, self._recorder = child.nonce, recorder
+        self._child, self._recorder = child, recorder
+        self._num_messages = 0
         self.bus = Bus(str(child.runtime_dir), self.handle)
         self.system: System | None = None
         self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)} | {"trainer-0"}
@@ -59,6 +60,8 @@ class Controller:
         self.server_is_back: Callable[[str], None] = lambda url: None
 
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
+        self._num_messages += 1
+        self._child.pulse(self._num_messages, "the run" if self.system else "")
         if isinstance(message, Hello):
             return self._welcome(message)
         if peer not in self._members:
@@ -83,7 +86,7 @@ class Controller:
         return None
 
     def _welcome(self, hello: Hello) -> AnyMessage:
-        if hello.nonce != self._nonce:
+        if hello.nonce != self._child.nonce:
             return Refused(reason=f"{hello.name} belongs to another run")
         before = self._members.get(hello.name)
         self._members[hello.name] = hello

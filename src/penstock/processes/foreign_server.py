@@ -238,6 +238,7 @@ class Watch:
         spans, self._spans = self._spans, []
         return Telemetry(
             progress=self._tokens,
+            doing="generation" if self._running else "",
             busy_s=self._busy_s,
             counters={"tokens": self._tokens, "active": self._running},
             spans=spans,

@@ -19,9 +19,11 @@ from penstock.types import BusySpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """What a heartbeat carries; totals since the process started, spans since the last heartbeat."""
+    """What a process tells of itself: totals since it started, spans since it was last asked."""
 
     progress: int = 0
+    doing: str = ""
+    """Empty: it has nothing to do, and so need not get any further."""
     busy_s: float = 0.0
     counters: Mapping[str, float] = field(default_factory=dict)
     spans: Sequence[BusySpan] = ()
@@ -62,18 +64,19 @@ async def membership(
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(peer.run())
             await join()
-            beating = tasks.create_task(_beat(peer, child.name, telemetry, config.supervisor.heartbeat_s))
+            pulse = _Pulse(child, telemetry)
+            beating = tasks.create_task(_beat(peer, pulse, config.supervisor.heartbeat_s))
             yield peer
-            peer.notify(CONTROLLER, _heartbeat(child.name, telemetry()))
+            peer.notify(CONTROLLER, pulse.beat())
             beating.cancel()
             receiving.cancel()
     finally:
         peer.close()
 
 
-async def _beat(peer: Peer, name: str, telemetry: Callable[[], Telemetry], period_s: float) -> None:
+async def _beat(peer: Peer, pulse: _Pulse, period_s: float) -> None:
     while True:
-        peer.notify(CONTROLLER, _heartbeat(name, telemetry()))
+        peer.notify(CONTROLLER, pulse.beat())
         await asyncio.sleep(period_s)
 
 
@@ -92,12 +95,23 @@ async def ask_nothing(_: str, message: AnyMessage) -> AnyMessage | None:
     return None
 
 
-def _heartbeat(name: str, telemetry: Telemetry) -> Heartbeat:
-    return Heartbeat(
-        name=name,
-        progress=telemetry.progress,
-        cpu_s=time.process_time(),
-        busy_s=telemetry.busy_s,
-        counters=dict(telemetry.counters),
-        spans=list(telemetry.spans),
-    )
+class _Pulse:
+    """Makes heartbeats of totals, for the supervisor too."""
+
+    def __init__(self, child: Child, telemetry: Callable[[], Telemetry]) -> None:
+        self._child, self._telemetry = child, telemetry
+        self._cpu_s, self._told = 0.0, Telemetry()
+
+    def beat(self) -> Heartbeat:
+        before, before_cpu_s = self._told, self._cpu_s
+        told, self._cpu_s = self._telemetry(), time.process_time()
+        self._told = told
+        self._child.pulse(told.progress, told.doing)
+        return Heartbeat(
+            name=self._child.name,
+            progress=told.progress,
+            cpu_s=self._cpu_s - before_cpu_s,
+            busy_s=told.busy_s - before.busy_s,
+            counters={name: total - before.counters.get(name, 0.0) for name, total in told.counters.items()},
+            spans=list(told.spans),
+        )

@@ -54,7 +54,8 @@ async def serve(child: Child, config: Config) -> None:
 
 def telemetry(runner: EngineRunner) -> Telemetry:
     return Telemetry(
-        progress=runner.num_generated_tokens,
+        progress=runner.num_generated_tokens + runner.num_prompt_tokens,
+        doing="generation" if runner.engine.has_work else "",
         busy_s=runner.busy_s,
         counters={
             "tokens": runner.num_generated_tokens,

@@ -71,7 +71,7 @@ class TrainerProcess:
         self._publisher = WeightsPublisher(child.runtime_dir / "weights")
         self._spans: deque[BusySpan] = deque()  # the worker thread appends, the event loop takes
         self._busy_s = self._busy_since_step_s = 0.0
-        self._progress = 0
+        self._progress, self._doing = 0, ""
         self._begun = False
         """The learner holds what the run is at; until then it may be anything."""
         self._num_steps = self._first_version = 0
@@ -107,7 +107,13 @@ class TrainerProcess:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, message)
 
     def _execute(self, message: AnyMessage) -> AnyMessage | None:
-        self._progress += 1
+        self._doing = type(message).__name__
+        try:
+            return self._act(message)
+        finally:
+            self._progress, self._doing = self._progress + 1, ""
+
+    def _act(self, message: AnyMessage) -> AnyMessage | None:
         match message:
             case AskState():
                 return HeldState(state=self._state())
@@ -208,12 +214,14 @@ class TrainerProcess:
         held_out_source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
         held_out = [t for i in range(config.data.eval_tasks) if (t := held_out_source.task(i)) is not None]
         source = open_source(config.data, seed=config.seed + 1, tag=TRAIN_TAG)
-        return demonstrations(
+        for example in demonstrations(
             TaskStream(source, held_out=held_out),
             make=environment_maker(config.env),
             chat=ChatTokenizer.load(self._model_dir),
             seed=config.seed,
-        )
+        ):
+            self._progress += 1
+            yield example
 
     @contextmanager
     def _span(self, kind: Kind) -> Iterator[None]:
@@ -226,7 +234,7 @@ class TrainerProcess:
 
     def telemetry(self) -> Telemetry:
         spans = [self._spans.popleft() for _ in range(len(self._spans))]
-        return Telemetry(progress=self._progress, busy_s=self._busy_s, spans=spans)
+        return Telemetry(progress=self._progress, doing=self._doing, busy_s=self._busy_s, spans=spans)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

@@ -301,6 +301,8 @@ class Scheduler:
         self._dispatcher.stop_playing(group)
         if num_stale := self._supply.add(group, now=self._now()):
             self._aged(group, num_stale)
+        if self.play_stale_again():
+            return EpisodeState.PENDING
         self._notify_trainer()
         return EpisodeState.READY if group.number in self._groups else EpisodeState.DISCARDED_STALE
 
@@ -368,6 +370,7 @@ class Scheduler:
             self._leave(group, EpisodeState.TRAINED)
         for group, num_stale in aged:
             self._aged(group, num_stale)
+        self.play_stale_again()
         self._record("feedback", adjustment.reason, adjustment.inputs)
         self._arrange()
         self._look_out(learner, num_aged=sum(count for _, count in aged))
@@ -440,8 +443,7 @@ class Scheduler:
 
     def trains_again(self, version: int, groups: Collection[int]) -> None:
         """The learner, which outlived a controller, trains `version`, and has accumulated `groups` for that."""
-        self._supply.trained_version = version
-        self._supply.take_again(groups)
+        self._supply.take_over(version, groups)
 
     def rewind(self, version: int, lost: Iterable[GroupRecord], task: Callable[[GroupRecord], Task]) -> None:
         """The learner goes on from an earlier state, now called `version`: what it had trained since (`lost`) and what
@@ -454,8 +456,8 @@ class Scheduler:
         self._progress.changed(self._runnable, self._trainable)
 
     def play_stale_again(self) -> list[tuple[int, Task]]:
-        """What is ready, and too old by the learner's new count of versions, is to be played anew instead of being
-        dropped: it did not grow old, the count jumped. Returns those groups."""
+        """What is ready, outlived a learner or a controller, and is too old now, is to be played anew instead of being
+        dropped. Returns those groups."""
         stale = self._supply.take_stale()
         for group in stale:
             group.ledger.move(group.number, range(group.size), EpisodeState.PENDING)
@@ -467,7 +469,10 @@ class Scheduler:
         return [(group.number, group.task) for group in stale]
 
     def _admit_again(self, record: GroupRecord, task: Task) -> None:
+        """It waits as long as the next group that was admitted after it."""
+        since = min([g.admitted_at for g in self._groups.values() if g.number > record.group], default=self._now())
         group = self._add(task, self._config.env.group_size, self.ledger, number=record.group)
+        group.admitted_at = since
         if record.ref is None:
             self._push_again(group)
             return
@@ -477,9 +482,6 @@ class Scheduler:
         self._supply.put(group, now=self._now())
 
     def _push_again(self, group: LiveGroup) -> None:
-        """Among what waits, it is the oldest."""
-        now = self._now()
-        group.admitted_at = now - self._dispatcher.policy.oldest_wait_s(now)
         (tokens,) = self._foresight.estimate([group.task])
         group.predicted_tokens = tokens or 0.0
         self._dispatcher.push(group)

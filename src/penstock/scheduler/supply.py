@@ -11,7 +11,7 @@ from penstock.scheduler.feedback import Adjustment, feedback
 from penstock.scheduler.live import LiveGroup
 from penstock.scheduler.staleness import StalenessPolicy
 from penstock.scheduler.trigger import Thresholds, Trigger, TriggerDecision, TriggerState
-from penstock.types import EpisodeState, GroupRef, LearnerState
+from penstock.types import NO_VERSION, EpisodeState, GroupRef, LearnerState
 
 
 class Supply:
@@ -21,6 +21,9 @@ class Supply:
         settings = config.scheduler
         self.trained_version = 0
         """Version the learner is training."""
+        self._first_version = 0
+        """That this learner trained under this controller. What was made before, and is too old by now, did not grow
+        old: the count of versions jumped, or time went by while there was none to count."""
         self.bias = LengthBias(group_size=config.env.group_size, look_ahead=config.look_ahead)
         self._trigger = Trigger.from_config(
             settings.trigger.model_copy(update={"use": settings.trigger_use}),
@@ -78,7 +81,7 @@ class Supply:
     def add(self, group: LiveGroup, *, now: float) -> int:
         """A whole group is ready; returns how many of its members are too old to train, and discarded."""
         self._ready[group.number] = group, now
-        return self._discard_stale(group)
+        return 0 if self._outlived_learner(group) else self._discard_stale(group)
 
     def decide(self, *, now: float) -> TriggerDecision:
         """What to train now."""
@@ -108,11 +111,13 @@ class Supply:
         self.trained_version = learner.policy_version
         self._unserved[learner.policy_version] = len(trained)
         self._adjustment = self.feedback.observe(learner)
-        aged = [(group, count) for group, _ in list(self._ready.values()) if (count := self._discard_stale(group))]
+        ready = [group for group, _ in self._ready.values() if not self._outlived_learner(group)]
+        aged = [(group, count) for group in ready if (count := self._discard_stale(group))]
         return trained, aged, self._adjustment
 
-    def take_again(self, groups: Collection[int]) -> None:
-        """The learner has accumulated these already."""
+    def take_over(self, version: int, groups: Collection[int]) -> None:
+        """A learner, which this controller knew nothing of, trains `version`; it has accumulated `groups` already."""
+        self.trained_version = self._first_version = version
         for number in [number for number in self._ready if number in groups]:
             self._discard_stale(self._ready[number][0])
             if number in self._ready:
@@ -126,15 +131,16 @@ class Supply:
         self._ready = {group.number: (group, now) for group in self._training} | self._ready
         self._training = []
         self._unserved = {}
-        self.trained_version = trained_version
+        self.trained_version = self._first_version = trained_version
 
     def put(self, group: LiveGroup, *, now: float) -> None:
         """A whole group that was ready before is so again, however old."""
         self._ready[group.number] = group, now
 
     def take_stale(self) -> list[LiveGroup]:
-        """Groups that were whole, and have members too old to train now."""
-        found = [group for group, _ in self._ready.values() if not group.num_stale and self._stale(group)]
+        """Groups that outlived a learner or a controller, and have members too old to train now."""
+        ready = [group for group, _ in self._ready.values() if self._outlived_learner(group)]
+        found = [group for group in ready if not group.num_stale and self._stale(group)]
         for group in found:
             del self._ready[group.number]
         return found
@@ -147,6 +153,9 @@ class Supply:
         """Nothing of this will be trained."""
         self._ready.clear()
         self._training.clear()
+
+    def _outlived_learner(self, group: LiveGroup) -> bool:
+        return any(NO_VERSION < summary.version_max < self._first_version for summary in group.summaries)
 
     def _discard_stale(self, group: LiveGroup) -> int:
         too_old = self._stale(group)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config import Config, ConfigError, load_config
-from penstock.observe import jsonl
+from penstock.observe import jsonl, steps
 from penstock.ports import GroupRecord
 from penstock.rollout.costs import PRODUCTS
 from penstock.store.index import PoolIndex
@@ -72,7 +72,7 @@ def read(run_dir: Path) -> RecordedRun:
     """Raises `ConfigError` that says what is missing."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} is no run of Penstock: it has no config.yaml")
-    metrics = jsonl.read(run_dir / "metrics.jsonl")
+    metrics = steps.read(run_dir)
     if len(metrics) < 4:
         raise ConfigError(f"run {run_dir} has {len(metrics)} optimizer steps: too few to calibrate with")
     totals = [e for e in jsonl.read(run_dir / "events.jsonl") if e.get("event") == "process_totals"]

@@ -3,11 +3,12 @@
 `Child.from_environment()` arms the death pipe before anything slow is imported, asyncio included. The pipe's write end
 lives in the supervisor alone, so end-of-file means that the supervisor is gone, and then this process ends its whole
 group. Whatever else goes wrong here is left behind as an error file with a timestamp, from which the supervisor tells
-cause from effect.
+cause from effect. SIGUSR1 makes it write the stacks of all its threads into its log.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -17,13 +18,17 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import asyncio
 
 FAILED = 1
 CONFIG_ERROR = 2
+HEARTBEAT_S = "PENSTOCK_HEARTBEAT_S"
+"""Environment variable: seconds between two heartbeats."""
+BEAT_BYTES = 256
+"""A heartbeat is written over the one before: that takes no space, so a full disk does not silence a process."""
 JANITOR_FIRST_S = 1.0
 """The janitor kills a family as a whole as long as it is one: a parent that went first would leave orphans nobody can
 tell from strangers. So the death pipe is only the second insurance."""
@@ -39,6 +44,7 @@ class Child:
         self.run_id = run_id
         self.nonce = nonce
         self._reported = False
+        self._progress, self._doing = 0, ""
 
     @classmethod
     def from_environment(cls, argv: Sequence[str] | None = None) -> Child:
@@ -57,12 +63,18 @@ class Child:
             nonce=os.environ["PENSTOCK_NONCE"],
         )
         sys.excepthook = child._uncaught
+        faulthandler.register(signal.SIGUSR1)
         return child
 
     def report_ready(self, url: str | None = None) -> None:
         """Tell the supervisor that this process serves, and where."""
         record = {"nonce": self.nonce, "pid": os.getpid()}
         self._publish("ready", record if url is None else record | {"url": url})
+
+    def pulse(self, progress: int, doing: str) -> None:
+        """How far this process is, in whatever it counts, and what it is doing; empty if it has nothing to do. Goes out
+        with the next heartbeat: who does something for long and gets no further is taken for hung."""
+        self._progress, self._doing = progress, doing
 
     def stop_event(self) -> asyncio.Event:
         """An event that SIGTERM or SIGINT sets; call it inside the running loop."""
@@ -86,7 +98,7 @@ class Child:
             if isinstance(result, Coroutine):
                 import uvloop
 
-                uvloop.run(result)
+                uvloop.run(self._living(result))
         except Exception as error:
             cause = leaf(error)
             if getattr(cause, "self_explanatory", False):
@@ -94,6 +106,30 @@ class Child:
             self._uncaught(type(error), error, error.__traceback__)
             sys.exit(FAILED)
         sys.exit(0)
+
+    async def _living(self, work: Coroutine[Any, Any, object]) -> None:
+        """`work`, and heartbeats as long as the event loop turns, if anybody wants them."""
+        import asyncio
+
+        if HEARTBEAT_S not in os.environ:
+            await work
+            return
+        beating = asyncio.create_task(self._beat(float(os.environ[HEARTBEAT_S])))
+        try:
+            await work
+        finally:
+            beating.cancel()
+
+    async def _beat(self, period_s: float) -> None:
+        import asyncio
+
+        directory = self.runtime_dir / "heartbeats"
+        directory.mkdir(exist_ok=True)
+        with (directory / f"{self.name}.json").open("wb") as file:
+            while True:
+                beat = {"pid": os.getpid(), "time": time.monotonic(), "progress": self._progress, "doing": self._doing}
+                os.pwrite(file.fileno(), json.dumps(beat).encode().ljust(BEAT_BYTES), 0)
+                await asyncio.sleep(period_s)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         import traceback

@@ -1,4 +1,4 @@
-"""Why a run failed, in words: which process was the cause, how it ended, and the last lines of its log."""
+"""How processes end, and why a run failed, in words: which was the cause, and how it ended."""
 
 from __future__ import annotations
 
@@ -6,19 +6,42 @@ import json
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-TAIL_LINES = 20
-TAIL_BYTES = 16_384
+from penstock.supervisor.child import CONFIG_ERROR
+
+DISK_FULL = ("No space left on device", "File too large")
+"""How ENOSPC and EFBIG read, in every language's messages."""
+
+
+class ExitKind(StrEnum):
+    """What an end means."""
+
+    OK = "ok"
+    CONFIG_ERROR = "config_error"
+    OOM_HOST = "oom_host"
+    """The kernel killed it for lack of memory."""
+    OOM_GPU = "oom_gpu"
+    DISK_FULL = "disk_full"
+    CRASHED = "crashed"
+    HUNG = "hung"
+    """It did not get on, and was killed for that."""
+    LOST = "lost"
+    """Its supervisor died first: nobody knows."""
+    KILLED_BY_SUPERVISOR = "killed_by_supervisor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """A process ended."""
+    """A process ended, or could not even be started."""
 
     time: float
     """When it was noticed (seconds since the epoch)."""
-    returncode: int
+    returncode: int | None
+    kind: ExitKind
+    reason: str
+    """How, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +61,35 @@ class Cause:
     exit: Exit | None
 
 
+def classify(returncode: int, said: str, *, is_out_of_memory: bool) -> ExitKind:
+    """What an exit code means, together with what the process `said` last and whether the kernel has just killed
+    somebody for lack of memory."""
+    if "OutOfMemoryError" in said:
+        return ExitKind.OOM_GPU
+    if any(words in said for words in DISK_FULL):
+        return ExitKind.DISK_FULL
+    if returncode == -signal.SIGKILL and is_out_of_memory:
+        return ExitKind.OOM_HOST
+    return {0: ExitKind.OK, CONFIG_ERROR: ExitKind.CONFIG_ERROR}.get(returncode, ExitKind.CRASHED)
+
+
 def describe_code(returncode: int) -> str:
     """`exit code 1`, `killed by SIGSEGV`, ..."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
-        name = signal.Signals(-returncode).name
+        return f"killed by {signal.Signals(-returncode).name}"
     except ValueError:
-        name = f"signal {-returncode}"
-    return f"killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
+        return f"killed by signal {-returncode}"
 
 
-def read_reports(runtime_dir: Path) -> dict[str, Report]:
-    """What the processes of a run reported as errors, by name."""
-    found = {}
-    for path in (runtime_dir / "errors").glob("[!.]*.json"):
-        report = json.loads(path.read_text())
-        found[path.stem] = Report(time=float(report["time"]), message=str(report["message"]))
-    return found
+def read_report(runtime_dir: Path, name: str, pid: int) -> Report | None:
+    """What that very process reported as its error; the words of a predecessor under its name are not its own."""
+    try:
+        report = json.loads((runtime_dir / "errors" / f"{name}.json").read_text())
+    except FileNotFoundError:
+        return None
+    return Report(time=float(report["time"]), message=str(report["message"])) if report["pid"] == pid else None
 
 
 def root_cause(exits: Mapping[str, Exit], reports: Mapping[str, Report]) -> Cause:
@@ -68,29 +102,9 @@ def root_cause(exits: Mapping[str, Exit], reports: Mapping[str, Report]) -> Caus
     return Cause(name=first, report=reports.get(first), exit=exits.get(first))
 
 
-def explain(cause: Cause, *, phase: str, log: Path) -> str:
-    """The one message for people: what, how, and the end of the log."""
-    ending = f" ({describe_code(cause.exit.returncode)})" if cause.exit else ""
+def explain(cause: Cause, *, phase: str) -> str:
+    """What failed, when, why and how, in one line."""
+    ending = f" ({cause.exit.reason})" if cause.exit else ""
     said = f": {cause.report.message}" if cause.report else ""
-    verb = "ended" if cause.exit and cause.exit.returncode == 0 else "failed"
-    return f"{cause.name} {verb} {phase}{said}{ending}" + quote_log(log)
-
-
-def quote_log(log: Path) -> str:
-    """The last lines of a log, to be appended to a message."""
-    lines = tail(log)
-    if not lines:
-        return f"\n  its log {log} is empty"
-    return "\n".join([f"\n  last lines of {log}:", *(f"    {line}" for line in lines)])
-
-
-def tail(log: Path, num_lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a text file; none if there is no such file."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return text.rstrip().splitlines()[-num_lines:]
+    verb = "ended" if cause.exit and cause.exit.kind is ExitKind.OK else "failed"
+    return f"{cause.name} {verb} {phase}{said}{ending}"

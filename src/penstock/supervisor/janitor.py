@@ -14,16 +14,20 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.observe import summary
 from penstock.supervisor import procfs
-from penstock.supervisor.record import Record
+from penstock.supervisor.failure import ExitKind
+from penstock.supervisor.ownership import Owned, owning
+from penstock.supervisor.record import LOST, Record
 from penstock.supervisor.states import RunState
 
 NONCE = "PENSTOCK_NONCE"
 ROUNDS = 40
-REASON = "the supervisor was killed"
+OWNING_S = 1.0
+"""The lock of a supervisor that is just dying may be free a moment after its pipe is closed."""
 
 
 class Janitor:
@@ -93,19 +97,20 @@ def main() -> None:
 
 
 def clean(run_dir: Path, runtime_dir: Path, nonce: str, sessions: set[int]) -> None:
-    """Leave nothing of the run but its files, and those in order."""
+    """Leave nothing of the run but its files, and those in order, unless somebody has resumed it already."""
     mark = f"{NONCE}={nonce}".encode()
 
     def belongs(stat: procfs.Stat) -> bool:
         return stat.session in sessions or mark in procfs.environment(stat.pid)
 
     remaining = procfs.kill_family(belongs, spare={os.getpid()}, rounds=ROUNDS)
-    shutil.rmtree(runtime_dir, ignore_errors=True)
-    leftovers = [f"process {stat.pid}" for stat in remaining] + ([str(runtime_dir)] if runtime_dir.exists() else [])
-    record = Record.load(run_dir)
-    record.close_processes(reason=REASON)
-    if leftovers:
-        record.add_leftovers(leftovers)
-    if not record.status.is_final:
-        record.move(RunState.FAILED, actor="janitor", reason=REASON)
-    summary.write(run_dir)
+    with suppress(Owned), owning(run_dir, within_s=OWNING_S):
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+        leftovers = [f"process {stat.pid}" for stat in remaining] + ([str(runtime_dir)] if runtime_dir.exists() else [])
+        record = Record.load(run_dir)
+        record.close_processes(kind=ExitKind.LOST, reason=LOST)
+        if leftovers:
+            record.add_leftovers(leftovers)
+        if not record.status.is_final:
+            record.move(RunState.FAILED, actor="janitor", reason=LOST)
+        summary.write(run_dir)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 PR_SET_CHILD_SUBREAPER = 36
+NAME = "PENSTOCK_PROCESS"
+"""Environment variable: which process of the run it is, or was started by."""
 HEALTH_S = 2.0
 SWEEP_ROUNDS = 10
 
@@ -107,6 +109,9 @@ class LocalLauncher:
         _reserved.discard(self._janitor.pid)
 
     async def spawn(self, spec: ProcessSpec) -> LocalProcess:
+        """What a predecessor of the same name left behind (memory of a device, ports) is ended first."""
+        if any(process.spec.name == spec.name for process in self._processes.values()):
+            await asyncio.to_thread(self._kill_escapees, spec.name)
         popen = self._fork(spec)
         process = LocalProcess(spec=spec, popen=popen, identity=procfs.identify(popen.pid))
         _reserved.add(process.pid)
@@ -143,6 +148,12 @@ class LocalLauncher:
         leftovers = [f"process {stat.pid} (state {stat.state})" for stat in remaining]
         return leftovers + ([str(self._runtime_dir)] if self._runtime_dir.exists() else [])
 
+    def _kill_escapees(self, name: str) -> None:
+        marks = {f"{NONCE}={self._nonce}".encode(), f"{NAME}={name}".encode()}
+        procfs.kill_family(
+            lambda stat: marks <= set(procfs.environment(stat.pid)), spare={os.getpid()}, rounds=SWEEP_ROUNDS
+        )
+
     def _kill_remaining(self) -> list[procfs.Stat]:
         mark = f"{NONCE}={self._nonce}".encode()
 
@@ -160,7 +171,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._environment, **spec.env, "PENSTOCK_DEATH_FD": str(self._death_read)},
+                env={**self._environment, **spec.env, NAME: spec.name, "PENSTOCK_DEATH_FD": str(self._death_read)},
                 pass_fds=(self._death_read,),
                 start_new_session=True,
             )

@@ -109,6 +109,19 @@ def environment(pid: int) -> list[bytes]:
         return []
 
 
+def num_oom_kills() -> int:
+    """How many processes the kernel has killed for lack of memory: in this control group, or else on this machine."""
+    try:
+        group = (PROC / "self/cgroup").read_text().rpartition("::")[2].strip()
+        counters = Path(f"/sys/fs/cgroup{group}/memory.events").read_text()
+    except OSError:
+        try:
+            counters = (PROC / "vmstat").read_text()
+        except OSError:
+            return 0
+    return int(dict(line.split() for line in counters.splitlines()).get("oom_kill", 0))
+
+
 def table() -> Iterator[Stat]:
     """All processes."""
     pids = (int(entry.name) for entry in PROC.glob("[1-9]*"))

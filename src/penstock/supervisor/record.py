@@ -1,22 +1,31 @@
 """What is known of a run, kept so that a dead supervisor can still be asked (standard library only; the janitor too).
 
-`state.json` is the snapshot, always whole; `events.jsonl` is the history, appended and synced to disk on every change
-of the run's state. Both change together, through one object, and only along legal transitions.
+`events.jsonl` is the history, appended first and synced to disk on every change of the run's state; `state.json` is
+the snapshot, always whole. Both change through one object, and only along legal transitions. A full disk ends no run:
+what cannot be written is written later.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from penstock.observe import jsonl
+from penstock.supervisor.failure import ExitKind
 from penstock.supervisor.procfs import Identity, identify
 from penstock.supervisor.states import ProcessState, RunState, move_process, move_run
+
+FORMAT = 1
+"""Of a run directory: what lies where, and what it means."""
+LOST = "the supervisor was killed"
 
 
 class Record:
@@ -25,30 +34,55 @@ class Record:
     def __init__(self, run_dir: Path, document: dict[str, Any]) -> None:
         self._run_dir = run_dir
         self._document = document
+        self._unwritten: list[dict[str, Any]] = []
+        """Of the history, because the disk is full."""
 
     @classmethod
     def create(cls, run_dir: Path, *, run_id: str, runtime_dir: Path) -> Record:
         """Begin the record of a new run, owned by this process."""
-        owner = identify(os.getpid())
         document: dict[str, Any] = {
+            "format": FORMAT,
             "run_id": run_id,
             "status": RunState.PENDING.value,
             "error": None,
-            "supervisor": asdict(owner) if owner else {"pid": os.getpid()},
+            "supervisor": _own_identity(),
             "runtime_dir": str(runtime_dir),
+            "lives": 1,
             "started": time.time(),
             "ended": None,
             "processes": {},
             "leftovers": [],
         }
-        record = cls(run_dir, document)
-        record._save()
-        return record
+        jsonl.write_json(run_dir / "state.json", document)
+        return cls(run_dir, document)
 
     @classmethod
     def load(cls, run_dir: Path) -> Record:
         """Take up the record of an existing run."""
         return cls(run_dir, json.loads((run_dir / "state.json").read_text()))
+
+    @property
+    def run_id(self) -> str:
+        return str(self._document["run_id"])
+
+    def begin_again(self, *, runtime_dir: Path, reason: str) -> None:
+        """Begin another life of the run, owned by this process."""
+        if not self.status.is_final:
+            self.close_processes(kind=ExitKind.LOST, reason=LOST)
+            self.move(RunState.FAILED, actor="resume", reason=LOST)
+        before = self.status
+        self._document |= {
+            "status": RunState.PENDING.value,
+            "error": None,
+            "supervisor": _own_identity(),
+            "runtime_dir": str(runtime_dir),
+            "lives": self._document["lives"] + 1,
+            "ended": None,
+            "processes": {},
+            "leftovers": [],
+        }
+        self.note("state", durable=True, **{"from": before}, to=RunState.PENDING, actor="user", reason=reason)
+        self._save()
 
     @property
     def status(self) -> RunState:
@@ -61,35 +95,63 @@ class Record:
         if to.is_final:
             self._document["ended"] = time.time()
             self._document["error"] = reason if to is RunState.FAILED else None
-        self._save()
         self.note("state", durable=True, **{"from": before.value}, to=to.value, actor=actor, reason=reason)
+        self._save()
 
     def move_process(self, name: str, to: ProcessState, **facts: Any) -> None:
         """Bring one process to another state and remember what is known of it (pid, returncode, reason, ...)."""
         known = self._document["processes"].setdefault(name, {"state": ProcessState.PENDING.value})
         known.update(facts, state=move_process(ProcessState(known["state"]), to).value)
-        self._save()
         self.note("process", name=name, state=to.value, **facts)
+        self._save()
 
-    def close_processes(self, *, reason: str) -> None:
+    def close_processes(self, *, kind: str, reason: str) -> None:
         """Mark every process that is not known to have ended as ended."""
         for name, known in self._document["processes"].items():
             state = ProcessState(known["state"])
-            if state not in (ProcessState.PENDING, ProcessState.EXITED):
-                self.move_process(name, ProcessState.EXITED, reason=reason)
+            if state is ProcessState.BACKOFF:
+                self.move_process(name, ProcessState.EXITED)
+            elif state not in (ProcessState.PENDING, ProcessState.EXITED, ProcessState.FATAL):
+                self.move_process(name, ProcessState.EXITED, kind=kind, reason=reason)
+
+    def is_complete(self) -> bool:
+        """Whether the controller has recorded the run's last step, in this life of the run."""
+        events = jsonl.read(self._run_dir / "events.jsonl")
+        started = max((i for i, event in enumerate(events) if event.get("to") == RunState.STARTING), default=0)
+        return any(event.get("event") == "completed" for event in events[started:])
 
     def add_leftovers(self, leftovers: list[str]) -> None:
         """Remember what could not be removed."""
         self._document["leftovers"] = leftovers
-        self._save()
         self.note("leftovers", leftovers=leftovers)
+        self._save()
 
     def note(self, event: str, *, durable: bool = False, **facts: Any) -> None:
         """Append to the history; `durable` returns only once it is on disk."""
-        jsonl.append(self._run_dir / "events.jsonl", {"time": time.time(), "event": event, **facts}, durable=durable)
+        self._unwritten.append({"time": time.time(), "event": event, **facts})
+        with _tolerating_a_full_disk():
+            while self._unwritten:
+                jsonl.append(self._run_dir / "events.jsonl", self._unwritten[0], durable=durable)
+                del self._unwritten[0]
 
     def _save(self) -> None:
-        jsonl.write_json(self._run_dir / "state.json", self._document)
+        with _tolerating_a_full_disk():
+            jsonl.write_json(self._run_dir / "state.json", self._document)
+
+
+@contextmanager
+def _tolerating_a_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"warning: the state of the run cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def _own_identity() -> dict[str, Any]:
+    owner = identify(os.getpid())
+    return asdict(owner) if owner else {"pid": os.getpid()}
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:

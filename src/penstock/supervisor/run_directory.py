@@ -1,17 +1,18 @@
 """Where a run keeps its things: the run directory that stays, the runtime directory that goes.
 
-A run belongs to one supervisor, which holds a lock on the run directory itself. The system drops the lock with the
-process, so no stale lock can exist.
+A run has one supervisor at a time, and may have several after each other: each begins another life of the run.
 """
 
 from __future__ import annotations
 
-import fcntl
+import json
+import math
 import os
 import secrets
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +20,38 @@ from typing import Any
 
 import yaml
 
-from penstock.config import Config
-from penstock.supervisor.record import Record
+from penstock.config import Config, load_config
+from penstock.config.lineage import changes, check_lineage, lineage
+from penstock.observe import jsonl
+from penstock.supervisor import procfs
+from penstock.supervisor.ownership import owning
+from penstock.supervisor.record import FORMAT, Record, owner_of, read_state
+from penstock.supervisor.states import RunState
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+CONFIG = "config.yaml"
+LINEAGE = "lineage.json"
+"""What the run was begun with, of the settings that must not change."""
+JANITOR_S = 15.0
+"""The janitor of a supervisor that was killed owns the run for a moment."""
+CLEANING_ROUNDS = 40
+RUNTIME_DIR = "PENSTOCK_RUNTIME_DIR"
+"""Environment variable of every process of a run, which tells whose it is."""
 
 
 class RunExists(RuntimeError):
     """The run id is taken."""
 
 
+class NotResumable(RuntimeError):
+    """The run cannot go on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
-    """A new run, owned by this process."""
+    """A run owned by this process, before its processes are started."""
 
     run_id: str
     run_dir: Path
@@ -58,22 +78,110 @@ def publishable(config: Config) -> dict[str, Any]:
 
 @contextmanager
 def open_run(config: Config) -> Iterator[OpenRun]:
-    """Create the directory of a new run and hold its lock. Raises `RunExists`."""
+    """Create the directory of a new run and own it for the length of the body. Raises `RunExists`, `Owned`."""
     run_id = config.run_id or new_run_id()
     config = config.model_copy(update={"run_id": run_id})
     run_dir = Path(config.runs_dir).absolute() / run_id
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    lock = os.open(run_dir, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunExists(f"run {run_id} is already being supervised") from None
+    with owning(run_dir):
         if (run_dir / "state.json").exists():
-            raise RunExists(f"run {run_id} exists already in {run_dir}")
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(publishable(config), sort_keys=False))
+            raise RunExists(f"run {run_id} exists already in {run_dir}: `penstock resume {run_id}` continues it")
+        _write_config(config, run_dir)
+        jsonl.write_json(run_dir / LINEAGE, lineage(config))
         runtime_dir = runtime_path(run_id)
         record = Record.create(run_dir, run_id=run_id, runtime_dir=runtime_dir)
         yield OpenRun(run_id=run_id, run_dir=run_dir, runtime_dir=runtime_dir, config=config, record=record)
-    finally:
-        os.close(lock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """How a run is to go on."""
+
+    config: Config
+    changed: str
+    """Settings that differ from those it had last, for people."""
+    is_complete: bool
+    """There is nothing left to do."""
+
+
+def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
+    """Look whether and how the run in `run_dir` can go on; changes nothing. Raises `NotResumable`, `ConfigError`."""
+    state = read_state(run_dir)
+    if state is None:
+        raise NotResumable(f"{run_dir} has no readable state.json: it is not the directory of a run")
+    if state.get("format") != FORMAT:
+        raise NotResumable(
+            f"run {run_dir.name} is of format {state.get('format', 0)}, and this version of penstock reads format "
+            f"{FORMAT}: resume it with the version that began it"
+        )
+    before = load_config(run_dir / CONFIG)
+    config = load_config(run_dir / CONFIG, overrides)
+    check_lineage(_read_lineage(run_dir), config)
+    return Resumption(
+        config=config,
+        changed=", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes(before, config).items()),
+        is_complete=state["status"] == RunState.COMPLETED and not _goes_further(before, config),
+    )
+
+
+def check_unsupervised(run_dir: Path) -> None:
+    """Raises `NotResumable` naming the process that supervises the run."""
+    if pid := _supervisor_of(run_dir):
+        name = run_dir.name
+        raise NotResumable(f"run {name} is running, supervised by process {pid}: `penstock stop {name}` ends it")
+
+
+@contextmanager
+def reopen_run(run_dir: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
+    """Own a run that has ended, or whose supervisor has, for the length of the body, which is another life of it.
+    Raises `NotResumable`, `ConfigError`, `Owned`."""
+    with owning(run_dir, within_s=JANITOR_S if _supervisor_of(run_dir) is None else 0.0):
+        resumption = plan_resumption(run_dir, overrides)
+        record = Record.load(run_dir)
+        clean_up(record)
+        _write_config(resumption.config, run_dir)
+        runtime_dir = runtime_path(record.run_id)
+        reason = f"resumed with {resumption.changed}" if resumption.changed else "resumed"
+        record.begin_again(runtime_dir=runtime_dir, reason=reason)
+        yield OpenRun(
+            run_id=record.run_id, run_dir=run_dir, runtime_dir=runtime_dir, config=resumption.config, record=record
+        )
+
+
+def clean_up(record: Record) -> None:
+    """Remove what an earlier life of the run left behind, if its janitor was killed too: processes that carry the
+    run's mark, and its runtime directory, where the weights in shared memory lie."""
+    runtime_dir = runtime_path(record.run_id)
+    mark = f"{RUNTIME_DIR}={runtime_dir}".encode()
+    remaining = procfs.kill_family(
+        lambda stat: mark in procfs.environment(stat.pid), spare={os.getpid()}, rounds=CLEANING_ROUNDS
+    )
+    if remaining:
+        pids = ", ".join(str(stat.pid) for stat in remaining)
+        raise NotResumable(f"processes of an earlier life of run {record.run_id} do not end: {pids}")
+    shutil.rmtree(runtime_dir, ignore_errors=True)
+
+
+def _supervisor_of(run_dir: Path) -> int | None:
+    """The process that wrote the state, if it still lives."""
+    owner = owner_of(read_state(run_dir) or {})
+    return owner.pid if owner is not None and procfs.is_alive(owner) else None
+
+
+def _goes_further(before: Config, after: Config) -> bool:
+    """Whether `after` asks for more training than `before`."""
+    old, new = before.trainer, after.trainer
+    return new.steps > old.steps or (new.total_samples or math.inf) > (old.total_samples or math.inf)
+
+
+def _read_lineage(run_dir: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((run_dir / LINEAGE).read_text()))
+    except (OSError, ValueError) as error:
+        raise NotResumable(f"{run_dir / LINEAGE} cannot be read ({error}): nobody knows what the run is") from None
+
+
+def _write_config(config: Config, run_dir: Path) -> None:
+    temporary = run_dir / f".{CONFIG}"
+    temporary.write_text(yaml.safe_dump(publishable(config), sort_keys=False))
+    temporary.replace(run_dir / CONFIG)

@@ -35,8 +35,14 @@ class ProcessState(StrEnum):
     PENDING = "pending"
     STARTING = "starting"
     READY = "ready"
+    DEGRADED = "degraded"
+    """It lives, and gives cause for concern."""
     STOPPING = "stopping"
     EXITED = "exited"
+    BACKOFF = "backoff"
+    """Ended, and to be started again after a pause."""
+    FATAL = "fatal"
+    """Ended, and not to be started again: the run has failed."""
 
 
 RUN_TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
@@ -49,12 +55,17 @@ RUN_TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     RunState.FAILED: frozenset(),
 }
 
+_LIVING = frozenset({ProcessState.STOPPING, ProcessState.EXITED})
+
 PROCESS_TRANSITIONS: Mapping[ProcessState, frozenset[ProcessState]] = {
-    ProcessState.PENDING: frozenset({ProcessState.STARTING}),
-    ProcessState.STARTING: frozenset({ProcessState.READY, ProcessState.STOPPING, ProcessState.EXITED}),
-    ProcessState.READY: frozenset({ProcessState.STOPPING, ProcessState.EXITED}),
+    ProcessState.PENDING: frozenset({ProcessState.STARTING, ProcessState.EXITED}),
+    ProcessState.STARTING: _LIVING | {ProcessState.READY},
+    ProcessState.READY: _LIVING | {ProcessState.DEGRADED},
+    ProcessState.DEGRADED: _LIVING | {ProcessState.READY},
     ProcessState.STOPPING: frozenset({ProcessState.EXITED}),
-    ProcessState.EXITED: frozenset(),
+    ProcessState.EXITED: frozenset({ProcessState.BACKOFF, ProcessState.FATAL}),
+    ProcessState.BACKOFF: frozenset({ProcessState.STARTING, ProcessState.EXITED}),
+    ProcessState.FATAL: frozenset(),
 }
 
 

@@ -1,9 +1,10 @@
-"""The life of a run: start its processes stage by stage, watch each from its first instant, bring all to one end.
+"""The life of a run: start its processes stage by stage, keep each going, bring all to one end.
 
 Everything waits for a single *verdict*: completed, stopped or failed, whichever is known first.
 
 * start: each stage is spawned at once and awaited until all of it is ready; a verdict cancels it at any point;
-* watch: one task per process waits for its end, and judges it;
+* keep: one task per process waits for its end, and starts it again as the restart policy says (`keeper`); meanwhile the
+  run stays what it is, and whoever needs that process waits for it;
 * signals: the first SIGINT, SIGTERM or SIGHUP asks for a clean stop, the second (or SIGQUIT) kills everything.
 
 The verdict known, processes are ended (a stop lets the controller drain first), what is left is swept away, and only
@@ -17,26 +18,27 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.observe import jsonl
-from penstock.ports import Launcher, ProcessHandle, ProcessSpec
-from penstock.supervisor import failure
-from penstock.supervisor.procfs import identify
+from penstock.config import SupervisorConfig
+from penstock.ports import Launcher, ProcessSpec
+from penstock.supervisor import failure, log_files
+from penstock.supervisor.failure import Exit, ExitKind
+from penstock.supervisor.keeper import KILLED, Keeper
 from penstock.supervisor.record import Record
-from penstock.supervisor.states import ProcessState, RunState
+from penstock.supervisor.restart import Action, Decision, RestartPolicy
+from penstock.supervisor.states import RunState
 
-PROBE_FIRST_S, PROBE_LAST_S = 0.02, 0.5
 FAILED_GRACE_S = 1.0
 """A failed run has nothing left to save, its processes only their last words."""
 STOP_MARGIN_S = 1.0
 """What a stop may take beyond the longest grace, so that it has an end whoever does not answer."""
 KILL_S = 5.0
+ROTATE_EVERY_S = 10.0
+"""Between two looks at the logs' sizes."""
 CONTROLLER = "controller"
-ROLLOUT = "rollout"
-KILLED = "killed by supervisor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +65,16 @@ class Supervisor:
         stages: Sequence[Sequence[ProcessSpec]],
         launcher: Launcher,
         record: Record,
+        settings: SupervisorConfig,
     ) -> None:
         self._run_dir = run_dir
         self._runtime_dir = runtime_dir
         self._stages = stages
         self._launcher = launcher
         self._record = record
-        self._watches: dict[str, tuple[ProcessHandle, asyncio.Task[None]]] = {}
-        self._ready: set[str] = set()
+        self._settings = settings
+        self._restarts = RestartPolicy(settings)
+        self._kept: dict[str, tuple[Keeper, asyncio.Task[None]]] = {}
         self._verdict: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._forced = asyncio.Event()
 
@@ -82,7 +86,7 @@ class Supervisor:
                 outcome = await self._live()
             finally:
                 leftovers = await self._launcher.sweep()
-                self._record.close_processes(reason=KILLED)
+                self._record.close_processes(kind=ExitKind.KILLED_BY_SUPERVISOR, reason=KILLED)
                 if leftovers:
                     self._record.add_leftovers(leftovers)
                 if not self._record.status.is_final:
@@ -113,82 +117,73 @@ class Supervisor:
         self._record.move(RunState.STARTING, actor="supervisor")
         async with asyncio.TaskGroup() as tasks:
             start = tasks.create_task(self._start(tasks))
+            rotating = tasks.create_task(self._rotate_logs())
             outcome = await self._verdict
             start.cancel()
             await asyncio.wait([start])
             await self._end(outcome)
-            for _, watch in self._watches.values():
-                watch.cancel()
+            for _, keeping in self._kept.values():
+                keeping.cancel()
+            rotating.cancel()
         return self._with_doubts(outcome)
 
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
         for stage in self._stages:
-            try:
-                processes = [await self._spawn(spec, tasks) for spec in stage]
-            except OSError as error:
-                self._decide(failed(f"a process could not be started: {error}"), actor="supervisor")
-                return
-            async with asyncio.TaskGroup() as probes:
-                for process in processes:
-                    probes.create_task(self._await_ready(process))
-            if self._verdict.done():
-                return
+            keepers = [self._keep(spec, tasks) for spec in stage]
+            for keeper in keepers:
+                await keeper.ready.wait()
         self._record.move(RunState.RUNNING, actor="supervisor")
 
-    async def _spawn(self, spec: ProcessSpec, tasks: asyncio.TaskGroup) -> ProcessHandle:
-        self._record.note("process", name=spec.name, state=ProcessState.PENDING.value)
-        process = await self._launcher.spawn(spec)
-        self._watches[spec.name] = process, tasks.create_task(self._watch(process))
-        identity = identify(process.pid)
-        facts = asdict(identity) if identity else {"pid": process.pid}
-        self._record.move_process(spec.name, ProcessState.STARTING, role=spec.role, **facts)
-        return process
+    def _keep(self, spec: ProcessSpec, tasks: asyncio.TaskGroup) -> Keeper:
+        log = self._run_dir / "logs" / f"{spec.name}.log"
+        keeper = Keeper(
+            spec,
+            settings=self._settings,
+            launcher=self._launcher,
+            record=self._record,
+            runtime_dir=self._runtime_dir,
+            log=log,
+        )
+        self._kept[spec.name] = keeper, tasks.create_task(keeper.keep(self._judge))
+        return keeper
 
-    async def _await_ready(self, process: ProcessHandle) -> None:
-        """Probe with growing pauses; an exit in the meantime is `_watch`'s to judge, and cancels this."""
-        spec, pause_s = process.spec, PROBE_FIRST_S
-        limit = time.monotonic() + spec.ready_s
-        while missing := await self._launcher.probe(process):
-            if time.monotonic() + pause_s > limit:
-                message = f"{spec.name} was not ready after {spec.ready_s:g} s: {missing}"
-                self._decide(failed(message + failure.quote_log(self._log_of(spec.name))), actor="supervisor")
-                return
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PROBE_LAST_S)
-        if process.returncode is None:
-            self._ready.add(spec.name)
-            self._record.move_process(spec.name, ProcessState.READY)
+    async def _rotate_logs(self) -> None:
+        """A log that cannot be rotated, for lack of room, is left as it is until it can."""
+        while True:
+            for log in (self._run_dir / "logs").glob("*.log"):
+                with suppress(OSError):
+                    await asyncio.to_thread(log_files.rotate, log)
+            await asyncio.sleep(ROTATE_EVERY_S)
 
-    async def _watch(self, process: ProcessHandle) -> None:
-        name, code = process.spec.name, await self._launcher.wait(process)
-        reason = KILLED if self._verdict.done() and code < 0 else failure.describe_code(code)
-        self._record.move_process(name, ProcessState.EXITED, returncode=code, reason=reason)
-        if not self._verdict.done():
-            self._judge(process.spec, code)
-
-    def _serving(self) -> bool:
-        """Whether a rollout server is left that can take over what another one was generating."""
-        processes = [process for process, _ in self._watches.values() if process.spec.role == ROLLOUT]
-        return any(process.returncode is None and process.spec.name in self._ready for process in processes)
-
-    def _judge(self, spec: ProcessSpec, code: int) -> None:
+    def _judge(self, keeper: Keeper, loss: Exit) -> Decision:
         """An exit code of 0 proves nothing: only the controller's own record of the last step does."""
-        if spec.role == ROLLOUT and spec.name in self._ready and self._serving():
-            self._record.note("server_exited", process=spec.name, returncode=code)
-            return
-        events = jsonl.read(self._run_dir / "events.jsonl")
-        if code == 0 and any(event.get("event") == "completed" for event in events):
-            if spec.role == CONTROLLER:
-                self._decide(Outcome(status=RunState.COMPLETED), actor=CONTROLLER)
-            return
-        exit_ = failure.Exit(time=time.time(), returncode=code)
-        cause = failure.root_cause({spec.name: exit_}, failure.read_reports(self._runtime_dir))
-        phase = "in mid-run" if cause.name in self._ready else "while starting"
-        message = failure.explain(cause, phase=phase, log=self._log_of(cause.name))
-        self._decide(failed(message), actor=cause.name)
+        if self._verdict.done():
+            return Decision(action=Action.IGNORE, reason="the run is ending")
+        completed = self._record.is_complete()
+        if completed and keeper.spec.role == CONTROLLER:
+            self._decide(Outcome(status=RunState.COMPLETED), actor=CONTROLLER)
+        decision = self._restarts.decide(
+            keeper.spec.name, loss, was_ready=keeper.ready.is_set(), completed=completed, now=time.monotonic()
+        )
+        if decision.action is Action.FAIL:
+            self._fail(decision)
+        return decision
+
+    def _fail(self, decision: Decision) -> None:
+        """Of all that went wrong and was not mended, what went wrong first is the cause."""
+        keepers = {name: keeper for name, (keeper, _) in self._kept.items()}
+        cause = failure.root_cause(
+            {name: keeper.failure for name, keeper in keepers.items() if keeper.failure},
+            {name: report for name, keeper in keepers.items() if (report := keeper.report)},
+        )
+        culprit = keepers[cause.name]
+        what = failure.explain(cause, phase="in mid-run" if culprit.ready.is_set() else "while starting")
+        self._decide(failed(f"{what}; {decision.reason}{log_files.quote(culprit.log)}"), actor=cause.name)
 
     async def _end(self, outcome: Outcome) -> None:
         """Controller first (it drains while the others still serve), then stage by stage, the last stage first."""
+        for keeper, _ in self._kept.values():
+            keeper.retire()
         specs = [spec for stage in self._stages for spec in stage]
         if outcome.status is RunState.FAILED:
             await self._stop(specs, FAILED_GRACE_S)
@@ -202,30 +197,24 @@ class Supervisor:
 
     def _with_doubts(self, outcome: Outcome) -> Outcome:
         """A stop is clean only if that of a working controller was."""
-        working = [process for process, _ in self._watches.values() if process.spec.name in self._ready]
-        codes = [process.returncode for process in working if process.spec.role == CONTROLLER and process.returncode]
-        if outcome.status is not RunState.STOPPED or not codes:
+        controllers = [keeper for keeper, _ in self._kept.values() if keeper.spec.role == CONTROLLER]
+        ends = [keeper.failure for keeper in controllers if keeper.ready.is_set() and keeper.failure]
+        unclean = [end.reason for end in ends if end.kind is not ExitKind.OK]
+        if outcome.status is not RunState.STOPPED or not unclean:
             return outcome
-        how = failure.describe_code(codes[0])
-        doubt = f"the controller did not end cleanly ({how}), the final checkpoint may be missing"
+        doubt = f"the controller did not end cleanly ({unclean[0]}), the final checkpoint may be missing"
         return Outcome(status=outcome.status, message=f"{outcome.message}; {doubt}")
 
     async def _stop(self, specs: Sequence[ProcessSpec], grace_s: float) -> None:
         """SIGTERM, grace, SIGKILL: to those of `specs` that were started and have not ended."""
-        await self._signal(specs, signal.SIGTERM)
-        await self._await_exits(specs, grace_s)
-        await self._signal(specs, signal.SIGKILL)
-        await self._await_exits(specs, KILL_S, even_if_forced=True)
+        for signum, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
+            for keeper, _ in self._started(specs):
+                await keeper.signal(signum)
+            await self._await_ends(specs, seconds, even_if_forced=signum == signal.SIGKILL)
 
-    async def _signal(self, specs: Sequence[ProcessSpec], signum: int) -> None:
-        for process, _ in self._alive(specs):
-            if signum == signal.SIGTERM:
-                self._record.move_process(process.spec.name, ProcessState.STOPPING)
-            await self._launcher.signal(process, signum)
-
-    async def _await_exits(self, specs: Sequence[ProcessSpec], seconds: float, *, even_if_forced: bool = False) -> None:
+    async def _await_ends(self, specs: Sequence[ProcessSpec], seconds: float, *, even_if_forced: bool) -> None:
         """Until all have ended, the time is up, or somebody loses patience."""
-        pending = {watch for _, watch in self._alive(specs)}
+        pending = {keeping for _, keeping in self._started(specs) if not keeping.done()}
         limit = time.monotonic() + seconds
         forced = asyncio.create_task(self._forced.wait())
         while pending and (even_if_forced or not forced.done()):
@@ -236,12 +225,8 @@ class Supervisor:
             pending -= done
         forced.cancel()
 
-    def _alive(self, specs: Sequence[ProcessSpec]) -> list[tuple[ProcessHandle, asyncio.Task[None]]]:
-        started = [self._watches[spec.name] for spec in specs if spec.name in self._watches]
-        return [(process, watch) for process, watch in started if not watch.done()]
-
-    def _log_of(self, name: str) -> Path:
-        return self._run_dir / "logs" / f"{name}.log"
+    def _started(self, specs: Sequence[ProcessSpec]) -> list[tuple[Keeper, asyncio.Task[None]]]:
+        return [self._kept[spec.name] for spec in specs if spec.name in self._kept]
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -1,0 +1,36 @@
+"""`penstock resume`: check, take the run over, supervise it to its end, sum it up. Exit codes are those of `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.cli.preflight import Refused, check
+from penstock.cli.refusal import refuse
+from penstock.cli.train import CONFIG_ERROR, carry_out, conclude, start_detached
+from penstock.config import ConfigError
+from penstock.supervisor.ownership import Owned
+from penstock.supervisor.run_directory import NotResumable, check_unsupervised, plan_resumption, reopen_run
+
+
+def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
+    """Returns the exit code."""
+    run_dir = run_dir.absolute()
+    try:
+        resumption = plan_resumption(run_dir, overrides)
+    except ConfigError as error:
+        return refuse(error, CONFIG_ERROR)
+    except NotResumable as error:
+        return refuse(error, 1)
+    if resumption.is_complete:
+        print(f"run {run_dir.name} is complete: raise trainer.steps to train it further")
+        return 0
+    try:
+        check_unsupervised(run_dir)
+        check(resumption.config)
+        if detach:
+            return start_detached(run_dir, ["resume", str(run_dir), *overrides])
+        with reopen_run(run_dir, overrides) as run:
+            return conclude(run, carry_out(run))
+    except (ConfigError, NotResumable, Owned, Refused) as error:
+        return refuse(error, 1)

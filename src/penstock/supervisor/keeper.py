@@ -1,0 +1,207 @@
+"""One process of a run, through all its lives: start, await readiness, await the end, and start again if so decided."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.config import SupervisorConfig
+from penstock.ports import Launcher, ProcessHandle, ProcessSpec
+from penstock.supervisor import failure
+from penstock.supervisor.child import FAILED, HEARTBEAT_S
+from penstock.supervisor.failure import Exit, ExitKind, Report
+from penstock.supervisor.liveness import Finding, Health, Liveness, read_beat
+from penstock.supervisor.procfs import identify, num_oom_kills
+from penstock.supervisor.record import Record
+from penstock.supervisor.restart import Action, Decision
+from penstock.supervisor.states import ProcessState
+
+PROBE_FIRST_S, PROBE_LAST_S = 0.02, 0.5
+STALL_REPORT_S = 1.0
+"""What a hung process has to write down its stacks; a stopped one never does."""
+KILLED = "killed by supervisor"
+
+Judge = Callable[["Keeper", Exit], Decision]
+
+
+class Keeper:
+    """Keeps a process going; what follows from an end is decided by `judge`."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        settings: SupervisorConfig,
+        launcher: Launcher,
+        record: Record,
+        runtime_dir: Path,
+        log: Path,
+    ) -> None:
+        self.spec = replace(spec, env={**spec.env, HEARTBEAT_S: str(settings.heartbeat_s)})
+        self.log = log
+        self.ready = asyncio.Event()
+        """It was, at least once."""
+        self.process: ProcessHandle | None = None
+        """The latest."""
+        self.failure: Exit | None = None
+        """How it ended last, until it is ready again."""
+        self.num_restarts = 0
+        self._settings = settings
+        self._launcher = launcher
+        self._record = record
+        self._runtime_dir = runtime_dir
+        self._sent: set[int] = set()
+        """Signals that the process has been sent."""
+        self._state = ProcessState.PENDING
+        self._retired = asyncio.Event()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    @property
+    def report(self) -> Report | None:
+        """What the process said itself of its failure."""
+        return failure.read_report(self._runtime_dir, self.spec.name, self.process.pid) if self.process else None
+
+    async def keep(self, judge: Judge) -> None:
+        """Until it has ended, and is not to be started again."""
+        self._record.note("process", name=self.spec.name, state=ProcessState.PENDING.value)
+        while not self._retired.is_set():
+            self.failure = await self._live()
+            decision = judge(self, self.failure)
+            if decision.action is Action.FAIL:
+                self._move(ProcessState.FATAL)
+            if decision.action is not Action.RESTART:
+                return
+            self._move(ProcessState.BACKOFF, after_s=decision.after_s, decision=decision.reason)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(decision.after_s):
+                    await self._retired.wait()
+                    return
+            self.num_restarts += 1
+            self._announce(decision)
+
+    def retire(self) -> None:
+        """From now on it is not started, nor started again."""
+        self._retired.set()
+
+    async def signal(self, signum: int) -> None:
+        """To the process and everything it started, if it lives. SIGTERM asks it to end."""
+        if not self.is_alive:
+            return
+        assert self.process is not None
+        if signum == signal.SIGTERM:
+            self._move(ProcessState.STOPPING)
+        self._sent.add(signum)
+        await self._launcher.signal(self.process, signum)
+
+    async def _live(self) -> Exit:
+        """One life."""
+        num_oom_kills_before = num_oom_kills()
+        self.process = None
+        self._sent.clear()
+        try:
+            self.process = await self._launcher.spawn(self.spec)
+        except OSError as error:
+            kind = failure.classify(FAILED, str(error), is_out_of_memory=False)
+            return self._ended(Exit(time=time.time(), returncode=None, kind=kind, reason=f"cannot start: {error}"))
+        identity = identify(self.process.pid)
+        facts = asdict(identity) if identity else {"pid": self.process.pid}
+        self._move(
+            ProcessState.STARTING,
+            role=self.spec.role,
+            restarts=self.num_restarts,
+            returncode=None,
+            kind=None,
+            reason=None,
+            **facts,
+        )
+        hung = await self._watch(self.process)
+        code = await self._launcher.wait(self.process)
+        return self._ended(self._classify(code, hung, num_oom_kills() > num_oom_kills_before))
+
+    async def _watch(self, process: ProcessHandle) -> str:
+        """Until the process has ended, or was killed for hanging; then why."""
+        exit_ = asyncio.create_task(self._launcher.wait(process))
+        watching = asyncio.create_task(self._look_after(process))
+        try:
+            await asyncio.wait([exit_, watching], return_when=asyncio.FIRST_COMPLETED)
+            if exit_.done():
+                return ""
+            hung = watching.result()
+            await self._launcher.signal(process, signal.SIGUSR1)
+            await asyncio.wait([exit_], timeout=STALL_REPORT_S)
+            await self._launcher.signal(process, signal.SIGKILL)
+            return hung
+        finally:
+            exit_.cancel()
+            watching.cancel()
+
+    async def _look_after(self, process: ProcessHandle) -> str:
+        """Await readiness, then see that it gets on, until it is asked to end. Returns why it has to be killed."""
+        if missing := await self._await_ready(process):
+            return f"was not ready after {self.spec.ready_s:g} s: {missing}"
+        liveness = Liveness(self._settings, now=time.monotonic())
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_s)
+            if self._sent:
+                await asyncio.Event().wait()
+            beat = read_beat(self._runtime_dir, self.spec.name, process.pid)
+            finding = liveness.look(beat, now=time.monotonic())
+            if finding.health is Health.HUNG:
+                return f"hung: {finding.reason}"
+            self._note_health(finding)
+
+    async def _await_ready(self, process: ProcessHandle) -> str | None:
+        """Probe with growing pauses; returns what was missing in the end."""
+        pause_s, limit = PROBE_FIRST_S, time.monotonic() + self.spec.ready_s
+        while missing := await self._launcher.probe(process):
+            if time.monotonic() + pause_s > limit:
+                return missing
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PROBE_LAST_S)
+        if not self._sent:
+            self.failure = None
+            self._move(ProcessState.READY)
+            self.ready.set()
+        return None
+
+    def _note_health(self, finding: Finding) -> None:
+        if finding.health is Health.DEGRADED and self._state is ProcessState.READY:
+            self._move(ProcessState.DEGRADED, reason=finding.reason)
+        elif finding.health is Health.ALIVE and self._state is ProcessState.DEGRADED:
+            self._move(ProcessState.READY, reason=None)
+
+    def _classify(self, code: int, hung: str, is_out_of_memory: bool) -> Exit:
+        said, how = self.report, failure.describe_code(code)
+        if hung:
+            kind, how = ExitKind.HUNG, hung
+        elif -code in self._sent:
+            kind, how = ExitKind.KILLED_BY_SUPERVISOR, KILLED
+        else:
+            kind = failure.classify(code, said.message if said else "", is_out_of_memory=is_out_of_memory)
+        if kind is ExitKind.OOM_HOST:
+            how += " for lack of memory"
+        return Exit(time=time.time(), returncode=code, kind=kind, reason=how)
+
+    def _ended(self, exit_: Exit) -> Exit:
+        self._move(ProcessState.EXITED, returncode=exit_.returncode, kind=exit_.kind, reason=exit_.reason)
+        return exit_
+
+    def _move(self, state: ProcessState, **facts: Any) -> None:
+        self._state = state
+        self._record.move_process(self.spec.name, state, **facts)
+
+    def _announce(self, decision: Decision) -> None:
+        """In the process's own log, before its next words."""
+        assert self.failure is not None
+        with suppress(OSError), self.log.open("a") as log:
+            log.write(f"penstock: restart {self.num_restarts} of {self.spec.name} ({self.failure.reason}). ")
+            log.write(f"{decision.reason}\n")

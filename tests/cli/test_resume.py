@@ -1,0 +1,128 @@
+"""`penstock resume`: what it refuses, and what it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_commands import penstock
+
+from penstock.config import Config
+from penstock.observe import jsonl
+from penstock.supervisor import procfs
+from penstock.supervisor.run_directory import open_run
+from penstock.supervisor.states import RunState
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of a run that has failed; its supervisor is gone."""
+    config = Config.model_validate(
+        {"runs_dir": str(tmp_path), "run_id": "mine", "trainer": {"steps": 40}, "observe": {"progress": False}}
+    )
+    with open_run(config) as run:
+        run.record.move(RunState.FAILED, actor="test", reason="it broke")
+    change_state(run.run_dir, supervisor=state_of(run.run_dir)["supervisor"] | {"start_ticks": 1})
+    return run.run_dir
+
+
+def state_of(run_dir: Path) -> dict[str, object]:
+    return json.loads((run_dir / "state.json").read_text())
+
+
+def change_state(run_dir: Path, **facts: object) -> None:
+    jsonl.write_json(run_dir / "state.json", state_of(run_dir) | facts)
+
+
+def assert_untouched(run_dir: Path, status: str = "failed") -> None:
+    assert state_of(run_dir)["lives"] == 1 and state_of(run_dir)["status"] == status
+    assert "steps: 40" in (run_dir / "config.yaml").read_text()
+
+
+def test_a_setting_that_must_not_change_is_refused_by_name(run_dir: Path) -> None:
+    result = penstock("resume", run_dir, "seed=1", "trainer.steps=50")
+    assert result.exit_code == 2
+    assert "seed was 0 and cannot become 1" in result.stderr and "trainer.steps" not in result.stderr
+    assert_untouched(run_dir)
+
+
+def test_so_is_one_that_was_changed_in_the_file(run_dir: Path) -> None:
+    text = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.yaml").write_text(text.replace("seed: 0", "seed: 3"))
+    result = penstock("resume", run_dir)
+    assert result.exit_code == 2 and "seed was 0 and cannot become 3" in result.stderr
+
+
+def test_a_wrong_key_exits_2(run_dir: Path) -> None:
+    result = penstock("resume", run_dir, "trainer.stepz=50")
+    assert result.exit_code == 2 and "did you mean trainer.steps?" in result.stderr
+    assert_untouched(run_dir)
+
+
+@pytest.mark.parametrize("format", [None, 0, 2])
+def test_a_directory_of_another_version_is_refused(run_dir: Path, format: int | None) -> None:
+    change_state(run_dir, format=format)
+    result = penstock("resume", run_dir)
+    assert result.exit_code == 1
+    assert (
+        "this version of penstock reads format 1" in result.stderr and "with the version that began it" in result.stderr
+    )
+
+
+def test_an_unreadable_state_or_lineage_is_named(run_dir: Path) -> None:
+    (run_dir / "lineage.json").write_text("{")
+    result = penstock("resume", run_dir)
+    assert result.exit_code == 1 and "lineage.json" in result.stderr
+    (run_dir / "state.json").write_text("{")
+    result = penstock("resume", run_dir)
+    assert result.exit_code == 1 and "state.json" in result.stderr
+
+
+def test_a_complete_run_says_so(run_dir: Path) -> None:
+    change_state(run_dir, status="completed")
+    result = penstock("resume", run_dir)
+    assert result.exit_code == 0 and "run mine is complete: raise trainer.steps" in result.stdout
+    assert_untouched(run_dir, "completed")
+
+
+def test_a_running_run_is_refused_and_its_supervisor_named(run_dir: Path) -> None:
+    owner = procfs.identify(os.getppid())
+    change_state(run_dir, status="running", supervisor=dataclasses.asdict(owner))
+    result = penstock("resume", run_dir)
+    assert result.exit_code == 1
+    assert f"run mine is running, supervised by process {owner.pid}: `penstock stop mine` ends it" in result.stderr
+    assert_untouched(run_dir, "running")
+
+
+@pytest.mark.parametrize("status", ["failed", "stopped", "running", "stopping", "completed"])
+def test_what_ended_or_was_abandoned_begins_another_life(run_dir: Path, status: str) -> None:
+    change_state(run_dir, status=status)
+    (run_dir / "pool").write_text("a file where a folder belongs")
+    result = penstock("resume", run_dir, "trainer.steps=50")
+    assert result.exit_code == 1 and "pool" in result.stderr
+    state = state_of(run_dir)
+    assert (state["lives"], state["status"]) == (2, "failed")
+    assert "steps: 50" in (run_dir / "config.yaml").read_text()
+    reasons = [e["reason"] for e in jsonl.read(run_dir / "events.jsonl") if e.get("to") == "pending"]
+    assert reasons == ["resumed with trainer.steps from 40 to 50"]
+
+
+@pytest.mark.integration
+def test_a_detached_resume_outlives_the_session_it_was_given_in(run_dir: Path) -> None:
+    (run_dir / "pool").write_text("a file where a folder belongs")
+    words = [sys.executable, "-m", "penstock.cli.main", "resume", str(run_dir), "--detach"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert result.returncode == 0, result.stderr
+    assert "run mine started in" in result.stdout
+    log = run_dir / "logs" / "supervisor.log"
+    give_up = time.monotonic() + 20
+    while "pool" not in log.read_text():
+        assert time.monotonic() < give_up, log.read_text()
+        time.sleep(0.02)
+    assert state_of(run_dir)["lives"] == 2

@@ -1,0 +1,52 @@
+"""What is written down outlives the controller that writes, and what was lost is passed over by readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.observe import steps
+from penstock.observe.recorder import Recorder
+from penstock.observe.view import Plan, RunView
+from penstock.types import LearnerState
+
+
+def beat(recorder: Recorder, name: str, *, busy_s: float, tokens: float) -> None:
+    recorder.heartbeat(name, cpu_s=busy_s, busy_s=busy_s, counters={"tokens": tokens}, spans=())
+
+
+def step(recorder: Recorder, number: int) -> None:
+    recorder.accumulated({"tokens": 10.0})
+    recorder.stepped(number, LearnerState(policy_version=number, entropy=1.0), {}, {})
+
+
+def line(number: int, **facts: Any) -> dict[str, Any]:
+    return {"step": number, "time": float(number), **facts}
+
+
+def test_totals_go_on_with_another_controller_and_another_server(tmp_path: Path) -> None:
+    for life in range(2):
+        recorder = Recorder(tmp_path)
+        for _ in range(2):  # a server that dies and comes back
+            recorder.joined("rollout-0", "rollout")
+            beat(recorder, "rollout-0", busy_s=1.5, tokens=100.0)
+        step(recorder, life + 1)
+        recorder.close()
+    first, second = steps.read(tmp_path)
+    assert (first["tokens_generated_total"], second["tokens_generated_total"]) == (200.0, 400.0)
+    assert (first["generator_busy_s"], second["generator_busy_s"]) == (3.0, 6.0)
+    assert (first["tokens_trained_total"], second["tokens_trained_total"]) == (10.0, 20.0)
+    assert second["cpu_s"] > 6.0 and second["num_servers"] == 1
+
+
+def test_steps_taken_again_replace_those_lost() -> None:
+    lines = [line(1), line(2), line(3), line(4), line(3, again=True), line(4, again=True), line(5)]
+    assert steps.surviving(lines) == [line(1), line(2), line(3, again=True), line(4, again=True), line(5)]
+
+
+def test_the_display_goes_back_with_the_trainer() -> None:
+    view = RunView(plan=Plan(num_steps=9), status="running")
+    for number in (1, 2, 3, 4):
+        view.see_step(line(number, reward=number / 10))
+    view.see_step(line(3, reward=0.9))
+    assert (view.step, list(view.rewards.values())) == (3, [0.1, 0.2, 0.9])

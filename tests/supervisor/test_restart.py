@@ -1,0 +1,81 @@
+"""The restart policy alone, on invented times."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import SupervisorConfig
+from penstock.supervisor.failure import Exit, ExitKind
+from penstock.supervisor.restart import Action, Decision, RestartPolicy
+
+jitters = st.floats(0, 1, exclude_max=True)
+
+
+def decide(policy: RestartPolicy, *, now: float = 0.0, kind: ExitKind = ExitKind.CRASHED, **facts: bool) -> Decision:
+    loss = Exit(time=0.0, returncode=1, kind=kind, reason="exit code 1")
+    return policy.decide("env-0", loss, now=now, **({"was_ready": True, "completed": False} | facts))
+
+
+@given(
+    st.integers(0, 5), st.lists(st.floats(0, 400), max_size=60).map(sorted), st.sampled_from(list(ExitKind)), jitters
+)
+def test_no_window_sees_more_restarts_than_the_budget(
+    max_restarts: int, times: list[float], kind: ExitKind, jitter: float
+) -> None:
+    settings = SupervisorConfig(max_restarts=max_restarts, restart_window_s=100.0)
+    policy = RestartPolicy(settings, jitter=lambda: jitter)
+    restarts = []
+    for now in times:
+        decision = decide(policy, now=now, kind=kind)
+        assert decision.reason
+        if decision.action is Action.RESTART:
+            restarts.append(now)
+    for start in restarts:
+        assert sum(start <= time < start + settings.restart_window_s for time in restarts) <= max_restarts
+
+
+@given(st.lists(jitters, min_size=8, max_size=8))
+def test_pauses_grow_up_to_a_bound(chances: list[float]) -> None:
+    settings = SupervisorConfig(max_restarts=8, backoff_s=1.0, max_backoff_s=30.0)
+    policy = RestartPolicy(settings, jitter=iter(chances).__next__)
+    pauses = [decide(policy, now=float(now)).after_s for now in range(8)]
+    growing = [pause for pause in pauses if pause < settings.max_backoff_s]
+    assert all(before < after for before, after in pairwise(growing))
+    assert len(growing) == 5
+    assert max(pauses) == settings.max_backoff_s
+
+
+def test_what_was_long_ago_is_forgiven() -> None:
+    policy = RestartPolicy(SupervisorConfig(max_restarts=1, restart_window_s=10.0, backoff_s=1.0), jitter=lambda: 0.0)
+    assert decide(policy, now=0.0).after_s == 1.0
+    assert decide(policy, now=9.0).action is Action.FAIL
+    assert decide(policy, now=10.0) == Decision(
+        action=Action.RESTART, after_s=1.0, reason="env-0 has had 0 of 1 restarts within 10 s: one more after 1.00 s"
+    )
+
+
+def test_budgets_are_each_process_s_own() -> None:
+    policy = RestartPolicy(SupervisorConfig(max_restarts=1))
+    loss = Exit(time=0.0, returncode=0, kind=ExitKind.OK, reason="exit code 0")
+    for name in ("env-0", "env-1"):
+        assert policy.decide(name, loss, was_ready=True, completed=False, now=0.0).action is Action.RESTART
+    assert policy.decide("env-0", loss, was_ready=True, completed=False, now=0.0).action is Action.FAIL
+
+
+@given(st.sampled_from(list(ExitKind)))
+def test_what_was_never_ready_is_never_restarted(kind: ExitKind) -> None:
+    decision = decide(RestartPolicy(SupervisorConfig()), kind=kind, was_ready=False)
+    assert decision.action is Action.FAIL
+
+
+def test_a_wrong_configuration_is_never_retried() -> None:
+    assert decide(RestartPolicy(SupervisorConfig()), kind=ExitKind.CONFIG_ERROR).action is Action.FAIL
+
+
+@given(st.sampled_from(list(ExitKind)), st.booleans())
+def test_nobody_is_needed_once_the_work_is_done(kind: ExitKind, was_ready: bool) -> None:
+    policy = RestartPolicy(SupervisorConfig(max_restarts=0))
+    assert decide(policy, kind=kind, was_ready=was_ready, completed=True).action is Action.IGNORE

@@ -1,0 +1,70 @@
+"""What may change when a run is resumed, and what may not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.config import Config, ConfigError, parse_overrides
+from penstock.config.lineage import changes, check_lineage, lineage
+
+BASE: dict[str, Any] = {"run_id": "mine", "env": {"options": {"prompt": "{question}"}}}
+
+
+def changed(override: str) -> Config:
+    document = json.loads(json.dumps(BASE))
+    for section, value in parse_overrides([override]).items():
+        known = document.get(section)
+        document[section] = known | value if isinstance(known, dict) else value
+    return Config.model_validate(document)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.steps=7",
+        "trainer.learning_rate=1e-5",
+        "trainer.checkpoint_every=3",
+        "supervisor.hang_s=5",
+        "observe.plots=false",
+        "rollout.port=4000",
+        "rollout.servers=3",
+        "rollout.slots=8",
+        "rollout.request_timeout_s=3",
+        "env.workers=4",
+        "env.episode_timeout_s=5",
+        "model.device=cpu",
+        "scheduler.max_staleness=1",
+    ],
+)
+def test_how_long_how_fast_and_where_may_change(override: str) -> None:
+    check_lineage(lineage(Config.model_validate(BASE)), changed(override))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=1", "seed was 0 and cannot become 1"),
+        ("run_id=other", "run_id was 'mine' and cannot become 'other'"),
+        ("model.max_context=1024", "model.max_context was 512 and cannot become 1024"),
+        ("model.tiny.num_layers=5", "model.tiny.num_layers was 4 and cannot become 5"),
+        ("data.dataset=lcm", "data.dataset was 'spell_backward' and cannot become 'lcm'"),
+        ("env.group_size=4", "env.group_size was 8 and cannot become 4"),
+        ("env.options={}", "env.options.prompt was '{question}' and cannot become None"),
+        ("trainer.lora={rank: 8}", "trainer.lora.rank was None and cannot become 8"),
+    ],
+)
+def test_what_data_and_weights_rest_on_may_not(override: str, message: str) -> None:
+    begun_with = json.loads(json.dumps(lineage(Config.model_validate(BASE))))
+    with pytest.raises(ConfigError) as refusal:
+        check_lineage(begun_with, changed(override))
+    assert message in str(refusal.value).splitlines()
+    assert "resume it without this, or begin another" in str(refusal.value)
+
+
+def test_changes_are_named_with_both_values() -> None:
+    before = Config.model_validate(BASE)
+    assert changes(before, changed("trainer.steps=7")) == {"trainer.steps": (100, 7)}
+    assert changes(before, before) == {}
