@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.observe.notices import notice
 from penstock.observe.summary import busy_fraction
 
 Record = dict[str, Any]
@@ -40,12 +41,16 @@ class RunView:
     """`before` / `after` -> mean reward on the held-out tasks."""
     checkpoint: str | None = None
     is_warm: bool = False
+    notices: list[str] = field(default_factory=list)
+    """Alarms, losses, restarts and stalls, in their order."""
     recent: deque[Record] = field(default_factory=deque)
     """The latest steps, at least two if there are two."""
 
     def see_event(self, event: Record) -> None:
         """Take in a line of events.jsonl."""
         before = self.phase
+        if (told := notice(event)) is not None:
+            self.notices.append(told)
         match event:
             case {"event": "state", "to": status}:
                 self.status = status
