@@ -25,7 +25,7 @@ from penstock.model.chat import ChatTokenizer
 from penstock.rollout.app import App
 from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.http import Refused
-from penstock.rollout.keys import Keys
+from penstock.rollout.keys import Keys, bearer
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.session import RolloutError
 from penstock.types import Endpoint, Segment
@@ -180,5 +180,4 @@ def _key_and_path(scope: Scope) -> tuple[str, str]:
         key, _, rest = path.removeprefix("/s/").partition("/")
         return key, f"/{rest}"
     headers = dict(scope["headers"])
-    given = headers.get(b"authorization", b"").decode("latin-1")
-    return given.removeprefix("Bearer ").strip(), path
+    return bearer(headers.get(b"authorization", b"").decode("latin-1")), path
