@@ -219,7 +219,7 @@ async def test_the_synchronous_client(url: str) -> None:
         ({"messages": [{"role": "user", "content": "A"}], "lora_path": "a"}, "`lora_path` is not served"),
         ({"messages": [{"role": "user", "content": "A"}], "chat_template_kwargs": {"messages": []}}, "cannot set"),
         ({"messages": [], "prompt_token_ids": [99], "max_tokens": 1}, "outside the vocabulary"),
-        ({}, "missing required field `messages`"),
+        ({}, "`messages` is empty: a chat needs them, or `prompt_token_ids`"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_once_and_for_all(url: str, body: object, message: str) -> None:
@@ -227,6 +227,12 @@ async def test_what_cannot_be_served_is_refused_once_and_for_all(url: str, body:
         reply = await response.json()
     assert (response.status, response.headers["x-should-retry"]) == (400, "false")
     assert message in reply["error"]["message"] and reply["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_chat_may_be_given_in_tokens_alone(url: str) -> None:
+    body = {"prompt_token_ids": Letters().encode("HELLO"), "max_tokens": 2}
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", json=body) as response:
+        assert (await response.json())["choices"][0]["prompt_token_ids"] == Letters().encode("HELLO")
 
 
 async def test_neutral_values_that_routers_add_ask_for_nothing(url: str) -> None:

@@ -117,7 +117,7 @@ class OpenAI:
         """The assistant's next message."""
         body = await read_body(request, ChatBody)
         if not body.messages and body.prompt_token_ids is None:
-            raise ValueError("`messages` is empty")
+            raise ValueError("`messages` is empty: a chat needs them, or `prompt_token_ids`")
         if body.tool_choice not in (None, "auto", "none"):
             raise ValueError("`tool_choice` is `auto` or `none`: no answer is forced to call a tool")
         if wire.asks(body.functions) or (wire.asks(body.function_call) and body.function_call not in ("auto", "none")):

@@ -91,7 +91,7 @@ class ChatBody(SamplingFields, kw_only=True):
     """The request of `/v1/chat/completions`. `prompt_token_ids` (ours) is the conversation in tokens: `messages` are
     then not rendered."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
