@@ -21,6 +21,7 @@ import aiohttp
 import openai
 import pytest
 
+from penstock.cli.serve import hint
 from penstock.config import TinyModelConfig
 from penstock.model.load import load_policy
 from penstock.model.tiny import write_tiny_model
@@ -168,6 +169,21 @@ def test_a_directory_without_a_model_and_a_taken_port_are_named(model: Path, tmp
         port = str(taken.getsockname()[1])
         result = subprocess.run(command(model, "--port", port), capture_output=True, text=True, timeout=60)
     assert (result.returncode, f"cannot listen on 127.0.0.1:{port}" in result.stderr) == (1, True)
+
+
+def test_whoever_names_a_run_is_shown_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step in (9, 10, 1):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    assert hint(tmp_path) == f"; did you mean {tmp_path / 'checkpoints' / 'step_10'}?"
+    assert (hint(tmp_path / "checkpoints"), "serve one of its checkpoints" in hint(Path("tiny"))) == ("", True)
+
+
+def test_a_checkpoint_is_served_under_its_own_version(model: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_3"
+    shutil.copytree(model, checkpoint)
+    (checkpoint / "state.json").write_text('{"step": 3, "policy_version": 7, "extra": {}}')
+    with served(checkpoint) as (_, url):
+        assert '"policy_version":7' in urllib.request.urlopen(f"{url}/ready", timeout=30).read().decode()
 
 
 def test_a_model_that_cannot_be_read_is_not_blamed_on_the_port(model: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def serve(model: Path, overrides: Sequence[str], *, host: str, port: int, name: 
         config = default_config([f"rollout.host={host}", f"rollout.port={port}", *words, *overrides])
         check_read(overrides)
     except ModelError as error:
-        return refuse(error, 1)
+        return refuse(f"{error}{hint(model)}", 1)
     except ConfigError as error:
         return refuse(error, 2)
     from penstock.processes.alone import CannotListen
@@ -46,3 +46,12 @@ def check_read(overrides: Sequence[str]) -> None:
     for key in (override.partition("=")[0] for override in overrides):
         if key not in READ:
             raise ConfigError(f"penstock serve does not read {key}: it reads {', '.join(READ)}")
+
+
+def hint(directory: Path) -> str:
+    """Where there is a model, for somebody who named a run, or what a run makes."""
+    if str(directory) == "tiny":
+        return "; tiny is made by a run: serve one of its checkpoints"
+    checkpoints = [path for path in (directory / "checkpoints").glob("step_*") if path.name[5:].isdigit()]
+    newest = max(checkpoints, key=lambda path: int(path.name[5:]), default=None)
+    return "" if newest is None else f"; did you mean {newest}?"
