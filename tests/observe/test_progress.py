@@ -11,6 +11,8 @@ from penstock.observe import jsonl, progress, report, summary
 from penstock.observe.progress import Watched, clock, count, render_line, render_panel, sparkline
 from penstock.observe.view import Plan, RunView
 
+URL = "http://127.0.0.1:34567"
+
 
 def text_of(*renderables: object) -> str:
     console = Console(file=io.StringIO(), width=120)
@@ -85,13 +87,16 @@ def test_the_panel_shows_processes_then_figures(tmp_path: Path) -> None:
 async def test_lines_are_printed_where_there_is_no_terminal(tmp_path: Path) -> None:
     make_run(tmp_path, 3)
     jsonl.append(tmp_path / "events.jsonl", state("running"))
+    jsonl.append(tmp_path / "events.jsonl", {"event": "joined", "name": "rollout-0", "role": "rollout", "url": URL})
     console = Console(file=io.StringIO(), width=200)
     display = asyncio.create_task(progress.follow(tmp_path, Plan(num_steps=9), console))
     await asyncio.sleep(0)
     display.cancel()
     await asyncio.wait([display])
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0].startswith("run ") and lines[1].startswith("step 3/9")
+    assert lines[0].startswith("run ") and lines[2].startswith("step 3/9")
+    assert lines[1] == f"rollout-0 serves at {URL}"
+    assert URL in text_of(render_panel(Watched(tmp_path, Plan(num_steps=9)).update(), tmp_path, now=STARTED))
 
 
 TROUBLE = [

@@ -71,8 +71,12 @@ async def show_lines(watched: Watched, console: Console) -> None:
     """A line per phase and per notice, and while training one every few seconds."""
     console.out(f"run {watched.run_dir.name} in {watched.run_dir}")
     shown, last_line_at, num_told = ("", 0), 0.0, 0
+    servers: set[tuple[str, str]] = set()
     while True:
         view = watched.update()
+        for name, url in sorted(view.servers.items() - servers):
+            console.out(f"{name} serves at {url}")
+        servers |= view.servers.items()
         for told in view.notices[num_told:]:
             console.out(f"! {told}")
         num_told = len(view.notices)
@@ -157,6 +161,7 @@ def _figures(view: RunView) -> RenderableType:
         "tokens/s",
         f"{count(view.rate('tokens_generated_total'))} generated   {count(view.rate('tokens_trained_total'))} trained",
     )
+    table.add_row("servers", Text(", ".join(view.servers.values()), "dim"))
     return table
 
 

@@ -37,6 +37,8 @@ class RunView:
     """Name -> state, in start order."""
     rewards: dict[int, float] = field(default_factory=dict)
     """By step."""
+    servers: dict[str, str] = field(default_factory=dict)
+    """Name -> where it serves."""
     evaluations: dict[str, float] = field(default_factory=dict)
     """`before` / `after` -> mean reward on the held-out tasks."""
     checkpoint: str | None = None
@@ -56,6 +58,8 @@ class RunView:
                 self.status = status
             case {"event": "process", "name": name, "state": state}:
                 self.processes[name] = state
+            case {"event": "joined", "name": name, "url": url}:
+                self.servers[name] = url
             case {"event": "warm_start"}:
                 self.is_warm = True
             case {"event": "evaluation", "when": when, "reward": reward} if reward is not None:

@@ -90,7 +90,7 @@ class Controller:
             return Refused(reason=f"{hello.name} belongs to another run")
         before = self._members.get(hello.name)
         self._members[hello.name] = hello
-        self._recorder.joined(hello.name, hello.role)
+        self._recorder.joined(hello.name, hello.role, url=hello.url)
         if before is not None:
             self._joined_again(before, hello)
         self._expected.discard(hello.name)
