@@ -100,6 +100,11 @@ class RemoteWorkers:
     def cancel(self, attempts: Sequence[GroupAttempt]) -> None:
         self._bus.broadcast(Cancel(attempts=list(attempts)))
 
+    def tell(self, workers: Sequence[str], message: AnyMessage) -> None:
+        """They hear it, unless they die before."""
+        for worker in workers:
+            self._send(worker, message)
+
     def close(self) -> None:
         """Nobody cares any more whether they heard."""
         for sending in self._sending:

@@ -63,6 +63,8 @@ class Controller:
         self._num_messages += 1
         self._child.pulse(self._num_messages, "the run" if self.system else "")
         if isinstance(message, Hello):
+            if message.role == "env":  # it is told where all servers are
+                await self.servers_and_trainer.wait()
             return self._welcome(message)
         if peer not in self._members:
             raise UnknownPeer(peer)
@@ -108,6 +110,10 @@ class Controller:
                 self.system.scheduler.worker_lost(hello.name)
         elif hello.role == "rollout" and self.system is not None:
             self.server_is_back(hello.url)
+
+    @property
+    def env_workers(self) -> list[str]:
+        return [name for name, hello in self._members.items() if hello.role == "env"]
 
     @property
     def server_urls(self) -> list[str]:
@@ -198,7 +204,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=LEARNT_GROUPS)
         await asyncio.to_thread(system.scheduler.recall, played)
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
-    controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, recorder))
+    controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, workers, recorder))
     controller.attach(system)
     try:
         if config.rollout.urls:
@@ -210,10 +216,12 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         await servers.close()
 
 
-async def bring_back(url: str, controller: Controller, servers: Servers, recorder: Recorder) -> None:
+async def bring_back(
+    url: str, controller: Controller, servers: Servers, workers: RemoteWorkers, recorder: Recorder
+) -> None:
     """A rollout server was started anew: all hear of it, and it gets the weights that the others serve."""
     servers.set_urls(controller.server_urls)
-    controller.bus.broadcast(ServersChanged(server_urls=controller.server_urls))
+    workers.tell(controller.env_workers, ServersChanged(server_urls=controller.server_urls))
     try:
         await servers.bring_up(url)
         recorder.event("server_back", url=url)
