@@ -152,6 +152,7 @@ async def test_a_chat_stream_adds_up_to_the_whole(client: openai.AsyncOpenAI) ->
     )
     chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
+    assert {chunk.system_fingerprint for chunk in chunks if chunk.choices} == {"policy_version-0"}
     content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     ids = [token for chunk in chunks if chunk.choices for token in chunk.choices[0].to_dict()["token_ids"]]
     assert ids == greedy("HELLO", 6) and content == Letters().decode(ids)

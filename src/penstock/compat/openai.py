@@ -2,8 +2,8 @@
 
 Beyond OpenAI's own: token ids in and out, which training needs (`prompt` as ids, `prompt_token_ids` on chat as the
 authoritative history; `token_ids` and `prompt_token_ids` on every choice), vLLM's and SGLang's sampling extensions, and
-the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, in the header `X-Policy-Version`, and
-in a stream on the last chunk of each choice. Any model name is served by the one model there is, as SGLang does; a
+the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, in the header `X-Policy-Version`; in a
+stream `system_fingerprint` is on every chunk, the metadata on the last one of each choice. Any model name is served by the one model there is, as SGLang does; a
 field that would change the answer and is not served is refused.
 """
 
@@ -182,6 +182,8 @@ class OpenAI:
         try:
             async for sample in self._answers.follow(asked):
                 so_far = told.setdefault(sample.index, Told())
+                if sample.spans:
+                    head["system_fingerprint"] = _fingerprint(sample.spans[-1].policy_version)
                 for choice in shape.deltas(sample, so_far):
                     yield event(head | {"choices": [choice]})
                 if sample.answer is not None:
@@ -471,7 +473,11 @@ def _provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> d
     if last is None:
         return {}
     metadata = {"weight_version": last, "weight_versions": spans[0] if len(spans) == 1 else spans}
-    return {"system_fingerprint": f"policy_version-{last}", "metadata": metadata}
+    return {"system_fingerprint": _fingerprint(last), "metadata": metadata}
+
+
+def _fingerprint(policy_version: int | str) -> str:
+    return f"policy_version-{policy_version}"
 
 
 def _error(error: Exception) -> OpenAIError:
