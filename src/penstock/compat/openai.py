@@ -2,9 +2,9 @@
 
 Beyond OpenAI's own: token ids in and out, which training needs (`prompt` as ids, `prompt_token_ids` on chat as the
 authoritative history; `token_ids` and `prompt_token_ids` on every choice), vLLM's and SGLang's sampling extensions, and
-the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, in the header `X-Policy-Version`; in a
-stream `system_fingerprint` is on every chunk, the metadata on the last one of each choice. Any model name is served by the one model there is, as SGLang does; a
-field that would change the answer and is not served is refused.
+the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, in the header `X-Policy-Version`. In
+a stream the fingerprint is on every chunk, the metadata on the last one of each choice. Any model name is served by the
+one model there is, as SGLang does; a field that would change the answer and is not served is refused.
 """
 
 from __future__ import annotations
@@ -476,7 +476,7 @@ def _provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> d
     return {"system_fingerprint": _fingerprint(last), "metadata": metadata}
 
 
-def _fingerprint(policy_version: int | str) -> str:
+def _fingerprint(policy_version: object) -> str:
     return f"policy_version-{policy_version}"
 
 
