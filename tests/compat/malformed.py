@@ -256,6 +256,8 @@ def prompts(vocab_size: int, max_context: int) -> list[dict[str, Any]]:
         {"input_ids": [1], "sampling_params": {"max_new_tokens": [1, -1], "n": 2}},
         {"input_ids": [1], "sampling_params": {"min_new_tokens": -1, "max_new_tokens": 2}},
         {"input_ids": [[1], [2]], "sampling_params": [{}]},
+        {"input_ids": [1], "sampling_parms": {}},
+        {"input_ids": [1], "sampling_params": {"x" * 1000: 1}},
     ]
 
 

@@ -352,6 +352,13 @@ BAD_BODIES: list[tuple[Any, str]] = [
 ]
 
 
+async def test_any_number_of_unknown_fields_is_passed_over(http: Http) -> None:
+    unknown = {f"sampling_{number}": 1 for number in range(20_000)} | {"x" * 100_000: 1}
+    async with asyncio.timeout(5):
+        status, _ = await http.post("/generate", {**unknown, "input_ids": [5], "sampling_params": greedy()})
+    assert status == 200
+
+
 async def test_bad_bodies_are_answered_with_400_and_the_server_serves_on(http: Http) -> None:
     for body, message in BAD_BODIES:
         status, reply = await http.post("/generate", body)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -23,8 +24,12 @@ MAX_SAMPLES = 1024
 LogprobTriple = tuple[float | None, int, str | None]
 """(log-probability, token id, text or null); of a prompt's first token there is no log-probability."""
 
-NEAR = 0.9
+MISSPELT = 0.9
 """Similarity from which an unknown field is a misspelt one; what other engines add differs more."""
+ALIKE = 0.5
+"""Similarity from which a field is worth proposing in place of one that is refused anyway."""
+MAX_LOOKED_AT, MAX_NAME = 64, 64
+"""Unknown fields, and characters of one, that are compared with known ones."""
 UNKNOWN = re.compile("unknown field `(.*)` - at")
 
 T = TypeVar("T")
@@ -270,15 +275,19 @@ class Ready(Struct, kw_only=True):
 
 
 def refuse_misspelt(data: bytes, kind: type[Any]) -> None:
-    """ValueError for a field of the JSON object `data` that is none of `kind`, but looks like one."""
+    """ValueError for a field of the JSON object `data` that is none of `kind`, but looks like one. Of very many unknown
+    fields only some are looked at."""
     known = getattr(kind, "__struct_fields__", ())
-    for name in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys() - set(known):
-        if near := _nearest(name, known, NEAR):
+    unknown = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys() - set(known)
+    for name in itertools.islice(unknown, MAX_LOOKED_AT):
+        if near := _nearest(name, known, MISSPELT):
             raise ValueError(f"unknown field `{name}`: did you mean `{near}`?")
 
 
 @functools.lru_cache(maxsize=1024)
 def _nearest(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
+    if len(name) > MAX_NAME:
+        return None
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 
@@ -295,7 +304,7 @@ def decode(data: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         unknown = UNKNOWN.search(str(error))
-        near = unknown and _nearest(unknown[1], SamplingBody.__struct_fields__, 0.5)
+        near = unknown and _nearest(unknown[1], SamplingBody.__struct_fields__, ALIKE)
         if near:
             raise msgspec.ValidationError(f"{error}: did you mean `{near}`?") from None
         raise
