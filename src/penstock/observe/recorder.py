@@ -34,6 +34,7 @@ class Recorder:
         lines = jsonl.read(run_dir / "metrics.jsonl")
         self._before: Mapping[str, Any] = lines[-1] if lines else {}
         """The last line that an earlier controller wrote."""
+        self._opened = time.monotonic()
         self._metrics = JsonLinesWriter(run_dir / "metrics.jsonl")
         self._events = JsonLinesWriter(run_dir / "events.jsonl")
         self._timeline = JsonLinesWriter(run_dir / "timeline.jsonl")
@@ -102,6 +103,7 @@ class Recorder:
         line = {
             "step": step,
             "time": time.time(),
+            "wall_s": self._before.get("wall_s", 0.0) + time.monotonic() - self._opened,
             "policy_version": learner.policy_version,
             "reward": _mean(self._rewards),
             "episodes": len(self._rewards),

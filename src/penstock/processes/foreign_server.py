@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import Config
-from penstock.deadline import Stalled
+from penstock.deadline import Stalled, deadline
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
@@ -101,9 +101,9 @@ async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[
         if process.returncode is None:
             process.terminate()
         try:
-            async with asyncio.timeout(config.supervisor.grace_s):
+            async with deadline(config.supervisor.grace_s, waiter=child.name, resource="its end", holder="the engine"):
                 await process.wait()
-        except TimeoutError:
+        except Stalled:
             process.kill()
 
 
