@@ -53,9 +53,10 @@ class Recorder:
     def decision(self, decider: str, reason: str, inputs: Mapping[str, Any]) -> None:
         self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
 
-    def joined(self, name: str, role: str) -> None:
+    def joined(self, name: str, role: str, *, url: str = "") -> None:
+        """`url`: where it serves, if it does."""
         self._processes.setdefault(name, _Process(role)).role = role
-        self.event("joined", name=name, role=role)
+        self.event("joined", name=name, role=role, **({"url": url} if url else {}))
 
     def heartbeat(
         self, name: str, *, cpu_s: float, busy_s: float, counters: Mapping[str, float], spans: Sequence[BusySpan]
