@@ -50,7 +50,6 @@ EXCEPTIONS = {
     "envs/agents.py:excuse": COROUTINE,
     "envs/calls.py:call_async": "the lease of the episode bounds its caller",
     "loop.py:train": TASK,
-    "processes/alone.py:_serve": LIFE,
     "processes/attaching.py:attend": LIFE,
     "processes/controller.py:conclude": TASK,
     "processes/controller.py:serve": LIFE,
