@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from penstock.control import bus
 from penstock.observe import jsonl
@@ -62,6 +63,8 @@ SIGNALS = {
     Fault.TERMINATE: signal.SIGTERM,
     Fault.LEAVE: signal.SIGUSR2,
 }
+ENDING = frozenset({Fault.KILL, Fault.TERMINATE, Fault.LEAVE})
+"""Of a supervisor: with it ends this life of the run."""
 CONTROLLER, ROLLOUT, TRAINER, ENV, SUPERVISOR = "controller", "rollout-0", "trainer-0", "env-0", "supervisor"
 VICTIMS = (CONTROLLER, ROLLOUT, TRAINER, ENV, SUPERVISOR)
 ITSELF: Mapping[str, str] = {victim: victim for victim in VICTIMS}
@@ -100,6 +103,7 @@ class Injector:
     def __init__(self, name: str, run_dir: Path, plan: Plan) -> None:
         self._name, self._run_dir = name, run_dir
         self._victim, self._fault = plan.victim, plan.fault
+        self._supervisor = os.getppid()
         self._lock, self._num_calls = threading.Lock(), itertools.count(1)
         self._frames_left, self._num_struck = 0, len(self._struck)
 
@@ -140,8 +144,19 @@ class Injector:
         mark = self._run_dir / STOP_ASKED
         if self._next_phase is Phase.STOPPING and not mark.exists() and not self._is_busy():
             self._await_victim(Phase.STOPPING)
-            mark.touch()
-            os.kill(os.getppid(), signal.SIGTERM)
+            jsonl.write_json(mark, {"pid": self._supervisor})
+            os.kill(self._supervisor, signal.SIGTERM)
+
+    def await_end(self) -> None:
+        """If this life of the run is to end: until it does. Else it might be complete before the supervisor reacts."""
+        while self._is_to_end() and self._state()["status"] in ("starting", "running"):
+            time.sleep(0.01)
+
+    def _is_to_end(self) -> bool:
+        mark = self._run_dir / STOP_ASKED
+        was_asked = mark.exists() and json.loads(mark.read_text()) == {"pid": self._supervisor}
+        is_struck = self._victim == SUPERVISOR and self._fault in ENDING and self._is_doomed(self._supervisor)
+        return was_asked or is_struck
 
     def _await_victim(self, phase: Phase) -> int:
         """Until the supervisor holds it for ready, and it is not the one that was struck; returns its pid."""
@@ -163,12 +178,16 @@ class Injector:
             if all((self._run_dir / f"mended-{phase}").exists() for phase in self._struck):
                 break
             time.sleep(0.01)
-        return os.getppid()
+        return self._supervisor
 
     def _recorded(self) -> tuple[str, int]:
         """State and pid of the victim."""
-        known = json.loads((self._run_dir / "state.json").read_text())["processes"].get(self._victim, {})
+        known = self._state()["processes"].get(self._victim, {})
         return known.get("state", "pending"), known.get("pid", 0)
+
+    def _state(self) -> dict[str, Any]:
+        """What is recorded of the run."""
+        return dict(json.loads((self._run_dir / "state.json").read_text()))
 
     def _is_busy(self) -> bool:
         """Whether the victim still deals with the strike before, and may need this very process for that: it was asked

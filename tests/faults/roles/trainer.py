@@ -95,6 +95,7 @@ class TrainerProcess:
             case _ if not self._begun:
                 return HoldsNothing()
             case Accumulate(groups=groups):
+                self._injector.await_end()
                 self._injector.moment(Phase.RUNNING, nth=3)
                 num_tokens = sum(len(s.token_ids) for group in groups for s in self._pool.read(group.ref))
                 self._accumulated += [group.group for group in groups]
