@@ -10,6 +10,7 @@ help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 demo: $(SETUP)  ## set up .venv, then train the quickstart
+	@echo "training the quickstart: about four minutes on two cores"
 	$(BIN)/penstock train examples/quickstart/run.yaml
 
 test: check  ## set up .venv, then format, lint, types and all tests that CI runs
@@ -28,9 +29,12 @@ check: $(SETUP)
 	$(BIN)/mypy
 
 $(SETUP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV): PyTorch first, then the rest; about 2 GB and a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tasks,predict,lora,tensorboard,wandb,dev]'
+	@echo "1/2 installing torch"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@echo "2/2 installing penstock and what it needs"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tasks,predict,lora,tensorboard,wandb,dev]'
 	@touch $@
 
 vllm-env: .venv-vllm/.installed  ## an environment with vLLM for machines without a GPU

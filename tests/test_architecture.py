@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 LAYERS = [
-    {"types", "ports", "deadline", "alarms", "config"},
+    {"types", "ports", "deadline", "stacks", "alarms", "config"},
     {"scheduler", "control", "groups", "observe", "model"},
     {"data", "envs", "rollout", "store", "weights", "trainer"},
     {"compat", "cluster", "supervisor"},
@@ -57,12 +57,17 @@ def test_imports_go_downwards(path: Path) -> None:
     "module",
     [
         "penstock.cli.main",
+        "penstock.cli.status",
+        "penstock.cli.doctor",
+        "penstock.cli.attach",
+        "penstock.processes.attaching",
         "penstock.supervisor.supervisor",
         "penstock.processes.controller",
         "penstock.processes.env",
         "penstock.loop",
         "penstock.simulator.parts",
         "penstock.rollout.client",
+        "penstock.compat.gateway",
     ],
 )
 def test_light_processes_never_import_torch(module: str) -> None:

@@ -38,7 +38,9 @@ def test_overrides_win_and_exponents_are_numbers(file: Path) -> None:
         ("trainer.steps=true", "bad value for trainer.steps"),
         ("trainer.steps='7'", "bad value for trainer.steps"),
         ("trainer.learning_rate=.inf", "bad value for trainer.learning_rate"),
-        ("trainer=3", "bad value for trainer"),
+        ("trainer=3", "bad value for trainer on the command line: it is a section; its settings are trainer.steps,"),
+        ("scheduler.dispatch=sjf", "it is a section; did you mean scheduler.dispatch.policy=sjf?"),
+        ("trainer.objective=gspo", "did you mean trainer.objective.name=gspo?"),
         ("steps", "not of the form section.key=value"),
         ("trainer.steps=[1", "override 'trainer.steps=[1'"),
         ("env.group_size=1", "use at least 2"),
@@ -106,6 +108,18 @@ def test_mistakes_in_the_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=r"bad\.yaml") as error:
         load_config(path)
     assert message in str(error.value)
+
+
+def test_a_contradiction_says_where_each_setting_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {max_context: 64}\nscheduler: {dispatch: {}}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path, ["env.max_new_tokens=70"])
+    assert f"(env.max_new_tokens on the command line, model.max_context in {path})" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        load_config(path, ["scheduler.max_segment_count=3"])
+    assert str(error.value).startswith("contradictory settings of scheduler: max_segment_count")
+    assert "(scheduler.max_segment_count on the command line)" in str(error.value)
 
 
 def test_ports_beyond_the_last_are_refused(file: Path) -> None:

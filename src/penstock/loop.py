@@ -25,12 +25,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, ParamSpec
 
 from penstock import recovery
+from penstock.deadline import patient
 from penstock.ports import TrainerLost, Work
 from penstock.scheduler.scheduler import TrainBatch
 from penstock.system import CHECKPOINTS, System
 from penstock.types import EpisodeSummary, LearnerState, PayloadRef, WeightsHandle
 
 P = ParamSpec("P")
+
+PATIENCE_S = 3600.0
+"""Of one loop with another: an optimizer step and its swap take less."""
 
 
 async def run(system: System) -> None:
@@ -60,9 +64,9 @@ async def train_all(system: System) -> None:
                 await train(system, swaps)
                 break
             except TrainerLost:
-                await swaps.join()
+                await swapped(swaps)
                 await recovery.rewind(system)
-        await swaps.join()
+        await swapped(swaps)
         for loop in endless:
             loop.cancel()
 
@@ -116,7 +120,9 @@ async def train(system: System, swaps: asyncio.Queue[WeightsHandle]) -> None:
             continue
         system.stepping = asyncio.create_task(step(system))
         learner = await asyncio.shield(system.stepping)
-        await swaps.put(await system.trainer.publish())
+        handle = await system.trainer.publish()
+        with patient(PATIENCE_S, waiter="the trainer's loop", resource="the swap before", holder="the rollout servers"):
+            await swaps.put(handle)
         scheduler = system.scheduler
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
         for alarm in (*learner.alarms, *scheduler.take_alarms()):
@@ -144,10 +150,17 @@ async def step(system: System) -> LearnerState:
 
 async def swap(system: System, swaps: asyncio.Queue[WeightsHandle]) -> NoReturn:
     while True:
-        handle = await swaps.get()
+        with patient(PATIENCE_S, waiter="swap", resource="a published policy_version", holder="the trainer's loop"):
+            handle = await swaps.get()
         await system.serve(handle)
         system.scheduler.published(handle.policy_version)
         swaps.task_done()
+
+
+async def swapped(swaps: asyncio.Queue[WeightsHandle]) -> None:
+    """Until what was published is served."""
+    with patient(PATIENCE_S, waiter="the trainer's loop", resource="the last swap", holder="the rollout servers"):
+        await swaps.join()
 
 
 async def evaluate(system: System, when: str) -> None:

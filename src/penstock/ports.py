@@ -78,7 +78,7 @@ class RolloutServers(Protocol):
 
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Bring every server that answers to `handle.policy_version` as a transaction; raises if one of them refuses,
-        or if none answers. Tokens say which version made them, so one that is left behind misleads nobody."""
+        or if none answers for long. Tokens say which version made them, so one that is left behind misleads nobody."""
         ...
 
     async def release(self) -> None:

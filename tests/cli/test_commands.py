@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,27 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from made_runs import penstock
 
 from penstock.cli import preflight
-from penstock.cli.main import app
-from penstock.observe import jsonl
-from penstock.supervisor.procfs import identify
-
-
-def penstock(*words: object) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
-
-
-def make_run(runs_dir: Path, name: str, status: str, *, age_ticks: int = 0) -> None:
-    """A run supervised by this very process, or by one that had its pid before."""
-    (runs_dir / name).mkdir(parents=True)
-    owner = identify(os.getpid())
-    assert owner
-    owner = dataclasses.replace(owner, start_ticks=owner.start_ticks - age_ticks)
-    state = {"run_id": name, "status": status, "supervisor": dataclasses.asdict(owner), "error": None}
-    processes = {"env-0": {"state": "exited", "pid": 7, "reason": "exit code 3"}}
-    jsonl.write_json(runs_dir / name / "state.json", {**state, "processes": processes})
 
 
 @pytest.fixture
@@ -65,6 +46,7 @@ def test_dry_run_prints_the_configuration_without_its_secrets(
     ("override", "word"),
     [
         ("model.path=/no/such/model", "/no/such/model"),
+        ("model.path=/no/such/model", "there is no directory"),
         ("model.path=/", "no config.json"),
         ("env.name=singel_turn", "single_turn"),
     ],
@@ -97,35 +79,6 @@ def test_a_failure_before_the_first_process_is_recorded(config: Path, tmp_path: 
     assert "failed" in penstock("status", "mine", "--runs-dir", tmp_path / "runs").stdout
     again = penstock("train", config, "run_id=mine")
     assert again.exit_code == 1 and "exists already" in again.stderr
-
-
-def test_runs_are_listed_with_their_states(tmp_path: Path) -> None:
-    make_run(tmp_path, "a", "running")
-    make_run(tmp_path, "b", "running", age_ticks=5)
-    make_run(tmp_path, "c", "completed", age_ticks=5)
-    jsonl.append(tmp_path / "c" / "metrics.jsonl", {"step": 9, "reward": 0.5})
-    lines = penstock("runs", "--runs-dir", tmp_path).stdout.splitlines()
-    assert [line.split() for line in lines] == [
-        ["a", "running"],
-        ["b", "lost", "(was", "running)"],
-        ["c", "completed", "step", "9", "reward", "0.500"],
-    ]
-
-
-def test_status_finds_a_run_by_the_beginning_of_its_name(tmp_path: Path) -> None:
-    make_run(tmp_path, "2026-a", "failed")
-    make_run(tmp_path, "2026-b", "failed")
-    assert "2026-a" in penstock("status", "2026-a", "--runs-dir", tmp_path).stdout
-    assert "exit code 3" in penstock("status", tmp_path / "2026-b").stdout
-    ambiguous = penstock("status", "2026", "--runs-dir", tmp_path)
-    assert ambiguous.exit_code == 1 and "2 runs" in ambiguous.stderr
-    assert penstock("status", "2027", "--runs-dir", tmp_path).exit_code == 1
-
-
-def test_stop_never_signals_a_process_that_only_has_the_pid(tmp_path: Path) -> None:
-    make_run(tmp_path, "a", "running", age_ticks=5)
-    result = penstock("stop", "a", "--now", "--runs-dir", tmp_path)
-    assert "not running" in result.stdout
 
 
 def test_envs_are_listed() -> None:
@@ -177,6 +130,7 @@ def test_what_is_missing_is_said_before_anything_starts(
     [
         ("trainer.lora.rank=8", "peft", "trainer.lora needs the package peft: pip install 'penstock[lora]'"),
         ("observe.trackers=[wandb]", "wandb", "pip install 'penstock[wandb]'"),
+        ("seed=0", "reasoning_gym", "data.source needs the package reasoning_gym: pip install 'penstock[tasks]'"),
     ],
 )
 def test_a_missing_package_is_named_before_anything_starts(
@@ -186,4 +140,22 @@ def test_a_missing_package_is_named_before_anything_starts(
     monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == package else installed(name))
     result = penstock("train", config, override)
     assert result.exit_code == 1 and remedy in " ".join(result.stderr.split())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("full", "message"),
+    [("disk", "runs_dir: checkpoints, tokens and logs need 256 MiB"), ("shm", "those that come need 32 MiB")],
+)
+def test_too_little_room_is_said_before_anything_starts(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str, message: str
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(preflight, "runtime_path", lambda run_id: tmp_path / "shm" / "penstock")
+    is_full = {"disk": lambda path: path == tmp_path, "shm": lambda path: path == tmp_path / "shm"}[full]
+    free = {True: usage._replace(free=1), False: usage._replace(free=2**40)}
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: free[is_full(path)])
+    result = penstock("train", config)
+    assert result.exit_code == 1 and message in result.stderr and str(tmp_path) in result.stderr
     assert not (tmp_path / "runs").exists()

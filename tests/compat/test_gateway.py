@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -139,6 +140,35 @@ async def test_what_an_agent_asks_becomes_its_episode(chat: ChatTokenizer) -> No
     assert policy.prompts[1] == [*first.observation_ids, *answers[0], *second.observation_ids]
     sample = trajectory.flatten()
     assert set(sample.versions[sample.loss_mask == 1]) == {3} and grants.asked == [False]
+
+
+async def ask_natively(session: aiohttp.ClientSession, llm: Endpoint, **body: Any) -> tuple[int, Any]:
+    url = f"{llm.base_url.removesuffix('/v1')}/generate"
+    async with session.post(url, json={"return_logprob": True, **body}) as reply:
+        return reply.status, await reply.json()
+
+
+async def test_an_agent_may_speak_tokens(chat: ChatTokenizer) -> None:
+    answers = says(chat, "abc", "de")
+
+    async def agent(llm: Endpoint) -> float:
+        history = chat.prompt([{"role": "user", "content": "one"}])
+        async with aiohttp.ClientSession() as session:
+            for answer in answers:
+                for _ in range(2):  # a retry is no further turn
+                    status, reply = await ask_natively(session, llm, input_ids=history)
+                    assert (status, reply["output_ids"]) == (200, answer)
+                assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == ["3"]
+                assert len(reply["meta_info"]["output_token_logprobs"]) == len(answer)
+                history = [*history, *answer, *chat.continuation([{"role": "user", "content": "two"}], ended=True)]
+            for refused in ({"logprob_start_len": 0}, {"sampling_params": {"n": 2}}, {"input_ids": [5]}):
+                status, reply = await ask_natively(session, llm, **{"input_ids": history, **refused})
+                assert status == 400 and reply["error"]["message"]
+        return 1.0
+
+    trajectory = await play(chat, ScriptedPolicy(answers, policy_version=3), agent)
+    assert (trajectory.status, trajectory.reward, trajectory.error) == ("completed", 1.0, None)
+    assert [part.token_ids for turn in trajectory.turns for part in turn.segments] == answers
 
 
 async def test_a_blocking_agent_with_the_plain_client_streams(chat: ChatTokenizer) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.observe.jsonl import Follower, JsonLinesWriter, append, read
+from penstock.observe.jsonl import Follower, JsonLinesWriter, append, read, tail
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -53,3 +53,16 @@ def test_a_follower_sees_each_line_once_and_only_whole(tmp_path: Path) -> None:
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="set has no place"):
         append(tmp_path / "a.jsonl", {"a": {1, 2}})
+
+
+def test_the_tail_has_the_last_whole_records(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    assert tail(path, 100) == []
+    for number in range(5):
+        append(path, {"n": number})  # nine bytes each
+    assert tail(path, 27) == [{"n": 2}, {"n": 3}, {"n": 4}]
+    assert tail(path, 26) == [{"n": 3}, {"n": 4}]
+    assert len(tail(path, 1000)) == 5
+    with path.open("a") as file:
+        file.write('{"torn')
+    assert tail(path, 17) == [{"n": 4}]

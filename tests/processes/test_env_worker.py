@@ -159,3 +159,16 @@ async def test_a_newer_attempt_and_a_cancel_drop_what_was_kept(tmp_path: Path) -
         report = await stage.controller.ended.get()
         assert [str(e.episode) for e in report.episodes] == ["train/1/0/2"]
         assert stage.controller.generated.empty()
+
+
+async def test_a_closed_worker_reports_nothing_and_plays_nothing(tmp_path: Path) -> None:
+    OneByOne.gates = []
+    async with working(tmp_path, OneByOne) as stage:
+        await stage.start("env-0", job(1))
+        while len(OneByOne.gates) < 2:  # noqa: ASYNC110 - the worker makes them
+            await asyncio.sleep(0)
+        for gate in OneByOne.gates:
+            gate.set()
+        stage.workers["env-0"].close()
+        await stage.start("env-0", job(2))
+        assert stage.controller.generated.empty() and len(OneByOne.gates) == 2

@@ -550,6 +550,43 @@ async def test_a_draining_commit_lets_running_answers_end_and_holds_the_others(
     assert spans == [[{"version": "0", "start": 0, "end": 60}], [{"version": "1", "start": 0, "end": 4}]]
 
 
+async def draining_for_ever(
+    http: Http, runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> asyncio.Task[tuple[int, Any]]:
+    """A commit that waits for an answer that never ends."""
+    request = make_request("long", [5], max_new_tokens=60)
+    asyncio.get_running_loop().create_task(runner.generate(request)).add_done_callback(lambda done: done.exception())
+    await until(lambda: runner.engine.num_active)
+    monkeypatch.setattr(runner.engine, "step", list)
+    await http.post("/weights/begin", weights_handle(1))
+    commit = asyncio.create_task(http.post("/weights/commit", {"policy_version": 1, "mode": "drain"}))
+    await until(lambda: not runner.engine.admitting)
+    return commit
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/weights/abort", {}), ("/weights/begin", weights_handle(2)), ("/weights/forget", {})]
+)
+async def test_a_draining_commit_gives_way_to_whoever_drops_or_replaces_it(
+    http: Http, runner: EngineRunner, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    commit = await draining_for_ever(http, runner, monkeypatch)
+    assert (await http.post(path, body))[0] == 200
+    status, reply = await commit
+    assert (status, "given up while running answers were to end" in reply["error"]["message"]) == (409, True)
+    assert runner.policy_version == (NO_VERSION if path == "/weights/forget" else 0)
+    await until(lambda: runner.engine.admitting)
+
+
+async def test_a_draining_commit_ends_with_its_client(
+    http: Http, runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = await draining_for_ever(http, runner, monkeypatch)
+    commit.cancel()
+    await until(lambda: runner.engine.admitting)
+    assert (await http.post("/weights/commit", {"policy_version": 1}))[0] == 200, "it is still staged"
+
+
 async def test_nothing_drains_while_paused_and_what_is_given_up_holds_nobody(http: Http, runner: EngineRunner) -> None:
     running = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(60)}))
     await until(lambda: runner.num_generated_tokens > 2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
 from aiohttp import ClientSession, web
@@ -40,6 +41,10 @@ class Line:
         self.cut, self.asked = False, asyncio.Event()
         self.silent = False
         """Whatever comes waits for the end."""
+        self.failing: tuple[str, int] | None = None
+        """What comes at paths that begin so is answered with this status."""
+        self.on_commit: Callable[[], object] = lambda: None
+        """Called when a commit has come, before it is passed on."""
         self._end = asyncio.Event()
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._pass_on)
@@ -49,6 +54,10 @@ class Line:
         self.asked.set()
         if self.silent:
             await self._end.wait()
+        if request.path == "/weights/commit":
+            self.on_commit()
+        if self.failing is not None and request.path.startswith(self.failing[0]):
+            return web.Response(status=self.failing[1], text="bad times")
         if not self.cut:
             async with self._session.request(
                 request.method, self._url + request.path, data=await request.read()
@@ -59,6 +68,14 @@ class Line:
         assert request.transport is not None
         request.transport.close()
         return web.Response()
+
+    def lead_to(self, url: str) -> None:
+        """Another process listens at the same port."""
+        self._url = url
+
+    def break_off(self) -> None:
+        """The server dies."""
+        self.cut = True
 
     @property
     def url(self) -> str:
@@ -77,6 +94,13 @@ async def line(url: str) -> AsyncIterator[Line]:
     await line.server.start_server()
     yield line
     await line.close()
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost servers are asked again soon."""
+    monkeypatch.setattr(servers_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(servers_module, "PATIENCE_S", 0.01)
 
 
 def grant(episode: int, *, max_tokens: int = 4) -> SegmentGrant:
@@ -135,26 +159,33 @@ async def test_a_server_that_is_back_is_used_again(
         await servers.close()
 
 
-async def test_servers_that_live_and_fail_are_not_waited_for(
-    line: Line, other: EngineRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servers_module, "RETRY_S", 0.0)
+async def test_servers_that_live_and_fail_are_not_waited_for(line: Line, other: EngineRunner, hurried: None) -> None:
     async with serve(other) as second:
-        servers = Servers([line.url, second])
-        line.cut = True
+        servers = Servers([second, line.url])
         await other.stop()
-        with pytest.raises(RolloutError, match=f"{second}.*the engine is dead"):
+        line.failing = "/generate", 500
+        with pytest.raises(RolloutError, match=f"{line.url}.*answered 500: bad times"):
             await served_by(servers, 0)
-        line.cut = False
+        line.failing = None
         assert await served_by(servers, 1) == 0
         await servers.close()
 
 
-async def test_while_all_are_lost_a_call_waits_for_the_first_that_is_back(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servers_module, "RETRY_S", 0.0)
-    monkeypatch.setattr(servers_module, "PATIENCE_S", 0.01)
+@pytest.mark.parametrize("status", [500, 502, 503])
+async def test_servers_that_fail_for_a_while_are_waited_for(line: Line, hurried: None, status: int) -> None:
+    servers = Servers([line.url])
+    line.failing = "", status
+    waiting = [asyncio.create_task(served_by(servers, number)) for number in range(4)]
+    for _ in range(3):
+        line.asked.clear()
+        await line.asked.wait()
+    assert not any(task.done() for task in waiting)
+    line.failing = None
+    assert await asyncio.gather(*waiting) == [0] * 4
+    await servers.close()
+
+
+async def test_while_all_are_lost_a_call_waits_for_the_first_that_is_back(line: Line, hurried: None) -> None:
     servers = Servers([line.url])
     line.cut = True
     waiting = asyncio.create_task(served_by(servers, 0))
@@ -197,12 +228,103 @@ async def test_an_update_leaves_a_lost_server_behind_until_it_is_back(line: Line
         assert (await runner_version.served_version(), other.policy_version) == (0, 6)
         await servers.update_weights(make_handle(7))
         assert (await runner_version.served_version(), other.policy_version) == (7, 7)
-        line.cut = True
-        await other.stop()
-        with pytest.raises(RolloutError):
-            await servers.update_weights(make_handle(8))
         await servers.close()
     await session.close()
+
+
+async def test_an_update_that_finds_no_server_ends_with_what_the_last_one_said(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "BACK_S", 0.0)
+    servers = Servers([line.url])
+    line.cut = True
+    with pytest.raises(RolloutError, match=f"{line.url}: POST /weights/begin got no answer"):
+        await servers.update_weights(make_handle(8))
+    await servers.close()
+
+
+async def test_what_a_server_was_generating_is_asked_of_its_successor_elsewhere(
+    line: Line, other: EngineRunner, hurried: None
+) -> None:
+    async with serve(other) as successor:
+        servers = Servers([line.url])
+        running = [
+            asyncio.create_task(servers.generate([5], [grant(n, max_tokens=60)], Sampling(), [n])) for n in range(8)
+        ]
+        await line.asked.wait()
+        line.cut = True
+        servers.set_urls([successor])
+        answers = [segments[0] for segments in await asyncio.gather(*running)]
+        await servers.close()
+    assert {segment.spans[0].policy_version for segment in answers} == {5}
+
+
+async def test_so_is_what_one_is_asked_that_hangs_and_was_replaced(
+    line: Line, other: EngineRunner, hurried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "SILENCE_S", 0.05)
+    monkeypatch.setattr(client_module, "PROBE_S", 0.05)
+    async with serve(other) as successor:
+        servers = Servers([line.url])
+        line.silent = True
+        waiting = asyncio.create_task(served_by(servers, 0))
+        await line.asked.wait()
+        servers.set_urls([successor])
+        assert await waiting == 5
+        await servers.close()
+
+
+async def test_an_update_in_which_the_only_server_dies_goes_to_its_successor(
+    line: Line, other: EngineRunner, hurried: None
+) -> None:
+    async with serve(other) as successor:
+        servers = Servers([line.url])
+        line.on_commit = line.break_off
+        updating = asyncio.create_task(servers.update_weights(make_handle(6)))
+        while not line.cut:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        servers.set_urls([successor])
+        await asyncio.gather(updating, servers.bring_up(successor))
+        assert (other.policy_version, await served_by(servers, 0)) == (6, 6)
+        await servers.close()
+
+
+async def test_an_update_in_which_one_of_two_dies_reaches_it_when_it_is_brought_up(
+    line: Line, runner: EngineRunner, other: EngineRunner
+) -> None:
+    async with serve(other) as second:
+        servers = Servers([line.url, second])
+        line.on_commit = line.break_off
+        await servers.update_weights(make_handle(6))
+        assert (runner.policy_version, other.policy_version) == (0, 6)
+        line.cut, line.on_commit = False, lambda: None
+        await servers.bring_up(line.url)
+        assert runner.policy_version == 6
+        await servers.close()
+
+
+async def test_a_server_started_anew_between_begin_and_commit_gets_both_again(line: Line, other: EngineRunner) -> None:
+    async with serve(other) as successor:
+        servers = Servers([line.url])
+        line.on_commit = partial(line.lead_to, successor)
+        await servers.update_weights(make_handle(6))
+        assert other.policy_version == 6
+        await servers.close()
+
+
+async def test_a_server_that_was_replaced_meanwhile_is_not_brought_up(line: Line) -> None:
+    servers = Servers([line.url])
+    with pytest.raises(RolloutError, match="replaced"):
+        await servers.bring_up("http://127.0.0.1:9")
+    await servers.close()
+
+
+async def test_a_lost_server_neither_gives_way_nor_takes_memory_back(line: Line) -> None:
+    servers = Servers([line.url])
+    line.cut = True
+    await servers.release()
+    await servers.resume()
+    await servers.close()
 
 
 async def test_an_update_reaches_every_server(runner: EngineRunner, other: EngineRunner) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-from tiny_policy import EOS, VOCAB_SIZE, make_engine, make_request, reference_logprobs, reference_model, run
+from tiny_policy import EOS, VOCAB_SIZE, make_engine, make_request, reference_logprobs, reference_model, run, weights
 
 from penstock.rollout.request import SamplingParams
 
@@ -98,6 +99,34 @@ def test_a_prompt_is_scored_while_others_are_being_served() -> None:
         (finished,) = engine.step() or [None]
     assert finished is not None
     assert finished.segments == run(make_engine(0), make_request("a", PROMPT))["a"]
+
+
+def test_a_long_prompt_is_computed_once_whatever_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt, computed = make_engine(0), list(range(2, 32)), list[int]()
+    whole = engine.score(prompt)
+    forward = engine.model.forward
+
+    def counted(input_ids: torch.Tensor, **options: Any) -> Any:
+        computed.append(input_ids.shape[1])
+        return forward(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(engine.model, "forward", counted)
+    monkeypatch.setattr("penstock.rollout.engine.SCORED_PLACES", 8)
+    assert engine.score(prompt) == pytest.approx(whole, abs=1e-4)
+    assert computed == [8, 8, 8, 5]
+    assert whole == pytest.approx(reference_logprobs(prompt[:1], prompt[1:]), abs=1e-4)
+
+
+def test_new_weights_score_what_is_left_as_if_they_had_seen_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(2, 22))
+    expected = [make_engine(seed).score(prompt) for seed in (0, 1)]
+    monkeypatch.setattr("penstock.rollout.engine.SCORED_PLACES", 8)
+    engine = make_engine(0)
+    parts = engine.scoring(prompt)
+    found = next(parts)
+    engine.load_weights(weights(1), 1)
+    found += [score for part in parts for score in part]
+    assert found == pytest.approx(expected[0][:8] + expected[1][8:], abs=1e-4)
 
 
 @pytest.mark.parametrize("wrong", [{"logit_bias": {VOCAB_SIZE: 1.0}}, {"stop_token_ids": frozenset({-1})}])

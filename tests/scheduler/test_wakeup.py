@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.deadline import Stalled
+from penstock.deadline import Stall, Stalled, reporting_to
 from penstock.scheduler.wakeup import Progress, Signal
 from penstock.simulator.clock import run_virtual
 
@@ -72,3 +72,20 @@ def test_what_is_hopeless_is_raised_by_whoever_waits() -> None:
             assert now() == 1.0
 
     run_virtual(main())
+
+
+def test_it_is_told_long_before_that() -> None:
+    told: list[Stall] = []
+
+    async def main() -> None:
+        progress, dispatch, _ = made()
+        waiting = asyncio.create_task(progress.wait(dispatch))
+        asyncio.get_running_loop().call_later(2.0, progress.changed)
+        await asyncio.sleep(2.0 + STALL_S / 4 + 0.5)
+        assert [(stall.waiter, stall.resource, stall.holder) for stall in told] == [("dispatch", "slots", "generation")]
+        assert told[0].seconds == pytest.approx(STALL_S / 4)
+        dispatch.set()
+        await waiting
+
+    with reporting_to(told.append):
+        run_virtual(main())

@@ -40,6 +40,9 @@ def test_a_table_json_and_a_picture(path: Path, tmp_path: Path) -> None:
     assert [each["name"] for each in results] == ["synchronous", "one_step_off", "asynchronous"]
     assert all(0 < each["mean"]["efficiency"] < 1.1 for each in results)
     assert (directory / "simulation.png").stat().st_size > 5_000
+    assert [line.split()[:2] for line in result.stderr.splitlines()] == [
+        ["simulated", f"{name}:"] for name in ("synchronous", "one_step_off", "asynchronous")
+    ]
     for text in ("asynchronous", "one_step_off", str(directory / "results.json")):
         assert text in result.stdout
     assert penstock("runs", "--runs-dir", tmp_path / "runs").exit_code == 0

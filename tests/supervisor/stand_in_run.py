@@ -13,7 +13,8 @@ from penstock.config import Config, SupervisorConfig
 from penstock.ports import ProcessSpec
 from penstock.supervisor import procfs
 from penstock.supervisor.launcher import LocalLauncher
-from penstock.supervisor.run_directory import open_run, reopen_run, runtime_path
+from penstock.supervisor.run_directory import open_run, reopen_run
+from penstock.supervisor.runtime import runtime_path
 from penstock.supervisor.supervisor import Outcome, Supervisor
 
 HERE = Path(__file__).parent

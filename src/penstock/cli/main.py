@@ -15,8 +15,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from penstock import __version__
+
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
 RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, the unique beginning of one, or a directory.")]
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="And exit.")
+    ] = False,
+) -> None:
+    """Asynchronous reinforcement learning for LLM agents."""
 
 
 @app.command()
@@ -87,32 +106,55 @@ def serve(
 
 
 @app.command()
-def envs() -> None:
-    """List the environments."""
-    from penstock.envs.registry import available
+def envs(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Look for classes in the files below.")
+    ] = None,
+) -> None:
+    """List the environments, without importing any."""
+    from penstock.cli import envs as command
 
-    found = available()
-    width = max(map(len, found))
-    for name, description in found.items():
-        typer.echo(f"{name:<{width}}  {description}")
-
-
-@app.command()
-def runs(runs_dir: RunsDir = Path("runs")) -> None:
-    """List the runs."""
-    from penstock.cli import runs as command
-
-    for line in command.listing(runs_dir):
-        typer.echo(line)
+    command.show(directory)
 
 
 @app.command()
-def status(run: RunName, runs_dir: RunsDir = Path("runs")) -> None:
-    """Show how a run and its processes are doing."""
+def runs(runs_dir: RunsDir = Path("runs"), json: AsJson = False) -> None:
+    """List the runs, the newest first."""
     from penstock.cli import runs as command
 
-    for line in command.describe(command.find(runs_dir, run)):
-        typer.echo(line)
+    command.show(runs_dir, as_json=json)
+
+
+@app.command()
+def status(
+    run: RunName,
+    runs_dir: RunsDir = Path("runs"),
+    json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run has ended.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Answer now, whatever supervisor.status_interval_s is.")
+    ] = False,
+) -> None:
+    """Show how a run and its processes are doing, and what to do next."""
+    from penstock.cli import status as command
+    from penstock.cli.runs import find
+
+    command.answer(find(runs_dir, run), as_json=json, watch=watch, force=force)
+
+
+@app.command()
+def logs(
+    run: RunName,
+    process: Annotated[str | None, typer.Argument(metavar="PROCESS", help="One of them; all by default.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the run has ended.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each process, from the end.")] = 40,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show what the processes of a run wrote."""
+    from penstock.cli import logs as command
+    from penstock.cli.runs import find
+
+    raise typer.Exit(command.logs(find(runs_dir, run), process, follow=follow, num_lines=lines))
 
 
 @app.command()
@@ -121,10 +163,24 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="Kill it, without a checkpoint.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Stop a run, wherever it was started."""
-    from penstock.cli import runs as command
+    """Stop a run, wherever it was started, and wait until it has ended."""
+    from penstock.cli import stop as command
+    from penstock.cli.runs import find
 
-    typer.echo(command.stop(command.find(runs_dir, run), now=now))
+    raise typer.Exit(command.stop(find(runs_dir, run), now=now))
+
+
+@app.command()
+def doctor(
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Remove what dead runs left behind, and nothing else.")
+    ] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Check this machine: versions, room, ports, and what dead runs left behind."""
+    from penstock.cli import doctor as command
+
+    raise typer.Exit(command.doctor(runs_dir, clean=clean))
 
 
 def main() -> None:

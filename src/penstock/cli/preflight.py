@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,10 +11,17 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.envs.registry import locate
-from penstock.model.files import has_weights
+from penstock.model.files import has_weights, weights_bytes
 from penstock.scheduler.length.predictor import length_predictor
+from penstock.supervisor.run_directory import existing_parent
+from penstock.supervisor.runtime import runtime_path
 
 CHECK_S = 30.0
+MIB = 2**20
+LEAST_DISK_BYTES = 256 * MIB
+"""For a tiny model's checkpoints, tokens and logs."""
+LEAST_MEMORY_BYTES = 32 * MIB
+"""Of shared memory, for a tiny model's weights."""
 
 
 class Refused(RuntimeError):
@@ -26,6 +34,7 @@ def check(config: Config) -> None:
         check_model(Path(config.model.path))
     locate(config.env.name)
     check_packages(config)
+    check_room(config)
     for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
         if config.data.source == "jsonl" and path is not None and not Path(path).is_file():
             raise Refused(f"{key}: there is no file {path}")
@@ -46,9 +55,30 @@ def check_packages(config: Config) -> None:
     needed = [("trainer.lora", "peft", "lora")] if config.trainer.lora is not None else []
     packages = {"tensorboard": "tensorboardX", "wandb": "wandb"}
     needed += [("observe.trackers", packages[tracker], tracker) for tracker in config.observe.trackers]
+    needed += [("data.source", "reasoning_gym", "tasks")] if config.data.source == "reasoning_gym" else []
     for key, package, extra in needed:
         if find_spec(package) is None:
             raise Refused(f"{key} needs the package {package}: pip install 'penstock[{extra}]'")
+
+
+def check_room(config: Config) -> None:
+    """Whether what the run is sure to write has room: weights in shared memory, checkpoints on disk."""
+    weights = 0 if config.model.path == "tiny" else weights_bytes(Path(config.model.path))
+    runs_dir, published = existing_parent(Path(config.runs_dir)), runtime_path("").parent
+    checkpoints = (config.trainer.keep_checkpoints + 1) * weights + LEAST_DISK_BYTES
+    remedy = "free some, set runs_dir to another disk, or lower trainer.keep_checkpoints"
+    check_free("runs_dir", runs_dir, checkpoints, "checkpoints, tokens and logs", remedy)
+    remedy = f"free some, or mount {published} larger (in a container: --shm-size)"
+    versions = 2 * weights + LEAST_MEMORY_BYTES
+    check_free("model", published, versions, "the weights that are served and those that come", remedy)
+
+
+def check_free(key: str, directory: Path, num_bytes: int, what: str, remedy: str) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise Refused(
+            f"{key}: {what} need {num_bytes // MIB} MiB, and {directory} has {free // MIB} MiB left: {remedy}"
+        )
 
 
 def check_predictor(config: Config) -> None:
@@ -59,6 +89,8 @@ def check_predictor(config: Config) -> None:
 def check_model(directory: Path) -> None:
     """Whether it can be loaded at all."""
     missing = "no config.json" if not (directory / "config.json").is_file() else "no weights"
+    if not directory.is_dir():
+        raise Refused(f"model.path: there is no directory {directory}; give one made by save_pretrained, or `tiny`")
     if missing == "no config.json" or not has_weights(directory):
         raise Refused(
             f"model.path: {directory} is no Hugging Face model directory ({missing} in it); "

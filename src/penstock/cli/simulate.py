@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from penstock.cli.console import open_console
 from penstock.cli.refusal import refuse
 from penstock.config import Config, ConfigError, load_config
 from penstock.observe import simulation_plot
@@ -23,8 +23,6 @@ from penstock.simulator.report import Report, Watch, predict
 from penstock.supervisor.run_directory import new_run_id, publishable
 
 CONFIG_ERROR = 2
-FILE_WIDTH = 120
-"""Characters of a line where the output is no terminal."""
 
 
 def simulate(path: Path, overrides: Sequence[str], *, json: Path | None, plot: Path | None) -> int:
@@ -52,7 +50,7 @@ def calibrate(run_dir: Path, *, json: Path | None) -> int:
         found = compare(run_dir)
     except ConfigError as error:
         return refuse(str(error), CONFIG_ERROR)
-    Console(highlight=False).print(table.comparison(found))
+    open_console().print(table.comparison(found))
     if found.caveat is not None:
         print(f"note: {found.caveat}", file=sys.stderr)
     settings = {"simulator": found.config.simulator.model_dump(mode="json", exclude_defaults=True)}
@@ -70,9 +68,7 @@ def run(config: Config) -> Report:
 
 def show(report: Report) -> None:
     """Print the tables."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
+    console = open_console()
     console.print(table.table(report))
     if (makespans := table.makespans(report)) is not None:
         console.print(makespans)
@@ -93,16 +89,19 @@ def leave_behind(report: Report, config: Config, *, json: Path | None, plot: Pat
 
 @contextmanager
 def _progress(config: Config) -> Iterator[Watch]:
-    """A bar per simulated run, in a terminal."""
+    """A bar per simulated run in a terminal, elsewhere a line for each that is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not (config.observe.progress and console.is_terminal)) as bars:
+    console = open_console(stderr=True)
+    is_shown = config.observe.progress
+    with Progress(*columns, console=console, disable=not (is_shown and console.is_terminal)) as bars:
         known: dict[str, TaskID] = {}
 
         def watch(name: str, step: int, steps: int) -> None:
             if name not in known:
                 known[name] = bars.add_task(name, total=steps)
             bars.update(known[name], completed=step)
+            if step == steps and is_shown and not console.is_terminal:
+                console.print(f"simulated {name}: {steps} steps")
 
         yield watch
 

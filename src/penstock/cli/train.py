@@ -115,14 +115,22 @@ def plan_of(config: Config) -> Plan:
 
 def conclude(run: OpenRun, outcome: Outcome) -> int:
     """Write and show what the run came to."""
-    summary.write(run.run_dir)
-    if run.config.observe.plots:
-        plots.draw(run.run_dir)
-    report.show(run.run_dir, Console(highlight=False))
+    try:
+        sum_up(run)
+    except OSError as error:
+        print(f"warning: the run cannot be summed up: {error}", file=sys.stderr)
     if outcome.message:
         label = "error" if outcome.status is RunState.FAILED else outcome.status.value
         print(f"{label}: {outcome.message}", file=sys.stderr)
     return EXIT_CODES[outcome.status]
+
+
+def sum_up(run: OpenRun) -> None:
+    """Summary, plots and report."""
+    summary.write(run.run_dir)
+    if run.config.observe.plots:
+        plots.draw(run.run_dir)
+    report.show(run.run_dir, Console(highlight=False))
 
 
 def start_detached(run_dir: Path, words: Sequence[str]) -> int:

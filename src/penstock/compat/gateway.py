@@ -1,10 +1,11 @@
 """Where agents find the policy: an OpenAI endpoint of its own for every episode, told by an unguessable key.
 
-The key is the API key, or a part of the base URL (`/s/KEY/v1`) for agents that have only that. What an agent asks there
-becomes the turns of its episode. The same prompt again gets the same answer, also while that is still being generated:
-an SDK that retries draws no second sample. Sampling is the run's own (its temperature is part of what is trained):
-temperature, top_p, seed and the like are not the agent's to choose here, and a stop string, a second choice or a
-penalty is refused. Requests after the episode's end get 410.
+The key is the API key, or a part of the base URL (`/s/KEY/v1`) for agents that have only that. Agents that speak tokens
+find SGLang's native `/s/KEY/generate` beside it. What an agent asks there becomes the turns of its episode. The same
+prompt again gets the same answer, also while that is still being generated: an SDK that retries draws no second sample.
+Sampling is the run's own (its temperature is part of what is trained): temperature, top_p, seed and the like are not
+the agent's to choose here, and a stop string, a second choice or a penalty is refused. Requests after the episode's end
+get 410.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from penstock.deadline import Stalled
 from penstock.envs.agents import Conversation, Over
 from penstock.model.chat import ChatTokenizer
 from penstock.rollout.app import App
+from penstock.rollout.generation import Generation
 from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.http import Refused
 from penstock.rollout.keys import Keys
@@ -76,7 +78,7 @@ class AgentGateway:
 
 
 class Session:
-    """One conversation behind its own application; a `Generator` and a chat template for the OpenAI surface."""
+    """One conversation behind its own application; a `Generator` and a chat template for its surfaces."""
 
     error: BaseException | None = None
     policy_version = 0
@@ -89,7 +91,8 @@ class Session:
         self._prompts: dict[str, list[int]] = {}
         """By what was asked: the history is another one once it has been answered."""
         self._answers: dict[tuple[int, ...], asyncio.Task[Segment]] = {}
-        self.app = App(OpenAI(self, self, model_name=model_name).routes(), Keys())
+        surfaces = OpenAI(self, self, model_name=model_name), Generation(self, self)
+        self.app = App([route for surface in surfaces for route in surface.routes()], Keys())
 
     @property
     def max_context(self) -> int:

@@ -16,6 +16,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,12 +27,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 import penstock
-from penstock.deadline import deadline
+from penstock.deadline import Stalled, deadline, patient
 from penstock.rollout.http import HANDLE_FORMAT, Refused, Route, answer, error_object, read_body
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.staged import Served, Staged
-from penstock.rollout.update import WeightsUpdate
+from penstock.rollout.update import RECEIVE_TIMEOUT_S, WeightsUpdate
 from penstock.types import NO_VERSION, GroupTensors, WeightsHandle
 from penstock.weights.collective import GroupPlace, Groups
 
@@ -229,9 +230,9 @@ class SGLang:
             )
             generated = self._runner.num_generated_tokens
             try:
-                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                async with deadline(PROBE_TIMEOUT_S, waiter="server", resource="a probe's token", holder="the engine"):
                     await self._runner.generate(probe)
-            except TimeoutError:
+            except Stalled:
                 if self._runner.num_generated_tokens == generated and not self._alive_without_a_probe():
                     raise Refused(503, f"no token in {PROBE_TIMEOUT_S:g} s") from None
         return PlainTextResponse("")
@@ -294,7 +295,8 @@ class SGLang:
             if self._update.is_open(self._bracket):
                 raise ValueError("a weight update has begun: end it before weights come from disk")
             version = self._version(body.weight_version)
-            handle = await asyncio.to_thread(self._read_directory, Path(body.model_path), version)
+            async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=body.model_path, holder="its storage"):
+                handle = await asyncio.to_thread(self._read_directory, Path(body.model_path), version)
             return await self._serve(handle, abort=body.abort_all_requests)
         except ValueError as error:
             return _outcome(False, str(error))
@@ -342,8 +344,9 @@ class SGLang:
             backend=body.backend,
         )
         try:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._joining, self._groups.join, place, body.rank_offset)
+            with _group_patience(body.group_name, "all ranks"):
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._joining, self._groups.join, place, body.rank_offset)
         except ValueError as error:
             return _outcome(False, str(error))
         await self._update.drop(body.group_name)
@@ -353,7 +356,8 @@ class SGLang:
         """What the group has sent and nobody has served is forgotten."""
         body = await read_body(request, DestroyGroupBody)
         try:
-            await asyncio.to_thread(self._groups.leave, body.group_name)
+            with _group_patience(body.group_name, "the end of what is under way"):
+                await asyncio.to_thread(self._groups.leave, body.group_name)
         except ValueError as error:
             return _outcome(False, str(error))
         await self._update.drop(body.group_name)
@@ -370,7 +374,8 @@ class SGLang:
             flat=body.load_format == "flattened_bucket",
         )
         try:
-            received = await asyncio.to_thread(self._groups.receive, announced)
+            with _group_patience(body.group_name, "a bucket of weights"):
+                received = await asyncio.to_thread(self._groups.receive, announced)
             version = None if body.weight_version is None else self._version(body.weight_version)
             staged = await self._update.add(received, sender=body.group_name, policy_version=version)
             if body.abort_all_requests:
@@ -414,7 +419,12 @@ class SGLang:
             raise Refused(400, f"the model has no parameter {body.name!r}")
         async with deadline(CONTROL_TIMEOUT_S, waiter="server", resource="a parameter", holder="the engine"):
             rows = await self._runner.first_rows(body.name, body.truncate_size)
-        return answer(await asyncio.to_thread(lambda: rows.float().cpu().tolist()))
+            return answer(await asyncio.to_thread(lambda: rows.float().cpu().tolist()))
+
+
+def _group_patience(group: str, resource: str) -> AbstractContextManager[None]:
+    """The group has time limits of its own, which may be long."""
+    return patient(CONTROL_TIMEOUT_S, waiter="server", resource=resource, holder=f"the ranks of group {group}")
 
 
 def _outcome(success: bool, message: str) -> Response:

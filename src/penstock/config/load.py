@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from penstock.config.errors import ConfigError
 from penstock.config.schema import Config
@@ -88,21 +89,33 @@ def _resolve(document: dict[str, Any], overrides: Sequence[str], path: Path) -> 
         if secret := os.environ.get(variable):
             section, _, key = name.partition(".")
             tree = _merge({section: {key: secret}}, tree)
-    return _validate(tree, changed, path)
+    return _validate(_with_absolute_file(tree, path), changed, path)
+
+
+def _with_absolute_file(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    """An environment's file is looked for beside the configuration, then in the working directory; every process of the
+    run gets to know where it is."""
+    section = tree.get("env")
+    name = section.get("name") if isinstance(section, dict) else None
+    file, _, class_name = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    if not file.endswith(".py"):
+        return tree
+    beside = path.parent / file
+    return _merge(tree, {"env": {"name": f"{(beside if beside.is_file() else Path(file)).absolute()}:{class_name}"}})
 
 
 def _validate(tree: dict[str, Any], overrides: dict[str, Any], path: Path) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as failure:
-        lines = [_explain(error, overrides, path) for error in failure.errors()]
+        lines = [_explain(error, tree, overrides, path) for error in failure.errors()]
         raise ConfigError("\n".join(lines)) from None
 
 
-def _explain(error: Any, overrides: dict[str, Any], path: Path) -> str:
+def _explain(error: Any, tree: dict[str, Any], overrides: dict[str, Any], path: Path) -> str:
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
-    place = "on the command line" if _contains(overrides, location) else f"in {path}"
+    place = _place(location, tree, overrides, path) or f"in {path}"
     if error["type"] == "extra_forbidden":
         known = _keys_at(location[:-1])
         near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
@@ -115,23 +128,58 @@ def _explain(error: Any, overrides: dict[str, Any], path: Path) -> str:
         )
         return f"unknown key {key} {place}: {remedy}"
     message = error["msg"].removeprefix("Value error, ")
-    if not key:
-        return f"contradictory settings {place}: {message}"
-    if isinstance(error["input"], dict):  # a whole section that contradicts itself
-        return f"contradictory settings of {key} {place}: {message}"
+    if not key or isinstance(error["input"], dict):  # a whole section that contradicts itself
+        places = [
+            f"{'.'.join(setting)} {where}"
+            for setting in _settings_in(message, location)
+            if (where := _place(setting, tree, overrides, path))
+        ]
+        where = f" ({', '.join(places)})" if places else ""
+        return f"contradictory settings{' of ' + key if key else ''}: {message}{where}"
+    if fields := _fields_at(location):
+        return f"bad value for {key} {place}: it is a section; {_leaf_for(error['input'], key, fields)}"
     return f"bad value for {key} {place}: {message} (got {error['input']!r})"
 
 
+def _place(location: Sequence[str], tree: dict[str, Any], overrides: dict[str, Any], path: Path) -> str | None:
+    """Where a setting was given; None if nowhere."""
+    if _contains(overrides, location):
+        return "on the command line"
+    return f"in {path}" if _contains(tree, location) else None
+
+
+def _settings_in(message: str, section: Sequence[str]) -> list[list[str]]:
+    """The settings that a message about `section` names: in full, or from there on."""
+    found: dict[str, list[str]] = {}
+    for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", message):
+        for setting in (word.split("."), [*section, *word.split(".")]):
+            if setting[-1] in _keys_at(setting[:-1]) and not _fields_at(setting):
+                found[".".join(setting)] = setting
+    return list(found.values())
+
+
+def _leaf_for(value: object, section: str, fields: dict[str, FieldInfo]) -> str:
+    """What somebody meant who gave a whole section one value."""
+    meant = [name for name, field in fields.items() if value in get_args(field.annotation)]
+    keys = ", ".join(f"{section}.{name}" for name in fields)
+    return f"did you mean {section}.{meant[0]}={value}?" if meant else f"its settings are {keys}"
+
+
 def _keys_at(location: Sequence[str]) -> list[str]:
+    return list(_fields_at(location))
+
+
+def _fields_at(location: Sequence[str]) -> dict[str, FieldInfo]:
+    """The settings of a section; none if it is none."""
     model: type[BaseModel] = Config
     for part in location:
         field = model.model_fields.get(part)
         candidates = [] if field is None else [field.annotation, *get_args(field.annotation)]
         nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if not nested:
-            return []
+            return {}
         model = nested[0]
-    return list(model.model_fields)
+    return model.model_fields
 
 
 def _contains(tree: Any, location: Sequence[str]) -> bool:

@@ -85,13 +85,15 @@ class EnvConfig(Section):
     """What an episode is."""
 
     name: str = "single_turn"
-    """`single_turn`, `guess_number`, or `package.module:Class`."""
+    """`single_turn`, `guess_number`, `path/to/file.py:Class` (beside the configuration file, or in the working
+    directory), or `package.module:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     group_size: int = Field(8, ge=1)
     """Episodes per task whose rewards are compared (G)."""
-    workers: int = Field(1, ge=1)
-    """Environment worker processes."""
+    workers: int = Field(1, ge=0)
+    """Environment worker processes that the run starts. With 0 it waits for others to attach:
+    `python my_env.py serve --run RUN`."""
     max_turns: int = Field(1, ge=1)
     max_new_tokens: int = Field(64, ge=1)
     """Per turn."""
@@ -226,6 +228,9 @@ class SupervisorConfig(Section):
     backoff_s: float = Field(0.2, ge=0)
     """Pause before a restart. It doubles with each within the window, up to `max_backoff_s`."""
     max_backoff_s: float = Field(30.0, ge=0)
+    status_interval_s: float = Field(0.0, ge=0)
+    """How often programs (`penstock status --json`, or without a terminal) are told the status of a run; asked sooner,
+    they are told when. 0 always answers; the rule for agents that look after runs was 1800."""
 
     @model_validator(mode="after")
     def _hears_several_beats(self) -> SupervisorConfig:

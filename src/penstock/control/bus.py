@@ -102,6 +102,7 @@ class _Endpoint(ABC):
         for (asked, _), future in self._pending.items():
             if asked == peer and not future.done():
                 future.set_exception(PeerLost(f"{peer} died before it answered"))
+                future.exception()  # whoever asked may have been cancelled, and looks no more
         self._outbox.pop(peer, None)
 
     def notify(self, peer: str, message: AnyMessage) -> None:

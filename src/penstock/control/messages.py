@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.deadline import Stall
 from penstock.ports import SavedStates, TrainerState, Work
 from penstock.types import (
     BusySpan,
@@ -45,6 +46,14 @@ class Hello(Message, frozen=True, kw_only=True, tag="HELLO"):
     nonce: str
     pid: int
     url: str = ""
+    attached: bool = False
+    """Nobody supervises it: it came by itself, and may go."""
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag="GOODBYE"):
+    """An attached worker leaves the run; what it played goes to others."""
+
+    name: str
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="WELCOME"):
@@ -136,6 +145,12 @@ class DataGenerated(Message, frozen=True, kw_only=True, tag="DATA_GENERATED"):
     episodes: list[EpisodeSummary]
 
 
+class StallReport(Message, frozen=True, kw_only=True, tag="STALL"):
+    """Somebody in the sending process waits, and has waited long."""
+
+    stall: Stall
+
+
 class AskState(Message, frozen=True, kw_only=True, tag="ASK_STATE"):
     """What does the trainer hold?"""
 
@@ -225,6 +240,7 @@ AnyMessage = (
     Ack
     | Refused
     | Hello
+    | Goodbye
     | Welcome
     | WhoAreYou
     | ServersChanged
@@ -236,6 +252,7 @@ AnyMessage = (
     | Grant
     | EpisodesEnded
     | DataGenerated
+    | StallReport
     | AskState
     | HeldState
     | AskSaved

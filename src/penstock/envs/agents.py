@@ -12,13 +12,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from penstock.deadline import Stalled
+from penstock.deadline import deadline, holding
 from penstock.envs.episode import Episode
 from penstock.model.chat import ChatTokenizer
 from penstock.types import Endpoint, FinishReason, Segment, VersionSpan
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
+
+TURN_S = 6 * 3600.0
+"""For an agent's request to wait for another of its own: its lease ends before."""
 
 
 class Gateway(Protocol):
@@ -94,7 +97,9 @@ class Conversation:
     ) -> Segment:
         """One turn, all its segments joined; `messages` are what `prompt` made the ids of. Raises `Diverged` for
         another history than this, `Over` when nothing more can be said."""
-        async with self._turn:
+        async with holding(
+            self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its agent's other request"
+        ):
             episode, known = self._episode, len(self._episode.context)
             episode.bounds = self._bounds
             if prompt_ids[:known] != episode.context or len(prompt_ids) == known:
@@ -142,17 +147,12 @@ class Patience:
     async def bound(self, play: Awaitable[T]) -> T:
         """What `play` returns. Stalled when the time is up."""
         try:
-            async with asyncio.timeout(self._seconds) as self._timer:
-                try:
-                    return await play
-                finally:
-                    self._played = True
-        except TimeoutError as error:
-            if self._timer is None or not self._timer.expired() or isinstance(error, Stalled):
-                raise
-            raise Stalled(
-                waiter=self._waiter, resource="the end of play", holder="its agent", seconds=self._seconds
-            ) from None
+            async with deadline(
+                self._seconds, waiter=self._waiter, resource="the end of play", holder="its agent"
+            ) as self._timer:
+                return await play
+        finally:
+            self._played = True
 
     async def excuse(self, waiting: Awaitable[T]) -> T:
         """What `waiting` returns; the clock stands still meanwhile."""

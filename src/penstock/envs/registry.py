@@ -1,16 +1,19 @@
-"""Environments by name, or by `package.module:Class`. Listing them imports nothing."""
+"""Environments by name, by `path/to/file.py:Class`, or by `package.module:Class`. Listing them imports nothing."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from penstock.config import ConfigError, EnvConfig
+from penstock.envs.discovery import Unreadable, defines, read_file
 from penstock.ports import Environment
 from penstock.types import Task
 
@@ -26,37 +29,65 @@ def available() -> dict[str, str]:
 
 
 def locate(name: str) -> tuple[str, str]:
-    """(module, class) of a name or an import path, importing neither. Raises `ConfigError`.
+    """(module or file, class) of a name or an import path, importing neither. Raises `ConfigError`.
 
     The working directory counts as a place to import from, for the command as for the processes it starts.
     """
     path = _BUILT_IN[name][0] if name in _BUILT_IN else name
-    module_name, separator, class_name = path.partition(":")
+    where, separator, class_name = path.rpartition(":")
     if not separator:
         near = difflib.get_close_matches(name, _BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_BUILT_IN)}, or package.module:Class"
-        raise ConfigError(f"unknown environment {name!r} in env.name: {hint}")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        known = f"known are {', '.join(_BUILT_IN)}, or file.py:Class, or package.module:Class"
+        raise ConfigError(f"unknown environment {name!r} in env.name: {f'did you mean {near[0]}?' if near else known}")
+    (_check_file if is_file(where) else _check_module)(name, where, class_name)
+    return where, class_name
+
+
+def is_file(where: str) -> bool:
+    """Whether that is a file, not a module."""
+    return where.endswith(".py")
+
+
+def _check_file(name: str, file: str, class_name: str) -> None:
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"env.name {name!r}: there is no file {path.absolute()}")
+    classes = []
+    for found in read_file(path):
+        if isinstance(found, Unreadable):
+            raise ConfigError(f"env.name {name!r} cannot be read: {found.reason}")
+        classes.append(found.class_name)
+    if not defines(path, class_name):
+        there = f"there are {', '.join(classes)}" if classes else "there is none with reset and step, nor with play"
+        raise ConfigError(f"env.name {name!r}: {file} has no class {class_name}; {there}")
+
+
+def _check_module(name: str, module_name: str, class_name: str) -> None:
+    _import_from(Path.cwd())
     try:
         found = importlib.util.find_spec(module_name)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"env.name {name!r}: {error}") from None
     if found is None:
         raise ConfigError(f"env.name {name!r}: there is no module {module_name} here or among the installed packages")
-    return module_name, class_name
 
 
-def is_agent(name: str) -> bool:
-    """Whether it brings its own loop. Raises `ConfigError` like `resolve`."""
-    return hasattr(resolve(name), "play")
+def _import_from(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+
+
+def is_agent(kind: type) -> bool:
+    """Whether it brings its own loop."""
+    return hasattr(kind, "play")
 
 
 def resolve(name: str) -> type[Environment]:
     """The class behind a name or an import path. Raises `ConfigError`, whatever goes wrong in the user's module."""
-    module_name, class_name = locate(name)
+    where, class_name = locate(name)
     try:
-        found: Any = getattr(importlib.import_module(module_name), class_name)
+        module = _load_file(Path(where).absolute()) if is_file(where) else importlib.import_module(where)
+        found: Any = getattr(module, class_name)
     except Exception as error:
         raise ConfigError(f"env.name {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     plays = hasattr(found, "play") or (hasattr(found, "reset") and hasattr(found, "step"))
@@ -67,9 +98,21 @@ def resolve(name: str) -> type[Environment]:
     return found
 
 
-def environment_maker(config: EnvConfig) -> Callable[[Task], Environment]:
-    """Makes one environment per episode: `Class(task, **env.options)`."""
-    found: Any = resolve(config.name)
+@functools.cache
+def _load_file(file: Path) -> ModuleType:
+    """As a module of its own; what lies beside it can be imported, as if it were run as a script."""
+    _import_from(file.parent)
+    spec = importlib.util.spec_from_file_location(f"penstock_environment_{file.stem}", file)
+    assert spec is not None and spec.loader is not None, "it ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def environment_maker(config: EnvConfig, kind: type[Environment] | None = None) -> Callable[[Task], Environment]:
+    """Makes one environment per episode: `Class(task, **env.options)`, of `kind` if that is known already."""
+    found: Any = kind or resolve(config.name)
 
     def make(task: Task) -> Environment:
         try:

@@ -51,7 +51,17 @@ def read_json_if_present(directory: Path, name: str) -> dict[str, Any]:
 
 def has_weights(directory: Path) -> bool:
     """Whether `directory` holds weights, not only an architecture."""
-    return any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    return bool(_weights_files(directory))
+
+
+def _weights_files(directory: Path) -> list[Path]:
+    """One format, if there are both."""
+    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+
+
+def weights_bytes(directory: Path) -> int:
+    """Size of the weights in `directory`, in the dtype they are stored in."""
+    return sum(path.stat().st_size for path in _weights_files(directory))
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -61,6 +61,21 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return Follower(path).read_new()
 
 
+def tail(path: str | Path, num_bytes: int) -> list[dict[str, Any]]:
+    """The whole records within the last `num_bytes` of `path`; none if there is no such file."""
+    try:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_bytes - 1))
+            data = file.read()
+    except FileNotFoundError:
+        return []
+    whole = data[: data.rfind(b"\n") + 1]
+    if size > len(data):
+        whole = whole[whole.find(b"\n") + 1 :]
+    return [record for line in whole.splitlines() if (record := _parse(line)) is not None]
+
+
 class Follower:
     """Reads a growing file piece by piece, only ever up to the last complete line."""
 

@@ -14,7 +14,8 @@ from rich.text import Text
 from penstock.observe import jsonl
 from penstock.observe.progress import clock, count, number, percent
 
-CELL_WIDTH = 34
+LONGEST_CELL = 160
+"""Characters of a prompt or an answer; longer ones are cut in their middle."""
 
 
 def show(run_dir: Path, console: Console) -> None:
@@ -32,9 +33,11 @@ def sample_table(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> T
     """The same held-out tasks, answered before and after training."""
     table = Table(title="held-out tasks", title_justify="left", title_style="bold", border_style="dim")
     for column in ("task", "expected", "before", "after"):
-        table.add_column(column, max_width=CELL_WIDTH, no_wrap=True)
+        table.add_column(column, overflow="fold")
     for first, last in zip(before, after, strict=False):
-        table.add_row(_one_line(first["prompt"]), _one_line(first["expected"]), _answer(first), _answer(last))
+        table.add_row(
+            Text(_one_line(first["prompt"])), Text(_one_line(first["expected"])), _answer(first), _answer(last)
+        )
     return table
 
 
@@ -67,5 +70,7 @@ def _answer(sample: dict[str, Any]) -> Text:
     return Text.assemble(_one_line(sample.get("answer")), (f"  {reward:.2f}", style))
 
 
-def _one_line(value: object) -> Text:
-    return Text(" ".join(str("" if value is None else value).split()) or "∅", overflow="ellipsis")
+def _one_line(value: object) -> str:
+    text = " ".join(str("" if value is None else value).split()) or "∅"
+    half = LONGEST_CELL // 2
+    return text if len(text) <= LONGEST_CELL else f"{text[:half]} … {text[-half:]}"

@@ -40,6 +40,8 @@ class RunView:
     """`before` / `after` -> mean reward on the held-out tasks."""
     checkpoint: str | None = None
     is_warm: bool = False
+    needs: str | None = None
+    """A command that somebody has to type, for the run to go on."""
     recent: deque[Record] = field(default_factory=deque)
     """The latest steps, at least two if there are two."""
 
@@ -51,6 +53,10 @@ class RunView:
                 self.status = status
             case {"event": "process", "name": name, "state": state}:
                 self.processes[name] = state
+            case {"event": "no_workers", "command": command}:
+                self.needs = command
+            case {"event": "attached"}:
+                self.needs = None
             case {"event": "warm_start"}:
                 self.is_warm = True
             case {"event": "evaluation", "when": when, "reward": reward} if reward is not None:
@@ -91,6 +97,8 @@ class RunView:
             return "starting " + ", ".join(waiting) if waiting else "starting"
         if self.status != "running":
             return self.status
+        if self.needs is not None:
+            return f"waiting for an environment worker: {self.needs}"
         if self.recent:
             return "training" if self.step < self.plan.num_steps else "evaluating the trained policy"
         if self.plan.num_warm_start_steps and not self.is_warm:

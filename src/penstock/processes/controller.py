@@ -5,30 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock import loop
 from penstock.config import Config, ConfigError, load_config
-from penstock.control.bus import Bus, UnknownPeer
+from penstock.control.bus import CONTROLLER, Bus, UnknownPeer
 from penstock.control.messages import (
     AnyMessage,
     DataGenerated,
     EpisodesEnded,
+    Goodbye,
     GrantRequest,
     Heartbeat,
     Hello,
     Refused,
     ServersChanged,
+    StallReport,
     TaskRequest,
     Welcome,
 )
 from penstock.control.remote import RemoteTrainer, RemoteWorkers
 from penstock.data.sources import TaskStream, open_source
-from penstock.deadline import Stalled
+from penstock.deadline import Stall, Stalled, deadline, patient, reporting_to, write_to_log
 from penstock.observe.recorder import Recorder
 from penstock.observe.trackers import open_trackers
 from penstock.ports import TaskSource, TrainerLost
+from penstock.processes.attached import AttachedWorkers
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import RolloutError
 from penstock.scheduler.foresight import Background
@@ -40,8 +44,13 @@ from penstock.supervisor.run_directory import publishable
 from penstock.system import System
 from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
 
+LOOK_EVERY_S = 1.0
 LEARNT_GROUPS = 20_000
 """Of another run: enough for any predictor, and no more than a minute of reading."""
+DATA_S = 1800.0
+"""For opening the tasks, or learning from another run's: files of any size, perhaps over a network."""
+FIT_S = 300.0
+"""For fitting a length predictor, before it is worth a report."""
 
 
 class Controller:
@@ -52,25 +61,33 @@ class Controller:
         self._num_messages = 0
         self.bus = Bus(str(child.runtime_dir), self.handle)
         self.system: System | None = None
+        self._ready_timeout_s = config.supervisor.ready_timeout_s
         self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)} | {"trainer-0"}
         self._members: dict[str, Hello] = {}
         self._capacities: dict[str, int] = {}
         """Environment workers that asked for work before there was any."""
         self.servers_and_trainer = asyncio.Event()
         self.server_is_back: Callable[[str], None] = lambda url: None
+        self._attached = AttachedWorkers(config, child.run_dir, recorder, now=asyncio.get_running_loop().time)
 
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
         self._num_messages += 1
         self._child.pulse(self._num_messages, "the run" if self.system else "")
         if isinstance(message, Hello):
             if message.role == "env":  # it is told where all servers are
-                await self.servers_and_trainer.wait()
+                await self.all_joined()
             return self._welcome(message)
+        if self._attached.has_departed(peer):
+            return None
         if peer not in self._members:
             raise UnknownPeer(peer)
+        self._attached.hear(peer)
         match message:
             case Heartbeat(name=name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans):
                 self._recorder.heartbeat(name, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans)
+            case Goodbye(name=name):
+                self._attached.depart(name)
+                self._lose(name)
             case TaskRequest(worker=worker, capacity=capacity):
                 self._capacities[worker] = capacity
                 self._admit_workers()
@@ -83,6 +100,8 @@ class Controller:
                 self.system.pool.end(self.system.scheduler.take_ended())
             case DataGenerated(group=group, ref=ref, episodes=episodes) if self.system:
                 loop.collect(self.system, group, ref, episodes)
+            case StallReport(stall=stall):
+                self._recorder.event("stall", process=peer, **asdict(stall))
             case _:
                 raise ValueError(f"{peer} sent an unexpected {type(message).__name__}")
         return None
@@ -95,6 +114,8 @@ class Controller:
         self._recorder.joined(hello.name, hello.role)
         if before is not None:
             self._joined_again(before, hello)
+        if hello.attached:
+            self._attached.join(hello.name)
         self._expected.discard(hello.name)
         if not self._expected:
             self.servers_and_trainer.set()
@@ -111,6 +132,21 @@ class Controller:
         elif hello.role == "rollout" and self.system is not None:
             self.server_is_back(hello.url)
 
+    async def watch_attached(self) -> NoReturn:
+        """Notice when workers that nobody supervises are gone."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for name in self._attached.lose_silent():
+                self._lose(name)
+
+    def _lose(self, worker: str) -> None:
+        """An attached worker is gone; should it live, it is asked who it is as soon as it says something."""
+        del self._members[worker]
+        self._capacities.pop(worker, None)
+        self.bus.forget(worker)
+        if self.system is not None:
+            self.system.scheduler.worker_lost(worker)
+
     @property
     def env_workers(self) -> list[str]:
         return [name for name, hello in self._members.items() if hello.role == "env"]
@@ -119,19 +155,26 @@ class Controller:
     def server_urls(self) -> list[str]:
         return [self._members[name].url for name in sorted(self._members) if self._members[name].url]
 
-    async def all_joined(self, timeout_s: float) -> None:
+    async def all_joined(self) -> None:
         """Until all servers and the trainer have; names who has not."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.servers_and_trainer.wait()
-        except TimeoutError:
-            missing = ", ".join(sorted(self._expected))
-            raise Stalled(waiter="controller", resource="all to join", holder=missing, seconds=timeout_s) from None
+        async with deadline(
+            self._ready_timeout_s,
+            waiter="controller",
+            resource="all to join",
+            holder=lambda: ", ".join(sorted(self._expected)),
+        ):
+            await self.servers_and_trainer.wait()
+
+    def note(self, stall: Stall) -> None:
+        """This very process waits."""
+        write_to_log(stall)
+        self._recorder.event("stall", process=CONTROLLER, **asdict(stall))
 
     def attach(self, system: System) -> None:
         """The system is complete: from now on workers get work."""
         self.system = system
         self._admit_workers()
+        self._attached.ask_for_some()
 
     def _admit_workers(self) -> None:
         if self.system:
@@ -149,18 +192,21 @@ async def serve(child: Child) -> None:
     bus = controller.bus
     child.report_ready()
     try:
-        async with asyncio.TaskGroup() as tasks:
-            receiving = tasks.create_task(bus.run())
-            working = tasks.create_task(work(child, config, controller, recorder))
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if not working.done():
-                working.cancel()
-                await asyncio.wait([working])
-                if controller.system:
-                    await conclude(controller.system)
-            receiving.cancel()
+        with reporting_to(controller.note):
+            async with asyncio.TaskGroup() as tasks:
+                receiving = tasks.create_task(bus.run())
+                watching = tasks.create_task(controller.watch_attached())
+                working = tasks.create_task(work(child, config, controller, recorder))
+                stopping = asyncio.create_task(stop.wait())
+                await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+                if not working.done():
+                    working.cancel()
+                    await asyncio.wait([working])
+                    if controller.system:
+                        await conclude(controller.system)
+                watching.cancel()
+                receiving.cancel()
     finally:
         bus.close()
         recorder.close()
@@ -170,11 +216,12 @@ async def serve(child: Child) -> None:
 
 async def work(child: Child, config: Config, controller: Controller, recorder: Recorder) -> None:
     """Build the system while the other processes load their models, then run it."""
-    train = await asyncio.to_thread(open_source, config.data, seed=config.seed, tag=TRAIN_TAG)
+    async with deadline(DATA_S, waiter="controller", resource="the training tasks", holder="their source"):
+        train = await asyncio.to_thread(open_source, config.data, seed=config.seed, tag=TRAIN_TAG)
     held_out_source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
     tasks = (held_out_source.task(index) for index in range(config.data.eval_tasks))
     held_out = [task for task in tasks if task is not None]
-    await controller.all_joined(config.supervisor.ready_timeout_s)
+    await controller.all_joined()
     timeout_s = config.rollout.request_timeout_s
     beside = asyncio.TaskGroup()
     workers = RemoteWorkers(controller.bus, beside, timeout_s=timeout_s)
@@ -202,7 +249,10 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
     )
     if config.scheduler.length.learn_from is not None:
         played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=LEARNT_GROUPS)
-        await asyncio.to_thread(system.scheduler.recall, played)
+        async with deadline(
+            DATA_S, waiter="controller", resource="lengths to learn from", holder="the length predictor"
+        ):
+            await asyncio.to_thread(system.scheduler.recall, played)
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     if config.rollout.urls:
         await servers.forget_weights()
@@ -257,7 +307,8 @@ def in_thread(tasks: asyncio.TaskGroup) -> Background:
     """Length predictors are fitted beside the event loop."""
 
     async def fit(compute: Callable[[], object], use: Callable[[object], None]) -> None:
-        use(await asyncio.to_thread(compute))
+        with patient(FIT_S, waiter="controller", resource="new predictions", holder="the length predictor"):
+            use(await asyncio.to_thread(compute))
 
     return lambda compute, use: start(tasks, fit(compute, use))
 

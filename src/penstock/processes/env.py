@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.control.messages import (
     Cancel,
     DataGenerated,
     EpisodesEnded,
+    Goodbye,
     Grant,
     GrantRequest,
     NewTask,
@@ -24,12 +25,12 @@ from penstock.control.messages import (
     TaskRequest,
     Welcome,
 )
-from penstock.deadline import deadline
+from penstock.deadline import Stalled, deadline
 from penstock.envs.agents import Gateway
 from penstock.envs.manager import EnvManager
-from penstock.envs.registry import environment_maker, is_agent
+from penstock.envs.registry import environment_maker, is_agent, resolve
 from penstock.model.chat import ChatTokenizer
-from penstock.ports import Work
+from penstock.ports import Environment, Work
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
 from penstock.processes.playing import PlayedGroup
@@ -40,6 +41,7 @@ from penstock.types import EpisodeId, GroupAttempt, SegmentGrant, Trajectory
 
 GRANT_TIMEOUT_S = 3600.0
 """For the next grant of an open episode: where phases alternate, a phase of training may lie in between."""
+GOODBYE_S = 2.0
 LOOPBACK = "127.0.0.1"
 REMEMBERED_CANCELS = 16384
 """Far more groups than can be on their way to one worker."""
@@ -59,6 +61,7 @@ class Worker:
         self._open: set[asyncio.Task[None]] = set()
         """Groups being played or reported."""
         self._tasks = tasks
+        self._closed = False
         self.manager: EnvManager | None = None
         self.peer: Peer | None = None
         self.num_played = 0
@@ -113,7 +116,7 @@ class Worker:
     def _start(self, work: Work) -> None:
         """Play members of a group, perhaps of one whose probe was played here before."""
         number, attempt = work.group, work.attempt
-        if attempt <= self._cancelled.get(number, -1):
+        if self._closed or attempt <= self._cancelled.get(number, -1):
             return
         group = self._groups.get(number)
         if group is None or group.attempt != attempt:
@@ -146,7 +149,7 @@ class Worker:
     async def _report(self, group: PlayedGroup) -> None:
         """Tell the controller of the members that ended, or of the whole group."""
         if self._groups.get(group.number) is not group:
-            return  # cancelled meanwhile
+            return  # cancelled or closed meanwhile
         members, group.unreported = sorted(group.unreported), []
         if group.whole or group.failed:
             del self._groups[group.number]  # before the controller hears of it: a next attempt may follow at once
@@ -188,7 +191,9 @@ class Worker:
         return Telemetry(progress=self.num_played, counters={"episodes": self.num_played})
 
     def close(self) -> None:
-        """Give up what is being played or reported."""
+        """Give up what is being played or reported; what is still asked for is not played."""
+        self._closed = True
+        self._groups.clear()
         for task in self._open:
             task.cancel()
         self._saved.close()
@@ -201,12 +206,24 @@ class Worker:
 
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
-    stop = child.stop_event()
+    await play(child, config, resolve(config.env.name), stop=child.stop_event(), joined=child.report_ready)
+
+
+async def play(
+    child: Child,
+    config: Config,
+    kind: type[Environment],
+    *,
+    stop: asyncio.Event,
+    joined: Callable[[], None],
+    attached: bool = False,
+) -> None:
+    """Play what the controller gives out, until told to stop. `joined` is called once it knows of this worker."""
     # Blocking environments and agents hold a thread per call or per episode; threads are made as they are needed.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(config.max_open, thread_name_prefix="blocking"))
-    make = environment_maker(config.env)
+    make = environment_maker(config.env, kind)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
-    async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, chat) as gateway:
+    async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, kind, chat) as gateway:
         servers = Servers(
             [],
             engine=config.rollout.engine,
@@ -223,17 +240,28 @@ async def serve(child: Child) -> None:
             telemetry=worker.telemetry,
             abandoned=worker.abandoned,
             welcomed=worker.welcomed,
-        ):
-            child.report_ready()
+            attached=attached,
+        ) as peer:
+            joined()
             await stop.wait()
             worker.close()
             await servers.close()
+            if attached:
+                await say_goodbye(peer)
+
+
+async def say_goodbye(peer: Peer) -> None:
+    """So that what was being played here goes to others at once. Where nobody answers, the run has ended."""
+    with suppress(Stalled):
+        await peer.request(CONTROLLER, Goodbye(name=peer.name), timeout_s=GOODBYE_S)
 
 
 @asynccontextmanager
-async def gateway_for_agents(config: Config, chat: ChatTokenizer) -> AsyncIterator[Gateway | None]:
+async def gateway_for_agents(
+    config: Config, kind: type[Environment], chat: ChatTokenizer
+) -> AsyncIterator[Gateway | None]:
     """On loopback, for the length of the body, if the environment is an agent."""
-    if not is_agent(config.env.name):
+    if not is_agent(kind):
         yield None
         return
     from penstock.compat.gateway import AgentGateway

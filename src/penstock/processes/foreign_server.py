@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import Config
-from penstock.deadline import Stalled
+from penstock.deadline import Stalled, deadline, stalled
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
@@ -93,9 +93,9 @@ async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[
         if process.returncode is None:
             process.terminate()
         try:
-            async with asyncio.timeout(config.supervisor.grace_s):
+            async with deadline(config.supervisor.grace_s, waiter=child.name, resource="its end", holder="the engine"):
                 await process.wait()
-        except TimeoutError:
+        except Stalled:
             process.kill()
 
 
@@ -146,7 +146,7 @@ async def answering(config: Config, url: str, session: HttpSession, process: Pro
             if isinstance(error, RolloutError) and error.status == REFUSED:
                 raise
             if time.monotonic() > limit:
-                raise Stalled(waiter="run", resource=f"an answer ({error})", holder=url, seconds=seconds) from None
+                raise stalled(waiter="run", resource=f"an answer ({error})", holder=url, seconds=seconds) from None
         await asyncio.sleep(ASK_EVERY_S)
 
 

@@ -27,7 +27,8 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
 
     rollouts = [spec("rollout", number) for number in range(config.rollout.num_servers)]
     environments = [spec("env", number) for number in range(config.env.workers)]
-    return [[spec("controller")], [*rollouts, spec("trainer", 0)], environments]
+    stages = [[spec("controller")], [*rollouts, spec("trainer", 0)], environments]
+    return [stage for stage in stages if stage]
 
 
 def _keys(config: Config, role: str) -> dict[str, str]:

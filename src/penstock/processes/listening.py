@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from penstock.processes.connection import MAX_CONNECTIONS, Connection
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -31,16 +34,28 @@ def url_of(host: str, at: socket.socket | int) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to the process."""
+    """Leaves signals to the process, and takes as many connections as the system lets it."""
 
     def __init__(self, app: ASGIApp) -> None:
+        _allow_files(2 * MAX_CONNECTIONS)
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                app, http=Connection, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            )
         )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _allow_files(count: int) -> None:
+    """That many at once, or as many as the system has for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < count:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard)
+        )
 
 
 @asynccontextmanager

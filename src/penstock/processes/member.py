@@ -12,7 +12,8 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.control.bus import CONTROLLER, Handler, Peer
-from penstock.control.messages import AnyMessage, Heartbeat, Hello, Welcome, WhoAreYou
+from penstock.control.messages import AnyMessage, Heartbeat, Hello, StallReport, Welcome, WhoAreYou
+from penstock.deadline import Stall, reporting_to, write_to_log
 from penstock.supervisor.child import Child
 from penstock.types import BusySpan
 
@@ -38,6 +39,7 @@ async def membership(
     handler: Handler,
     telemetry: Callable[[], Telemetry],
     url: str = "",
+    attached: bool = False,
     abandoned: Callable[[], None] = lambda: None,
     welcomed: Callable[[Peer, Welcome], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Peer]:
@@ -58,15 +60,20 @@ async def membership(
         await join()
         return None
 
+    def tell(stall: Stall) -> None:
+        write_to_log(stall)
+        peer.notify(CONTROLLER, StallReport(stall=stall))
+
     peer = Peer(str(child.runtime_dir), child.name, hear)
-    hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url)
+    hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url, attached=attached)
     try:
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(peer.run())
             await join()
             pulse = _Pulse(child, telemetry)
             beating = tasks.create_task(_beat(peer, pulse, config.supervisor.heartbeat_s))
-            yield peer
+            with reporting_to(tell):
+                yield peer
             peer.notify(CONTROLLER, pulse.beat())
             beating.cancel()
             receiving.cancel()

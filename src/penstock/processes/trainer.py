@@ -35,6 +35,7 @@ from penstock.control.messages import (
     Step,
 )
 from penstock.data.sources import TaskStream, open_source
+from penstock.deadline import patient
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import environment_maker
 from penstock.groups.local import LocalGroup
@@ -53,6 +54,9 @@ from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
 from penstock.types import EVAL_TAG, TRAIN_TAG, BusySpan, GroupRef, LearnerState
 from penstock.weights.shared_memory import WeightsPublisher
+
+PATIENCE_S = 300.0
+"""With one message, before it is worth a report: whoever sent it has a deadline."""
 
 Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
 
@@ -104,7 +108,9 @@ class TrainerProcess:
         return learner
 
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, message)
+        what = f"the end of {type(message).__name__}"
+        with patient(PATIENCE_S, waiter=self._name, resource=what, holder="its working thread"):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, message)
 
     def _execute(self, message: AnyMessage) -> AnyMessage | None:
         self._doing = type(message).__name__

@@ -76,14 +76,21 @@ def slot_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface. Returns ([1, T, H, D], None). Without a `slot_batch` the tokens are one plain
-    sequence, of which nothing is kept."""
+    """Transformers' attention interface. Returns ([1, T, H, D], None). Without a `slot_batch` the tokens are the end of
+    one plain sequence, whose keys and values [1, K, S, D] are all here."""
     if sliding_window is not None or softcap is not None or s_aux is not None:
         raise NotImplementedError("the slot engine serves plain full attention: no sliding window, softcap or sinks")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if slot_batch is None:
         grouped = query.shape[1] != key.shape[1]
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        seen = None
+        if num_keys > num_queries:
+            every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+            seen = every.tril(num_keys - num_queries)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, seen, is_causal=seen is None, scale=scaling, enable_gqa=grouped
+        )
         return attended.transpose(1, 2), None
     packed = Packed(*(x[0].transpose(0, 1) for x in (query, key, value)))
     slots = slot_batch.cache.layer(module.layer_idx)

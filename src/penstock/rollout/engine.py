@@ -19,7 +19,7 @@ from math import isfinite
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from penstock.rollout.admission import Admission, WaitingLine
 from penstock.rollout.attention import ATTENTION_NAME
@@ -184,10 +184,16 @@ class SlotEngine:
     @torch.inference_mode()
     def scoring(self, prompt_ids: list[int]) -> Iterator[list[float]]:
         """The same a part at a time: the logits of only so many places exist at once, whatever the prompt's length, and
-        steps may be taken in between."""
+        steps may be taken in between. After an update of weights what came before is computed again with the new ones,
+        so that no score mixes them."""
         ids = torch.tensor([prompt_ids], device=self.model.device)
+        cache, version = DynamicCache(), self.policy_version
         for places in torch.split(torch.arange(len(prompt_ids) - 1, device=ids.device), SCORED_PLACES):
-            logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=places).logits[0].float()
+            if self.policy_version != version:
+                cache, version = DynamicCache(), self.policy_version
+            fresh = ids[:, cache.get_seq_length() : int(places[-1]) + 1]
+            output = self.model(input_ids=fresh, past_key_values=cache, use_cache=True, logits_to_keep=len(places))
+            logits = output.logits[0].float()
             found: list[float] = torch.log_softmax(logits, dim=-1).gather(1, ids[0, places + 1, None])[:, 0].tolist()
             yield found
 

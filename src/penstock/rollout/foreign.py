@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from penstock.deadline import deadline
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.types import UpdateMode, WeightsHandle
 
@@ -12,6 +13,8 @@ UNKNOWN = "unknown"
 """Label of weights that are no published version: another run's, or half those of an update that failed."""
 RESUME_S = 10.0
 """For going on after a pause."""
+STAT_S = 30.0
+"""For looking at a file, on a shared file system that is slow."""
 
 
 class ForeignClient:
@@ -28,7 +31,8 @@ class ForeignClient:
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Look whether the file is whole, before anything is paused for it."""
         path = Path(handle.path)
-        found = await asyncio.to_thread(lambda: path.stat().st_size if path.is_file() else -1)
+        async with deadline(STAT_S, waiter="rollout client", resource=handle.path, holder="its storage"):
+            found = await asyncio.to_thread(lambda: path.stat().st_size if path.is_file() else -1)
         if found != handle.num_bytes:
             raise RolloutError(self.url, f"weights file {path} has {found} bytes, expected {handle.num_bytes}", 400)
 

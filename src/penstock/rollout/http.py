@@ -10,11 +10,13 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from penstock.deadline import Stalled
+from penstock.deadline import Stalled, deadline
 from penstock.rollout import wire
 from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed
 
 MAX_BODY_BYTES = 16 * 2**20
+BODY_S = 30.0
+"""For a whole body to come, over a slow line too."""
 HANDLE_FORMAT = (
     "weights are announced by a JSON handle with policy_version, path, num_bytes and fingerprint, "
     "where path names a safetensors file in shared memory or on disk; tensors in the body are not accepted"
@@ -82,10 +84,14 @@ async def read_body(request: Request, kind: type[wire.T]) -> wire.T:
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
+    try:
+        async with deadline(BODY_S, waiter="server", resource="the body of a request", holder="its client"):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
+    except Stalled:
+        raise Refused(408, f"the body was not there within {BODY_S:g} s") from None
     return wire.decode(bytes(body), kind)
 
 

@@ -20,12 +20,13 @@ from typing import Literal, TypeVar
 
 import torch
 
+from penstock.deadline import patient
 from penstock.model.compute import compute_seconds
 from penstock.rollout.busy import BusyMeter
 from penstock.rollout.costs import StepCosts
 from penstock.rollout.durations import Durations
 from penstock.rollout.engine import Finished, SlotEngine
-from penstock.rollout.failures import EngineDead, GenerationFailed
+from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed
 from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.rows import Sequence as Sample
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
 """For a step to end; a thread stuck in the device longer than that is left behind."""
+
+PATIENCE_S = 600.0
+"""With the engine, before it is worth a report: a long answer, or all that run when one drains, takes its time."""
 
 T = TypeVar("T")
 Command = Callable[[], None]
@@ -144,7 +148,8 @@ class EngineRunner:
 
         self._commands.put(submit)
         try:
-            segments = await pending.result
+            with patient(PATIENCE_S, waiter=f"request {request.rid}", resource="its answer", holder="the engine"):
+                segments = await pending.result
             self.latencies.add(time.perf_counter() - pending.asked_at)
             return segments
         except asyncio.CancelledError:
@@ -183,6 +188,17 @@ class EngineRunner:
                     self.engine.retract()
 
         await self._between_steps(load, drained=mode == "drain")
+
+    async def stop_draining(self) -> None:
+        """Whatever waits until nothing runs is refused with `Conflict`, and has not happened; samples join again."""
+
+        def stop() -> None:
+            for _, done in self._when_drained:
+                refusal = Conflict("given up while running answers were to end first: nothing has changed")
+                self._loop.call_soon_threadsafe(_resolve, done, None, refusal)
+            self._when_drained = []
+
+        await self._between_steps(stop)
 
     async def forget_weights(self) -> None:
         """End every request with what it has; later ones are refused until the next weights, of whatever version."""
@@ -229,7 +245,8 @@ class EngineRunner:
 
         self._commands.put(lambda: self._scores.append((parts(), done)))
         try:
-            await done
+            with patient(PATIENCE_S, waiter="a prompt", resource="its score", holder="the engine"):
+                await done
         finally:
             self._actions.discard(done)
         return Scored(found, (versions[0], versions[-1]) if versions else ())
@@ -273,7 +290,8 @@ class EngineRunner:
         act = partial(self._act, action, done)
         self._commands.put(partial(self._when_drained.append, (act, done)) if drained else act)
         try:
-            await done
+            with patient(PATIENCE_S, waiter="server", resource="a moment between two steps", holder="the engine"):
+                await done
         finally:
             self._actions.discard(done)
 

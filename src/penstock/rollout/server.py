@@ -6,39 +6,25 @@ paths of the server, those of other surfaces included.
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from penstock.deadline import deadline
 from penstock.rollout import wire
-from penstock.rollout.answers import Answers
 from penstock.rollout.app import App
-from penstock.rollout.convert import (
-    Answer,
-    Asked,
-    is_batch,
-    read_requests,
-    sample_id,
-    version_header,
-    write_growing,
-    write_replies,
-)
+from penstock.rollout.generation import Generation
 from penstock.rollout.http import (
-    EXPECTED,
     HANDLE_FORMAT,
-    LAST_EVENT,
     Refused,
     Route,
     Surface,
     answer,
     error_object,
-    event,
     read_body,
     unless_gone,
 )
@@ -118,20 +104,11 @@ class RolloutServer:
         self._keys = keys
         self._identity = identity
         self._update = update
-        self._tokenizer = tokenizer
-        self._answers = Answers(runner, tokenizer)
+        self._generation = Generation(runner, tokenizer)
 
     def routes(self) -> list[Route]:
         return [
-            Route(
-                "/generate",
-                ["POST", "PUT"],
-                self.generate,
-                "generation",
-                body=wire.GenerateBody,
-                reply=wire.GenerateReply | list[wire.GenerateReply],
-                streams=True,
-            ),
+            *self._generation.routes(),
             Route(
                 "/abort_request", ["POST"], self.abort_request, "generation", body=wire.AbortBody, reply=wire.AbortReply
             ),
@@ -153,47 +130,6 @@ class RolloutServer:
                 "/resume_memory_occupation", ["GET", "POST"], self.resume, body=wire.MemoryBody, reply=wire.MemoryReply
             ),
         ]
-
-    async def generate(self, request: Request) -> Response:
-        """One reply per prompt and sample; a list if there can be several."""
-        started = time.perf_counter()
-        body = await read_body(request, wire.GenerateBody)
-        asked = read_requests(body, self._tokenizer)
-        self._answers.check(asked)
-        if body.stream:
-            return StreamingResponse(self._stream(asked, started), media_type="text/event-stream")
-        answers = await unless_gone(request, self._answers.give(asked))
-        replies = [reply for each in answers for reply in self._told(each, started)]
-        response = answer(replies if len(replies) > 1 or is_batch(body) else replies[0])
-        response.headers.update(version_header(answers))
-        return response
-
-    def _told(self, answer: Answer, started: float) -> list[wire.GenerateReply]:
-        return write_replies(answer, tokenizer=self._tokenizer, latency_s=time.perf_counter() - started)
-
-    async def _stream(self, asked: Sequence[Asked], started: float) -> AsyncIterator[bytes]:
-        """Each sample's text so far, cumulative as SGLang's is, and its whole reply at its end. What goes wrong once
-        the status is sent is the last event."""
-        several = sum(each.num_samples for each in asked) > 1
-        try:
-            async for sample in self._answers.follow(asked):
-                if sample.answer is None:
-                    reply = write_growing(
-                        sample.asked,
-                        sample.member,
-                        text=sample.text() if sample.asked.body.return_text else "",
-                        token_ids=sample.token_ids,
-                        logprobs=sample.logprobs,
-                        latency_s=time.perf_counter() - started,
-                    )
-                else:
-                    (reply,) = self._told(sample.answer, started)
-                    reply.meta_info.id = sample_id(sample.asked, sample.member)
-                reply.index = sample.index if several else None
-                yield event(reply)
-        except EXPECTED as error:
-            yield event(error_object(str(error)))
-        yield LAST_EVENT
 
     async def abort_request(self, request: Request) -> Response:
         """Ends one request, or those whose ids have a prefix; all of them only for whoever may control the server."""
@@ -251,10 +187,11 @@ class RolloutServer:
         )
 
     async def commit_weights(self, request: Request) -> Response:
-        """Serves what has been staged."""
+        """Serves what has been staged; waits for running answers to end only as long as its client waits too."""
         body = await read_body(request, wire.CommitBody)
         update = self._update.commit(body.policy_version, mode=body.mode, fingerprint=body.fingerprint)
-        return _answer_weights("committed", await update)
+        served = await (unless_gone(request, update) if body.mode == "drain" else update)
+        return _answer_weights("committed", served)
 
     async def forget_weights(self, request: Request) -> Response:
         """For a run that takes this server over, in whatever state an earlier one left it: its versions begin anew, a

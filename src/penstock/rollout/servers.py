@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from penstock.deadline import Stalled
-from penstock.rollout.client import RolloutClient
+from penstock.deadline import Stalled, holding, patient, report
+from penstock.rollout.client import BEGIN_S, COMMIT_S, RolloutClient
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang import SGLangClient
 from penstock.rollout.vllm import VllmClient
@@ -29,15 +30,25 @@ RETRY_S = 5.0
 """Until a lost server is asked again."""
 PATIENCE_S = 0.5
 """Between two looks for a server that is back, while all are lost."""
+ALL_LOST_S = 20.0
+"""All of them, before it is worth a report: one that was killed is back by then."""
 SILENCE_S = 10.0
 """Without an answer, after which a server is asked whether it lives: one that hangs would cost a whole deadline."""
 MISSED = 2
 """Times in a row that it did not say so."""
 FAILED = 500
-"""Status of a server that lives and cannot do what it should: waiting for it would be in vain."""
+"""Status of a request that a server cannot serve. If the server says that it lives, waiting would be in vain."""
+UNHEARD = 408
+"""Status of a request that did not come in time: the line is slow, or the server was held up."""
+CONFLICT = 409
+"""Status of a commit of what is not staged."""
 SLACK = 32
 """Samples by which an episode's server may be busier than the least loaded one: a cached prefix is worth that much."""
 REMEMBERED_EPISODES = 16384
+BACK_S = 300.0
+"""For a server to be back, while an update of weights finds none; longer than a restart with its pauses."""
+UPDATE_S = BACK_S + BEGIN_S + max(COMMIT_S.values())
+"""An update of weights takes no longer."""
 
 
 class ServerClient(Protocol):
@@ -152,6 +163,12 @@ class Servers:
         self._latest: WeightsHandle | None = None
         self._released = False
 
+    def _alone(self) -> AbstractAsyncContextManager[None]:
+        """One update of weights at a time."""
+        return holding(
+            self._updating, UPDATE_S, waiter="rollout client", resource="a weights update", holder="another one"
+        )
+
     def set_urls(self, urls: Sequence[str]) -> None:
         """The servers there are now. A new one is used once it serves weights; one that is gone is asked no more."""
         known = {member.client.url: member for member in self._members}
@@ -161,9 +178,12 @@ class Servers:
         ]
 
     async def bring_up(self, url: str) -> None:
-        """Give a server that was started anew the weights that the others serve."""
-        async with self._updating:
-            member = next(member for member in self._members if member.client.url == url.rstrip("/"))
+        """Give a server that was started anew the weights that the others serve. Raises RolloutError or Stalled if it
+        is gone again."""
+        async with self._alone():
+            member = next((member for member in self._members if member.client.url == url.rstrip("/")), None)
+            if member is None:
+                raise RolloutError(url, "was replaced by another one before it had weights")
             if self._latest is not None:
                 await member.client.begin_weights(self._latest)
                 await member.client.commit_weights(self._latest)
@@ -175,19 +195,19 @@ class Servers:
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
         """On the episode's own server or the least loaded one; if that is lost meanwhile, on another, from the same
-        tokens. Raises at once what is the request's own fault, and what servers say that live and still fail."""
+        tokens. Raises at once what is the request's own fault, and what all servers say that live and still fail."""
         tried: list[Member] = []
         while True:
             member = await self._choose(grants[0].episode, tried)
             try:
-                segments = await self._ask(member, len(grants), prompt_ids, grants, sampling, seeds)
+                segments = await self._ask(member, prompt_ids, grants, sampling, seeds)
             except (RolloutError, Stalled) as error:
                 if not _is_lost(error):
                     raise
                 self._lose(member, error)
                 tried.append(member)
-                if len(tried) == len(self._members):
-                    if isinstance(error, RolloutError) and error.status == FAILED:
+                if all(each in tried for each in self._members):
+                    if isinstance(error, RolloutError) and error.status == FAILED and await _lives(member):
                         raise
                     tried.clear()
             else:
@@ -195,17 +215,24 @@ class Servers:
                     self._homes.set([grant.episode for grant in grants], member)
                 return segments
 
-    async def _ask(self, member: Member, num_samples: int, *request: Any) -> list[Segment]:
+    async def _ask(
+        self,
+        member: Member,
+        prompt_ids: Sequence[int],
+        grants: Sequence[SegmentGrant],
+        sampling: Sampling,
+        seeds: Sequence[int],
+    ) -> list[Segment]:
         """The answer, as long as its server lives."""
-        now = asyncio.get_running_loop().time
+        now, num_samples = asyncio.get_running_loop().time, len(grants)
         member.load += num_samples
-        asked_at, task = now(), asyncio.ensure_future(member.client.generate(*request))
+        asked_at, task = now(), asyncio.ensure_future(member.client.generate(prompt_ids, grants, sampling, seeds))
         try:
             while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
                 if now() - max(asked_at, member.heard_at) >= SILENCE_S:
                     await self._probe(member)
-                if member.missed >= MISSED and not task.done() and self._has_others(member):
-                    raise RolloutError(member.client.url, f"has been silent for {now() - asked_at:.0f} s")
+                if member.missed >= MISSED and not task.done():
+                    self._despair(member, grants[0].episode, now() - asked_at)
             member.heard_at, member.missed = now(), 0
             segments = task.result()
             versions = (span.policy_version for segment in segments for span in segment.spans[-1:])
@@ -219,17 +246,23 @@ class Servers:
             member.load -= num_samples
             task.cancel()
 
+    def _despair(self, member: Member, episode: EpisodeId, waited_s: float) -> None:
+        """Of a server that does not say that it lives: raises if there are others, or if it is none of this run any
+        more. Else it may yet come to itself."""
+        if self._has_others(member) or member not in self._members:
+            raise RolloutError(member.client.url, f"has been silent for {waited_s:.0f} s")
+        report(waiter=str(episode), resource="an answer", holder=member.client.url, seconds=waited_s)
+
     async def _probe(self, member: Member) -> None:
         """Whether it lives, asked by one of those who wait."""
         if member.probing:
             return
         member.probing = True
         try:
-            await member.client.alive()
-        except (RolloutError, Stalled):
-            member.missed += 1
-        else:
-            member.heard_at, member.missed = asyncio.get_running_loop().time(), 0
+            if await _lives(member):
+                member.heard_at, member.missed = asyncio.get_running_loop().time(), 0
+            else:
+                member.missed += 1
         finally:
             member.probing = False
 
@@ -237,16 +270,20 @@ class Servers:
         return any(other.lost_at is None for other in self._members if other is not member)
 
     async def _choose(self, episode: EpisodeId, tried: Sequence[Member]) -> Member:
-        while True:
-            left = [member for member in self._members if member not in tried]
-            usable = [member for member in left if member.lost_at is None or await self._is_back(member)]
-            if usable or tried:
-                break
-            await asyncio.sleep(PATIENCE_S)
+        with patient(ALL_LOST_S, waiter=str(episode), resource="a server that serves", holder=self._names):
+            while True:
+                left = [member for member in self._members if member not in tried]
+                usable = [member for member in left if member.lost_at is None or await self._is_back(member)]
+                if usable or tried:
+                    break
+                await asyncio.sleep(PATIENCE_S)
         usable = usable or left
         least = min(usable, key=lambda member: member.load)
         home = self._homes.get(episode)
         return home if home in usable and home.load <= least.load + SLACK else least
+
+    def _names(self) -> str:
+        return ", ".join(member.client.url for member in self._members) or "nobody: there is none"
 
     async def _is_back(self, member: Member) -> bool:
         """Whether a lost server serves again; asked by one call at a time, and not too often."""
@@ -276,9 +313,18 @@ class Servers:
 
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage everywhere, then commit everywhere. If staging is refused anywhere, no server changes. A server that
-        does not answer is left behind; it gets the next weights if it is back by then."""
-        async with self._updating:
-            await self._update_weights(handle)
+        does not answer is left behind; it gets the next weights if it is back by then. If none answers, the first that
+        is back gets these; after `BACK_S` that raises what the last one said."""
+        async with self._alone():
+            limit = asyncio.get_running_loop().time() + BACK_S
+            while True:
+                try:
+                    await self._update_weights(handle)
+                    break
+                except (RolloutError, Stalled) as error:
+                    if not _is_lost(error) or asyncio.get_running_loop().time() > limit:
+                        raise
+                await asyncio.sleep(PATIENCE_S)
             self._latest = handle
 
     async def _update_weights(self, handle: WeightsHandle) -> None:
@@ -291,22 +337,30 @@ class Servers:
         except (RolloutError, TimeoutError):
             await asyncio.gather(*(member.client.abort_weights() for member in members), return_exceptions=True)
             raise
-        for member in await self._each(members, lambda client: client.commit_weights(handle)):
+        for member in await self._each(members, lambda client: _commit(client, handle)):
             self._find(member)
 
     async def release(self) -> None:
-        """Every server gives way to the trainer."""
+        """Every server gives way to the trainer; one that is lost holds nothing."""
         self._released = True
-        await self._each(self._members, lambda client: client.release())
+        await self._each_that_lives(lambda client: client.release())
 
     async def resume(self) -> None:
-        """Every server generates again."""
+        """Every server generates again; one that is lost does so once it is brought up."""
         self._released = False
-        await self._each(self._members, lambda client: client.resume())
+        await self._each_that_lives(lambda client: client.resume())
 
     async def close(self) -> None:
         """Close the connections."""
         await self._session.close()
+
+    async def _each_that_lives(self, call: Callable[[ServerClient], Awaitable[None]]) -> None:
+        """Even if that is none."""
+        try:
+            await self._each(self._members, call)
+        except (RolloutError, Stalled) as error:
+            if not _is_lost(error):
+                raise
 
     async def _each(
         self, members: Sequence[Member], call: Callable[[ServerClient], Awaitable[None]]
@@ -324,8 +378,28 @@ class Servers:
         return [member for member, outcome in zip(members, outcomes, strict=True) if outcome is None]
 
 
+async def _commit(client: ServerClient, handle: WeightsHandle) -> None:
+    """Also on a server that was started anew since it staged them."""
+    try:
+        await client.commit_weights(handle)
+    except RolloutError as error:
+        if error.status != CONFLICT:
+            raise
+        await client.begin_weights(handle)
+        await client.commit_weights(handle)
+
+
+async def _lives(member: Member) -> bool:
+    """Whether it says so."""
+    try:
+        await member.client.alive()
+    except (RolloutError, Stalled):
+        return False
+    return True
+
+
 def _is_lost(error: Exception) -> bool:
     """Whether it is the server that failed, and not the request."""
     if isinstance(error, RolloutError):
-        return error.status is None or error.status >= 500
+        return error.status is None or error.status >= 500 or error.status == UNHEARD
     return isinstance(error, Stalled)

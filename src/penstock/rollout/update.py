@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 
 import torch
 
-from penstock.deadline import deadline
+from penstock.deadline import deadline, holding
 from penstock.rollout.failures import Conflict
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.served import fit_tensors
@@ -62,11 +63,19 @@ class WeightsUpdate:
         self._receive_chunk = receive_chunk
         self._fingerprint = fingerprint
         self._lock = asyncio.Lock()
+        self._draining = False
+        """A commit waits for running answers to end."""
         self._staged: Staged | None = None
         self._lease: asyncio.TimerHandle | None = None
         self._lease_s = LEASE_S
         self._ending_pause: asyncio.Task[None] | None = None
         self._served: Served | None = None
+
+    def _alone(self) -> AbstractAsyncContextManager[None]:
+        """One call at a time."""
+        return holding(
+            self._lock, RECEIVE_TIMEOUT_S, waiter="server", resource="the weights update", holder="another call of it"
+        )
 
     @property
     def staged(self) -> Staged | None:
@@ -78,7 +87,9 @@ class WeightsUpdate:
     ) -> WeightsHandle:
         """Map and verify `handle` in a thread; inside a `bracket`, if one is given. Conflict unless it is newer than
         what is served. What is not committed within the lease is forgotten, as if it had been aborted."""
-        async with self._lock:
+        if not self._is_known(handle):
+            await self._stop_draining()
+        async with self._alone():
             if self._is_known(handle):
                 return handle
             self._check_newer(handle.policy_version)
@@ -114,7 +125,7 @@ class WeightsUpdate:
         with it, so that its ranks stay in step. Returns the update."""
         sender = source.group_name if isinstance(source, GroupTensors) else None
         received = None if sender is None else await self._received(seq, source)
-        async with self._lock:
+        async with self._alone():
             self._check_newer(policy_version)
             self._check_sender(sender, chunked=True)
             staged = self._staged
@@ -134,7 +145,8 @@ class WeightsUpdate:
 
     async def open(self, *, lease_s: float = LEASE_S) -> Staged:
         """An update whose parts come by `add`, and which is served at `finish`."""
-        async with self._lock:
+        await self._stop_draining()
+        async with self._alone():
             staged = Staged(None, bracketed=True)
             self._stage(staged, lease_s)
             return staged
@@ -143,7 +155,7 @@ class WeightsUpdate:
         """Part of the open update, or of one that is opened here and whole as soon as every weight is there. Such a one
         starts over when a weight comes again or its policy_version changes: its sender has. Conflict if what it leaves
         behind was not whole, though the new one is begun then; and if somebody else's is open. Returns the update."""
-        async with self._lock:
+        async with self._alone():
             if policy_version is not None:
                 self._check_newer(policy_version)
             self._check_sender(sender)
@@ -171,7 +183,9 @@ class WeightsUpdate:
     async def drop(self, sender: str) -> None:
         """Forget what this group staged, and a bracket into which nobody has sent anything: its trainer begins anew, or
         is gone. The pause that it was made under ends."""
-        async with self._lock:
+        if self._staged is not None and self._staged.sender == sender:
+            await self._stop_draining()
+        async with self._alone():
             staged = self._staged
             if staged is not None and (staged.sender == sender or staged.untouched):
                 self._stage(None)
@@ -185,7 +199,8 @@ class WeightsUpdate:
 
     async def _fit(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         engine = self._runner.engine
-        return await asyncio.to_thread(fit_tensors, engine.parameters(), engine.tied_names(), tensors)
+        async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a comparison of weights", holder="a thread"):
+            return await asyncio.to_thread(fit_tensors, engine.parameters(), engine.tied_names(), tensors)
 
     def missing(self, staged: Staged) -> list[str]:
         """The weights that have not come yet."""
@@ -210,7 +225,7 @@ class WeightsUpdate:
         """Serve the open update, under the next policy_version unless it has one; None if there is nothing in it. What
         a bracket did not bring stays as it is. Whatever the outcome, it is closed then. Conflict if it is not open, not
         whole, or not all of what came was taken."""
-        async with self._lock:
+        async with self._alone():
             if not self.is_open(staged):
                 raise Conflict("the update is no longer open")
             try:
@@ -242,8 +257,9 @@ class WeightsUpdate:
     ) -> Served:
         """Serve what is staged from the next decode step on, or when what runs has ended (`drain`). What came in chunks
         must be whole; whatever came must have the `fingerprint` if one is given. Returns what is served, with the
-        fingerprint of what the engine really holds."""
-        async with self._lock:
+        fingerprint of what the engine really holds. While one drains, whoever replaces or drops the update ends it with
+        Conflict."""
+        async with self._alone():
             if self._served is not None and self._served.policy_version == policy_version:
                 if fingerprint not in (None, self._served.fingerprint):
                     raise Conflict(
@@ -261,7 +277,7 @@ class WeightsUpdate:
             return served
 
     async def _verify(self, staged: Staged, fingerprint: str) -> None:
-        found = staged.fingerprint or await asyncio.to_thread(self._fingerprint, staged.tensors)
+        found = staged.fingerprint or await self._fingerprint_of(staged.tensors)
         if found != fingerprint:
             raise Conflict(f"what is staged has fingerprint {found}, not {fingerprint}: a chunk is missing or differs")
 
@@ -271,19 +287,27 @@ class WeightsUpdate:
         if mode == "drain" and self._runner.engine.paused:
             raise Conflict("generation is paused: what runs cannot end; continue, or commit in another mode")
         if self._runner.policy_version != policy_version:  # else an earlier commit ran out of time, but took effect
-            seconds = DRAIN_TIMEOUT_S if mode == "drain" else LOAD_TIMEOUT_S
-            async with deadline(seconds, waiter="server", resource="a weights update", holder="the engine"):
-                await self._runner.load_weights(staged.tensors, policy_version, mode=mode)
+            self._draining = mode == "drain"
+            seconds = DRAIN_TIMEOUT_S if self._draining else LOAD_TIMEOUT_S
+            try:
+                async with deadline(seconds, waiter="server", resource="a weights update", holder="the engine"):
+                    await self._runner.load_weights(staged.tensors, policy_version, mode=mode)
+            finally:
+                self._draining = False
         # Beside the engine's thread, which generates on: only a commit writes weights, and this one holds the lock.
-        found = await asyncio.to_thread(self._fingerprint, self._runner.engine.parameters())
+        found = await self._fingerprint_of(self._runner.engine.parameters())
         self._served = Served(policy_version, found)
         return self._served
+
+    async def _fingerprint_of(self, tensors: Tensors) -> str:
+        async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource="a fingerprint", holder="a thread"):
+            return await asyncio.to_thread(self._fingerprint, tensors)
 
     async def rename(self, policy_version: int) -> None:
         """What came last is `policy_version`: the open bracket if there is one, else what is served. Conflict if it
         would go back."""
         _check_bound(policy_version)
-        async with self._lock:
+        async with self._alone():
             current = self._runner.policy_version
             if self._staged is not None and self._staged.bracketed:
                 self._check_newer(policy_version)
@@ -301,7 +325,8 @@ class WeightsUpdate:
     async def forget(self) -> None:
         """Somebody else numbers the versions from now on: what is served and staged counts no more, a pause ends, and
         released memory is taken back."""
-        async with self._lock:
+        await self._stop_draining()
+        async with self._alone():
             self._stage(None)
             async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a new owner", holder="the engine"):
                 await self._runner.forget_weights()
@@ -310,9 +335,16 @@ class WeightsUpdate:
                 await self._runner.go_on()
 
     async def abort(self) -> None:
-        """Forget what is staged; the served weights stay."""
-        async with self._lock:
+        """Forget what is staged, even if it only waits for running answers to end; the served weights stay."""
+        await self._stop_draining()
+        async with self._alone():
             self._stage(None)
+
+    async def _stop_draining(self) -> None:
+        """A commit that waits for running answers to end, perhaps for long, is refused: whoever calls goes first."""
+        if self._draining:
+            async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="the end of a drain", holder="the engine"):
+                await self._runner.stop_draining()
 
     def _check_newer(self, policy_version: int) -> None:
         if policy_version <= self._runner.policy_version:

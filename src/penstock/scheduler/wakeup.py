@@ -6,7 +6,10 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from penstock.deadline import Stalled
+from penstock.deadline import report, stalled
+
+REPORTED_AFTER = 0.25
+"""Of the time after which nothing more is hoped for."""
 
 
 class Signal(asyncio.Event):
@@ -18,13 +21,14 @@ class Signal(asyncio.Event):
 
 
 class Progress:
-    """Bounds every wait: `Stalled` once nothing at all has changed for `stall_s`. One timer watches over all."""
+    """Bounds every wait: a report once nothing at all has changed for a quarter of `stall_s`, and `Stalled` in the end.
+    One timer watches over all."""
 
     def __init__(self, *, now: Callable[[], float], stall_s: float) -> None:
         self._now, self._stall_s = now, stall_s
         self._changed_at = now()
         self._signals: list[Signal] = []
-        self._num_waiting = 0
+        self._waiting: list[Signal] = []
         self._watch: asyncio.TimerHandle | None = None
         self.hopeless: Exception | None = None
         """Why the run cannot go on; raised by whoever waits."""
@@ -49,17 +53,17 @@ class Progress:
     async def wait(self, signal: Signal, *, until: float = math.inf) -> None:
         """Until `signal` is set, or until the time `until`. Raises what makes the run hopeless."""
         if self.hopeless is None and not signal.is_set():
-            self._num_waiting += 1
+            self._waiting.append(signal)
             if self._watch is None:
                 self._look()
             try:
                 await _wait_for(signal, None if until == math.inf else until - self._now())
             finally:
-                self._num_waiting -= 1
+                self._waiting.remove(signal)
         if self.hopeless is not None:
             raise self.hopeless
         if self._left_s <= 0:
-            raise Stalled(waiter=signal.waiter, resource=signal.resource, holder=signal.holder, seconds=self._stall_s)
+            raise stalled(waiter=signal.waiter, resource=signal.resource, holder=signal.holder, seconds=self._stall_s)
 
     @property
     def _left_s(self) -> float:
@@ -67,13 +71,25 @@ class Progress:
         return self._changed_at + self._stall_s - self._now()
 
     def _look(self) -> None:
-        """Wake everybody if nothing has changed for too long; else look again when that may be so."""
+        """Wake everybody if nothing has changed for too long; else look again when that may be so, or is worth a
+        report."""
         self._watch = None
-        if self._num_waiting and self._left_s <= 0:
+        if not self._waiting:
+            return
+        if self._left_s <= 0:
             for signal in self._signals:
                 signal.set()
-        elif self._num_waiting:
-            self._watch = asyncio.get_running_loop().call_later(self._left_s, self._look)
+            return
+        quiet_s, worth_telling_s = self._now() - self._changed_at, REPORTED_AFTER * self._stall_s
+        wait_s = worth_telling_s - quiet_s
+        if quiet_s > 0.99 * worth_telling_s:  # timers of a late clock are rounded
+            self._tell(quiet_s)
+            wait_s = self._left_s
+        self._watch = asyncio.get_running_loop().call_later(wait_s, self._look)
+
+    def _tell(self, quiet_s: float) -> None:
+        for signal in self._waiting:
+            report(waiter=signal.waiter, resource=signal.resource, holder=signal.holder, seconds=quiet_s)
 
 
 async def _wait_for(signal: Signal, seconds: float | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from penstock import loop
 from penstock.config import Config
 from penstock.data.sources import TaskStream
+from penstock.deadline import reporting_to
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.engine import Totals
@@ -194,7 +195,8 @@ def simulate(
     async def main() -> Outcome:
         return await Simulation(config, workload, seed=seed, num_tasks=num_tasks, progress=progress).run()
 
-    with _rare_collection():
+    # What would hang raises `Stalled` here, or `Deadlock`: nobody need hear before of how long something takes.
+    with _rare_collection(), reporting_to(lambda stall: None):
         return run_virtual(main())
 
 

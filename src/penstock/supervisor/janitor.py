@@ -106,11 +106,16 @@ def clean(run_dir: Path, runtime_dir: Path, nonce: str, sessions: set[int]) -> N
     remaining = procfs.kill_family(belongs, spare={os.getpid()}, rounds=ROUNDS)
     with suppress(Owned), owning(run_dir, within_s=OWNING_S):
         shutil.rmtree(runtime_dir, ignore_errors=True)
-        leftovers = [f"process {stat.pid}" for stat in remaining] + ([str(runtime_dir)] if runtime_dir.exists() else [])
-        record = Record.load(run_dir)
-        record.close_processes(kind=ExitKind.LOST, reason=LOST)
-        if leftovers:
-            record.add_leftovers(leftovers)
-        if not record.status.is_final:
-            record.move(RunState.FAILED, actor="janitor", reason=LOST)
-        summary.write(run_dir)
+        left = [f"process {stat.pid}" for stat in remaining] + ([str(runtime_dir)] if runtime_dir.exists() else [])
+        close_record(run_dir, left)
+
+
+def close_record(run_dir: Path, leftovers: list[str]) -> None:
+    """Nobody keeps the record of this run any more: bring it to its end. To be called by whoever owns the run."""
+    record = Record.load(run_dir)
+    record.close_processes(kind=ExitKind.LOST, reason=LOST)
+    if leftovers:
+        record.add_leftovers(leftovers)
+    if not record.status.is_final:
+        record.move(RunState.FAILED, actor="janitor", reason=LOST)
+    summary.write(run_dir)

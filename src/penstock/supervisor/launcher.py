@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Self
 from penstock.ports import ProcessHandle, ProcessSpec
 from penstock.supervisor import procfs
 from penstock.supervisor.janitor import NONCE, Janitor
+from penstock.supervisor.runtime import claim
 
 if TYPE_CHECKING:
     import aiohttp
@@ -86,7 +87,7 @@ class LocalLauncher:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._runtime_dir.mkdir(mode=0o700)
+        self._environment |= claim(self._runtime_dir, run_dir=self._run_dir, nonce=self._nonce)
         (self._run_dir / "logs").mkdir(exist_ok=True)
         self._death_read, self._death_write = os.pipe()
         _become_subreaper()

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,22 +20,17 @@ import yaml
 from penstock.config import Config, load_config
 from penstock.config.lineage import changes, check_lineage, lineage
 from penstock.observe import jsonl
-from penstock.supervisor import procfs
+from penstock.supervisor import orphans, procfs
 from penstock.supervisor.ownership import owning
 from penstock.supervisor.record import FORMAT, Record, owner_of, read_state
+from penstock.supervisor.runtime import runtime_path
 from penstock.supervisor.states import RunState
-
-SHARED_MEMORY = Path("/dev/shm")
-
 
 CONFIG = "config.yaml"
 LINEAGE = "lineage.json"
 """What the run was begun with, of the settings that must not change."""
 JANITOR_S = 15.0
 """The janitor of a supervisor that was killed owns the run for a moment."""
-CLEANING_ROUNDS = 40
-RUNTIME_DIR = "PENSTOCK_RUNTIME_DIR"
-"""Environment variable of every process of a run, which tells whose it is."""
 
 
 class RunExists(RuntimeError):
@@ -65,10 +57,10 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def runtime_path(run_id: str) -> Path:
-    """Sockets, ready files and shared-memory weights of a run; in memory where the system offers that."""
-    base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"penstock-{os.getuid()}-{run_id}"
+def existing_parent(directory: Path) -> Path:
+    """Where `directory` is or would be made."""
+    directory = directory.absolute()
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 def publishable(config: Config) -> dict[str, Any]:
@@ -138,7 +130,8 @@ def reopen_run(run_dir: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
     with owning(run_dir, within_s=JANITOR_S if _supervisor_of(run_dir) is None else 0.0):
         resumption = plan_resumption(run_dir, overrides)
         record = Record.load(run_dir)
-        clean_up(record)
+        if left := orphans.remove_of_run(run_dir):
+            raise NotResumable(f"what earlier lives of run {record.run_id} left behind resists: {', '.join(left)}")
         _write_config(resumption.config, run_dir)
         runtime_dir = runtime_path(record.run_id)
         reason = f"resumed with {resumption.changed}" if resumption.changed else "resumed"
@@ -146,20 +139,6 @@ def reopen_run(run_dir: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
         yield OpenRun(
             run_id=record.run_id, run_dir=run_dir, runtime_dir=runtime_dir, config=resumption.config, record=record
         )
-
-
-def clean_up(record: Record) -> None:
-    """Remove what an earlier life of the run left behind, if its janitor was killed too: processes that carry the
-    run's mark, and its runtime directory, where the weights in shared memory lie."""
-    runtime_dir = runtime_path(record.run_id)
-    mark = f"{RUNTIME_DIR}={runtime_dir}".encode()
-    remaining = procfs.kill_family(
-        lambda stat: mark in procfs.environment(stat.pid), spare={os.getpid()}, rounds=CLEANING_ROUNDS
-    )
-    if remaining:
-        pids = ", ".join(str(stat.pid) for stat in remaining)
-        raise NotResumable(f"processes of an earlier life of run {record.run_id} do not end: {pids}")
-    shutil.rmtree(runtime_dir, ignore_errors=True)
 
 
 def _supervisor_of(run_dir: Path) -> int | None:

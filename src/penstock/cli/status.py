@@ -1,0 +1,278 @@
+"""`penstock status`: what a run's own files and the process table tell, as one document with keys that stay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.live import Live
+
+from penstock.cli.console import open_console
+from penstock.cli.polling import claim_answer, refusal
+from penstock.cli.runs import config_of, describe, has_ended, name_of, status_of
+from penstock.cli.status_view import render
+from penstock.observe import jsonl
+from penstock.observe.view import Plan, RunView
+from penstock.supervisor.child import CONFIG_ERROR
+from penstock.supervisor.procfs import Identity, is_alive
+from penstock.supervisor.record import read_state
+
+Document = dict[str, Any]
+
+METRICS_BYTES = 262_144
+TIMELINE_BYTES = 1_048_576
+NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS = 8, 5, 3
+INCIDENTS = (
+    *("server_lost", "server_back", "rewound", "adopted", "resumed", "pool_lost", "attached", "left"),
+    *("checkpoint_skipped", "checkpoint_missed", "leftovers"),
+)
+"""Events that tell what was lost, and how the run went on."""
+TROUBLED = ("degraded", "backoff", "fatal")
+"""States of processes that tell the same."""
+SAMPLE_S = 0.2
+"""Between the two looks that tell how busy a processor is."""
+WATCH_EVERY_S = 1.0
+
+
+def answer(run_dir: Path, *, as_json: bool, watch: bool, force: bool) -> None:
+    """Print the status, once or until the run has ended. People are always answered, programs as often as allowed."""
+    console = open_console()
+    is_program = as_json or not console.is_terminal
+    interval_s = config_of(run_dir).get("supervisor", {}).get("status_interval_s", 0.0)
+    if is_program and interval_s > 0:
+        wait_s = claim_answer(run_dir, now=time.time(), interval_s=interval_s, force=force)
+        if wait_s > 0:
+            print(jsonl.dumps(refusal(run_dir.name, wait_s, interval_s)))
+            return
+    if watch:
+        follow(run_dir, console, quiet=as_json)
+    document = status(run_dir)
+    if as_json:
+        print(jsonl.dumps(document))
+    else:
+        console.print(render(document))
+
+
+def follow(run_dir: Path, console: Console, *, quiet: bool) -> None:
+    """Until the run has ended: redrawn in a terminal, elsewhere a line whenever its phase or step is another one."""
+    shown: tuple[str, int] | None = None
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while not has_ended((document := status(run_dir))["status"]):
+            seen = document["progress"]["phase"], document["progress"]["step"]
+            if console.is_terminal:
+                live.update(render(document), refresh=True)
+            elif not quiet and seen != shown:
+                console.print(f"{seen[0]}  step {seen[1]}/{document['progress']['steps']}")
+            shown = seen
+            time.sleep(WATCH_EVERY_S)
+
+
+def status(run_dir: Path) -> Document:
+    """Everything there is to say about a run. Its keys are those that `--json` promises."""
+    state = read_state(run_dir) or {}
+    config, events = config_of(run_dir), jsonl.read(run_dir / "events.jsonl")
+    view = _view(config, events, jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES))
+    short = describe(run_dir) or {}
+    document: Document = {
+        **{key: short.get(key) for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
+        "ended": state.get("ended"),
+        "reason": _last_reason(events),
+        "error": state.get("error"),
+        "root_cause": _root_cause(state, events),
+        "leftovers": state.get("leftovers", []),
+        "processes": processes(state, events),
+        "progress": progress(view),
+        "ledger": view.latest.get("ledger", {}),
+        "evaluations": view.evaluations,
+        "checkpoint": view.checkpoint,
+        "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),
+        "incidents": [incident(event) for event in events if is_incident(event)][-NUM_INCIDENTS:],
+        "alarms": [_without_kind(event) for event in events if event.get("event") == "alarm"][-NUM_ALARMS:],
+        "stalls": [_without_kind(event) for event in events if event.get("event") == "stall"][-NUM_STALLS:],
+    }
+    return document | {"next": next_commands(document)}
+
+
+def _view(config: Mapping[str, Any], events: Sequence[Document], lines: Sequence[Document]) -> RunView:
+    trainer, data, model = (config.get(section, {}) for section in ("trainer", "data", "model"))
+    plan = Plan(
+        num_steps=trainer.get("steps", 0),
+        num_warm_start_steps=model.get("warm_start", {}).get("steps", 0),
+        num_eval_tasks=data.get("eval_tasks", 0),
+        max_staleness=config.get("scheduler", {}).get("max_staleness"),
+    )
+    view = RunView(plan=plan)
+    for event in events:
+        view.see_event(event)
+    for line in lines:
+        view.see_step(line)
+    return view
+
+
+def progress(view: RunView) -> Document:
+    """How far the run is, and how fast; rates are over the last seconds."""
+    latest = view.latest
+    return {
+        "phase": view.phase,
+        "needs": view.needs,
+        "step": view.step,
+        "steps": view.plan.num_steps,
+        "policy_version": latest.get("policy_version"),
+        "samples": latest.get("ledger", {}).get("trained", 0),
+        "episodes": latest.get("episodes_total", 0),
+        "steps_per_second": view.rate("step"),
+        "episodes_per_second": view.rate("episodes_total"),
+        "tokens_generated_per_second": view.rate("tokens_generated_total"),
+        "tokens_trained_per_second": view.rate("tokens_trained_total"),
+        "reward": view.reward,
+        "entropy": latest.get("entropy"),
+        "staleness_mean": latest.get("staleness_mean"),
+        "staleness_max": latest.get("staleness_max"),
+        "trainer_busy_fraction": view.trainer_busy,
+        "generator_busy_fraction": view.generator_busy,
+        "eta_seconds": view.eta_s if view.status == "running" else None,
+        "last_step_at": latest.get("time"),
+    }
+
+
+def processes(state: Mapping[str, Any], events: Sequence[Document]) -> list[Document]:
+    """The supervisor, its processes in the order they were started, and environment workers that attached."""
+    known = [("supervisor", {"role": "supervisor", **state.get("supervisor", {})}), *state.get("processes", {}).items()]
+    rows = [_process(name, facts) for name, facts in known]
+    _measure([row for row in rows if row["alive"]])
+    if not has_ended(status_of(state)):
+        rows += [_process(name, {"role": "env", "state": "attached"}) for name in _attached(events)]
+    return rows
+
+
+def _process(name: str, facts: Mapping[str, Any]) -> Document:
+    identity = {key: facts[key] for key in ("pid", "start_ticks", "boot_id") if key in facts}
+    alive = len(identity) == 3 and is_alive(Identity(**identity))
+    return {
+        "name": name,
+        "role": facts.get("role", name.partition("-")[0]),
+        "state": facts.get("state", "running" if alive else "gone"),
+        "alive": alive,
+        "pid": facts.get("pid"),
+        "restarts": facts.get("restarts", 0),
+        "returncode": facts.get("returncode"),
+        "reason": facts.get("reason"),
+        "age_seconds": None,
+        "cpu_seconds": None,
+        "cpu_cores": None,
+        "rss_bytes": None,
+    }
+
+
+def _measure(rows: Sequence[Document]) -> None:
+    """Age, processor and memory of living processes."""
+    looks = [(row, *look) for row in rows if (look := _look(row["pid"])) is not None]
+    started = time.monotonic()
+    time.sleep(SAMPLE_S if looks else 0.0)
+    for row, process, cpu_s in looks:
+        try:
+            with process.oneshot():
+                times, memory, born = process.cpu_times(), process.memory_info(), process.create_time()
+        except psutil.Error:
+            continue
+        now_s = times.user + times.system
+        row["age_seconds"] = round(time.time() - born, 1)
+        row["cpu_seconds"] = round(now_s, 2)
+        row["cpu_cores"] = round((now_s - cpu_s) / (time.monotonic() - started), 2)
+        row["rss_bytes"] = memory.rss
+
+
+def _look(pid: int) -> tuple[psutil.Process, float] | None:
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+    except psutil.Error:
+        return None
+    return process, times.user + times.system
+
+
+def _attached(events: Sequence[Document]) -> list[str]:
+    attached: dict[str, None] = {}
+    for event in events:
+        match event:
+            case {"event": "state", "to": "starting"}:
+                attached.clear()
+            case {"event": "attached", "name": name}:
+                attached[name] = None
+            case {"event": "left", "name": name}:
+                attached.pop(name, None)
+    return list(attached)
+
+
+def decisions(timeline: Sequence[Document]) -> list[Document]:
+    """The latest decision of each decider, the newest last."""
+    latest = {line["decider"]: line for line in timeline if line.get("kind") == "decision"}
+    return [_without_kind(line) for line in sorted(latest.values(), key=lambda line: line["time"])]
+
+
+def is_incident(event: Document) -> bool:
+    """Whether something was lost, or has been recovered from."""
+    state = event.get("state") if event.get("event") == "process" else None
+    hung_or_died = state == "exited" and event.get("kind") not in (None, "ok", "killed_by_supervisor")
+    return event.get("event") in INCIDENTS or state in TROUBLED or hung_or_died
+
+
+def incident(event: Document) -> Document:
+    """What is told of it."""
+    return {key: value for key, value in event.items() if key not in ("role", "start_ticks", "boot_id")}
+
+
+def _without_kind(record: Document) -> Document:
+    return {key: value for key, value in record.items() if key not in ("event", "kind")}
+
+
+def _last_reason(events: Sequence[Document]) -> str | None:
+    reasons = [event.get("reason") for event in events if event.get("event") == "state"]
+    return reasons[-1] or None if reasons else None
+
+
+def _root_cause(state: Mapping[str, Any], events: Sequence[Document]) -> Document | None:
+    """The process that a failed run failed by: the one that decided its state."""
+    actors = [event.get("actor") for event in events if event.get("event") == "state" and event.get("to") == "failed"]
+    if state.get("status") != "failed" or not actors or actors[-1] not in state.get("processes", {}):
+        return None
+    name = actors[-1]
+    return {
+        "process": name,
+        "message": str(state.get("error") or "").partition("\n")[0],
+        "returncode": state["processes"][name].get("returncode"),
+        "log": f"logs/{name}.log",
+    }
+
+
+def next_commands(document: Document) -> list[Document]:
+    """What one would type now, and what for."""
+    run_dir, cause = Path(document["run_dir"]), document["root_cause"]
+    run = name_of(run_dir)
+    where = f"go on from {document['checkpoint']}" if document["checkpoint"] else "begin it again"
+    resume = {"command": f"penstock resume {run}", "purpose": where}
+    match document["status"]:
+        case "completed":
+            model = run_dir / document["checkpoint"] if document["checkpoint"] else None
+            return [{"command": f"penstock serve --model {model}", "purpose": "talk to the trained policy"}] * bool(
+                model
+            )
+        case "failed":
+            process = f" {cause['process']}" if cause else ""
+            logs = {"command": f"penstock logs {run}{process} -n 100", "purpose": "see what it said last"}
+            return [logs] if cause and cause["returncode"] == CONFIG_ERROR else [logs, resume]
+        case "stopped":
+            return [resume]
+        case status if has_ended(status):
+            return [{"command": f"penstock stop {run}", "purpose": "end what is left of it"}, resume]
+    commands = [
+        {"command": f"penstock logs {run} -f", "purpose": "follow its processes"},
+        {"command": f"penstock stop {run}", "purpose": "stop it with a checkpoint"},
+    ]
+    if needed := document["progress"]["needs"]:
+        commands.insert(0, {"command": needed, "purpose": "attach an environment worker"})
+    return commands

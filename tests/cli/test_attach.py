@@ -1,0 +1,83 @@
+"""`python my_env.py serve`: which run it finds, and what it says if there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made_runs import make_run, owner, penstock
+
+from penstock.cli.attach import NotRunning, attach, member_of, newest_run
+from penstock.envs.guess_number import GuessNumber
+from penstock.observe import jsonl
+from penstock.supervisor.record import read_state
+from penstock.supervisor.runtime import claim
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "env_file" / "my_env.py"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"runs_dir: {tmp_path / 'runs'}\n")
+    return path
+
+
+def test_the_newest_run_that_goes_on_is_taken(config: Path, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "old", "running", started=1000.0)
+    new = make_run(tmp_path / "runs" / "new", "running", started=2000.0)
+    make_run(tmp_path / "runs" / "over", "completed", started=3000.0)
+    make_run(tmp_path / "runs" / "lost", "running", started=4000.0, alive=False)
+    assert newest_run(config) == new
+
+
+def test_a_configuration_with_a_run_id_means_that_run(config: Path, tmp_path: Path) -> None:
+    config.write_text(f"{config.read_text()}run_id: old\n")
+    old = make_run(tmp_path / "runs" / "old", "running", started=1000.0)
+    make_run(tmp_path / "runs" / "new", "running", started=2000.0)
+    assert newest_run(config) == old
+
+
+def test_no_run_is_one_message_with_the_command_that_starts_one(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert attach(GuessNumber, None, config) == 1
+    assert f"penstock train {config}" in capsys.readouterr().err
+    config.write_text("env: {nam: x}\n")
+    assert attach(GuessNumber, None, config) == 2
+    assert "did you mean env.name" in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_is_not_attached_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert attach(GuessNumber, make_run(tmp_path / "a", "completed"), None) == 1
+    assert "run a is completed" in capsys.readouterr().err
+
+
+def test_only_what_the_run_itself_tells_makes_a_member(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    claim(run_dir / "runtime", run_dir=run_dir, nonce="secret")
+    member = member_of(run_dir)
+    assert (member.nonce, member.run_id, member.runtime_dir) == ("secret", "a", run_dir / "runtime")
+    other = make_run(tmp_path / "b", "running")
+    runtime_dir = {"runtime_dir": str(run_dir / "runtime"), "supervisor": dataclasses.asdict(owner(alive=True))}
+    jsonl.write_json(other / "state.json", {**(read_state(other) or {}), **runtime_dir})
+    with pytest.raises(NotRunning, match="nothing to attach to"):
+        member_of(other)
+
+
+@pytest.mark.integration
+def test_the_example_is_a_program() -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, str(EXAMPLE), *words], capture_output=True, text=True, timeout=60)
+
+    assert "--config" in run("serve", "--help").stdout
+    assert "either --config FILE or --run RUN" in run("serve").stderr
+
+
+def test_the_command_lists_classes_in_files() -> None:
+    result = penstock("envs", EXAMPLE.parent)
+    assert f"{EXAMPLE}:NextLetter" in result.stdout and "the answer is the one that follows" in result.stdout
+    assert "guess_number" in penstock("envs").stdout

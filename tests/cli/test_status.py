@@ -1,0 +1,171 @@
+"""`penstock status`, on made runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import decide, make_run, note, owner, penstock, take_step
+
+from penstock.cli import polling
+
+
+def ask(run_dir: Path, *words: str) -> dict[str, Any]:
+    result = penstock("status", run_dir, "--json", *words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
+    controller = {"state": "ready", "role": "controller", "restarts": 1, **dataclasses.asdict(owner(alive=True))}
+    run_dir = make_run(tmp_path / "a", "running", processes={"controller": controller})
+    for step in (1, 2, 3):
+        totals = {"episodes_total": 8 * step, "trainer_busy_s": 0.5 * step, "num_trainers": 1}
+        take_step(run_dir, step, ledger={"trained": 8 * step}, staleness_mean=0.5, **totals)
+    for number in range(3):
+        decide(run_dir, "dispatch", f"number {number}", moment=float(number))
+    decide(run_dir, "trigger", "count: 7 groups ready", moment=1.5, groups=7)
+    note(run_dir, "alarm", reason="starvation: group 3 waits")
+    note(run_dir, "checkpoint", path="checkpoints/step_2")
+    document = ask(run_dir)
+    controller = document["processes"][1]
+    assert (controller["state"], controller["alive"], controller["restarts"]) == ("ready", True, 1)
+    assert controller["rss_bytes"] > 1e6 and controller["age_seconds"] > 0 and controller["cpu_cores"] is not None
+    progress = document["progress"]
+    assert (progress["phase"], progress["step"], progress["steps"], progress["samples"]) == ("training", 3, 9, 24)
+    assert progress["episodes_per_second"] == pytest.approx(8.0, rel=0.01)
+    assert progress["trainer_busy_fraction"] == pytest.approx(0.5, rel=0.01)
+    assert [(line["decider"], line["reason"]) for line in document["decisions"]] == [
+        ("trigger", "count: 7 groups ready"),
+        ("dispatch", "number 2"),
+    ]
+    assert document["alarms"][0]["reason"] == "starvation: group 3 waits"
+    text = penstock("status", run_dir).stdout
+    for words in ("running", "3/9", "count: 7 groups ready", "starvation", "checkpoints/step_2", "penstock stop"):
+        assert words in text
+
+
+def test_the_newest_stall_says_where_to_read_on(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    stall = {"process": "controller", "waiter": "swap", "resource": "new weights", "seconds": 12.0}
+    for holder in ("rollout-0", "rollout-1"):
+        note(run_dir, "stall", **stall, holder=holder, stacks=["Task swap\n  File loop.py", "Task admit"])
+    (run_dir / "logs" / "controller.log").touch()
+    assert [stall["holder"] for stall in ask(run_dir)["stalls"]] == ["rollout-0", "rollout-1"]
+    text = penstock("status", run_dir).stdout
+    assert "swap waited 12 s for new weights, held by rollout-1" in text
+    assert "Task swap" in text and "Task admit" not in text and "events.jsonl" in text and "logs/controller.log" in text
+
+
+def test_what_was_lost_and_recovered_is_told(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    note(run_dir, "process", name="trainer-0", state="exited", kind="ok", returncode=0, reason="exit code 0")
+    note(
+        run_dir, "process", name="trainer-0", state="exited", kind="crashed", returncode=-9, reason="killed by SIGKILL"
+    )
+    note(run_dir, "process", name="trainer-0", state="backoff", after_s=0.2, decision="restart 1 of 5")
+    note(run_dir, "process", name="trainer-0", state="starting", pid=7)
+    note(run_dir, "rewound", step=100, lost_steps=3)
+    incidents = ask(run_dir)["incidents"]
+    assert [each.get("state", each["event"]) for each in incidents] == ["exited", "backoff", "rewound"]
+    text = penstock("status", run_dir).stdout
+    assert "trainer-0 exited  kind crashed, returncode -9, reason killed by SIGKILL" in text
+    assert "rewound  step 100, lost_steps 3" in text
+
+
+def test_a_failed_run_names_its_root_cause_and_the_way_on(tmp_path: Path) -> None:
+    processes = {"trainer-0": {"state": "exited", "pid": 7, "returncode": -9, "reason": "killed by SIGKILL"}}
+    error = "trainer-0 failed in mid-run (killed by SIGKILL)\n  last lines of its log"
+    run_dir = make_run(tmp_path / "a", "failed", error=error, processes=processes)
+    note(run_dir, "state", to="failed", actor="trainer-0", reason=error)
+    document = ask(run_dir)
+    assert document["root_cause"] == {
+        "process": "trainer-0",
+        "message": "trainer-0 failed in mid-run (killed by SIGKILL)",
+        "returncode": -9,
+        "log": "logs/trainer-0.log",
+    }
+    assert [line["command"] for line in document["next"]] == [
+        f"penstock logs {run_dir} trainer-0 -n 100",
+        f"penstock resume {run_dir}",
+    ]
+    assert "killed by SIGKILL" in penstock("status", run_dir).stdout
+
+
+def test_a_wrong_configuration_is_not_resumed(tmp_path: Path) -> None:
+    processes = {"trainer-0": {"state": "exited", "pid": 7, "returncode": 2}}
+    run_dir = make_run(tmp_path / "a", "failed", error="bad", processes=processes)
+    note(run_dir, "state", to="failed", actor="trainer-0", reason="bad")
+    assert not any("resume" in line["command"] for line in ask(run_dir)["next"])
+
+
+def test_a_run_without_its_supervisor_is_lost(tmp_path: Path) -> None:
+    processes = {"controller": {"state": "ready", **dataclasses.asdict(owner(alive=False))}}
+    run_dir = make_run(tmp_path / "a", "running", alive=False, processes=processes)
+    document = ask(run_dir)
+    assert document["status"] == "lost" and document["wall_seconds"] is None
+    assert document["next"][0]["command"] == f"penstock stop {run_dir}"
+    assert "ready (gone)" in penstock("status", run_dir).stdout
+
+
+@pytest.mark.parametrize("status", ["pending", "starting", "running", "stopping", "stopped", "completed", "failed"])
+def test_a_run_that_has_written_nothing_has_a_status(tmp_path: Path, status: str) -> None:
+    run_dir = make_run(tmp_path / "a", status)
+    document = ask(run_dir)
+    assert document["status"] == status and document["progress"]["step"] == 0
+    assert status in penstock("status", run_dir).stdout
+
+
+def test_the_keys_of_the_document_are_the_same_in_every_state(tmp_path: Path) -> None:
+    running, failed = make_run(tmp_path / "a", "running"), make_run(tmp_path / "b", "failed", error="x")
+    take_step(running, 1)
+    assert ask(running).keys() == ask(failed).keys()
+    assert ask(running)["progress"].keys() == ask(failed)["progress"].keys()
+
+
+def test_watching_ends_with_the_run(tmp_path: Path) -> None:
+    assert "completed" in penstock("status", make_run(tmp_path / "a", "completed"), "--watch").stdout
+
+
+def test_a_run_is_found_by_the_beginning_of_its_name(tmp_path: Path) -> None:
+    make_run(tmp_path / "2026-a", "failed")
+    make_run(tmp_path / "2026-b", "failed")
+    assert "2026-a" in penstock("status", "2026-a", "--runs-dir", tmp_path).stdout
+    ambiguous = penstock("status", "2026", "--runs-dir", tmp_path)
+    assert ambiguous.exit_code == 1 and "2 runs" in ambiguous.stderr
+    assert penstock("status", "2027", "--runs-dir", tmp_path).exit_code == 1
+
+
+def limited(tmp_path: Path, interval_s: float) -> Path:
+    return make_run(tmp_path / "a", "running", settings={"supervisor": {"status_interval_s": interval_s}})
+
+
+def test_programs_are_answered_once_per_interval(tmp_path: Path) -> None:
+    run_dir = limited(tmp_path, 1800.0)
+    assert ask(run_dir)["status"] == "running"
+    refused = ask(run_dir)
+    assert (refused["rate_limited"], refused["run_id"]) == (True, "a")
+    assert 1790 < refused["next_check_in_seconds"] <= 1800
+    assert json.loads(penstock("status", run_dir).stdout)["rate_limited"], "no terminal is a program too"
+    assert ask(run_dir, "--force")["status"] == "running"
+
+
+def test_without_an_interval_everybody_is_answered(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    assert ask(run_dir)["status"] == ask(run_dir)["status"] == "running"
+
+
+def test_an_unknown_run_costs_nothing(tmp_path: Path) -> None:
+    run_dir = limited(tmp_path, 1800.0)
+    assert penstock("status", "b", "--json", "--runs-dir", tmp_path).exit_code == 1
+    assert ask(run_dir)["status"] == "running"
+
+
+def test_refusals_do_not_put_the_next_answer_off(tmp_path: Path) -> None:
+    assert polling.claim_answer(tmp_path, now=100.0, interval_s=60.0) == 0.0
+    assert polling.claim_answer(tmp_path, now=130.0, interval_s=60.0) == 30.0
+    assert polling.claim_answer(tmp_path, now=160.0, interval_s=60.0) == 0.0
+    assert polling.claim_answer(tmp_path, now=100.0, interval_s=60.0) == 0.0, "the clock was set back"

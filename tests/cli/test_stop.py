@@ -1,0 +1,87 @@
+"""`penstock stop`, on made runs and on supervisors that are little programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from made_runs import make_run, penstock
+
+from penstock.observe import jsonl
+from penstock.supervisor.procfs import identify
+
+SUPERVISOR = """
+import json, pathlib, signal, sys, time
+def end(status):
+    path = pathlib.Path(sys.argv[1], "state.json")
+    state = json.loads(path.read_text())
+    time.sleep(0.2)
+    path.with_name("new").write_text(json.dumps({**state, "status": status, "processes": {}}))
+    path.with_name("new").replace(path)
+    sys.exit()
+signal.signal(signal.SIGTERM, lambda *_: end("stopped"))
+signal.signal(signal.SIGQUIT, lambda *_: end("failed"))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def state_of(run_dir: Path) -> dict[str, object]:
+    return json.loads((run_dir / "state.json").read_text())
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Path]:
+    """A running run whose supervisor ends it when it is asked to."""
+    run_dir = make_run(tmp_path / "a", "running", processes={"trainer-0": {"state": "ready"}})
+    words = [sys.executable, "-c", SUPERVISOR, str(run_dir)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout and supervisor.stdout.readline() == "ready\n"
+        identity = identify(supervisor.pid)
+        assert identity
+        jsonl.write_json(run_dir / "state.json", {**state_of(run_dir), "supervisor": dataclasses.asdict(identity)})
+        yield run_dir
+        supervisor.kill()
+
+
+@pytest.mark.integration
+def test_a_stop_waits_for_the_end_and_says_how_to_go_on(supervised: Path) -> None:
+    result = penstock("stop", supervised)
+    assert result.exit_code == 0
+    assert "waiting for trainer-0" in result.stderr
+    assert result.stdout.splitlines() == ["run a is stopped", f"go on with: penstock resume {supervised}"]
+
+
+@pytest.mark.integration
+def test_now_sends_another_signal(supervised: Path) -> None:
+    assert "run a is failed" in penstock("stop", supervised, "--now").stdout
+
+
+@pytest.mark.parametrize("status", ["completed", "stopped", "failed"])
+def test_a_run_that_has_ended_says_so(tmp_path: Path, status: str) -> None:
+    result = penstock("stop", make_run(tmp_path / "a", status, alive=False))
+    assert result.exit_code == 0 and f"has ended already: {status}" in result.stdout
+
+
+def test_a_run_whose_supervisor_died_is_marked_without_signalling_whoever_has_its_pid(tmp_path: Path) -> None:
+    processes = {"trainer-0": {"state": "ready", "pid": 7}, "env-0": {"state": "pending"}}
+    run_dir = make_run(tmp_path / "a", "running", alive=False, processes=processes)
+    result = penstock("stop", run_dir, "--now")
+    assert result.exit_code == 0 and "marked failed" in result.stdout and "penstock resume" in result.stdout
+    state = state_of(run_dir)
+    assert (state["status"], state["error"]) == ("failed", "the supervisor was killed")
+    assert state["processes"]["trainer-0"]["state"] == "exited"
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
+    assert "has ended already" in penstock("stop", run_dir).stdout
+
+
+def test_a_state_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "state.json").write_text("{torn")
+    result = penstock("stop", tmp_path / "a")
+    assert result.exit_code == 1 and "penstock doctor" in result.stderr

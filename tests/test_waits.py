@@ -1,0 +1,164 @@
+"""Whoever waits for somebody else does so under `penstock.deadline`: no wait in the source is naked."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+MODULES = [path for path in sorted(SOURCE.rglob("*.py")) if path.name != "deadline.py"]
+
+COVERS = {"deadline", "patient", "holding", "spending", "_group_patience"}
+"""Inside one of these a wait is bounded, or at least reported. `spending` is a deadline that leases pay for."""
+
+ENDLESS_METHODS = {
+    "acquire",
+    "get",
+    "join",
+    "put",
+    "recv",
+    "recv_multipart",
+    "read",
+    "receive",
+    "run_in_executor",
+    "serve",
+    "shield",
+    "stream",
+    "to_thread",
+    "wait",
+}
+"""Awaited, these return when somebody else has done something; but with a timeout, `asyncio.wait` is a pause."""
+
+ONLY_IN_DEADLINE = {"timeout", "timeout_at", "wait_for"}
+"""Of asyncio: what ends a wait without a word."""
+
+LIFE = "it is the process's whole life"
+COROUTINE = "what it is handed is a coroutine, whose own waits are held to this rule"
+TASK = "the task's own waits are held to this rule"
+
+BOUNDED = "it has an end of its own"
+WAKEUP = "the scheduler's own helper: one timer watches over all its waits, and reports them"
+
+EXCEPTIONS = {
+    "cli/train.py:supervise": TASK,
+    "compat/gateway.py:generate": TASK,
+    "control/bus.py:_listen": "silence of the other side is what heartbeats are for",
+    "control/bus.py:run": "silence of the other sides is what heartbeats are for",
+    "envs/agents.py:excuse": COROUTINE,
+    "envs/calls.py:call_async": "the lease of the episode bounds its caller",
+    "loop.py:never_returns": COROUTINE,
+    "loop.py:train": TASK,
+    "processes/alone.py:_serve": LIFE,
+    "processes/controller.py:conclude": TASK,
+    "processes/controller.py:serve": LIFE,
+    "processes/controller.py:work": TASK,
+    "processes/env.py:serve": LIFE,
+    "processes/listening.py:listening": BOUNDED,
+    "processes/member.py:first": LIFE,
+    "processes/member.py:join": "a request to the controller, which is one",
+    "processes/trainer.py:serve": LIFE,
+    "rollout/answers.py:follow": TASK,
+    "rollout/http.py:unless_gone": COROUTINE,
+    "rollout/http.py:watch": "it ends with the answer that it watches over",
+    "rollout/runner.py:stop": BOUNDED,
+    "scheduler/scheduler.py:evaluate": WAKEUP,
+    "scheduler/scheduler.py:next_assignments": WAKEUP,
+    "scheduler/scheduler.py:next_batch": WAKEUP,
+    "scheduler/scheduler.py:room": WAKEUP,
+    "scheduler/wakeup.py:_wait_for": WAKEUP,
+    "supervisor/launcher.py:__aexit__": BOUNDED,
+    "supervisor/launcher.py:sweep": BOUNDED,
+    "supervisor/launcher.py:wait": "a process may live as long as it likes",
+    "supervisor/supervisor.py:_live": "the whole life of the run, and of its start",
+    "supervisor/supervisor.py:_watch": "a process may live as long as it likes",
+}
+"""`module:function` of naked waits, and why they are."""
+
+
+def naked_waits(path: Path) -> dict[str, list[str]]:
+    """By `module:function`."""
+    found: dict[str, list[str]] = {}
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.AsyncFunctionDef):
+            place = f"{path.relative_to(SOURCE)}:{function.name}"
+            for node in (wait for statement in function.body for wait in _naked(statement)):
+                found.setdefault(place, []).append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def _naked(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return
+    if isinstance(node, ast.With | ast.AsyncWith) and any(_called(item.context_expr) in COVERS for item in node.items):
+        return
+    if isinstance(node, ast.Await) and _is_endless(node.value):
+        yield node
+    if isinstance(node, ast.AsyncWith):
+        for item in node.items:
+            if not isinstance(item.context_expr, ast.Call):
+                yield item.context_expr
+    if isinstance(node, ast.AsyncFor) and _is_endless(node.iter):
+        yield node.iter
+    if isinstance(node, ast.Call) and _called(node) in ONLY_IN_DEADLINE and _is_asyncio(node.func):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _naked(child)
+
+
+def _is_endless(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        pause = _called(value) == "wait" and any(keyword.arg == "timeout" for keyword in value.keywords)
+        return _called(value) in ENDLESS_METHODS and isinstance(value.func, ast.Attribute) and not pause
+    return isinstance(value, ast.Name | ast.Attribute | ast.Subscript)
+
+
+def _called(call: ast.expr) -> str | None:
+    if not isinstance(call, ast.Call):
+        return None
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else None
+
+
+def _is_asyncio(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and ast.unparse(function.value) == "asyncio"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_wait_is_naked(path: Path) -> None:
+    for place, waits in naked_waits(path).items():
+        assert place in EXCEPTIONS, f"{place} waits outside `deadline` and `patient`: {'; '.join(waits)}"
+
+
+def test_every_exception_is_one() -> None:
+    places = {place for path in MODULES for place in naked_waits(path)}
+    assert not EXCEPTIONS.keys() - places
+
+
+@pytest.mark.parametrize(
+    ("wait", "is_naked"),
+    [
+        ("await queue.get()", True),
+        ("await event.wait()", True),
+        ("await self.future", True),
+        ("await asyncio.wait([task])", True),
+        ("await asyncio.wait_for(work(), 1.0)", True),
+        ("await asyncio.to_thread(work)", True),
+        ("async with self._lock: pass", True),
+        ("async with asyncio.timeout(1.0): await work()", True),
+        ("async with deadline(1.0, waiter='a', resource='b', holder='c'): await queue.get()", False),
+        ("with patient(1.0, waiter='a', resource='b', holder='c'): await event.wait()", False),
+        ("async with holding(self._lock, 1.0, waiter='a', resource='b', holder='c'): pass", False),
+        ("await asyncio.wait([task], timeout=1.0)", False),
+        ("await asyncio.sleep(1.0)", False),
+        ("await self.collect()", False),
+    ],
+)
+def test_what_is_naked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str, is_naked: bool) -> None:
+    monkeypatch.setattr("test_waits.SOURCE", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(f"async def function():\n    {wait}\n")
+    assert naked_waits(path).keys() == ({"module.py:function"} if is_naked else set())
