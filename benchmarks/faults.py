@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ SHORT = [
     f"scheduler.max_staleness={MAX_STALENESS}",
     "trainer.groups_per_step=16",
     "trainer.checkpoint_every=5",
-    "supervisor.silent_s=3",
+    "supervisor.silent_s=5",
     "supervisor.ready_timeout_s=30",
     "supervisor.grace_s=4",
     "supervisor.max_restarts=1000",
@@ -51,12 +51,11 @@ SHORT = [
 ]
 """Hangs are found soon, and no run is given up."""
 SEED = 0
-NUM_INJECTIONS, NUM_RUNS, STEPS_BETWEEN = 110, 10, 16
-QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS_BETWEEN = 8, 2, 6
-"""Optimizer steps lie between one injection and the next, at least."""
+NUM_INJECTIONS, NUM_RUNS, STEPS = 110, 10, 420
+QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS = 8, 2, 60
 ROUNDS, STEADY_STEPS = 3, 3
 """Kills of every process, and optimizer steps before each."""
-STEP_S, RECOVERED_S, RUN_S = 60.0, 60.0, 600.0
+STEP_S, RECOVERED_S, RUN_S = 240.0, 120.0, 900.0
 """Limits: for an optimizer step, for a recovery, for a run once nobody disturbs it any more."""
 
 
@@ -139,19 +138,18 @@ def checkpoint_share(timeline: Sequence[Word]) -> float:
     return float(saving_s / (spans["checkpoint"][-1]["end"] - spans["train"][0]["start"]))
 
 
-def long_form(runs: Path, num_injections: int, num_runs: int, steps_between: int, figures: Figures) -> None:
+def long_form(runs: Path, num_injections: int, num_runs: int, steps: int, figures: Figures) -> None:
     """Faults at random, and what they left. Undisturbed runs are among those that are hurt, so that we would see it if
     they were disturbed."""
     cells = matrix()
     random.Random(SEED).shuffle(cells)
     dealt = [cells[number:num_injections:num_runs] for number in range(num_runs)]
-    steps = steps_between * (len(dealt[0]) + 1)
 
     def hurt(number: int) -> Survivor:
-        return survive(runs, f"injected-{number}", number, dealt[number], steps, steps_between)
+        return survive(runs, f"injected-{number}", number, dealt[number], steps)
 
     def undisturbed(number: int) -> Survivor:
-        return survive(runs, f"undisturbed-{number}", number, [], steps, steps_between)
+        return survive(runs, f"undisturbed-{number}", number, [], steps)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         num_undisturbed = min(2, num_runs // 2)
@@ -164,7 +162,7 @@ def long_form(runs: Path, num_injections: int, num_runs: int, steps_between: int
     )
 
 
-def survive(runs: Path, name: str, seed: int, planned: Sequence[Injection], steps: int, steps_between: int) -> Survivor:
+def survive(runs: Path, name: str, seed: int, planned: Sequence[Injection], steps: int) -> Survivor:
     """A run from its beginning to its last step, `planned` faults in between."""
     chance = random.Random(seed)
     done: list[Injection] = []
@@ -172,10 +170,11 @@ def survive(runs: Path, name: str, seed: int, planned: Sequence[Injection], step
     with WatchedRun(EXAMPLE, runs, name, [*SHORT, f"seed={seed}", f"trainer.steps={steps}"]) as run:
         try:
             for number, injection in enumerate(planned, start=1):
-                wait_for(f"step {number * steps_between}", at_step(run, number * steps_between), seconds=RUN_S)
+                if not await_step(run, number * steps // (len(planned) + 1)):
+                    break
                 time.sleep(chance.uniform(0, 0.5))
                 inject(run, injection, chance, done)
-                print(f"{name}, step {run.step}: {injection}: {injection.recover_s:.1f} s", file=sys.stderr)
+                print(f"{name}, step {run.step}: {injection}: {injection.recover_s}", file=sys.stderr)
             status = run.await_end(seconds=RUN_S)
             stuck += [] if status == "completed" else [f"the run has {status}: {run.state.get('error')}"]
         except TimedOut as error:
@@ -185,20 +184,17 @@ def survive(runs: Path, name: str, seed: int, planned: Sequence[Injection], step
         found.unexplained += stuck
         reward = next((e["reward"] for e in run.events if e.get("when") == "after"), None)
         (runs / f"{name}.injections.json").write_text(json.dumps([asdict(each) for each in done], indent=1))
-        (runs / f"{name}.trainer.json").write_text(json.dumps(run.witness.words))
+        (runs / f"{name}.words.json").write_text(json.dumps(run.witness.words))
     for kind, wrong in found.findings().items():
         for each in wrong:
             print(f"{name}: {kind}: {each}", file=sys.stderr)
     return Survivor(name=name, injections=done, audit=found, reward=reward)
 
 
-def at_step(run: WatchedRun, step: int) -> Callable[[], bool]:
-    def there() -> bool:
-        if run.has_ended:
-            raise TimedOut(f"the run has ended, {run.status}: {run.state.get('error')}")
-        return run.is_whole and run.step >= step
-
-    return there
+def await_step(run: WatchedRun, step: int) -> bool:
+    """Whether the run gets there, with all its processes; it may also end before."""
+    wait_for(f"step {step}", lambda: run.has_ended or (run.is_whole and run.step >= step), seconds=RUN_S)
+    return not run.has_ended
 
 
 def report(hurt: Sequence[Survivor], undisturbed: Sequence[Survivor], figures: Figures) -> None:
@@ -228,9 +224,9 @@ def main() -> None:
     kills(runs, 1 if options.quick else ROUNDS, figures)
     costs(runs, 110 if options.quick else 420, figures)
     if options.quick:
-        long_form(runs, QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS_BETWEEN, figures)
+        long_form(runs, QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS, figures)
     else:
-        long_form(runs, NUM_INJECTIONS, NUM_RUNS, STEPS_BETWEEN, figures)
+        long_form(runs, NUM_INJECTIONS, NUM_RUNS, STEPS, figures)
     publish("faults", figures.flat, options.json, tables=figures.tables)
 
 

@@ -82,7 +82,7 @@ class Injection:
     """Seconds since the epoch."""
     pid: int = 0
     recover_s: float | None = None
-    """Until the run has every process again and has taken further steps."""
+    """Until the run has every process again and has taken further steps; None if it was at its end."""
     wrong: list[str] = field(default_factory=list)
     """What followed and should not have."""
 
@@ -169,8 +169,10 @@ def _see_recovery(run: WatchedRun, injection: Injection) -> None:
         status = run.await_end(seconds=ENDED_S)
         injection.wrong += [f"left behind: {left}" for left in run.leftovers()]
         is_lost = injection.victim == SUPERVISOR and injection.fault is Fault.KILL
-        if status != ("failed" if is_lost else "stopped"):
+        if status not in ("completed", "failed" if is_lost else "stopped"):
             injection.wrong.append(f"the run has {status}: {run.state.get('error')}")
+        if status == "completed":
+            return
         run.resume()
     elif injection.fault is Fault.DISK:
         time.sleep(DISK_S)
@@ -186,12 +188,15 @@ def _exit_of(run: WatchedRun, pid: int) -> bool:
 
 
 def exits(run: WatchedRun) -> list[dict[str, object]]:
-    """Ends of processes as the journal has them, with pid, and the state of the run then."""
+    """Ends of processes as the journal has them, with pid, and the state of the run then, or `completed` once its work
+    is done."""
     pids: dict[str, int] = {}
     found, status = [], ""
     for event in run.events:
         if event["event"] == "state":
             status = event["to"]
+        elif event["event"] == "completed":
+            status = event["event"]
         elif event["event"] == "process" and event["state"] == "starting":
             pids[event["name"]] = event["pid"]
         elif event["event"] == "process" and event["state"] == "exited" and "kind" in event:

@@ -23,7 +23,7 @@ from faulty_process import WITNESS
 from penstock.observe import jsonl
 from penstock.supervisor.procfs import Identity
 from penstock.supervisor.record import owner_of, read_state
-from penstock.supervisor.run_directory import runtime_path
+from penstock.supervisor.runtime import runtime_path
 
 HERE = Path(__file__).parent
 SUPERVISOR = "supervisor"
