@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from watched_run import SUPERVISOR, TimedOut, WatchedRun, wait_for
+from watched_run import SUPERVISOR, TimedOut, WatchedRun, Word, wait_for
 
 from penstock.supervisor import procfs
-from penstock.supervisor.child import BEAT_BYTES
 from penstock.supervisor.procfs import Identity
 
 PROCESSES = ("controller", "rollout-0", "trainer-0", "env-0")
 DISK_S = 3.0
 """How long the disk is full."""
+WORDS_BYTES = 4096
+"""The largest file there is room for then."""
 NAP_S = 2.0
 """How long a supervisor is stopped: nobody would start it again."""
 MOMENT_S = 60.0
@@ -108,7 +109,7 @@ def inject(run: WatchedRun, injection: Injection, chance: random.Random, done: l
         wait_for(f"{injection.victim} starts again", _is_starting(run, injection.victim, first.pid), seconds=MOMENT_S)
         time.sleep(chance.uniform(0, STARTING_S))
     elif injection.aimed is Phase.STOPPING:
-        _signal(run, SUPERVISOR, signal.SIGINT)
+        _signal(run, SUPERVISOR, signal.SIGTERM)
         wait_for("the run is stopping", lambda: run.status != "running", seconds=MOMENT_S)
         time.sleep(chance.uniform(0, AT_ONCE_S))
     elif words := WORDS.get(injection.aimed):
@@ -147,8 +148,8 @@ def _phase(run: WatchedRun, injection: Injection, processes: Mapping[str, Mappin
 
 
 def _fill_disk(victim: Identity) -> None:
-    """No file grows any more, for a while; what a process writes over itself, such as its heartbeat, has room."""
-    _limit_files(victim, BEAT_BYTES)
+    """No file grows any more, for a while. There is room for heartbeats and last words: they are kept in memory."""
+    _limit_files(victim, WORDS_BYTES)
     threading.Timer(DISK_S, _limit_files, (victim, resource.RLIM_INFINITY)).start()
 
 
@@ -187,7 +188,7 @@ def _exit_of(run: WatchedRun, pid: int) -> bool:
     return any(exited["pid"] == pid for exited in exits(run))
 
 
-def exits(run: WatchedRun) -> list[dict[str, object]]:
+def exits(run: WatchedRun) -> list[Word]:
     """Ends of processes as the journal has them, with pid, and the state of the run then, or `completed` once its work
     is done."""
     pids: dict[str, int] = {}

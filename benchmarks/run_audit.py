@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from injection import DEADLY, Fault, Injection, exits
+from injection import DEADLY, RECOVERED_S, Fault, Injection, exits
 from watched_run import SUPERVISOR, WatchedRun, Word
 
 from penstock.observe import jsonl
 from penstock.ports import GroupRecord
 from penstock.scheduler.ledger import FINAL
 from penstock.store.pool import ExperiencePool
+from penstock.supervisor.failure import ExitKind
 
 ENDING = {"stopping", "stopped", "completed", "failed"}
 """States of a run in which its processes are ended."""
@@ -101,13 +102,23 @@ def lost(
 
 def unexplained_exits(run: WatchedRun, injections: Sequence[Injection]) -> list[str]:
     """Ends of processes that nobody was to bring about, or that the journal gives no reason for."""
-    hurt = {injection.pid for injection in injections}
     found = []
     for exited in exits(run):
         ending = exited["run"] in ENDING or exited["kind"] == "lost"
-        if not exited["kind"] or not exited["reason"] or not (exited["pid"] in hurt or ending):
+        expected = ending or any(_follows(exited, injection) for injection in injections)
+        if not exited["kind"] or not exited["reason"] or not expected:
             found.append(f"{exited['name']} {exited['pid']} ended: {exited['kind']} ({exited['reason']})")
     return found
+
+
+def _follows(exited: Word, injection: Injection) -> bool:
+    """Whether a process ended because of `injection`. Who asks something of a process whose disk is full may end too,
+    saying why."""
+    if exited["pid"] == injection.pid:
+        return True
+    after_s = exited["time"] - injection.time
+    is_told = injection.fault is Fault.DISK and exited["kind"] == ExitKind.DISK_FULL
+    return is_told and 0 < after_s < (injection.recover_s or RECOVERED_S)
 
 
 def unexplained_injections(run: WatchedRun, injections: Sequence[Injection]) -> list[str]:
