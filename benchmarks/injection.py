@@ -13,18 +13,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from faulty_process import LOSE_S
 from watched_run import SUPERVISOR, TimedOut, WatchedRun, Word, wait_for
 
 from penstock.supervisor import procfs
 from penstock.supervisor.procfs import Identity
 
 PROCESSES = ("controller", "rollout-0", "trainer-0", "env-0")
-DISK_S = 3.0
-"""How long the disk is full."""
 WORDS_BYTES = 4096
-"""The largest file there is room for then."""
-NAP_S = 2.0
-"""How long a supervisor is stopped: nobody would start it again."""
+"""The largest file there is room for on a full disk."""
 MOMENT_S = 60.0
 """Within which what a run does again and again begins again."""
 STARTING_S = 1.5
@@ -68,6 +65,9 @@ SIGNALS = {
     Fault.EXIT: signal.SIGUSR2,
     Fault.MESSAGES: signal.SIGRTMIN,
 }
+LASTS_S = {Fault.STOP: 2.0, Fault.DISK: 3.0, Fault.MESSAGES: LOSE_S}
+"""Until a fault is withdrawn. A process that is stopped is not continued, unless it is a supervisor, which nobody would
+start again."""
 DEADLY = {Fault.KILL, Fault.STOP, Fault.TERM, Fault.EXIT}
 
 
@@ -86,6 +86,22 @@ class Injection:
     """Until the run has every process again and has taken further steps; None if it was at its end."""
     wrong: list[str] = field(default_factory=list)
     """What followed and should not have."""
+
+    @property
+    def ends_run(self) -> bool:
+        """And so another life begins."""
+        of_supervisor = self.victim == SUPERVISOR and self.fault in (Fault.KILL, Fault.TERM)
+        return of_supervisor or self.aimed is Phase.STOPPING
+
+    @property
+    def is_deadly(self) -> bool:
+        """A process of the run ends, at the latest when it is known to hang."""
+        return self.victim != SUPERVISOR and self.fault in DEADLY
+
+    @property
+    def lasts_s(self) -> float:
+        """Until it is withdrawn; 0 if it never is."""
+        return 0.0 if self.is_deadly else LASTS_S.get(self.fault, 0.0)
 
     def __str__(self) -> str:
         return f"{self.victim} {self.fault} while {self.hit or self.aimed}"
@@ -132,7 +148,7 @@ def _fire(run: WatchedRun, injection: Injection) -> None:
     else:
         procfs.send(victim, SIGNALS[injection.fault])
         if injection.victim == SUPERVISOR and injection.fault is Fault.STOP:
-            threading.Timer(NAP_S, procfs.send, (victim, signal.SIGCONT)).start()
+            threading.Timer(injection.lasts_s, procfs.send, (victim, signal.SIGCONT)).start()
     injection.hit = _phase(run, injection, processes)
 
 
@@ -150,7 +166,7 @@ def _phase(run: WatchedRun, injection: Injection, processes: Mapping[str, Mappin
 def _fill_disk(victim: Identity) -> None:
     """No file grows any more, for a while. There is room for heartbeats and last words: they are kept in memory."""
     _limit_files(victim, WORDS_BYTES)
-    threading.Timer(DISK_S, _limit_files, (victim, resource.RLIM_INFINITY)).start()
+    threading.Timer(LASTS_S[Fault.DISK], _limit_files, (victim, resource.RLIM_INFINITY)).start()
 
 
 def _limit_files(victim: Identity, num_bytes: int) -> None:
@@ -163,10 +179,7 @@ def _limit_files(victim: Identity, num_bytes: int) -> None:
 
 def _see_recovery(run: WatchedRun, injection: Injection) -> None:
     """The run gets on; where it has ended, as a resumed one. Raises `TimedOut`."""
-    ends = injection.hit is Phase.STOPPING or (
-        injection.victim == SUPERVISOR and injection.fault in (Fault.KILL, Fault.TERM)
-    )
-    if ends:
+    if injection.ends_run:
         status = run.await_end(seconds=ENDED_S)
         injection.wrong += [f"left behind: {left}" for left in run.leftovers()]
         is_lost = injection.victim == SUPERVISOR and injection.fault is Fault.KILL
@@ -175,10 +188,10 @@ def _see_recovery(run: WatchedRun, injection: Injection) -> None:
         if status == "completed":
             return
         run.resume()
-    elif injection.fault is Fault.DISK:
-        time.sleep(DISK_S)
+    else:
+        time.sleep(injection.lasts_s)
     since = time.time()
-    if not ends and injection.fault in DEADLY and injection.victim != SUPERVISOR:
+    if injection.is_deadly and not injection.ends_run:
         wait_for(f"{injection.victim} ends", lambda: _exit_of(run, injection.pid), seconds=RECOVERED_S)
     wait_for("the run gets on", _gets_on(run, since), seconds=RECOVERED_S)
     injection.recover_s = time.time() - injection.time

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from injection import DEADLY, RECOVERED_S, Fault, Injection, exits
+from injection import RECOVERED_S, Fault, Injection, exits
 from watched_run import SUPERVISOR, WatchedRun, Word
 
 from penstock.observe import jsonl
@@ -126,9 +126,8 @@ def unexplained_injections(run: WatchedRun, injections: Sequence[Injection]) -> 
     ended = {exited["pid"] for exited in exits(run)}
     found = [f"{injection}: {wrong}" for injection in injections for wrong in injection.wrong]
     for injection in injections:
-        is_deadly = injection.victim != SUPERVISOR and injection.fault in DEADLY
         killed_all = injection.victim == SUPERVISOR and injection.fault is Fault.KILL
-        if is_deadly and injection.pid not in ended:
+        if injection.is_deadly and injection.pid not in ended:
             found.append(f"{injection}: no end in the journal")
         if killed_all and run.event_after(injection.time, event="state", to="failed") is None:
             found.append(f"{injection}: no end in the journal")
