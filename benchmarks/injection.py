@@ -153,14 +153,14 @@ def _fire(run: WatchedRun, injection: Injection) -> None:
 
 
 def _phase(run: WatchedRun, injection: Injection, processes: Mapping[str, Mapping[str, Any]]) -> Phase:
-    """What the victim or the run was really at; `processes` as they were just before."""
+    """What the victim or the run was really at; `processes` as they were just before. It may publish and save at once."""
     if processes.get(injection.victim, {}).get("state") == Phase.STARTING:
         return Phase.STARTING
     if injection.aimed is Phase.STOPPING:
         return Phase.STOPPING
     pids = {known["pid"] for known in processes.values() if "pid" in known}
-    at = (phase for phase, words in WORDS.items() if run.witness.is_at(words, injection.time, pids))
-    return next(at, Phase.RUNNING)
+    at = [phase for phase, words in WORDS.items() if run.witness.is_at(words, injection.time, pids)]
+    return injection.aimed if injection.aimed in at else next(iter(at), Phase.RUNNING)
 
 
 def _fill_disk(victim: Identity) -> None:
