@@ -153,7 +153,8 @@ def _fire(run: WatchedRun, injection: Injection) -> None:
 
 
 def _phase(run: WatchedRun, injection: Injection, processes: Mapping[str, Mapping[str, Any]]) -> Phase:
-    """What the victim or the run was really at; `processes` as they were just before. It may publish and save at once."""
+    """What the victim or the run was really at; `processes` as they were just before. It may publish and save at the
+    same time."""
     if processes.get(injection.victim, {}).get("state") == Phase.STARTING:
         return Phase.STARTING
     if injection.aimed is Phase.STOPPING:
