@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -31,6 +32,9 @@ POLL_S = 0.005
 DATAGRAM_BYTES = 1 << 18
 GONE_S = 5.0
 """What a run that has ended has until nothing of it is left."""
+
+FINAL = {"completed", "stopped", "failed"}
+"""States of a run that has ended in order."""
 
 Word = dict[str, Any]
 
@@ -128,7 +132,9 @@ class WatchedRun:
         """Of this life; returns the run's state then. Raises `TimedOut`."""
         assert self._command is not None
         wait_for("the command ends", lambda: self._command is None or self._command.poll() is not None, seconds=seconds)
-        return str(wait_for("a final state", lambda: self._final_status(), seconds=GONE_S))
+        with suppress(TimedOut):
+            wait_for("a final state", lambda: self.status in FINAL, seconds=GONE_S)
+        return self.status
 
     @property
     def has_ended(self) -> bool:
@@ -213,9 +219,6 @@ class WatchedRun:
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
         return found
-
-    def _final_status(self) -> str:
-        return self.status if self.status in ("completed", "stopped", "failed") else ""
 
     def _start(self, *words: str) -> None:
         path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
