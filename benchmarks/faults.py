@@ -52,6 +52,7 @@ SHORT = [
 """Hangs are found soon, and no run is given up."""
 SEED = 0
 NUM_INJECTIONS, NUM_RUNS, STEPS = 110, 10, 420
+MOST_SEEDS = 2
 QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS = 8, 2, 60
 ROUNDS, STEADY_STEPS = 3, 3
 """Kills of every process, and optimizer steps before each."""
@@ -140,31 +141,23 @@ def checkpoint_share(timeline: Sequence[Word]) -> float:
 
 def long_form(runs: Path, num_injections: int, num_runs: int, steps: int, figures: Figures) -> None:
     """Faults at random, and what they left. Undisturbed runs are among those that are hurt, so that we would see it if
-    they were disturbed."""
+    they were disturbed; each seed has one."""
     cells = matrix()
     random.Random(SEED).shuffle(cells)
-    dealt = [cells[number:num_injections:num_runs] for number in range(num_runs)]
-
-    def hurt(number: int) -> Survivor:
-        return survive(runs, f"injected-{number}", number, dealt[number], steps)
-
-    def undisturbed(number: int) -> Survivor:
-        return survive(runs, f"undisturbed-{number}", number, [], steps)
-
+    num_seeds = min(MOST_SEEDS, num_runs // 2)
     with ThreadPoolExecutor(max_workers=2) as pool:
-        num_undisturbed = min(2, num_runs // 2)
-        beginning = [(pool.submit(hurt, n), pool.submit(undisturbed, n)) for n in range(num_undisturbed)]
-        rest = [pool.submit(hurt, number) for number in range(num_undisturbed, num_runs)]
-    report(
-        [future.result() for future in (*(pair[0] for pair in beginning), *rest)],
-        [future.result() for _, future in beginning],
-        figures,
-    )
+        hurt, undisturbed = [], []
+        for number in range(num_runs):
+            planned = cells[number:num_injections:num_runs]
+            hurt.append(pool.submit(survive, runs, f"injected-{number}", number % num_seeds, planned, steps))
+            if number < num_seeds:
+                undisturbed.append(pool.submit(survive, runs, f"undisturbed-{number}", number, [], steps))
+        report([future.result() for future in hurt], [future.result() for future in undisturbed], figures)
 
 
 def survive(runs: Path, name: str, seed: int, planned: Sequence[Injection], steps: int) -> Survivor:
     """A run from its beginning to its last step, `planned` faults in between."""
-    chance = random.Random(seed)
+    chance = random.Random(name)
     done: list[Injection] = []
     stuck: list[str] = []
     with WatchedRun(EXAMPLE, runs, name, [*SHORT, f"seed={seed}", f"trainer.steps={steps}"]) as run:
@@ -224,7 +217,8 @@ def main() -> None:
     kills(runs, 1 if options.quick else ROUNDS, figures)
     costs(runs, 110 if options.quick else 420, figures)
     if options.quick:
-        long_form(runs, QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS, figures)
+        long_form(runs, MOST_SEEDS = 2
+QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS, figures)
     else:
         long_form(runs, NUM_INJECTIONS, NUM_RUNS, STEPS, figures)
     publish("faults", figures.flat, options.json, tables=figures.tables)
