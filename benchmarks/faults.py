@@ -217,8 +217,7 @@ def main() -> None:
     kills(runs, 1 if options.quick else ROUNDS, figures)
     costs(runs, 110 if options.quick else 420, figures)
     if options.quick:
-        long_form(runs, MOST_SEEDS = 2
-QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS, figures)
+        long_form(runs, QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS, figures)
     else:
         long_form(runs, NUM_INJECTIONS, NUM_RUNS, STEPS, figures)
     publish("faults", figures.flat, options.json, tables=figures.tables)
