@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import Config, ConfigError, load_config
+from penstock.scheduler.trigger import Trigger
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*/run.yaml"))
 
@@ -100,6 +101,8 @@ def test_mistakes_on_the_command_line(file: Path, override: str, message: str) -
         ("trainer: {stps: 1}", "unknown key trainer.stps in"),
         ("trainer: [", "is not valid YAML"),
         ("- 1", "must hold sections"),
+        ("trainer:\n  steps: 1\nseed: 1\ntrainer:\n  steps: 2", "trainer is given twice, in lines 1 and 4"),
+        ("trainer: {steps: 1, steps: 1}", "steps is given twice, in lines 1 and 1"),
     ],
 )
 def test_mistakes_in_the_file(tmp_path: Path, text: str, message: str) -> None:
@@ -108,6 +111,20 @@ def test_mistakes_in_the_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=r"bad\.yaml") as error:
         load_config(path)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [([], 64), (["trainer.groups_per_step=4"], 32), (["scheduler.trigger.min_samples=16"], 16)],
+)
+def test_the_trigger_never_asks_for_more_than_a_step_unless_told(
+    file: Path, overrides: list[str], expected: int
+) -> None:
+    config = load_config(file, overrides)
+    whole = {"group_size": config.env.group_size, "groups_per_step": config.trainer.groups_per_step}
+    assert Trigger.from_config(config.scheduler.trigger, **whole).min_samples == expected
+    with pytest.raises(ConfigError, match=r"min_samples \(33\) exceeds the samples of a step"):
+        load_config(file, ["trainer.groups_per_step=4", "scheduler.trigger.min_samples=33"])
 
 
 def test_a_contradiction_says_where_each_setting_comes_from(tmp_path: Path) -> None:

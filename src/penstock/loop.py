@@ -152,7 +152,7 @@ async def swap(system: System, swaps: asyncio.Queue[WeightsHandle]) -> NoReturn:
     while True:
         with patient(PATIENCE_S, waiter="swap", resource="a published policy_version", holder="the trainer's loop"):
             handle = await swaps.get()
-        await system.serve(handle)
+        await system.bring_servers_to(handle)
         system.scheduler.published(handle.policy_version)
         swaps.task_done()
 

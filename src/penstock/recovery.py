@@ -52,7 +52,7 @@ async def begin(system: System) -> None:
             break
         except TrainerLost:
             continue
-    await system.serve(handle)
+    await system.bring_servers_to(handle)
     system.scheduler.published(handle.policy_version)
 
 
@@ -69,7 +69,7 @@ async def rewind(system: System) -> None:
             break
         except TrainerLost:
             continue
-    await system.serve(handle)
+    await system.bring_servers_to(handle)
     system.scheduler.rewind(handle.policy_version, lost, lambda record: _task(system, record))
     _play_stale_again(system)
     system.scheduler.published(handle.policy_version)

@@ -50,7 +50,7 @@ class System:
         """What the trainer holds now is in a checkpoint."""
         return self.saved_versions[-1:] == [self.scheduler.trained_version]
 
-    async def serve(self, handle: WeightsHandle) -> None:
+    async def bring_servers_to(self, handle: WeightsHandle) -> None:
         """Bring every server to `handle`."""
         await self.servers.update_weights(handle)
         if self.config.scheduler.mode == "colocated":

@@ -155,6 +155,15 @@ class VersionSpan(NamedTuple):
     end: int
 
 
+def add_spans(spans: list[VersionSpan], more: Sequence[VersionSpan], *, offset: int) -> None:
+    """Extend `spans` by those of the tokens from `offset` on; neighbours of one version become one."""
+    for version, start, end in more:
+        if spans and spans[-1].policy_version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, offset + end)
+        else:
+            spans.append(VersionSpan(version, offset + start, offset + end))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """The tokens of one grant. `token_ids` and `logprobs` have the same length."""

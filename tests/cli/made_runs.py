@@ -61,7 +61,14 @@ def note(run_dir: Path, event: str, **facts: Any) -> None:
 
 
 def take_step(run_dir: Path, step: int, **facts: Any) -> None:
-    line = {"step": step, "time": time.time() - 10.0 + step, "policy_version": step, "reward": 0.5, **facts}
+    line = {
+        "step": step,
+        "time": time.time() - 10.0 + step,
+        "wall_s": float(step),
+        "policy_version": step,
+        "reward": 0.5,
+        **facts,
+    }
     jsonl.append(run_dir / "metrics.jsonl", line)
 
 

@@ -42,6 +42,11 @@ def test_dry_run_prints_the_configuration_without_its_secrets(
     assert not (tmp_path / "runs").exists()
 
 
+def test_dry_run_knows_the_environments(config: Path) -> None:
+    result = penstock("train", config, "--dry-run", "env.name=guess_numbr")
+    assert (result.exit_code, "did you mean guess_number?" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("override", "word"),
     [

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import aiohttp
 import openai
 import pytest
 
+from penstock.cli.serve import hint
 from penstock.config import TinyModelConfig
 from penstock.model.load import load_policy
 from penstock.model.tiny import write_tiny_model
@@ -45,12 +46,12 @@ def command(model: Path, *words: str) -> list[str]:
 
 @contextmanager
 def served(
-    model: Path, *words: str, environment: dict[str, str] | None = None
+    model: Path, *words: str, environment: dict[str, str] | None = None, log: TextIO | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its URL."""
     given = {**os.environ, **(environment or {})}
     words = ("--port", "0", *words)
-    with subprocess.Popen(command(model, *words), stdout=subprocess.PIPE, text=True, env=given) as process:
+    with subprocess.Popen(command(model, *words), stdout=subprocess.PIPE, stderr=log, text=True, env=given) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
@@ -69,6 +70,33 @@ def test_a_model_directory_is_served_until_a_signal(model: Path) -> None:
             assert done.choices[0].message.content is not None
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 0
+
+
+async def test_whoever_waits_when_it_is_ended_is_told_so(model: Path, tmp_path: Path) -> None:
+    sampling, message = {"max_new_tokens": 40, "ignore_eos": True}, "the server is shutting down"
+    chat = {"model": "any", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
+    told = {"input_ids": [5], "sampling_params": sampling}
+    waiting = {"/generate": told, "/v1/chat/completions": chat}
+    streams = {"/generate": told | {"stream": True}, "/v1/chat/completions": chat | {"stream": True}}
+    with (tmp_path / "log").open("w") as log, served(model, log=log) as (process, url):
+        async with aiohttp.ClientSession(url) as session:
+
+            async def post(path: str, given: object) -> tuple[int, str]:
+                async with session.post(path, json=given) as response:
+                    return response.status, await response.text()
+
+            await post("/pause_generation", {"mode": "in_place"})
+            posts = [asyncio.create_task(post(*each)) for each in (*waiting.items(), *streams.items())]
+            draining = asyncio.create_task(post("/flush_cache?timeout=60", {}))
+            while '"num_waiting":4' not in (await (await session.get("/server_info")).text()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            answers = await asyncio.wait_for(asyncio.gather(*posts), 20)
+            assert [status for status, _ in answers] == [503, 503, 200, 200]
+            assert all(f'"message":"{message}"' in text for _, text in answers)
+            await asyncio.wait_for(draining, 20)
+            assert await asyncio.to_thread(process.wait, 20) == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 async def test_a_trainer_broadcasts_weights_to_it_in_chunks(model: Path) -> None:
@@ -124,6 +152,7 @@ async def test_a_trainer_broadcasts_weights_to_it_in_chunks(model: Path) -> None
     [
         (["--host", "0.0.0.0"], 2, "PENSTOCK_API_KEY"),
         (["rollout.slts=3"], 2, "did you mean rollout.slots?"),
+        (["rollout.engine=vllm"], 2, "penstock serve does not read rollout.engine: it reads model.device"),
         (["model.max_context=100000"], 1, "exceeds the 64 positions"),
     ],
 )
@@ -140,6 +169,21 @@ def test_a_directory_without_a_model_and_a_taken_port_are_named(model: Path, tmp
         port = str(taken.getsockname()[1])
         result = subprocess.run(command(model, "--port", port), capture_output=True, text=True, timeout=60)
     assert (result.returncode, f"cannot listen on 127.0.0.1:{port}" in result.stderr) == (1, True)
+
+
+def test_whoever_names_a_run_is_shown_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step in (9, 10, 1):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    assert hint(tmp_path) == f"; did you mean {tmp_path / 'checkpoints' / 'step_10'}?"
+    assert (hint(tmp_path / "checkpoints"), "serve one of its checkpoints" in hint(Path("tiny"))) == ("", True)
+
+
+def test_a_checkpoint_is_served_under_its_own_version(model: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_3"
+    shutil.copytree(model, checkpoint)
+    (checkpoint / "state.json").write_text('{"step": 3, "policy_version": 7, "extra": {}}')
+    with served(checkpoint) as (_, url):
+        assert '"policy_version":7' in urllib.request.urlopen(f"{url}/ready", timeout=30).read().decode()
 
 
 def test_a_model_that_cannot_be_read_is_not_blamed_on_the_port(model: Path, tmp_path: Path) -> None:

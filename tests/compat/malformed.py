@@ -256,11 +256,14 @@ def prompts(vocab_size: int, max_context: int) -> list[dict[str, Any]]:
         {"input_ids": [1], "sampling_params": {"max_new_tokens": [1, -1], "n": 2}},
         {"input_ids": [1], "sampling_params": {"min_new_tokens": -1, "max_new_tokens": 2}},
         {"input_ids": [[1], [2]], "sampling_params": [{}]},
+        {"input_ids": [1], "sampling_parms": {}},
+        {"input_ids": [1], "sampling_params": {"x" * 1000: 1}},
     ]
 
 
 TENSORS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
 VALID: dict[str, dict[str, Any]] = {
+    "/claim": {"run_id": "mine", "nonce": "a", "lease_s": 0.0},
     "/generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}},
     "/v1/completions": {"prompt": [1, 2], "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1},

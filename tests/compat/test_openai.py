@@ -152,6 +152,7 @@ async def test_a_chat_stream_adds_up_to_the_whole(client: openai.AsyncOpenAI) ->
     )
     chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
+    assert {chunk.system_fingerprint for chunk in chunks if chunk.choices} == {"policy_version-0"}
     content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     ids = [token for chunk in chunks if chunk.choices for token in chunk.choices[0].to_dict()["token_ids"]]
     assert ids == greedy("HELLO", 6) and content == Letters().decode(ids)
@@ -209,6 +210,8 @@ async def test_the_synchronous_client(url: str) -> None:
         ({"messages": [{"role": "user", "content": "A"}], "allowed_token_ids": [0]}, "`allowed_token_ids` is not"),
         ({"messages": [{"role": "user", "content": "A"}], "bad_words": ["a"]}, "`bad_words` is not served"),
         ({"messages": [{"role": "user", "content": "A"}], "chat_template": "x"}, "the model's own is used"),
+        ({"messages": [{"role": "user", "content": "A"}], "modalities": ["audio"]}, "`modalities` is not served but"),
+        ({"messages": [{"role": "user", "content": "A"}], "max_completion_token": 3}, "`max_completion_tokens`?"),
         ({"messages": [{"role": "user", "content": "A"}], "truncate_prompt_tokens": 1}, "`truncate_prompt_tokens`"),
         ({"messages": [{"role": "user", "content": "A"}], "prompt_logprobs": 1}, "`prompt_logprobs` is not served"),
         ({"messages": [{"role": "user", "content": "A"}], "functions": [{"name": "a"}]}, "give `tools`"),
@@ -217,7 +220,7 @@ async def test_the_synchronous_client(url: str) -> None:
         ({"messages": [{"role": "user", "content": "A"}], "lora_path": "a"}, "`lora_path` is not served"),
         ({"messages": [{"role": "user", "content": "A"}], "chat_template_kwargs": {"messages": []}}, "cannot set"),
         ({"messages": [], "prompt_token_ids": [99], "max_tokens": 1}, "outside the vocabulary"),
-        ({}, "missing required field `messages`"),
+        ({}, "`messages` is empty: a chat needs them, or `prompt_token_ids`"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_once_and_for_all(url: str, body: object, message: str) -> None:
@@ -225,6 +228,12 @@ async def test_what_cannot_be_served_is_refused_once_and_for_all(url: str, body:
         reply = await response.json()
     assert (response.status, response.headers["x-should-retry"]) == (400, "false")
     assert message in reply["error"]["message"] and reply["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_chat_may_be_given_in_tokens_alone(url: str) -> None:
+    body = {"prompt_token_ids": Letters().encode("HELLO"), "max_tokens": 2}
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", json=body) as response:
+        assert (await response.json())["choices"][0]["prompt_token_ids"] == Letters().encode("HELLO")
 
 
 async def test_neutral_values_that_routers_add_ask_for_nothing(url: str) -> None:
@@ -300,5 +309,5 @@ async def test_a_prompt_that_is_only_echoed_tells_who_scored_it(client: openai.A
     done = await client.completions.with_raw_response.create(
         model="tiny", prompt="HELLO", max_tokens=0, echo=True, logprobs=1
     )
-    assert done.headers["X-Policy-Version"] == "0-0"
+    assert done.headers["X-Policy-Version"] == "0"
     assert done.parse().system_fingerprint == "policy_version-0"

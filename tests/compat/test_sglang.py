@@ -246,4 +246,9 @@ async def test_our_own_client_of_it_updates_the_weights(
     with pytest.raises(RolloutError, match="is not newer than 1"):
         await client.commit_weights(other)
     assert not runner.engine.paused
+    await client.forget_weights()
+    with pytest.raises(RolloutError, match="which no trainer published"):
+        await client.served_version()
+    await client.commit_weights(other)
+    assert await client.served_version() == 1
     await calls.close()

@@ -9,6 +9,25 @@ from penstock.config import ConfigError
 from penstock.envs.registry import available, locate, resolve
 
 
+class Plain:
+    """Waits on the event loop for what the event loop would have to answer."""
+
+    def play(self, llm: object, seed: int) -> float:
+        return 0.0
+
+
+class Threaded(Plain):
+    """Waits on a thread of its own."""
+
+    blocking = True
+
+
+def test_a_plain_play_is_refused_unless_it_gets_a_thread() -> None:
+    with pytest.raises(ConfigError, match=r"play is a plain function.*`async def`.*`blocking = True`"):
+        resolve(f"{__name__}:Plain")
+    assert resolve(f"{__name__}:Threaded") is Threaded
+
+
 def test_built_in_environments_resolve() -> None:
     for name in available():
         assert hasattr(resolve(name), "reset")

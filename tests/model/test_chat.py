@@ -126,3 +126,10 @@ def test_a_template_that_refuses_says_why(model_dir: Path, tmp_path: Path) -> No
 def test_the_torch_free_path_stays_torch_free() -> None:
     code = "import sys, penstock.model.chat, penstock.model.tiny; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
+
+
+def test_tools_that_the_template_leaves_out_are_refused(chat: ChatTokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    with pytest.raises(ModelError, match="knows no `tools`"):
+        chat.prompt(CONVERSATION, tools=[tool])
+    assert chat.prompt(CONVERSATION, tools=[]) == chat.prompt(CONVERSATION)

@@ -22,6 +22,7 @@ def make_run(run_dir: Path, num_steps: int, *, status: str = "completed") -> Pat
             {
                 "step": step,
                 "time": time,
+                "wall_s": time - STARTED,
                 "policy_version": step,
                 "reward": 0.01 * step if step != 2 else None,
                 "episodes_total": 8 * step,
@@ -54,3 +55,8 @@ def evaluate(run_dir: Path, when: str, reward: float) -> None:
     samples = [{"prompt": "spell\n[bold]ab", "expected": "ba", "answer": "ba", "reward": reward}]
     record = {"event": "evaluation", "when": when, "reward": reward, "tasks": 1, "samples": samples}
     jsonl.append(run_dir / "events.jsonl", {"time": STARTED, **record})
+
+
+def live(run_dir: Path, seconds: float) -> None:
+    for time, to in ((STARTED, "starting"), (STARTED + seconds, "completed")):
+        jsonl.append(run_dir / "events.jsonl", {"time": time, "event": "state", "to": to, "actor": "supervisor"})

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from made_run import STARTED, evaluate, make_run
+from made_run import STARTED, evaluate, live, make_run
 from rich.console import Console
 
 from penstock.observe import jsonl, progress, report, summary
 from penstock.observe.progress import Watched, clock, count, render_line, render_panel, sparkline
 from penstock.observe.view import Plan, RunView
+
+URL = "http://127.0.0.1:34567"
 
 
 def text_of(*renderables: object) -> str:
@@ -99,17 +101,56 @@ async def test_a_reader_that_goes_away_ends_the_display_alone(tmp_path: Path, mo
 async def test_lines_are_printed_where_there_is_no_terminal(tmp_path: Path) -> None:
     make_run(tmp_path, 3)
     jsonl.append(tmp_path / "events.jsonl", state("running"))
+    jsonl.append(tmp_path / "events.jsonl", {"event": "joined", "name": "rollout-0", "role": "rollout", "url": URL})
     console = Console(file=io.StringIO(), width=200)
     display = asyncio.create_task(progress.follow(tmp_path, Plan(num_steps=9), console))
     await asyncio.sleep(0)
     display.cancel()
     await asyncio.wait([display])
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0].startswith("run ") and lines[1].startswith("step 3/9")
+    assert lines[0].startswith("run ") and lines[2].startswith("step 3/9")
+    assert lines[1] == f"rollout-0 serves at {URL}"
+    assert URL in text_of(render_panel(Watched(tmp_path, Plan(num_steps=9)).update(), tmp_path, now=STARTED))
+
+
+TROUBLE = [
+    {"event": "alarm", "reason": "effective sample size: 4%"},
+    {"event": "server_lost", "url": "http://a", "why": "rollout server http://a: no answer"},
+    {"event": "server_back", "url": "http://a"},
+    {"event": "process", "name": "env-0", "state": "backoff", "decision": "restart 1 of 5", "after_s": 0.2},
+    {"event": "stall", "waiter": "g1", "resource": "an answer", "holder": "http://a", "seconds": 61.2, "stacks": []},
+    {"event": "rewound", "step": 4, "lost_steps": 2, "policy_version": 7, "groups": 8},
+]
+TOLD = [
+    "! alarm: effective sample size: 4%",
+    "! server lost: rollout server http://a: no answer",
+    "! server back: http://a",
+    "! env-0 is started again: restart 1 of 5",
+    "! stall: g1 has waited 61 s for an answer, held by http://a",
+    "! the trainer went back to step 4: 2 steps are taken again",
+]
+
+
+async def test_trouble_is_told_in_lines_in_the_panel_and_in_the_report(tmp_path: Path) -> None:
+    make_run(tmp_path, 3)
+    for event in (state("running"), *TROUBLE, {"event": "joined", "name": "env-0", "role": "env"}):
+        jsonl.append(tmp_path / "events.jsonl", event)
+    console = Console(file=io.StringIO(), width=200)
+    display = asyncio.create_task(progress.follow(tmp_path, Plan(num_steps=9), console))
+    await asyncio.sleep(0)
+    display.cancel()
+    await asyncio.wait([display])
+    summary.write(tmp_path)
+    report.show(tmp_path, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line for line in lines if line.startswith("!")] == TOLD * 2
+    panel = text_of(render_panel(Watched(tmp_path, Plan(num_steps=9)).update(), tmp_path, now=STARTED))
+    assert [told in panel for told in TOLD] == [False, False, True, True, True, True]
 
 
 def test_the_report_shows_answers_and_figures(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, 30)
+    live(run_dir, 40.0)
     evaluate(run_dir, "before", 0.2)
     evaluate(run_dir, "after", 1.0)
     jsonl.append(run_dir / "events.jsonl", {"event": "checkpoint", "step": 30, "path": "checkpoints/step_30"})

@@ -7,7 +7,7 @@ import pytest
 from tiny_policy import make_handle, serve
 
 from penstock.rollout.client import RolloutClient
-from penstock.rollout.keys import Keys
+from penstock.rollout.keys import Keys, bearer
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import HttpSession, RolloutError
@@ -58,6 +58,13 @@ async def test_a_worker_generates_and_the_controller_updates(runner: EngineRunne
         assert runner.policy_version == 1
         await session.close()
         await controller.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "key"), [("Bearer a", "a"), ("bearer a", "a"), ("BEARER  a ", "a"), ("Basic a", ""), ("a", ""), ("", "")]
+)
+def test_the_scheme_is_read_in_any_case(header: str, key: str) -> None:
+    assert bearer(header) == key
 
 
 def test_keys_do_not_show() -> None:

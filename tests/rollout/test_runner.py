@@ -9,7 +9,7 @@ import pytest
 from tiny_policy import make_engine, make_request, run, until, weights
 
 from penstock.rollout.engine import Finished, SlotEngine
-from penstock.rollout.failures import EngineDead, GenerationFailed
+from penstock.rollout.failures import EngineDead, GenerationFailed, Stopped
 from penstock.rollout.generator import Increment
 from penstock.rollout.runner import EngineRunner
 
@@ -102,7 +102,7 @@ async def test_stop_fails_what_is_pending(engine: SlotEngine) -> None:
     task = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
     await until(lambda: runner.engine.num_active)
     await runner.stop()
-    with pytest.raises(EngineDead, match="stopped"):
+    with pytest.raises(Stopped, match="shutting down"):
         await task
 
 
@@ -150,7 +150,7 @@ async def test_growth_is_told_token_by_token_before_the_end(runner: EngineRunner
     def hear(grown: list[Increment]) -> None:
         nonlocal calls
         calls += 1
-        for index, token_ids, values, _ in grown:
+        for index, token_ids, values, _, _ in grown:
             heard[index] += token_ids
             logprobs[index] += values
 

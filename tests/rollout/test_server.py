@@ -203,7 +203,7 @@ async def test_versions_are_in_a_header_too(spoken: Http, runner: EngineRunner) 
         async with spoken.session.post("/generate", json=body) as response:
             return response.headers.get("X-Policy-Version")
 
-    assert await header({"text": "ABC", "sampling_params": greedy()}) == "0-0"
+    assert await header({"text": "ABC", "sampling_params": greedy()}) == "0"
     running = asyncio.create_task(header({"text": "ABC", "sampling_params": greedy(80)}))
     await until(lambda: runner.num_generated_tokens > 8)
     await spoken.post("/weights/begin", weights_handle(1))
@@ -215,7 +215,7 @@ async def test_scores_tell_who_computed_them(spoken: Http) -> None:
     scored = {"text": "ABC", "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
     async with spoken.session.post("/generate", json=scored) as response:
         reply = await response.json()
-        assert (response.headers["X-Policy-Version"], reply["meta_info"]["weight_version"]) == ("0-0", "0")
+        assert (response.headers["X-Policy-Version"], reply["meta_info"]["weight_version"]) == ("0", "0")
 
 
 async def test_the_likeliest_tokens_are_told(spoken: Http) -> None:
@@ -231,10 +231,26 @@ async def test_a_stream_grows_and_ends_with_the_whole_reply(spoken: Http) -> Non
     events = await spoken.stream("/generate", body | {"stream": True})
     assert [event["text"] for event in events[:-1]] == [whole["text"][:length] for length in range(1, 13)]
     assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * 12
+    stamped = [[{"version": "0", "start": 0, "end": length}] for length in range(1, 13)]
+    assert [event["meta_info"]["weight_versions"] for event in events[:-1]] == stamped
     for reply in (whole, events[-1]):
         for changing in ("e2e_latency", "id"):
             del reply["meta_info"][changing]
     assert events[-1] == whole
+
+
+async def test_every_event_of_a_stream_tells_which_weights_made_what(spoken: Http, runner: EngineRunner) -> None:
+    body = {"text": "AB", "stream": True, "sampling_params": greedy(80)}
+    running = asyncio.create_task(spoken.stream("/generate", body))
+    await until(lambda: runner.num_generated_tokens > 8)
+    await spoken.post("/weights/begin", weights_handle(1))
+    await spoken.post("/weights/commit", {"policy_version": 1})
+    events = await running
+    old, new = events[-1]["meta_info"]["weight_versions"]
+    for event in events[:-1]:
+        length, meta = len(event["output_ids"]), event["meta_info"]
+        spans = [old | {"end": min(old["end"], length)}] + ([new | {"end": length}] if length > old["end"] else [])
+        assert (meta["weight_versions"], meta["weight_version"]) == (spans, spans[-1]["version"])
 
 
 async def test_several_samples_stream_under_their_index(spoken: Http) -> None:
@@ -328,17 +344,25 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"input_ids": [1], "token_ids_logprob": [0]}, "`token_ids_logprob` is not served"),
     ({"input_ids": [1], "return_hidden_states": True}, "`return_hidden_states` is not served"),
     ({"input_ids": [1], "custom_logit_processor": "x"}, "`custom_logit_processor` is not served"),
+    ({"input_ids": [1], "sampling_parms": {"n": 2}}, "unknown field `sampling_parms`: did you mean `sampling_params`?"),
+    ({"input_ids": [1], "sampling_params": {"max_new_token": 3}}, "unknown field `max_new_token`"),
+    ({"input_ids": [1], "sampling_params": {"max_new_token": 3}}, "did you mean `max_new_tokens`?"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{}, {"xyzzy": 3}]}, "unknown field `xyzzy`"),
+    ({"input_ids": [1], "sampling_params": {"custom_params": {"a": 1}}}, "`custom_params` is not served"),
 ]
+
+
+async def test_any_number_of_unknown_fields_is_passed_over(http: Http) -> None:
+    unknown = {f"sampling_{number}": 1 for number in range(20_000)} | {"x" * 100_000: 1}
+    async with asyncio.timeout(5):
+        status, _ = await http.post("/generate", {**unknown, "input_ids": [5], "sampling_params": greedy()})
+    assert status == 200
 
 
 async def test_bad_bodies_are_answered_with_400_and_the_server_serves_on(http: Http) -> None:
     for body, message in BAD_BODIES:
         status, reply = await http.post("/generate", body)
-        error = reply["error"]
-        assert (status, message in (error if isinstance(error, str) else error["message"])) == (400, True), (
-            body,
-            reply,
-        )
+        assert (status, message in reply["error"]["message"]) == (400, True), (body, reply)
     status, reply = await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()})
     assert (status, len(reply["output_ids"])) == (200, 4)
     assert await http.get("/health") == (200, {"status": "ok"})
@@ -454,8 +478,7 @@ async def test_an_aborted_update_leaves_the_old_weights(http: Http) -> None:
 )
 async def test_bad_control_calls_are_refused(http: Http, path: str, body: Any, status: int, message: str) -> None:
     given, reply = await http.post(path, body)
-    error = reply["error"]
-    assert (given, message in (error if isinstance(error, str) else error["message"])) == (status, True), reply
+    assert (given, message in reply["error"]["message"]) == (status, True), reply
     assert (await http.get("/ready"))[1]["policy_version"] == 0
 
 

@@ -40,7 +40,7 @@ async def until(run: Run, status: str) -> None:
 
 
 async def until_process(run: Run, name: str, state: str, *, other_than: int = 0) -> None:
-    async with deadline(10.0, waiter="the test", resource=f"{name} to be {state}", holder="the supervisor"):
+    async with deadline(20.0, waiter="the test", resource=f"{name} to be {state}", holder="the supervisor"):
         while True:
             known = state_of(run)["processes"].get(name, {}) if (run.run_dir / "state.json").exists() else {}
             if known.get("state") == state and known["pid"] != other_than:
@@ -125,7 +125,7 @@ async def test_whoever_is_killed_is_started_again_and_the_run_completes(tmp_path
 
 
 async def test_a_stopped_process_is_taken_for_hung_and_started_again(tmp_path: Path) -> None:
-    settings = SupervisorConfig(backoff_s=0.5, heartbeat_s=0.05, silent_s=1.0)
+    settings = SupervisorConfig(backoff_s=0.5, heartbeat_s=0.05, silent_s=2.0)
     run = Run(tmp_path, [spec("controller", "obedient")], [spec("trainer-0", "steady")], settings=settings)
     task = asyncio.create_task(run.supervise())
     await until(run, "running")
@@ -135,8 +135,9 @@ async def test_a_stopped_process_is_taken_for_hung_and_started_again(tmp_path: P
     await until_process(run, "trainer-0", "ready", other_than=first)
     (run.run_dir / "finish").touch()
     assert (await task).status is RunState.COMPLETED
-    (exit_,) = [e for e in jsonl.read(run.run_dir / "events.jsonl") if e.get("kind") == "hung"]
-    assert exit_["returncode"] == -signal.SIGKILL and exit_["reason"].startswith("hung: no heartbeat for 1.")
+    exits = [e for e in jsonl.read(run.run_dir / "events.jsonl") if e.get("name") == "trainer-0" and e.get("kind")]
+    assert [(e["kind"], e["returncode"]) for e in exits] == [("hung", -signal.SIGKILL), ("ok", 0)]
+    assert exits[0]["reason"].startswith("hung: no heartbeat for 2.")
     assert_nothing_left(run)
 
 
@@ -144,7 +145,7 @@ async def test_a_stopped_process_is_taken_for_hung_and_started_again(tmp_path: P
     ("habit", "reason"), [("blocks", "hung: no heartbeat for"), ("gets_stuck", "hung: no progress with Step for")]
 )
 async def test_who_hangs_shows_its_stacks_and_is_started_again(tmp_path: Path, habit: str, reason: str) -> None:
-    settings = SupervisorConfig(backoff_s=0.5, heartbeat_s=0.05, silent_s=1.0, hang_s=1.0)
+    settings = SupervisorConfig(backoff_s=0.5, heartbeat_s=0.05, silent_s=2.0, hang_s=1.0)
     run = Run(tmp_path, [spec("controller", "obedient")], [spec("env-0", habit)], settings=settings)
     task = asyncio.create_task(run.supervise())
     await until_process(run, "env-0", "backoff")

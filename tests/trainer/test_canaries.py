@@ -17,6 +17,12 @@ from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
 from penstock.types import Sample
 
+UNCOMPARED = {"kl_engine_trainer": 0.0, "parity_gap_max": 0.0, "kl_tokens": 0.0} | {
+    "tokens": 10.0,
+    "tokens_masked_foreign": 0.0,
+}
+"""Metrics of a step that compared nothing."""
+
 
 def truthful(model: PreTrainedModel, sample: Sample) -> Sample:
     """With the log-probabilities that `model` itself gives the tokens."""
@@ -98,7 +104,7 @@ def test_a_policy_that_only_ever_trains_the_version_before_compares_with_a_copy_
 
 def test_an_alarm_is_raised_once_per_onset() -> None:
     canaries = Canaries(CanaryConfig(max_parity_gap=0.01, min_ess=0.5))
-    good = {"kl_engine_trainer": 0.001, "parity_gap_max": 0.1, "kl_tokens": 10.0, "ess": 0.9, "tokens": 10.0}
+    good = UNCOMPARED | {"kl_engine_trainer": 0.001, "parity_gap_max": 0.1, "kl_tokens": 10.0, "ess": 0.9}
     bad = good | {"kl_engine_trainer": 0.02}
     nothing = good | {"kl_engine_trainer": 0.0, "kl_tokens": 0.0}
     steps = (good, bad, nothing, bad, good, bad)
@@ -107,5 +113,5 @@ def test_an_alarm_is_raised_once_per_onset() -> None:
 
 @pytest.mark.parametrize(("ess", "raised"), [(0.6, False), (0.1, True)])
 def test_weights_that_leave_few_tokens(ess: float, raised: bool) -> None:
-    metrics = {"kl_engine_trainer": 0.0, "parity_gap_max": 0.0, "kl_tokens": 0.0, "ess": ess, "tokens": 10.0}
+    metrics = UNCOMPARED | {"ess": ess}
     assert bool(Canaries(CanaryConfig()).look(metrics)) is raised

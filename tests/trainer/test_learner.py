@@ -23,6 +23,7 @@ METRICS = {
     *("loss", "grad_norm", "clip_fraction", "ratio_mean", "kl_engine_trainer", "kl_tokens", "entropy", "tokens"),
     *("tokens_masked_stale", "staleness_mean", "staleness_max", "samples", "learning_rate", "skipped", "busy_s"),
     *("ess", "sample_ess", "kl_reference", "mastered_fraction", "parity_gap_max", "tokens_masked_segments"),
+    "tokens_masked_foreign",
 }
 
 
@@ -216,6 +217,26 @@ def test_a_cut_through_groups_gives_the_same_update_once_advantages_are_fixed(
     for chunk in batch.chunk(7):
         learner.accumulate(chunk)
     torch.testing.assert_close(gradients(parts), gradients(whole), atol=1e-5, rtol=1e-4)
+
+
+def test_tokens_of_weights_that_are_yet_to_be_made_here_are_never_trained(make_model: MakeModel) -> None:
+    own = [make_sample(0, prompt=[5, 6], response=[7, 8], reward=r, versions=[5, 5]) for r in (0.0, 1.0)]
+    foreign = make_sample(0, prompt=[5, 6], response=[9, 10, 11], reward=1.0, versions=[5, 6, 20])
+    model = make_model()
+    learner = learner_for(model, max_staleness=2, policy_version=5)
+    accumulate(learner, [*own, foreign])
+    found, state = gradients(model), learner.step()
+    masked = {name: state.metrics[name] for name in ("tokens", "tokens_masked_stale", "tokens_masked_foreign")}
+    assert masked == {"tokens": 5, "tokens_masked_stale": 0, "tokens_masked_foreign": 2}
+    assert state.metrics["staleness_mean"] == 0
+    assert [alarm.partition(":")[0] for alarm in state.alarms if "2 tokens" in alarm] == ["another trainer"]
+
+    mask = foreign.loss_mask.copy()
+    mask[3:] = 0
+    other = make_model()
+    unseen = dataclasses.replace(foreign, loss_mask=mask)
+    accumulate(learner_for(other, max_staleness=2, policy_version=5), [*own, unseen])
+    torch.testing.assert_close(found, gradients(other))
 
 
 def test_stale_tokens_are_counted_and_leave_no_trace(make_model: MakeModel) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import refuse
 from penstock.config import Config, ConfigError, load_config
+from penstock.envs.registry import locate
 from penstock.observe import plots, progress, report, summary
 from penstock.observe.view import Plan
 from penstock.processes.layout import prepare, stages
@@ -38,6 +39,8 @@ def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) 
     """Returns the exit code."""
     try:
         config = load_config(path, overrides)
+        if dry_run:
+            locate(config.env.name)
     except ConfigError as error:
         return refuse(error, CONFIG_ERROR)
     if dry_run:

@@ -27,7 +27,7 @@ from penstock.rollout.app import App
 from penstock.rollout.generation import Generation
 from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.http import Refused
-from penstock.rollout.keys import Keys
+from penstock.rollout.keys import Keys, bearer
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.session import RolloutError
 from penstock.types import Endpoint, Segment
@@ -140,7 +140,7 @@ class Session:
                 raise Refused(410, "the episode ended before this answer") from None
             raise
         if on_tokens is not None:
-            on_tokens([Increment(0, said.token_ids, said.logprobs, None)])
+            on_tokens([Increment(0, said.token_ids, said.logprobs, said.spans, None)])
         return [said]
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
@@ -183,5 +183,4 @@ def _key_and_path(scope: Scope) -> tuple[str, str]:
         key, _, rest = path.removeprefix("/s/").partition("/")
         return key, f"/{rest}"
     headers = dict(scope["headers"])
-    given = headers.get(b"authorization", b"").decode("latin-1")
-    return given.removeprefix("Bearer ").strip(), path
+    return bearer(headers.get(b"authorization", b"").decode("latin-1")), path

@@ -2,9 +2,9 @@
 
 Beyond OpenAI's own: token ids in and out, which training needs (`prompt` as ids, `prompt_token_ids` on chat as the
 authoritative history; `token_ids` and `prompt_token_ids` on every choice), vLLM's and SGLang's sampling extensions, and
-the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, in the header `X-Policy-Version`, and
-in a stream on the last chunk of each choice. Any model name is served by the one model there is, as SGLang does; a
-field that would change the answer and is not served is refused.
+the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, in the header `X-Policy-Version`. In
+a stream the fingerprint is on every chunk, the metadata on the last one of each choice. Any model name is served by the
+one model there is, as SGLang does; a field that would change the answer and is not served is refused.
 """
 
 from __future__ import annotations
@@ -117,11 +117,13 @@ class OpenAI:
         """The assistant's next message."""
         body = await read_body(request, ChatBody)
         if not body.messages and body.prompt_token_ids is None:
-            raise ValueError("`messages` is empty")
+            raise ValueError("`messages` is empty: a chat needs them, or `prompt_token_ids`")
         if body.tool_choice not in (None, "auto", "none"):
             raise ValueError("`tool_choice` is `auto` or `none`: no answer is forced to call a tool")
         if wire.asks(body.functions) or (wire.asks(body.function_call) and body.function_call not in ("auto", "none")):
             raise ValueError("`functions` and `function_call` are not served: give `tools`")
+        if body.modalities and body.modalities != ["text"]:
+            raise ValueError("`modalities` is not served but for `text`")
         if wire.asks(body.chat_template):
             raise ValueError("`chat_template` is not served: the model's own is used")
         if body.continue_final_message or not body.add_generation_prompt:
@@ -180,6 +182,8 @@ class OpenAI:
         try:
             async for sample in self._answers.follow(asked):
                 so_far = told.setdefault(sample.index, Told())
+                if sample.spans:
+                    head["system_fingerprint"] = _fingerprint(sample.spans[-1].policy_version)
                 for choice in shape.deltas(sample, so_far):
                     yield event(head | {"choices": [choice]})
                 if sample.answer is not None:
@@ -469,7 +473,11 @@ def _provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> d
     if last is None:
         return {}
     metadata = {"weight_version": last, "weight_versions": spans[0] if len(spans) == 1 else spans}
-    return {"system_fingerprint": f"policy_version-{last}", "metadata": metadata}
+    return {"system_fingerprint": _fingerprint(last), "metadata": metadata}
+
+
+def _fingerprint(policy_version: object) -> str:
+    return f"policy_version-{policy_version}"
 
 
 def _error(error: Exception) -> OpenAIError:

@@ -1,5 +1,5 @@
 """The JSON of the OpenAI surface, typed, with the extensions of vLLM and SGLang. Unknown fields are ignored, because
-clients add their own; a known one that we do not serve is refused."""
+clients add their own, unless they look like a known one misspelt; a known one that we do not serve is refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ChatBody(SamplingFields, kw_only=True):
     """The request of `/v1/chat/completions`. `prompt_token_ids` (ours) is the conversation in tokens: `messages` are
     then not rendered."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
@@ -102,6 +102,7 @@ class ChatBody(SamplingFields, kw_only=True):
     prompt_token_ids: list[int] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+    modalities: list[str] | None = None
     # Known but not served.
     chat_template: Any = None
     functions: Any = None

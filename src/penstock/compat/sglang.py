@@ -28,6 +28,7 @@ from starlette.responses import PlainTextResponse, Response
 
 import penstock
 from penstock.deadline import Stalled, deadline, patient
+from penstock.rollout.foreign import UNKNOWN
 from penstock.rollout.http import HANDLE_FORMAT, Refused, Route, answer, error_object, read_body
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
@@ -390,8 +391,12 @@ class SGLang:
         return _outcome(True, "nothing to serve" if served is None else _serving(served))
 
     async def update_version(self, request: Request) -> Response:
-        """What came last is this version: what is served, or inside a bracket, what it will serve."""
+        """What came last is this version: what is served, or inside a bracket, what it will serve. A version that its
+        client does not know is none: nothing is served then until the next weights."""
         body = await read_body(request, VersionBody)
+        if body.new_version == UNKNOWN:
+            await self._update.forget()
+            return answer({"success": True, "message": "the weights count no more", "new_version": UNKNOWN})
         try:
             version = self._version(body.new_version)
             await self._update.rename(version)

@@ -21,7 +21,18 @@ SECRETS = {"rollout.api_key": "PENSTOCK_API_KEY", "rollout.admin_api_key": "PENS
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `3e-4` as text; everyone who types a learning rate means a number."""
+    """YAML 1.1 reads `3e-4` as text; everyone who types a learning rate means a number. Of a key that is given twice it
+    would keep the last value; who wrote the first one meant it too."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                problem = f"{key.value} is given twice, in lines {seen[key.value]} and {line}"
+                raise yaml.constructor.ConstructorError(problem=problem)
+            seen[key.value] = line
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

@@ -82,14 +82,17 @@ class FeedbackConfig(Section):
         return self
 
 
+MIN_SAMPLES = 64
+
+
 class TriggerConfig(Section):
     """When the learner gets work."""
 
     use: Literal["compute", "step", "batch"] = "compute"
     """`compute`: accumulate gradients as groups become ready, step at a stable batch size. `step`: every trigger is a
     step. `batch`: wait for a whole step's groups (the fixed-batch baseline)."""
-    min_samples: int = Field(64, ge=1)
-    """N_min, rounded up to whole groups."""
+    min_samples: int | None = Field(None, ge=1)
+    """N_min, rounded up to whole groups; 64 if unset, or the samples of a step where those are fewer."""
     max_wait_s: float = Field(0.5, gt=0)
     """T_max: go on with what is ready (at least one group) after this long."""
     feedback: FeedbackConfig = FeedbackConfig()
@@ -102,11 +105,16 @@ class TriggerConfig(Section):
                 f"feedback.signal {self.feedback.signal} moves N_min and T_max, which use batch does not have: "
                 "set use to compute or step, or the signal to none"
             )
-        if adapts and self.min_samples < self.feedback.fewest_samples:
+        if adapts and self.samples_of(MIN_SAMPLES) < self.feedback.fewest_samples:
             raise ValueError(
-                f"min_samples ({self.min_samples}) is below feedback.fewest_samples ({self.feedback.fewest_samples})"
+                f"min_samples ({self.samples_of(MIN_SAMPLES)}) is below feedback.fewest_samples "
+                f"({self.feedback.fewest_samples})"
             )
         return self
+
+    def samples_of(self, step: int) -> int:
+        """N_min where a step has so many samples."""
+        return self.min_samples or min(MIN_SAMPLES, step)
 
 
 class SchedulerConfig(Section):

@@ -315,9 +315,9 @@ class Config(Section):
                 f"({self.env.group_size}): no group could ever start"
             )
         batch = self.trainer.groups_per_step * self.env.group_size
-        if self.scheduler.trigger.min_samples > batch:
+        if (min_samples := self.scheduler.trigger.samples_of(batch)) > batch:
             raise ValueError(
-                f"scheduler.trigger.min_samples ({self.scheduler.trigger.min_samples}) exceeds the samples of a step "
+                f"scheduler.trigger.min_samples ({min_samples}) exceeds the samples of a step "
                 f"(trainer.groups_per_step * env.group_size = {batch})"
             )
         fewest = self.scheduler.trigger.feedback.fewest_samples

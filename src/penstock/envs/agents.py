@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.deadline import deadline, holding
 from penstock.envs.episode import Episode
 from penstock.model.chat import ChatTokenizer
-from penstock.types import Endpoint, FinishReason, Segment, VersionSpan
+from penstock.types import Endpoint, FinishReason, Segment, VersionSpan, add_spans
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
@@ -175,11 +175,7 @@ def _joined(segments: Sequence[Segment], reason: FinishReason) -> Segment:
     spans: list[VersionSpan] = []
     length = 0
     for segment in segments:
-        for version, start, end in segment.spans:
-            if spans and spans[-1].policy_version == version:
-                spans[-1] = VersionSpan(version, spans[-1].start, length + end)
-            else:
-                spans.append(VersionSpan(version, length + start, length + end))
+        add_spans(spans, segment.spans, offset=length)
         length += len(segment.token_ids)
     return Segment(
         token_ids=[token for segment in segments for token in segment.token_ids],

@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +96,19 @@ def resolve(name: str) -> type[Environment]:
         raise ConfigError(
             f"env.name {name!r} is not a class with reset(seed) and step(action), nor one with play(llm, seed)"
         )
+    _check_play(name, found)
     return found
+
+
+def _check_play(name: str, found: Any) -> None:
+    """A plain `play` would wait on the event loop for an answer that only the event loop can give."""
+    plain = hasattr(found, "play") and not inspect.iscoroutinefunction(found.play)
+    if plain and not getattr(found, "blocking", False):
+        raise ConfigError(
+            f"env.name {name!r}: play is a plain function, which would hold up all episodes of its worker while it "
+            "waits: make it `async def` with an async client (openai.AsyncOpenAI), or declare `blocking = True` in the "
+            "class, and every episode gets a thread"
+        )
 
 
 @functools.cache

@@ -82,8 +82,11 @@ class ChatTokenizer:
                 "the model has no chat template: neither chat_template.jinja nor tokenizer_config.json holds one"
             )
         try:
-            known = {"add_generation_prompt": True} | self._special_tokens | settings
-            return self._template.render(messages=messages, **known)
+            known = {"add_generation_prompt": True, "messages": messages} | self._special_tokens | settings
+            text = self._template.render(**known)
+            if settings.get("tools") and text == self._template.render(**known | {"tools": None}):
+                raise ModelError("the chat template knows no `tools`: the model would not hear of them")
+            return text
         except TemplateError as error:
             raise ModelError(f"the chat template refused the conversation: {error}") from error
 

@@ -24,6 +24,8 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧"
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
 PANEL_WIDTH = 88
+NOTICES = 4
+"""The latest are shown."""
 
 
 class Watched:
@@ -67,11 +69,18 @@ async def show_panel(watched: Watched, console: Console) -> None:
 
 
 async def show_lines(watched: Watched, console: Console) -> None:
-    """A line per phase, and while training one every few seconds."""
+    """A line per phase and per notice, and while training one every few seconds."""
     console.out(f"run {watched.run_dir.name} in {watched.run_dir}")
-    shown, last_line_at = ("", 0), 0.0
+    shown, last_line_at, num_told = ("", 0), 0.0, 0
+    servers: set[tuple[str, str]] = set()
     while True:
         view = watched.update()
+        for name, url in sorted(view.servers.items() - servers):
+            console.out(f"{name} serves at {url}")
+        servers |= view.servers.items()
+        for told in view.notices[num_told:]:
+            console.out(f"! {told}")
+        num_told = len(view.notices)
         now = time.monotonic()
         is_due = now - last_line_at >= LINE_EVERY_S and view.step != shown[1]
         if view.phase != shown[0] or is_due:
@@ -101,6 +110,7 @@ def render_panel(view: RunView, run_dir: Path, *, now: float) -> RenderableType:
     """The run as a panel."""
     parts: list[RenderableType] = [_headline(view, now)]
     parts.append(_figures(view) if view.recent else _processes(view))
+    parts += [Text(f"! {told}", "yellow") for told in view.notices[-NOTICES:]]
     title = Text.assemble(("penstock ", "bold cyan"), (run_dir.name, "dim"))
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", width=PANEL_WIDTH, padding=(0, 1))
 
@@ -152,6 +162,7 @@ def _figures(view: RunView) -> RenderableType:
         "tokens/s",
         f"{count(view.rate('tokens_generated_total'))} generated   {count(view.rate('tokens_trained_total'))} trained",
     )
+    table.add_row("servers", Text(", ".join(view.servers.values()), "dim"))
     return table
 
 

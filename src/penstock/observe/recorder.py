@@ -34,6 +34,7 @@ class Recorder:
         lines = jsonl.read(run_dir / "metrics.jsonl")
         self._before: Mapping[str, Any] = lines[-1] if lines else {}
         """The last line that an earlier controller wrote."""
+        self._opened = time.monotonic()
         self._metrics = JsonLinesWriter(run_dir / "metrics.jsonl")
         self._events = JsonLinesWriter(run_dir / "events.jsonl")
         self._timeline = JsonLinesWriter(run_dir / "timeline.jsonl")
@@ -52,9 +53,10 @@ class Recorder:
     def decision(self, decider: str, reason: str, inputs: Mapping[str, Any]) -> None:
         self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
 
-    def joined(self, name: str, role: str) -> None:
+    def joined(self, name: str, role: str, *, url: str = "") -> None:
+        """`url`: where it serves, if it does."""
         self._processes.setdefault(name, _Process(role)).role = role
-        self.event("joined", name=name, role=role)
+        self.event("joined", name=name, role=role, **({"url": url} if url else {}))
 
     def heartbeat(
         self, name: str, *, cpu_s: float, busy_s: float, counters: Mapping[str, float], spans: Sequence[BusySpan]
@@ -101,6 +103,7 @@ class Recorder:
         line = {
             "step": step,
             "time": time.time(),
+            "wall_s": self._before.get("wall_s", 0.0) + time.monotonic() - self._opened,
             "policy_version": learner.policy_version,
             "reward": _mean(self._rewards),
             "episodes": len(self._rewards),

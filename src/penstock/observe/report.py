@@ -12,10 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.observe import jsonl
+from penstock.observe.notices import notice
 from penstock.observe.progress import clock, count, number, percent
 
 LONGEST_CELL = 160
 """Characters of a prompt or an answer; longer ones are cut in their middle."""
+NOTICES = 8
+"""The latest are shown."""
 
 
 def show(run_dir: Path, console: Console) -> None:
@@ -27,6 +30,11 @@ def show(run_dir: Path, console: Console) -> None:
     if {"before", "after"} <= evaluations.keys():
         console.print(sample_table(evaluations["before"]["samples"], evaluations["after"]["samples"]))
     console.print(key_figures(summary, run_dir, checkpoints))
+    notices = [told for event in events if (told := notice(event)) is not None]
+    if len(notices) > NOTICES:
+        console.print(Text(f"{len(notices)} notices in events.jsonl, the latest of them:", "yellow"))
+    for told in notices[-NOTICES:]:
+        console.print(Text(f"! {told}", "yellow"))
 
 
 def sample_table(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Table:

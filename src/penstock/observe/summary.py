@@ -26,14 +26,14 @@ def write(run_dir: Path) -> Record:
 
 def summarize(run_dir: Path) -> Record:
     """The summary of a run from its state, metrics and events, as far as they got."""
-    state = _read_state(run_dir)
+    state, events = _read_state(run_dir), jsonl.read(run_dir / "events.jsonl")
     return {
         "run_id": state.get("run_id", run_dir.name),
         "status": state.get("status", "pending"),
         "error": state.get("error"),
         **of_metrics(steps.read(run_dir)),
-        **of_events(jsonl.read(run_dir / "events.jsonl")),
-        "wall_seconds": _wall_seconds(state),
+        **of_events(events),
+        "wall_seconds": _wall_seconds(events),
     }
 
 
@@ -72,11 +72,12 @@ def of_events(events: Iterable[Record]) -> Record:
 
 
 def busy_fraction(lines: Sequence[Record], busy_key: str, count_key: str) -> float | None:
-    """Mean share of the time that the processes of one role were busy between the first and the last line."""
+    """Mean share of the time that the processes of one role were busy between the first and the last line; the time
+    between two lives of a run does not count."""
     if len(lines) < 2:
         return None
     first, last = lines[0], lines[-1]
-    wall_s = last.get("time", 0.0) - first.get("time", 0.0)
+    wall_s = last.get("wall_s", 0.0) - first.get("wall_s", 0.0)
     busy_s = (last.get(busy_key) or 0.0) - (first.get(busy_key) or 0.0)
     return float(busy_s / wall_s / max(1, last.get(count_key) or 1)) if wall_s > 0 else None
 
@@ -90,9 +91,16 @@ def _over(function: Callable[[Sequence[float]], float], values: Sequence[float])
     return function(values) if values else None
 
 
-def _wall_seconds(state: Record) -> float | None:
-    started, ended = state.get("started"), state.get("ended")
-    return round(ended - started, 3) if started and ended else None
+def _wall_seconds(events: Sequence[Record]) -> float | None:
+    """Of all lives of a run together; what the next supervisor wrote of the end of the last one does not count."""
+    lives: list[tuple[float, float]] = []
+    for event in events:
+        if event.get("to") == "starting":
+            lives.append((event["time"], event["time"]))
+        elif lives and event.get("to") != "pending" and event.get("kind") != "lost" and event.get("actor") != "resume":
+            start, end = lives[-1]
+            lives[-1] = start, max(end, event.get("time", end))
+    return round(sum(end - start for start, end in lives), 3) if lives else None
 
 
 def _read_state(run_dir: Path) -> Record:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.observe.notices import notice
 from penstock.observe.summary import busy_fraction
 
 Record = dict[str, Any]
@@ -36,10 +37,14 @@ class RunView:
     """Name -> state, in start order."""
     rewards: dict[int, float] = field(default_factory=dict)
     """By step."""
+    servers: dict[str, str] = field(default_factory=dict)
+    """Name -> where it serves."""
     evaluations: dict[str, float] = field(default_factory=dict)
     """`before` / `after` -> mean reward on the held-out tasks."""
     checkpoint: str | None = None
     is_warm: bool = False
+    notices: list[str] = field(default_factory=list)
+    """Alarms, losses, restarts and stalls, in their order."""
     needs: str | None = None
     """A command that somebody has to type, for the run to go on."""
     recent: deque[Record] = field(default_factory=deque)
@@ -48,11 +53,15 @@ class RunView:
     def see_event(self, event: Record) -> None:
         """Take in a line of events.jsonl."""
         before = self.phase
+        if (told := notice(event)) is not None:
+            self.notices.append(told)
         match event:
             case {"event": "state", "to": status}:
                 self.status = status
             case {"event": "process", "name": name, "state": state}:
                 self.processes[name] = state
+            case {"event": "joined", "name": name, "url": url}:
+                self.servers[name] = url
             case {"event": "no_workers", "command": command}:
                 self.needs = command
             case {"event": "attached"}:

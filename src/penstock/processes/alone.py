@@ -12,7 +12,8 @@ import uvloop
 
 from penstock.config import Config
 from penstock.processes.cores import num_threads
-from penstock.processes.listening import HttpServer, bind, url_of
+from penstock.processes.listening import bind, listening, url_of
+from penstock.processes.member import first
 from penstock.processes.serving import application, make_engine
 from penstock.rollout.failures import EngineDead
 from penstock.rollout.runner import EngineRunner
@@ -39,19 +40,19 @@ async def _serve(config: Config, model: Path, model_name: str) -> None:
     runner = EngineRunner(make_engine(config, model, weights=True), process="rollout-0")
     runner.start()
     identity = Identity(run_id="alone", nonce=secrets.token_hex(8))
-    failing = asyncio.create_task(runner.failed.wait())
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         with application(runner, config, model, identity=identity, model_name=model_name) as app:
-            server = HttpServer(app)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-            failing.add_done_callback(lambda _: setattr(server, "should_exit", True))
             url = url_of(host, listener)
             context = f"context {config.model.max_context} tokens (model.max_context=N for another)"
-            print(f"serving {model_name} at {url} (OpenAI: {url}/v1), {context}; Ctrl-C ends it", flush=True)
-            await server.serve(sockets=[listener])
-        if runner.error is not None:
-            raise EngineDead(f"the engine failed: {runner.error!r}; its traceback is above")
+            async with listening(app, listener):
+                print(f"serving {model_name} at {url} (OpenAI: {url}/v1), {context}; Ctrl-C ends it", flush=True)
+                await first(stop.wait(), runner.failed.wait())
+                failure = runner.error
+                await runner.stop()  # while the server listens, so that whoever waits is told
+        if failure is not None:
+            raise EngineDead(f"the engine failed: {failure!r}; its traceback is above")
     finally:
-        failing.cancel()
         await runner.stop()

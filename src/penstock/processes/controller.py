@@ -111,7 +111,7 @@ class Controller:
             return Refused(reason=f"{hello.name} belongs to another run")
         before = self._members.get(hello.name)
         self._members[hello.name] = hello
-        self._recorder.joined(hello.name, hello.role)
+        self._recorder.joined(hello.name, hello.role, url=hello.url)
         if before is not None:
             self._joined_again(before, hello)
         if hello.attached:
@@ -254,11 +254,11 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         ):
             await asyncio.to_thread(system.scheduler.recall, played)
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
-    if config.rollout.urls:
-        await servers.forget_weights()
     controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, workers, recorder))
     controller.attach(system)
     try:
+        if config.rollout.urls:
+            await servers.forget_weights()
         async with beside:
             await loop.run(system)
             workers.close()

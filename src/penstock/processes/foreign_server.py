@@ -11,24 +11,29 @@ import sys
 import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import Config
-from penstock.deadline import Stalled, deadline, stalled
+from penstock.deadline import Stalled, deadline
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
-from penstock.rollout.servers import connect
+from penstock.rollout.servers import ServerClient, connect
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.supervisor.child import Child
 from penstock.types import BusySpan
 
 ASK_EVERY_S = 0.5
-REFUSED = 400
-"""Status of what no waiting mends."""
+LEASE_S = 8.0
+"""For which a server that runs already is this run's, once it has said so; renewed while it lives."""
+PATIENCE_S = 12.0
+"""For a server that runs already to answer, and for a dead run's claim on it to end."""
+
+CLAIMED = 409
+"""Status of a server that is another run's."""
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 
@@ -61,12 +66,15 @@ METERS = {
 async def serve(child: Child, config: Config) -> None:
     stop = child.stop_event()
     number = int(child.name.rpartition("-")[2])
-    session = HttpSession(api_key=config.rollout.api_key, timeout_s=config.rollout.request_timeout_s)
+    session = HttpSession(api_key=config.rollout.control_key, timeout_s=config.rollout.request_timeout_s)
     try:
         async with engine_of(child, config, number) as (url, process):
-            await answering(config, url, session, process)
+            client = connect(config.rollout.engine, url, session)
+            claim = Claiming(client, child.run_id, child.nonce)
+            await answering(config, claim, process)
             watch = Watch(child.name, config, url, session)
             async with (
+                claim.renewed(),
                 watching(watch),
                 membership(child, config, role="rollout", handler=ask_nothing, telemetry=watch.telemetry, url=url),
             ):
@@ -129,25 +137,72 @@ def free_port(host: str) -> int:
         return port
 
 
-async def answering(config: Config, url: str, session: HttpSession, process: Process | None) -> None:
-    """Until it does; Stalled, or RolloutError as soon as its process has ended."""
-    client, seconds = connect(config.rollout.engine, url, session), config.supervisor.ready_timeout_s
-    limit = time.monotonic() + seconds
+class Claiming:
+    """The server is this run's: for a lease at a time, and until it is given up."""
+
+    def __init__(self, client: ServerClient, run_id: str, nonce: str) -> None:
+        self.client, self._run = client, (run_id, nonce)
+
+    async def take(self) -> None:
+        """RolloutError with status 409 while it is another run's."""
+        await self.client.claim(*self._run, lease_s=LEASE_S)
+
+    @asynccontextmanager
+    async def renewed(self) -> AsyncIterator[None]:
+        """For the length of the body. Raises if another run has taken it; that it answers is the clients' concern."""
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(LEASE_S / 4)
+                try:
+                    await self.take()
+                except (RolloutError, Stalled) as error:
+                    if isinstance(error, RolloutError) and error.status == CLAIMED:
+                        raise
+
+        async with asyncio.TaskGroup() as tasks:
+            renewing = tasks.create_task(renew())
+            try:
+                yield
+            finally:
+                renewing.cancel()
+                with suppress(RolloutError, Stalled):
+                    await self.client.claim(*self._run, lease_s=0.0)
+
+
+async def answering(config: Config, claim: Claiming, process: Process | None) -> None:
+    """Until it does, and is this run's. RolloutError as soon as no waiting mends what is wrong, or its time is up."""
+    url, engine = claim.client.url, config.rollout.engine
+    seconds = config.supervisor.ready_timeout_s
+    limit = time.monotonic() + (min(PATIENCE_S, seconds) if config.rollout.urls else seconds)
     while True:
         try:
-            await client.alive()
-            return await client.check()
+            await claim.client.alive()
+            await claim.client.check()
+            return await claim.take()
         except (RolloutError, Stalled) as error:
             if process is not None and process.returncode is not None:
-                name = config.rollout.engine
                 raise RolloutError(
-                    url, f"{name} ended with exit code {process.returncode} before it answered"
+                    url, f"{engine} ended with exit code {process.returncode} before it answered"
                 ) from None
-            if isinstance(error, RolloutError) and error.status == REFUSED:
-                raise
-            if time.monotonic() > limit:
-                raise stalled(waiter="run", resource=f"an answer ({error})", holder=url, seconds=seconds) from None
+            status = error.status if isinstance(error, RolloutError) else None
+            if (status is not None and status < 500 and status != CLAIMED) or time.monotonic() > limit:
+                message = error.message if isinstance(error, RolloutError) else str(error)
+                raise RolloutError(url, f"{message}{remedy(status, engine)}", status) from None
         await asyncio.sleep(ASK_EVERY_S)
+
+
+def remedy(status: int | None, engine: str) -> str:
+    """What helps against an answer with this status, or against none."""
+    match status:
+        case None:
+            return "; start it first, or correct rollout.urls"
+        case 401 | 403:
+            return "; set PENSTOCK_API_KEY, and PENSTOCK_ADMIN_API_KEY if control has a key of its own there"
+        case 200 | 404 | 405:
+            return f"; it is no server that rollout.engine {engine} can use: correct rollout.urls or rollout.engine"
+        case _:
+            return ""
 
 
 class Watch:

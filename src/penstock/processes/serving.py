@@ -11,13 +11,16 @@ from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
 from penstock.config import Config
 from penstock.model.chat import ChatTokenizer
+from penstock.model.files import read_json_if_present
 from penstock.model.load import load_policy, resolve_device, resolve_dtype
 from penstock.rollout.app import App
+from penstock.rollout.claim import Claim
 from penstock.rollout.engine import SlotEngine
 from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
 from penstock.rollout.update import Chunk, Tensors, WeightsUpdate
+from penstock.trainer.checkpoint import STATE
 from penstock.types import NO_VERSION, GroupTensors
 from penstock.weights.collective import Groups
 from penstock.weights.device_memory import take
@@ -26,20 +29,27 @@ from penstock.weights.tensors import max_chunk_bytes
 
 
 def make_engine(config: Config, directory: Path, *, weights: bool) -> SlotEngine:
-    """The engine around the model in `directory`; with its `weights` it serves them as policy_version 0."""
+    """The engine around the model in `directory`; with its `weights` it serves them under the policy_version that they
+    had as a checkpoint, or 0."""
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     return SlotEngine(
         load_policy(directory, dtype=dtype, device=device, weights=weights),
         num_slots=config.rollout.slots,
         max_context=config.model.max_context,
-        policy_version=0 if weights else NO_VERSION,
+        policy_version=read_json_if_present(directory, STATE).get("policy_version", 0) if weights else NO_VERSION,
     )
 
 
 @contextmanager
 def application(
-    runner: EngineRunner, config: Config, directory: Path, *, identity: Identity, model_name: str
+    runner: EngineRunner,
+    config: Config,
+    directory: Path,
+    *,
+    identity: Identity,
+    model_name: str,
+    claim: Claim | None = None,
 ) -> Iterator[App]:
     """Our own paths, SGLang's and OpenAI's in front of one engine. At the end it leaves the groups it was joined to."""
     tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
@@ -66,6 +76,7 @@ def application(
         update=update,
         tokenizer=tokenizer,
         keys=Keys(generation=config.rollout.api_key or None, admin=config.rollout.admin_api_key or None),
+        claim=claim,
         foreign=[OpenAI(runner, tokenizer, model_name=model_name), sglang],
     )
     gc.collect()

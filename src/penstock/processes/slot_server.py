@@ -12,6 +12,7 @@ from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, listening, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
 from penstock.processes.serving import application, make_engine
+from penstock.rollout.claim import Claim
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity
 from penstock.supervisor.child import Child
@@ -27,7 +28,14 @@ async def serve(child: Child, config: Config) -> None:
     identity = Identity(run_id=child.run_id, nonce=child.nonce)
     url = url_of(config.rollout.host, listener)
     try:
-        with application(runner, config, directory, identity=identity, model_name=config.model.path) as app:
+        with application(
+            runner,
+            config,
+            directory,
+            identity=identity,
+            model_name=config.model.path,
+            claim=Claim(child.run_id, child.nonce),
+        ) as app:
             async with (
                 listening(app, listener),
                 membership(
@@ -36,8 +44,10 @@ async def serve(child: Child, config: Config) -> None:
             ):
                 child.report_ready(url)
                 await first(stop.wait(), runner.failed.wait())
-        if runner.error is not None:
-            child.fail(f"the engine failed: {runner.error!r}")
+                failure = runner.error
+                await runner.stop()  # while the server listens, so that whoever waits is told
+        if failure is not None:
+            child.fail(f"the engine failed: {failure!r}")
     finally:
         await runner.stop()
 

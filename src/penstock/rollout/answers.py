@@ -12,7 +12,7 @@ from penstock.rollout.failures import Conflict
 from penstock.rollout.generator import Generator, Increment, OnTokens
 from penstock.rollout.http import Refused
 from penstock.rollout.text import GrowingText, Tokenizer
-from penstock.types import NO_VERSION, Segment
+from penstock.types import NO_VERSION, Segment, VersionSpan, add_spans
 
 
 @dataclass(slots=True)
@@ -27,12 +27,14 @@ class Growing:
     tokenizer: Tokenizer | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
     top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     answer: Answer | None = None
     """Of this sample alone; set when it has ended."""
     _text: GrowingText | None = None
 
     def add(self, increment: Increment) -> None:
+        add_spans(self.spans, increment.spans, offset=self.num_tokens)
         self.token_ids += increment.token_ids
         self.logprobs += increment.logprobs
         self.top_logprobs += increment.top_logprobs or ()

@@ -6,6 +6,7 @@ work; what is needed of them is this.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.rollout.failures import Stopped
 from penstock.rollout.http import EXPECTED, Refused, Route, nowhere
 from penstock.rollout.keys import Keys
 
@@ -55,6 +57,8 @@ class App:
             response = await route.endpoint(request)
         except EXPECTED as error:
             response = refuse(route, error)
+        except asyncio.CancelledError:  # the HTTP server has waited long enough for this to end
+            response = refuse(route, Stopped("the server is shutting down"))
         except Exception as error:  # a defect: its traceback goes into the log, and to the client that there was one
             response, defect = refuse(route, Refused(500, "internal error")), error
         self.responses[route.path, response.status_code] += 1

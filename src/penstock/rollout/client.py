@@ -84,6 +84,10 @@ class RolloutClient:
     async def alive(self) -> None:
         await self._session.send("GET", self.url, "/health", timeout_s=PROBE_S)
 
+    async def claim(self, run_id: str, nonce: str, *, lease_s: float) -> None:
+        body = wire.ClaimBody(run_id=run_id, nonce=nonce, lease_s=lease_s)
+        await self._session.send("POST", self.url, "/claim", body, timeout_s=PROBE_S)
+
     async def forget_weights(self) -> None:
         await self._session.send("POST", self.url, "/weights/forget", {})
 

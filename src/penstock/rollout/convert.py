@@ -15,7 +15,7 @@ import msgspec
 from penstock.rollout import wire
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.text import Stops, Tokenizer
-from penstock.types import Segment, stable_seed
+from penstock.types import Segment, VersionSpan, stable_seed
 
 MAX_BATCH = 1024
 """Prompts one body may hold."""
@@ -81,9 +81,9 @@ def write_replies(answer: Answer, *, tokenizer: Tokenizer | None, latency_s: flo
         meta = _meta(asked, index, latency_s=latency_s)
         meta.finish_reason = finish_reason(asked, segment, decoder)
         meta.completion_tokens = len(segment.token_ids)
-        last = segment.spans[-1].policy_version if segment.spans else answer.scored_by[-1] if answer.scored_by else ""
-        meta.weight_version = str(last)
-        meta.weight_versions = [wire.WeightSpan(str(version), start, end) for version, start, end in segment.spans]
+        _stamp(meta, segment.spans)
+        if answer.scored_by and not segment.spans:
+            meta.weight_version = str(answer.scored_by[-1])
         if asked.body.return_logprob:
             triples = partial(_triples, tokenizer=tokenizer if asked.body.return_text_in_logprobs else None)
             meta.output_token_logprobs = triples(segment.logprobs, segment.token_ids)
@@ -97,16 +97,24 @@ def write_replies(answer: Answer, *, tokenizer: Tokenizer | None, latency_s: flo
 
 
 def version_header(answers: Sequence[Answer]) -> dict[str, str]:
-    """`X-Policy-Version`: the oldest and the newest that made any of it."""
-    versions = [version for answer in answers for version in answer.versions]
-    return {"X-Policy-Version": f"{min(versions)}-{max(versions)}"} if versions else {}
+    """`X-Policy-Version`: the one that made all of it, as in `7`, or the oldest and the newest, as in `7-9`."""
+    versions = sorted({version for answer in answers for version in answer.versions})
+    return {"X-Policy-Version": "-".join(map(str, dict.fromkeys((versions[0], versions[-1]))))} if versions else {}
 
 
 def write_growing(
-    asked: Asked, member: int, *, text: str, token_ids: list[int], logprobs: list[float], latency_s: float
+    asked: Asked,
+    member: int,
+    *,
+    text: str,
+    token_ids: list[int],
+    logprobs: list[float],
+    spans: Sequence[VersionSpan],
+    latency_s: float,
 ) -> wire.GenerateReply:
     """What there is of one of the prompt's samples that has not ended."""
     meta = _meta(asked, member, latency_s=latency_s)
+    _stamp(meta, spans)
     meta.completion_tokens = len(token_ids)
     if asked.body.return_logprob:
         meta.output_token_logprobs = _triples(logprobs, token_ids, tokenizer=None)
@@ -128,6 +136,12 @@ def _meta(asked: Asked, member: int, *, latency_s: float) -> wire.MetaInfo:
         weight_versions=[],
         e2e_latency=latency_s,
     )
+
+
+def _stamp(meta: wire.MetaInfo, spans: Sequence[VersionSpan]) -> None:
+    """Which version sampled which tokens, and the last of them."""
+    meta.weight_version = str(spans[-1].policy_version) if spans else ""
+    meta.weight_versions = [wire.WeightSpan(str(version), start, end) for version, start, end in spans]
 
 
 def _split(body: wire.GenerateBody) -> list[wire.GenerateBody]:

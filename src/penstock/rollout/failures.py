@@ -7,6 +7,10 @@ class EngineDead(RuntimeError):
     """The engine's thread has ended; `__cause__` says why."""
 
 
+class Stopped(EngineDead):
+    """The server is being shut down; another may answer."""
+
+
 class GenerationFailed(RuntimeError):
     """The engine could not finish this request, though it serves on."""
 

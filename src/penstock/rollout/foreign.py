@@ -28,6 +28,9 @@ class ForeignClient:
         self.url = url
         self._session, self._update_mode = session, update_mode
 
+    async def claim(self, run_id: str, nonce: str, *, lease_s: float) -> None:
+        """It remembers nobody: that another run uses it too shows in versions that are yet to be made here."""
+
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Look whether the file is whole, before anything is paused for it."""
         path = Path(handle.path)

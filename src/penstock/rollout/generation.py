@@ -75,6 +75,7 @@ class Generation:
                         text=sample.text() if sample.asked.body.return_text else "",
                         token_ids=sample.token_ids,
                         logprobs=sample.logprobs,
+                        spans=sample.spans,
                         latency_s=time.perf_counter() - started,
                     )
                 else:

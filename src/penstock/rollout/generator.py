@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from penstock.rollout.request import GenerateRequest
-from penstock.types import Segment
+from penstock.types import Segment, VersionSpan
 
 
 class Increment(NamedTuple):
@@ -15,6 +15,8 @@ class Increment(NamedTuple):
     sample: int
     token_ids: list[int]
     logprobs: list[float]
+    spans: list[VersionSpan]
+    """Of these tokens."""
     top_logprobs: list[list[tuple[float, int]]] | None
 
 

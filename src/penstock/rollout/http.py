@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from penstock.deadline import Stalled, deadline
 from penstock.rollout import wire
-from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed
+from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed, Stopped
 
 MAX_BODY_BYTES = 16 * 2**20
 BODY_S = 30.0
@@ -61,6 +61,8 @@ def status_of(error: Exception) -> int:
             return 400
         case Stalled():
             return 504
+        case Stopped():
+            return 503
         case ClientDisconnect():
             return GONE
         case _:
@@ -73,9 +75,8 @@ def error_object(message: str) -> wire.ErrorReply:
 
 
 def answer_error(error: Exception) -> Response:
-    """In SGLang's shapes, of which that for a malformed body is another."""
-    unread = isinstance(error, msgspec.DecodeError)
-    return answer(wire.ErrorReply(error=str(error)) if unread else error_object(str(error)), status_of(error))
+    """In SGLang's shape for bad values, whatever is wrong; its own for a body that cannot be read is another."""
+    return answer(error_object(str(error)), status_of(error))
 
 
 async def read_body(request: Request, kind: type[wire.T]) -> wire.T:
@@ -92,7 +93,9 @@ async def read_body(request: Request, kind: type[wire.T]) -> wire.T:
                     raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
     except Stalled:
         raise Refused(408, f"the body was not there within {BODY_S:g} s") from None
-    return wire.decode(bytes(body), kind)
+    found = wire.decode(bytes(body), kind)
+    wire.refuse_misspelt(bytes(body), kind)
+    return found
 
 
 def answer(value: object, status: int = 200) -> Response:

@@ -23,8 +23,8 @@ class Keys:
         accepted = self.accepted(access)
         if not accepted:
             return
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not any(hmac.compare_digest(given, f"Bearer {key}".encode()) for key in accepted):
+        given = bearer(request.headers.get("authorization", "")).encode("latin-1")
+        if not any(hmac.compare_digest(given, key.encode()) for key in accepted):
             which = "admin API key" if access == "control" and self.admin is not None else "API key"
             raise Refused(401, f"missing or wrong {which}", {"WWW-Authenticate": "Bearer"})
 
@@ -40,3 +40,9 @@ class Keys:
         control = self.admin if self.admin is not None else self.generation
         keys = {control} if access == "control" else {self.generation, control}
         return [key for key in keys if key is not None]
+
+
+def bearer(authorization: str) -> str:
+    """The key in a header; "" if it carries none. The scheme's case does not matter."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""

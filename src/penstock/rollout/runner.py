@@ -26,11 +26,11 @@ from penstock.rollout.busy import BusyMeter
 from penstock.rollout.costs import StepCosts
 from penstock.rollout.durations import Durations
 from penstock.rollout.engine import Finished, SlotEngine
-from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed
+from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed, Stopped
 from penstock.rollout.generator import Increment, OnTokens, Scored
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.rows import Sequence as Sample
-from penstock.types import BusySpan, Segment, UpdateMode
+from penstock.types import BusySpan, Segment, UpdateMode, VersionSpan
 
 PauseMode = Literal["abort", "in_place", "retract"]
 
@@ -124,10 +124,10 @@ class EngineRunner:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after its current step; pending calls fail with EngineDead."""
+        """End the thread after its current step; pending calls and later ones fail with Stopped."""
         self._commands.put(self._request_stop)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
-        self._end(RuntimeError("the engine has been stopped"))
+        self._end(Stopped("the server is shutting down"))
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
         """One segment per seed; while the engine is released, empty ones at once. ValueError for a bad request;
@@ -357,7 +357,8 @@ class EngineRunner:
                 if len(part.token_ids) > told[index]:
                     new = slice(told[index], None)
                     tops = None if part.top_logprobs is None else part.top_logprobs[new]
-                    grown.append(Increment(index, part.token_ids[new], part.logprobs[new], tops))
+                    spans = [VersionSpan(self.engine.policy_version, 0, len(part.token_ids) - told[index])]
+                    grown.append(Increment(index, part.token_ids[new], part.logprobs[new], spans, tops))
                     told[index] = len(part.token_ids)
             if grown:
                 self._loop.call_soon_threadsafe(self._deliver_growth, request, grown)
@@ -422,6 +423,8 @@ class EngineRunner:
             raise self._dead()
 
     def _dead(self) -> EngineDead:
+        if isinstance(self.error, Stopped):
+            return Stopped(str(self.error))
         dead = EngineDead(f"the engine is dead: {self.error}")
         dead.__cause__ = self.error
         return dead

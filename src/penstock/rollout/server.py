@@ -6,6 +6,7 @@ paths of the server, those of other surfaces included.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.responses import Response
 from penstock.deadline import deadline
 from penstock.rollout import wire
 from penstock.rollout.app import App
+from penstock.rollout.claim import Claim
 from penstock.rollout.generation import Generation
 from penstock.rollout.http import (
     HANDLE_FORMAT,
@@ -56,11 +58,13 @@ def create_app(
     update: WeightsUpdate,
     tokenizer: Tokenizer | None = None,
     keys: Keys | None = None,
+    claim: Claim | None = None,
     foreign: Sequence[Surface] = (),
 ) -> App:
-    """The application around a started `runner`. `foreign`: other protocols' paths."""
+    """The application around a started `runner`. `claim`: whose it is; free without. `foreign`: other protocols'
+    paths."""
     keys = keys or Keys()
-    surfaces = (RolloutServer(runner, identity, update, tokenizer, keys), *foreign)
+    surfaces = (RolloutServer(runner, identity, update, tokenizer, keys, claim or Claim()), *foreign)
     about = About([route for surface in surfaces for route in surface.routes()], keys)
     app = App(about.all_routes, keys)
     about.metrics = ServerMetrics(runner, app.responses)
@@ -99,8 +103,10 @@ class RolloutServer:
         update: WeightsUpdate,
         tokenizer: Tokenizer | None,
         keys: Keys,
+        claim: Claim,
     ) -> None:
         self._runner = runner
+        self._claim = claim
         self._keys = keys
         self._identity = identity
         self._update = update
@@ -114,6 +120,7 @@ class RolloutServer:
             ),
             Route("/health", ["GET"], self.health, "everybody", reply=wire.Health),
             Route("/ready", ["GET"], self.ready, "generation", reply=wire.Ready, error=dict[str, Any]),
+            Route("/claim", ["POST"], self.claim, body=wire.ClaimBody, reply=wire.MemoryReply),
             Route("/weights/begin", ["POST"], self.begin_weights, body=WeightsHandle, reply=wire.WeightsReply),
             Route("/weights/chunk", ["POST"], self.take_chunk, body=wire.ChunkBody, reply=wire.ChunkReply),
             Route("/weights/commit", ["POST"], self.commit_weights, body=wire.CommitBody, reply=wire.WeightsReply),
@@ -161,6 +168,12 @@ class RolloutServer:
         identity = self._identity
         reply = wire.Ready(run_id=identity.run_id, nonce=identity.nonce, policy_version=version, state=state)
         return answer(reply, 200 if state == "serving" else 503)
+
+    async def claim(self, request: Request) -> Response:
+        """The server is one run's, as long as that renews its claim; others are told whose."""
+        body = await read_body(request, wire.ClaimBody)
+        self._claim.take(body.run_id, body.nonce, lease_s=body.lease_s, now=asyncio.get_running_loop().time())
+        return answer(wire.MemoryReply(state="claimed" if body.lease_s else "free"))
 
     async def begin_weights(self, request: Request) -> Response:
         """Maps and verifies weights; nothing is served yet."""

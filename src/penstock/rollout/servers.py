@@ -72,6 +72,10 @@ class ServerClient(Protocol):
         """Raises unless it can generate with published weights; bounded by seconds."""
         ...
 
+    async def claim(self, run_id: str, nonce: str, *, lease_s: float) -> None:
+        """This run's from now on, unless it is another one's (RolloutError 409); `lease_s` 0 gives it up."""
+        ...
+
     async def forget_weights(self) -> None:
         """Versions begin anew: a run takes over a server that another one may have used."""
         ...

@@ -3,6 +3,7 @@ is one clear error."""
 
 from __future__ import annotations
 
+import os
 from typing import Any, TypeVar
 
 import aiohttp
@@ -20,7 +21,7 @@ class RolloutError(RuntimeError):
     self_explanatory = True
 
     def __init__(self, url: str, message: str, status: int | None = None) -> None:
-        self.url, self.status = url, status
+        self.url, self.message, self.status = url, message, status
         super().__init__(f"rollout server {url}: {message}")
 
 
@@ -58,7 +59,7 @@ class HttpSession:
                 async with self._open().request(method, url + path, data=data) as response:
                     answer = await response.read()
             except (aiohttp.ClientError, OSError) as error:
-                raise RolloutError(url, f"{method} {path} got no answer: {error or type(error).__name__}") from error
+                raise RolloutError(url, f"{method} {path} got no answer: {_reason(error)}") from error
         if response.status != 200:
             raise RolloutError(url, f"{method} {path} answered {response.status}: {_message(answer)}", response.status)
         return answer
@@ -80,6 +81,12 @@ class HttpSession:
         return self._session
 
 
+def _reason(error: Exception) -> str:
+    """What the system says of a connection that failed; else what the error does."""
+    number = getattr(error, "errno", None)
+    return os.strerror(number) if number is not None and number > 0 else str(error) or type(error).__name__
+
+
 def _message(answer: bytes) -> str:
     """The error message inside a reply, whatever its shape."""
     try:
@@ -87,4 +94,5 @@ def _message(answer: bytes) -> str:
         error = body.get("error", body)
         return str(error["message"] if isinstance(error, dict) else error)
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        return answer[:200].decode(errors="replace")
+        text = answer[:200].decode(errors="replace").lstrip()
+        return "a web page" if text.startswith("<") else text

@@ -1,11 +1,16 @@
 """The JSON of the rollout server, typed: SGLang's `/generate` plus what is ours. Shared by server and client.
 
 Foreign names stay foreign here (`weight_version`); the scheduler, the store and the trainer never see them.
-Unknown fields are ignored, because routers add their own; a known field we do not implement is refused.
+Unknown fields are ignored, because routers add their own, unless they look like a known one misspelt; those of
+`sampling_params`, which only clients write, are refused. So is a known field we do not implement.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import itertools
+import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -19,11 +24,19 @@ MAX_SAMPLES = 1024
 LogprobTriple = tuple[float | None, int, str | None]
 """(log-probability, token id, text or null); of a prompt's first token there is no log-probability."""
 
+MISSPELT = 0.9
+"""Similarity from which an unknown field is a misspelt one; what other engines add differs more."""
+ALIKE = 0.5
+"""Similarity from which a field is worth proposing in place of one that is refused anyway."""
+MAX_LOOKED_AT, MAX_NAME = 64, 64
+"""Unknown fields, and characters of one, that are compared with known ones."""
+UNKNOWN = re.compile("unknown field `(.*)` - at")
+
 T = TypeVar("T")
 _json = msgspec.json.Encoder()
 
 
-class SamplingBody(Struct, kw_only=True, omit_defaults=True):
+class SamplingBody(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """`sampling_params`. Lists in `max_new_tokens` and `sampling_seed` (one value per sample) are our extension."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
@@ -43,6 +56,10 @@ class SamplingBody(Struct, kw_only=True, omit_defaults=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Of no effect, since special tokens are skipped."""
+    stream_interval: int | None = None
+    """Of no effect: streams tell every token."""
     sampling_seed: int | list[int] | None = None
     # Known but not served: ignoring them would change what is sampled.
     stop_regex: Any = None
@@ -50,9 +67,10 @@ class SamplingBody(Struct, kw_only=True, omit_defaults=True):
     regex: Any = None
     ebnf: Any = None
     structural_tag: Any = None
+    custom_params: Any = None
 
 
-UNSERVED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag")
+UNSERVED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
 UNSERVED = (
     "lora_path",
     "input_embeds",
@@ -199,6 +217,15 @@ class CommitBody(Struct, kw_only=True):
     fingerprint: str | None = None
 
 
+class ClaimBody(Struct, kw_only=True):
+    """The request of `/claim`: the server is this run's for `lease_s` seconds from now on; 0 gives it up."""
+
+    run_id: Annotated[str, Meta(min_length=1, max_length=200)]
+    nonce: Annotated[str, Meta(min_length=1, max_length=200)]
+    """Tells the run from others of that name."""
+    lease_s: Annotated[float, Meta(ge=0, le=3600)]
+
+
 class MemoryBody(Struct, kw_only=True, omit_defaults=True):
     """The request of `/release_memory_occupation` and `/resume_memory_occupation`. Only KV memory is released."""
 
@@ -207,7 +234,7 @@ class MemoryBody(Struct, kw_only=True, omit_defaults=True):
 
 class MemoryReply(Struct, kw_only=True):
     """What has been done: the generation memory is `released` or `resumed`; the staged weights are `aborted`; what was
-    served and staged is `forgotten`."""
+    served and staged is `forgotten`; the server is `claimed` or `free`."""
 
     state: str
 
@@ -227,9 +254,9 @@ class ErrorMessage(Struct, kw_only=True):
 
 
 class ErrorReply(Struct, kw_only=True):
-    """An error as SGLang puts it: a plain string if the body could not be read."""
+    """An error as SGLang puts it."""
 
-    error: ErrorMessage | str
+    error: ErrorMessage
 
 
 class Health(Struct, kw_only=True):
@@ -247,6 +274,23 @@ class Ready(Struct, kw_only=True):
     state: str
 
 
+def refuse_misspelt(data: bytes, kind: type[Any]) -> None:
+    """ValueError for a field of the JSON object `data` that is none of `kind`, but looks like one. Of very many unknown
+    fields only some are looked at."""
+    known = getattr(kind, "__struct_fields__", ())
+    unknown = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys() - set(known)
+    for name in itertools.islice(unknown, MAX_LOOKED_AT):
+        if near := _nearest(name, known, MISSPELT):
+            raise ValueError(f"unknown field `{name}`: did you mean `{near}`?")
+
+
+@functools.lru_cache(maxsize=1024)
+def _nearest(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
+    if len(name) > MAX_NAME:
+        return None
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+
+
 def encode(value: object) -> bytes:
     """JSON of a struct, a dataclass or plain values."""
     return _json.encode(value)
@@ -258,6 +302,12 @@ def decode(data: bytes, kind: type[T]) -> T:
         if not data.isascii():
             data.decode()  # msgspec skips what no field asks for, whatever it is
         return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        unknown = UNKNOWN.search(str(error))
+        near = unknown and _nearest(unknown[1], SamplingBody.__struct_fields__, ALIKE)
+        if near:
+            raise msgspec.ValidationError(f"{error}: did you mean `{near}`?") from None
+        raise
     except RecursionError:
         raise msgspec.DecodeError("JSON nested too deeply") from None
     except UnicodeDecodeError as error:

@@ -25,18 +25,18 @@ class Supply:
         """That this learner trained under this controller. What was made before, and is too old by now, did not grow
         old: the count of versions jumped, or time went by while there was none to count."""
         self.bias = LengthBias(group_size=config.env.group_size, look_ahead=config.look_ahead)
-        self.feedback = feedback(
-            settings.trigger,
-            entropy_gain=settings.dispatch.entropy_gain,
-            total_steps=config.trainer.steps,
-            min_samples=settings.trigger.min_samples,
-        )
-        self._adjustment = self.feedback.adjustment
         self._trigger = Trigger.from_config(
             settings.trigger.model_copy(update={"use": settings.trigger_use}),
             group_size=config.env.group_size,
             groups_per_step=config.trainer.groups_per_step,
         )
+        self.feedback = feedback(
+            settings.trigger,
+            entropy_gain=settings.dispatch.entropy_gain,
+            total_steps=config.trainer.steps,
+            min_samples=self._trigger.min_samples,
+        )
+        self._adjustment = self.feedback.adjustment
         self._staleness = StalenessPolicy(max_staleness=settings.max_staleness)
         self._ready: dict[int, tuple[LiveGroup, float]] = {}
         """In the order they became so, with the time."""

@@ -72,7 +72,7 @@ class Trigger:
         feedback, whole = config.feedback, group_size * groups_per_step
         return cls(
             use=config.use,
-            min_samples=config.min_samples,
+            min_samples=config.samples_of(whole),
             max_wait_s=config.max_wait_s,
             group_size=group_size,
             groups_per_step=groups_per_step,

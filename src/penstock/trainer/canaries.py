@@ -17,11 +17,22 @@ class Canaries:
 
     def look(self, metrics: Mapping[str, float]) -> list[str]:
         """Alarms that begin with this step."""
+        self._alarms.update("another trainer", self._foreign(metrics))
         if metrics["kl_tokens"]:  # a step that compared nothing neither raises nor clears
             self._alarms.update("log-probability parity", self._parity(metrics))
         if metrics["tokens"]:
             self._alarms.update("effective sample size", self._sample_size(metrics))
         return self._alarms.take()
+
+    def _foreign(self, metrics: Mapping[str, float]) -> str | None:
+        tokens = metrics["tokens_masked_foreign"]
+        if not tokens:
+            return None
+        return (
+            f"{tokens:g} tokens were sampled by a policy_version above the one being trained, and left out: another "
+            "trainer publishes to the same rollout servers, whose older versions cannot be told from this run's; give "
+            "each run servers of its own"
+        )
 
     def _parity(self, metrics: Mapping[str, float]) -> str | None:
         gap, bound, tokens = metrics["kl_engine_trainer"], self._config.max_parity_gap, metrics["kl_tokens"]

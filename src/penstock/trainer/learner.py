@@ -2,8 +2,9 @@
 
 Invariants. A token's gradient enters as a plain sum and is divided by the step's own count (`losses/normalise.py`) when
 the step is taken, so any partition of the same samples into `accumulate` calls gives the same update. Tokens older than
-`max_staleness` versions are counted and left out. The behaviour log-probabilities are the engine's own. Every call of
-`step` ends the current policy_version, also when a non-finite gradient leaves the weights as they were.
+`max_staleness` versions are counted and left out, and so are tokens of versions that are yet to be made here: another
+trainer's. The behaviour log-probabilities are the engine's own. Every call of `step` ends the current policy_version,
+also when a non-finite gradient leaves the weights as they were.
 
 `LearnerState.metrics` (means over the step's trained tokens): loss, grad_norm (before clipping), clip_fraction (tokens
 that a clip or a mask left without a gradient), ratio_mean, ess (effective sample size of the tokens'
@@ -11,9 +12,9 @@ ratios pi / mu, as a share), sample_ess (of the samples' truncated products of t
 kl_reference, entropy (of the full softmax, in nats), kl_engine_trainer (mean |logprob trainer - engine| over the
 `kl_tokens` with which answers begin in the version that computes them here: see `parity.py`; what comes after a weight
 update rests on older keys and values, whose difference is none), parity_gap_max (the largest), staleness_mean,
-staleness_max; and tokens, tokens_masked_stale, tokens_masked_segments, samples, learning_rate, skipped (1 if the
-gradient was not finite), busy_s (model compute since the last step). With `measure_noise`, where it can be measured:
-noise_signal, noise_trace (see `trainer/noise.py`).
+staleness_max; and tokens, tokens_masked_stale, tokens_masked_foreign, tokens_masked_segments, samples, learning_rate,
+skipped (1 if the gradient was not finite), busy_s (model compute since the last step). With `measure_noise`, where it
+can be measured: noise_signal, noise_trace (see `trainer/noise.py`).
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Learner:
         versions = flatten(batch["versions"], np.int64)
         sampled = flatten(batch["loss_mask"], np.bool_)
         staleness = self.policy_version - versions
-        fresh = sampled & (staleness <= self._max_staleness)
+        fresh = sampled & (staleness >= 0) & (staleness <= self._max_staleness)
         in_loss = fresh
         if self._config.objective.segments == "newest":
             in_loss = fresh & (versions == _newest(batch["versions"]))
@@ -151,7 +152,8 @@ class Learner:
         pending, ages = self._pending, staleness[in_loss]
         pending.samples += len(batch)
         pending.tokens += len(ages)
-        pending.tokens_masked_stale += (stale := int((sampled & ~fresh).sum()))
+        pending.tokens_masked_stale += (stale := int((sampled & (staleness > self._max_staleness)).sum()))
+        pending.tokens_masked_foreign += int((sampled & (staleness < 0)).sum())
         pending.tokens_masked_segments += int((fresh & ~in_loss).sum())
         pending.staleness += int(ages.sum())
         pending.staleness_max = max(pending.staleness_max, int(ages.max(initial=0)))

@@ -33,6 +33,8 @@ class StepStatistics:
     tokens: int = 0
     """Tokens in the loss."""
     tokens_masked_stale: int = 0
+    tokens_masked_foreign: int = 0
+    """Of versions above the one being trained."""
     tokens_masked_segments: int = 0
     """Young enough, but not of their answer's newest version."""
     staleness: int = 0
@@ -69,6 +71,7 @@ class StepStatistics:
             "kl_tokens": float(self.kl_tokens),
             "tokens": float(self.tokens),
             "tokens_masked_stale": float(self.tokens_masked_stale),
+            "tokens_masked_foreign": float(self.tokens_masked_foreign),
             "tokens_masked_segments": float(self.tokens_masked_segments),
             "staleness_mean": self.staleness / tokens,
             "staleness_max": float(self.staleness_max),
