@@ -49,6 +49,15 @@ def test_the_first_leaf_of_a_group_is_named(tmp_path: Path) -> None:
     assert message_of(tmp_path) == "ValueError: the first"
 
 
+@pytest.mark.parametrize("error", ["OSError(28, 'No space left on device')", "ConfigError('no such word')"])
+def test_a_log_without_room_keeps_no_error_from_being_reported(tmp_path: Path, error: str) -> None:
+    full = "import os\nfrom penstock.config import ConfigError\nos.dup2(os.open('/dev/full', os.O_WRONLY), 2)"
+    body = f"{full}\ndef main():\n    raise {error}\nchild.run(main)"
+    result = run_child(tmp_path, body)
+    assert result.returncode == (1 if error.startswith("OSError") else 2)
+    assert message_of(tmp_path).endswith(("No space left on device", "no such word"))
+
+
 def test_readiness_carries_identity_and_address(tmp_path: Path) -> None:
     run_child(tmp_path, "child.report_ready('http://127.0.0.1:1')")
     report = json.loads((tmp_path / "ready" / "env-0.json").read_text())

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -86,9 +87,10 @@ class Child:
         return stop
 
     def fail(self, message: str, code: int = FAILED) -> NoReturn:
-        """End with an error people can act upon: no traceback, one message."""
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        """End with an error people can act upon: no traceback, one message. A log without room holds up nobody."""
         self._report(message)
+        with suppress(OSError):
+            print(f"error: {message}", file=sys.stderr, flush=True)
         sys.exit(code)
 
     def run(self, main: Callable[[], object]) -> NoReturn:
@@ -134,9 +136,10 @@ class Child:
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         import traceback
 
-        traceback.print_exception(kind, error, trace)
         if not issubclass(kind, KeyboardInterrupt):
             self._report(describe(error))
+        with suppress(OSError):
+            traceback.print_exception(kind, error, trace)
 
     def _report(self, message: str) -> None:
         if not self._reported:
