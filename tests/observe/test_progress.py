@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 from pathlib import Path
 
+import pytest
 from made_run import STARTED, evaluate, live, make_run
 from rich.console import Console
 
@@ -82,6 +84,18 @@ def test_the_panel_shows_processes_then_figures(tmp_path: Path) -> None:
     watched.view.see_event(state("running"))
     late = text_of(render_panel(watched.update(), tmp_path, now=STARTED))
     assert "step 20/200" in late and "(at most 2)" in late and "▁" in late
+
+
+class BrokenPipe(io.StringIO):
+    def write(self, text: str, /) -> int:
+        raise BrokenPipeError
+
+
+async def test_a_reader_that_goes_away_ends_the_display_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # rich would point this process's own output nowhere
+    plan = Plan(num_steps=3, num_warm_start_steps=10, num_eval_tasks=4)
+    async with asyncio.timeout(5):
+        await progress.follow(make_run(tmp_path, 3), plan, Console(file=BrokenPipe()))
 
 
 async def test_lines_are_printed_where_there_is_no_terminal(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from penstock.config.schema import TrainerConfig
 from penstock.groups.local import LocalGroup
-from penstock.trainer.learner import Learner, NothingLearnt
+from penstock.trainer.learner import PROGRESS, Learner, NothingLearnt
 from penstock.trainer.losses.objective import OBJECTIVES
 from penstock.trainer.prepare import prepare
 from penstock.types import LearnerState, Sample
@@ -440,3 +441,10 @@ def test_the_rewarded_token_of_a_bandit_becomes_likely(make_model: MakeModel) ->
         assert learner.step().metrics["kl_engine_trainer"] < 1e-4
     assert before < 0.05
     assert policy()[arms[2]].item() > 0.5
+
+
+def test_a_full_disk_is_called_one_when_the_state_is_written(make_model: MakeModel, tmp_path: Path) -> None:
+    learner = learner_for(make_model())
+    (tmp_path / PROGRESS).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        learner.write(tmp_path)

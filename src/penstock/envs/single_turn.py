@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import reasoning_gym
+
 from penstock.config import ConfigError
 from penstock.types import Task
 
@@ -43,7 +45,5 @@ class SingleTurn:
 
 @functools.cache
 def _scorer(dataset: str) -> Callable[[str, dict[str, Any]], float]:
-    import reasoning_gym
-
     score: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(dataset)
     return score

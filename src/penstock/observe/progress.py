@@ -47,12 +47,13 @@ class Watched:
 
 
 async def follow(run_dir: Path, plan: Plan, console: Console | None = None) -> None:
-    """Show the progress of a run until cancelled. A terminal that goes away ends the display, not the run."""
+    """Show the progress of a run until cancelled. A terminal that goes away, or whoever read from a pipe, ends the
+    display, not the run: rich would have the whole process exit."""
     console = console or Console(highlight=False)
     watched = Watched(run_dir, plan)
     try:
         await (show_panel(watched, console) if console.is_terminal else show_lines(watched, console))
-    except OSError:
+    except (OSError, SystemExit):
         return
 
 

@@ -49,6 +49,8 @@ from penstock.types import LearnerState
 PROGRESS = "learner.pt"
 """Optimizer, random state and counters within a checkpoint; tensors and plain values only, so that it loads with
 `weights_only`."""
+PROBE_BYTES = 1 << 20
+"""Written to learn from the system why torch could not write."""
 
 
 class NothingLearnt(RuntimeError):
@@ -307,7 +309,12 @@ class Learner:
     def write(self, directory: Path) -> None:
         """Write the state as files: the weights as a Hugging Face model, the rest beside them."""
         self.model.save_pretrained(directory, state_dict=self.named_weights())
-        torch.save(self._progress() | {"adapted": adapted_parameters(self.model)}, directory / PROGRESS)
+        progress, file = self._progress() | {"adapted": adapted_parameters(self.model)}, directory / PROGRESS
+        try:
+            torch.save(progress, file)
+        except RuntimeError:
+            file.write_bytes(bytes(PROBE_BYTES))  # torch does not say that the disk is full; the system does
+            raise
 
     def read(self, directory: Path) -> None:
         """Restore what `write` wrote."""
