@@ -55,7 +55,7 @@ def leftovers(run_dir: Path) -> list[str]:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run that has taken a few steps."""
-    overrides = [*SHORT, "trainer.steps=100000", "data.eval_tasks=8"]
+    overrides = [*SHORT, "trainer.steps=100000", "data.eval_tasks=8", "supervisor.max_restarts=0"]
     process = subprocess.Popen(
         command("quickstart", tmp_path, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -163,7 +163,7 @@ def test_a_killed_supervisor_leaves_nothing(tmp_path: Path, running: subprocess.
     assert left == []
 
 
-def test_a_killed_trainer_fails_the_run_and_is_named(tmp_path: Path, running: subprocess.Popen[str]) -> None:
+def test_a_trainer_that_keeps_dying_fails_the_run_and_is_named(tmp_path: Path, running: subprocess.Popen[str]) -> None:
     run_dir = only_run(tmp_path)
     state = json.loads((run_dir / "state.json").read_text())
     os.kill(state["processes"]["trainer-0"]["pid"], signal.SIGKILL)
