@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.control.bus import CONTROLLER, Bus, Fault, Peer, PeerLost, RequestRefused, UnknownPeer
-from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat, Hello, Welcome
+from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat, Hello, Refused, Welcome
 from penstock.deadline import Stalled
 from penstock.types import EpisodeId, GroupAttempt
 
@@ -98,15 +98,28 @@ async def test_what_is_queued_in_one_turn_leaves_as_one_frame(tmp_path: Path) ->
 
 
 async def test_a_refusal_reaches_the_sender(tmp_path: Path) -> None:
-    controller, worker = Counting(), Counting()
-    bus = Bus(str(tmp_path), controller.handle)
-    peer = Peer(str(tmp_path), "env-0", worker.handle)
+    async def refuse(peer: str, message: AnyMessage) -> AnyMessage:
+        return Refused(reason="a negative group")
+
+    bus, peer = Bus(str(tmp_path), refuse), Peer(str(tmp_path), "env-0", Counting().handle)
     receiving = [asyncio.create_task(bus.run()), asyncio.create_task(peer.run())]
     with pytest.raises(RequestRefused, match="a negative group"):
         await peer.request(CONTROLLER, request(-1), timeout_s=5)
+    await finished(receiving)
+    peer.close()
+    bus.close()
+
+
+async def test_who_fails_answers_nothing(tmp_path: Path) -> None:
+    controller = Counting()
+    bus, peer = Bus(str(tmp_path), controller.handle), Peer(str(tmp_path), "env-0", Counting().handle)
+    receiving = [asyncio.create_task(bus.run()), asyncio.create_task(peer.run())]
+    with pytest.raises(Stalled):
+        await peer.request(CONTROLLER, request(-1), timeout_s=0.5)
+    assert receiving[0].done(), "a failing handler ends the controller's loop"
+    assert controller.seen == []
     receiving[1].cancel()
-    results = await asyncio.gather(*receiving, return_exceptions=True)
-    assert isinstance(results[0], ExceptionGroup), "a failing handler ends the controller's loop"
+    await asyncio.gather(*receiving, return_exceptions=True)
     peer.close()
     bus.close()
 

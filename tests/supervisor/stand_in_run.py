@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import penstock
 from penstock.config import Config, SupervisorConfig
@@ -20,6 +24,22 @@ from penstock.supervisor.supervisor import Outcome, Supervisor
 HERE = Path(__file__).parent
 SOURCE = Path(penstock.__file__).parents[1]
 DEFAULTS = SupervisorConfig()
+PATIENCE_S = 20.0
+
+
+def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> float:
+    """Wait for it; returns how many seconds that took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, "waited in vain"
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def state_of(run: Run) -> dict[str, Any]:
+    """What is recorded of a run."""
+    path = run.run_dir / "state.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {"status": "none"}
 
 
 def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.0) -> ProcessSpec:
@@ -36,9 +56,12 @@ def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.
 class Run:
     """One run in `base`; `supervisor` is there once it is being supervised."""
 
-    def __init__(self, base: Path, *stages: list[ProcessSpec], settings: SupervisorConfig = DEFAULTS) -> None:
+    def __init__(
+        self, base: Path, *stages: list[ProcessSpec], settings: SupervisorConfig = DEFAULTS, **sections: Any
+    ) -> None:
+        """`sections`: other settings of the run."""
         run_id = f"test-{zlib.crc32(str(base).encode()):08x}"
-        self.config = Config(runs_dir=str(base), run_id=run_id, supervisor=settings)
+        self.config = Config(runs_dir=str(base), run_id=run_id, supervisor=settings, **sections)
         self.run_dir, self.runtime_dir, self.stages = base / run_id, runtime_path(run_id), stages
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.supervisor: Supervisor | None = None

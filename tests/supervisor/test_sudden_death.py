@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stand_in_run import HERE, Run
+from stand_in_run import HERE, PATIENCE_S, Run, state_of, until
 
 from penstock.observe import jsonl
 from penstock.supervisor import procfs
 
 pytestmark = pytest.mark.integration
-PATIENCE_S = 20.0
-
-
-def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> float:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "waited in vain"
-        time.sleep(0.01)
-    return time.monotonic() - started
 
 
 def start(base: Path, *words: str) -> tuple[subprocess.Popen[bytes], Run]:
@@ -38,11 +26,6 @@ def janitor_of(supervisor: subprocess.Popen[bytes]) -> int:
     """Of all its children the one without an environment."""
     (pid,) = [s.pid for s in procfs.table() if s.parent == supervisor.pid and not procfs.environment(s.pid)[0]]
     return pid
-
-
-def state_of(run: Run) -> dict[str, object]:
-    path = run.run_dir / "state.json"
-    return json.loads(path.read_text()) if path.exists() else {"status": "none"}
 
 
 def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:

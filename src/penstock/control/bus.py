@@ -23,7 +23,8 @@ from penstock.control.messages import Ack, AnyMessage, Hello, Refused, Welcome, 
 from penstock.deadline import deadline
 
 Handler = Callable[[str, AnyMessage], Awaitable[AnyMessage | None]]
-"""handler(peer, message) -> reply; None stands for `Ack`. An exception answers `Refused` and is raised in `run`."""
+"""handler(peer, message) -> reply; None stands for `Ack`. An exception is raised in `run` and answers nothing: who
+fails is dead for the others, however it came about, and is not to take them along."""
 
 Fault = Callable[[bytes], list[bytes]]
 """Given a frame about to leave, the frames that really leave; lets tests lose and repeat messages."""
@@ -160,11 +161,6 @@ class _Endpoint(ABC):
             del self._answered[peer, envelope.id]
             self.notify(peer, WhoAreYou())
             return
-        except Exception as error:
-            if envelope.kind == "request":
-                self._reply(peer, envelope, Refused(reason=f"{type(error).__name__}: {error}"))
-                self._flush()
-            raise
         if envelope.kind == "request":
             self._reply(peer, envelope, reply)
 

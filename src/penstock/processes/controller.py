@@ -45,6 +45,8 @@ from penstock.system import System
 from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
 
 LOOK_EVERY_S = 1.0
+JOINING = 2.0
+"""Times what a process has to get ready: the supervisor, which sees why one does not, gives up first."""
 LEARNT_GROUPS = 20_000
 """Of another run: enough for any predictor, and no more than a minute of reading."""
 DATA_S = 1800.0
@@ -61,7 +63,7 @@ class Controller:
         self._num_messages = 0
         self.bus = Bus(str(child.runtime_dir), self.handle)
         self.system: System | None = None
-        self._ready_timeout_s = config.supervisor.ready_timeout_s
+        self._joining_s = JOINING * config.supervisor.ready_timeout_s
         self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)} | {"trainer-0"}
         self._members: dict[str, Hello] = {}
         self._capacities: dict[str, int] = {}
@@ -158,7 +160,7 @@ class Controller:
     async def all_joined(self) -> None:
         """Until all servers and the trainer have; names who has not."""
         async with deadline(
-            self._ready_timeout_s,
+            self._joining_s,
             waiter="controller",
             resource="all to join",
             holder=lambda: ", ".join(sorted(self._expected)),

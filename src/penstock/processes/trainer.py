@@ -41,7 +41,7 @@ from penstock.envs.registry import environment_maker
 from penstock.groups.local import LocalGroup
 from penstock.model.chat import ChatTokenizer
 from penstock.model.load import load_policy, resolve_device, resolve_dtype, with_tied_names
-from penstock.ports import SavedState, SavedStates, TrainerState
+from penstock.ports import TrainerState
 from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
@@ -124,7 +124,7 @@ class TrainerProcess:
             case AskState():
                 return HeldState(state=self._state())
             case AskSaved(directory=directory):
-                return FoundSaved(saved=saved_in(Path(directory)))
+                return FoundSaved(saved=checkpoint.saved_in(Path(directory)))
             case Restore():
                 self._restore(message)
             case Begin(policy_version=policy_version):
@@ -245,23 +245,6 @@ class TrainerProcess:
     def close(self) -> None:
         self._thread.shutdown(wait=True)
         self._publisher.close()
-
-
-def saved_in(directory: Path) -> SavedStates:
-    """The checkpoints that a trainer may go back to."""
-    found = checkpoint.latest(directory)
-    newest = found.checkpoint
-    return SavedStates(
-        newest=SavedState(
-            directory=str(newest.path),
-            step=newest.step,
-            policy_version=newest.policy_version,
-            state=dict(newest.extra),
-        )
-        if newest is not None
-        else None,
-        torn={str(torn.path): torn.reason for torn in found.skipped},
-    )
 
 
 async def serve(child: Child) -> None:

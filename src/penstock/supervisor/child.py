@@ -87,9 +87,9 @@ class Child:
         return stop
 
     def fail(self, message: str, code: int = FAILED) -> NoReturn:
-        """End with an error people can act upon: no traceback, one message. A log without room holds up nobody."""
+        """End with an error people can act upon: no traceback, one message."""
         self._report(message)
-        with suppress(OSError):
+        with suppress(OSError):  # the disk with the log may be full: then the supervisor still knows why
             print(f"error: {message}", file=sys.stderr, flush=True)
         sys.exit(code)
 
@@ -144,7 +144,8 @@ class Child:
     def _report(self, message: str) -> None:
         if not self._reported:
             self._reported = True
-            self._publish("errors", {"time": time.time(), "pid": os.getpid(), "message": message})
+            with suppress(OSError):
+                self._publish("errors", {"time": time.time(), "pid": os.getpid(), "message": message})
 
     def _publish(self, folder: str, record: dict[str, object]) -> None:
         directory = self.runtime_dir / folder

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,8 @@ def _tolerating_a_full_disk() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        print(f"warning: the state of the run cannot be written: {error}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(f"warning: the state of the run cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 def _own_identity() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.model.files import copy_companions
+from penstock.ports import SavedState, SavedStates
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -96,6 +97,23 @@ def latest(directory: Path) -> Latest:
             return Latest(checkpoint=found, skipped=tuple(skipped))
         skipped.append(found)
     return Latest(checkpoint=None, skipped=tuple(skipped))
+
+
+def saved_in(directory: Path) -> SavedStates:
+    """The checkpoints that a trainer may go back to."""
+    found = latest(directory)
+    newest = found.checkpoint
+    return SavedStates(
+        newest=SavedState(
+            directory=str(newest.path),
+            step=newest.step,
+            policy_version=newest.policy_version,
+            state=dict(newest.extra),
+        )
+        if newest is not None
+        else None,
+        torn={str(torn.path): torn.reason for torn in found.skipped},
+    )
 
 
 def load(checkpoint: Checkpoint, learner: Stateful) -> None:

@@ -1,0 +1,178 @@
+"""A trainer whose weights are the numbers of the groups it was trained on, step by step. Its checkpoints are real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from injection import Injector, Phase, faulty
+
+from penstock.config import Config, load_config
+from penstock.control.messages import (
+    Accumulate,
+    Accumulated,
+    AnyMessage,
+    AskSaved,
+    AskState,
+    Begin,
+    Begun,
+    FoundSaved,
+    HeldState,
+    HoldsNothing,
+    LearnerStateUpdate,
+    Publish,
+    Published,
+    Restore,
+    SaveCheckpoint,
+    Step,
+)
+from penstock.ports import TrainerState
+from penstock.processes import member
+from penstock.processes.layout import model_dir
+from penstock.store.payload import PayloadReader
+from penstock.supervisor.child import Child
+from penstock.trainer import checkpoint
+from penstock.types import LearnerState, WeightsHandle
+
+WEIGHTS = "weights.json"
+FILLER = "optimizer.bin"
+"""What a full disk has no room for."""
+FILLER_BYTES = 1 << 16
+
+
+class Weights:
+    """`checkpoint.Stateful`."""
+
+    def __init__(self, injector: Injector) -> None:
+        self._injector = injector
+        self.policy_version = 0
+        self.holds: list[list[int]] = []
+        """Groups of every step, in order."""
+
+    def write(self, directory: Path) -> None:
+        (directory / WEIGHTS).write_text(json.dumps(self.holds))
+        self._injector.moment(Phase.CHECKPOINTING)
+        self._injector.moment(Phase.STOPPING)
+        (directory / FILLER).write_bytes(bytes(FILLER_BYTES))
+
+    def read(self, directory: Path) -> None:
+        self.holds = json.loads((directory / WEIGHTS).read_text())
+
+
+class TrainerProcess:
+    """Executes messages in order on a thread of its own, as the real one does."""
+
+    def __init__(self, config: Config, child: Child, injector: Injector) -> None:
+        self._config, self._child, self._injector = config, child, injector
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._pool = PayloadReader(child.run_dir / "pool")
+        self._weights = Weights(injector)
+        self._begun = False
+        self._num_acts = self._num_steps = 0
+        self._accumulated: list[int] = []
+        self._learner: LearnerState | None = None
+
+    async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
+        reply = await asyncio.get_running_loop().run_in_executor(self._thread, self._act, message)
+        self._num_acts += 1
+        return reply
+
+    def _act(self, message: AnyMessage) -> AnyMessage | None:
+        match message:
+            case AskState():
+                return HeldState(state=self._state())
+            case AskSaved(directory=directory):
+                return FoundSaved(saved=checkpoint.saved_in(Path(directory)))
+            case Begin(policy_version=policy_version):
+                self._begun, self._weights.policy_version = True, policy_version
+                return Begun(metrics={})
+            case Restore(directory=directory, step=step, policy_version=policy_version):
+                self._weights.read(Path(directory))
+                self._begun, self._weights.policy_version, self._num_steps = True, policy_version, step
+            case _ if not self._begun:
+                return HoldsNothing()
+            case Accumulate(groups=groups):
+                self._injector.await_end()
+                self._injector.moment(Phase.RUNNING, nth=3)
+                num_tokens = sum(len(s.token_ids) for group in groups for s in self._pool.read(group.ref))
+                self._accumulated += [group.group for group in groups]
+                return Accumulated(metrics={"tokens": float(num_tokens)})
+            case Step():
+                return self._step()
+            case Publish():
+                return Published(handle=self._publish())
+            case SaveCheckpoint(directory=directory, state=state):
+                checkpoint.save(
+                    Path(directory).parent,
+                    int(state["step"]),
+                    self._weights,
+                    state,
+                    model_dir=model_dir(self._config, self._child.run_dir),
+                    keep=self._config.trainer.keep_checkpoints,
+                )
+        return None
+
+    def _state(self) -> TrainerState:
+        return TrainerState(
+            begun=self._begun,
+            step=self._num_steps,
+            learner=self._learner,
+            trained=self._weights.holds[-1] if self._learner else [],
+            accumulated=self._accumulated,
+        )
+
+    def _step(self) -> LearnerStateUpdate:
+        self._injector.ask_for_stop()
+        weights = self._weights
+        weights.holds.append(self._accumulated)
+        self._accumulated = []
+        weights.policy_version += 1
+        self._num_steps += 1
+        self._learner = LearnerState(policy_version=weights.policy_version, entropy=1.0)
+        return LearnerStateUpdate(state=self._learner)
+
+    def _publish(self) -> WeightsHandle:
+        directory = self._child.runtime_dir / "weights"
+        directory.mkdir(exist_ok=True)
+        weights = {"policy_version": self._weights.policy_version, "holds": self._weights.holds}
+        path = directory / f"{self._weights.policy_version}.json"
+        if self._learner is not None:
+            self._injector.moment(Phase.PUBLISHING)
+        path.write_bytes(json.dumps(weights).encode().ljust(FILLER_BYTES))
+        fingerprint = f"{zlib.crc32(json.dumps(self._weights.holds).encode()):08x}"
+        return WeightsHandle(
+            policy_version=self._weights.policy_version,
+            path=str(path),
+            num_bytes=path.stat().st_size,
+            fingerprint=fingerprint,
+        )
+
+    def telemetry(self) -> member.Telemetry:
+        return member.Telemetry(progress=self._num_acts)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+
+async def serve(child: Child, injector: Injector) -> None:
+    stop = child.stop_event()
+    config = load_config(child.run_dir / "config.yaml")
+    process = TrainerProcess(config, child, injector)
+    try:
+        async with member.membership(
+            child, config, role="trainer", handler=process.handle, telemetry=process.telemetry
+        ):
+            child.report_ready()
+            await stop.wait()
+    finally:
+        process.close()
+
+
+if __name__ == "__main__":
+    child, injector = Child.from_environment(), Injector.of_this_process()
+    injector.moment(Phase.STARTING)
+    member.Peer = faulty(member.Peer, injector)  # type: ignore[misc, assignment]
+    child.run(lambda: serve(child, injector))
