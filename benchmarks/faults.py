@@ -8,8 +8,8 @@ was played, the trainer with its first optimizer step, the controller with its f
 
 The long form: real training runs, two at a time, with all kinds of faults in all phases, in random order. Each run is
 then audited, against the word of its trainers (`run_audit`). `disturbed` counts what a run did because of the faults of
-its neighbour; `reward_reached` is the held-out reward of these runs over that of undisturbed ones. A run in which
-something is wrong is kept.
+its neighbour; `reward_reached` is the held-out reward of these runs over that of undisturbed ones. Whatever is found
+wrong is printed at once; the runs are kept, with what was put into them and what their trainers told.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def kills(runs: Path, rounds: int, figures: Figures) -> None:
         for _ in range(rounds):
             for name in PROCESSES:
                 found.setdefault(name, []).append(kill(run, name))
-                print(f"{name}: detected, back after {found[name][-1]} s", file=sys.stderr)
+                print("{}: noticed after {:.3f} s, back after {:.1f} s".format(name, *found[name][-1]), file=sys.stderr)
     for name, times in found.items():
         figures.cell("Killed processes", name, "detect_ms", [1e3 * detect_s for detect_s, _ in times])
         figures.cell("Killed processes", name, "recover_s", [recover_s for _, recover_s in times])
