@@ -128,7 +128,8 @@ class Injector:
         if phase is Phase.STOPPING and not (self._run_dir / STOP_ASKED).exists():
             return False
         is_next = self._next_phase is phase and WITNESS[phase][self._victim] == self._name
-        return is_next and not (self._victim == self._name and self._is_doomed(os.getpid()))
+        is_struck = self._victim == self._name and self._is_doomed(os.getpid())
+        return is_next and not is_struck and not self._is_supervisor_doomed()
 
     def moment(self, phase: Phase, *, nth: int = 1) -> None:
         """This is a moment of `phase`. `nth`: strike no earlier than at this call of all in this process. It may wait
@@ -155,8 +156,11 @@ class Injector:
     def _is_to_end(self) -> bool:
         mark = self._run_dir / STOP_ASKED
         was_asked = mark.exists() and json.loads(mark.read_text()) == {"pid": self._supervisor}
-        is_struck = self._victim == SUPERVISOR and self._fault in ENDING and self._is_doomed(self._supervisor)
-        return was_asked or is_struck
+        return was_asked or self._is_supervisor_doomed()
+
+    def _is_supervisor_doomed(self) -> bool:
+        """Whether this life's was struck, and ends: in what it still does it is not struck again."""
+        return self._victim == SUPERVISOR and self._fault in ENDING and self._is_doomed(self._supervisor)
 
     def _await_victim(self, phase: Phase) -> int:
         """Until the supervisor holds it for ready, and it is not the one that was struck; returns its pid."""

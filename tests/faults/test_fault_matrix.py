@@ -55,8 +55,6 @@ HOW_UNREADY = HOW | {
     Fault.HANG: (ExitKind.HUNG, f"was not ready after {WATCHFUL.ready_timeout_s:g} s"),
     Fault.TERMINATE: (ExitKind.CRASHED, "killed by SIGTERM"),
 }
-
-
 END = {RunState.STOPPING, RunState.FAILED}
 """From then on every process ends."""
 
