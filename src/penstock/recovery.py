@@ -15,8 +15,10 @@ Rollout servers and environment workers have nothing that is not elsewhere too.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from penstock.config import ConfigError
@@ -28,12 +30,15 @@ from penstock.types import EpisodeState, Task, WeightsHandle
 
 LEARNT_GROUPS = 20_000
 """Whose lengths a new controller learns from: enough for any predictor, and no more than a minute of reading."""
+RECALLED_AT_ONCE = 100
+"""A fraction of a second: then others have their turn, so that the controller is not silent."""
 
 
 class NoCheckpoint(RuntimeError):
     """There are checkpoints, and none can be trusted."""
 
     self_explanatory = True
+    hopeless = True
 
 
 def was_evaluated(system: System) -> bool:
@@ -90,7 +95,7 @@ async def _restore(system: System) -> WeightsHandle:
     num_lost = len(_revive(system, point))
     handle = await _go_back(system, point)
     system.num_steps = point.step if point else 0
-    known = _take_up(system)
+    known = await _take_up(system)
     if point is not None:
         system.scheduler.load_state_dict(point.state["scheduler"])
         if not known:
@@ -106,7 +111,7 @@ async def _restore(system: System) -> WeightsHandle:
 async def _adopt(system: System, held: TrainerState) -> WeightsHandle:
     """A trainer that outlived a controller. That may have died before it wrote down the latest optimizer step."""
     handle = await system.trainer.publish()
-    known = _take_up(system)
+    known = await _take_up(system)
     system.num_steps = held.step
     unbooked = [r.group for r in system.pool.get(held.trained) if r.state == EpisodeState.READY]
     if unbooked and held.learner is not None:
@@ -132,9 +137,8 @@ async def _newest_checkpoint(system: System) -> SavedState | None:
 
 async def _go_back(system: System, point: SavedState | None) -> WeightsHandle:
     """A new trainer holds what `point` says, or what a run begins with, under a number of its own; and publishes it."""
-    highest = max(system.pool.highest_version, system.scheduler.trained_version, system.scheduler.policy_version)
-    saved = point.policy_version if point is not None else 0
-    version = saved if highest <= saved else highest + 1
+    highest = max(system.pool.highest_version, system.scheduler.policy_version)
+    version = point.policy_version if point is not None and highest <= point.policy_version else highest + 1
     system.pool.raise_version(version)
     if point is not None:
         await system.trainer.restore(Path(point.directory), step=point.step, policy_version=version)
@@ -153,7 +157,7 @@ def _revive(system: System, point: SavedState | None) -> list[GroupRecord]:
     return lost
 
 
-def _take_up(system: System) -> int:
+async def _take_up(system: System) -> int:
     """Ledger, queues, task position and length predictions from the pool; returns how many groups there are."""
     number = position = 0
 
@@ -167,7 +171,9 @@ def _take_up(system: System) -> int:
     system.tasks.position = max(system.tasks.position, position)
     played = deque((r for r in system.pool.records() if r.episodes), maxlen=LEARNT_GROUPS)
     lengths = ((_task(system, r), [episode.response_tokens for episode in r.episodes]) for r in played)
-    system.scheduler.recall(lengths)
+    while some := list(islice(lengths, RECALLED_AT_ONCE)):
+        system.scheduler.recall(some)
+        await asyncio.sleep(0)
     return number
 
 

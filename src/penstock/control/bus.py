@@ -158,7 +158,7 @@ class _Endpoint(ABC):
         try:
             reply = await self._handler(peer, envelope.body) or Ack()
         except UnknownPeer:
-            del self._answered[peer, envelope.id]
+            self._answered.pop((peer, envelope.id), None)
             self.notify(peer, WhoAreYou())
             return
         if envelope.kind == "request":

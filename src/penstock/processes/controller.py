@@ -45,6 +45,7 @@ from penstock.system import System
 from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
 
 LOOK_EVERY_S = 1.0
+BRING_UP_AGAIN_S = 5.0
 JOINING = 2.0
 """Times what a process has to get ready: the supervisor, which sees why one does not, gives up first."""
 LEARNT_GROUPS = 20_000
@@ -271,14 +272,18 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
 async def bring_back(
     url: str, controller: Controller, servers: Servers, workers: RemoteWorkers, recorder: Recorder
 ) -> None:
-    """A rollout server was started anew: all hear of it, and it gets the weights that the others serve."""
+    """A rollout server was started anew: all hear of it, and it gets the weights that the others serve; if that fails,
+    once more after a while, as long as it is there."""
     servers.set_urls(controller.server_urls)
     workers.tell(controller.env_workers, ServersChanged(server_urls=controller.server_urls))
-    try:
-        await servers.bring_up(url)
-        recorder.event("server_back", url=url)
-    except (RolloutError, Stalled) as error:
-        recorder.event("server_lost", url=url, why=str(error))
+    while url in controller.server_urls:
+        try:
+            await servers.bring_up(url)
+            recorder.event("server_back", url=url)
+            return
+        except (RolloutError, Stalled) as error:
+            recorder.event("server_lost", url=url, why=str(error))
+        await asyncio.sleep(BRING_UP_AGAIN_S)
 
 
 def start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
@@ -319,9 +324,10 @@ async def conclude(system: System) -> None:
     """A stop was asked for: keep what was learned. What is in flight is played again when the run is resumed."""
     if system.stepping:
         await asyncio.wait([system.stepping])
-    if system.scheduler.policy_version != NO_VERSION:
+    if system.scheduler.policy_version != NO_VERSION and not system.is_saved:
         try:
-            await loop.checkpoint(system)
+            if (await system.trainer.state()).step == system.num_steps:  # else it has just gone back
+                await loop.checkpoint(system)
         except TrainerLost as error:
             system.recorder.event("checkpoint_missed", step=system.num_steps, reason=str(error))
     system.recorder.event("stopped", step=system.num_steps, ledger=system.scheduler.ledger.counts())

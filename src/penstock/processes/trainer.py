@@ -243,8 +243,8 @@ class TrainerProcess:
         return Telemetry(progress=self._progress, doing=self._doing, busy_s=self._busy_s, spans=spans)
 
     def close(self) -> None:
+        """What it has published stays, for servers that have not read it yet: it goes with the runtime directory."""
         self._thread.shutdown(wait=True)
-        self._publisher.close()
 
 
 async def serve(child: Child) -> None:

@@ -7,18 +7,21 @@ class NothingToLearn(RuntimeError):
     """Group after group was filtered; the message says what to change."""
 
     self_explanatory = True
+    hopeless = True
 
 
 class TooManyFailures(RuntimeError):
     """Group after group failed in its environment; the message quotes the last error."""
 
     self_explanatory = True
+    hopeless = True
 
 
 class OutOfTasks(RuntimeError):
     """The task source is used up, and no batch can become whole any more."""
 
     self_explanatory = True
+    hopeless = True
 
 
 class Patience:

@@ -25,6 +25,7 @@ class PoolUnreadable(RuntimeError):
     """The index is damaged."""
 
     self_explanatory = True
+    hopeless = True
 
 
 class PoolIndex:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FAILED = 1
 CONFIG_ERROR = 2
+GAVE_UP = 3
+"""Of a run that cannot go on, whoever tries."""
 HEARTBEAT_S = "PENSTOCK_HEARTBEAT_S"
 """Environment variable: seconds between two heartbeats."""
 BEAT_BYTES = 256
@@ -104,7 +106,7 @@ class Child:
         except Exception as error:
             cause = leaf(error)
             if getattr(cause, "self_explanatory", False):
-                self.fail(" ".join(str(cause).split()), CONFIG_ERROR if _is_config_error(cause) else FAILED)
+                self.fail(" ".join(str(cause).split()), _code_of(cause))
             self._uncaught(type(error), error, error.__traceback__)
             sys.exit(FAILED)
         sys.exit(0)
@@ -169,10 +171,12 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _is_config_error(error: BaseException) -> bool:
-    """Whoever raised one has imported it; nobody else should have to."""
+def _code_of(error: BaseException) -> int:
+    """Of the process that ends with it. Whoever raised a ConfigError has imported it; nobody else should have to."""
     module = sys.modules.get("penstock.config.errors")
-    return module is not None and isinstance(error, module.ConfigError)
+    if module is not None and isinstance(error, module.ConfigError):
+        return CONFIG_ERROR
+    return GAVE_UP if getattr(error, "hopeless", False) else FAILED
 
 
 def _arm(fd: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.supervisor.child import CONFIG_ERROR
+from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 
 DISK_FULL = ("No space left on device", "File too large")
 """How ENOSPC and EFBIG read, in every language's messages."""
@@ -20,6 +20,8 @@ class ExitKind(StrEnum):
 
     OK = "ok"
     CONFIG_ERROR = "config_error"
+    GAVE_UP = "gave_up"
+    """It found that the run cannot go on, whoever tries."""
     OOM_HOST = "oom_host"
     """The kernel killed it for lack of memory."""
     OOM_GPU = "oom_gpu"
@@ -30,6 +32,10 @@ class ExitKind(StrEnum):
     LOST = "lost"
     """Its supervisor died first: nobody knows."""
     KILLED_BY_SUPERVISOR = "killed_by_supervisor"
+
+
+KINDS = {0: ExitKind.OK, CONFIG_ERROR: ExitKind.CONFIG_ERROR, GAVE_UP: ExitKind.GAVE_UP}
+"""Of the exit codes that say what they mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +76,7 @@ def classify(returncode: int, said: str, *, is_out_of_memory: bool) -> ExitKind:
         return ExitKind.DISK_FULL
     if returncode == -signal.SIGKILL and is_out_of_memory:
         return ExitKind.OOM_HOST
-    return {0: ExitKind.OK, CONFIG_ERROR: ExitKind.CONFIG_ERROR}.get(returncode, ExitKind.CRASHED)
+    return KINDS.get(returncode, ExitKind.CRASHED)
 
 
 def describe_code(returncode: int) -> str:

@@ -97,7 +97,7 @@ class Keeper:
         if not self.is_alive:
             return
         assert self.process is not None
-        if signum == signal.SIGTERM:
+        if signum == signal.SIGTERM and signum not in self._sent:
             self._move(ProcessState.STOPPING)
         self._sent.add(signum)
         await self._launcher.signal(self.process, signum)

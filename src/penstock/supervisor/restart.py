@@ -53,6 +53,8 @@ class RestartPolicy:
             return Decision(action=Action.IGNORE, reason="the run is complete")
         if loss.kind is ExitKind.CONFIG_ERROR:
             return Decision(action=Action.FAIL, reason="no restart mends a configuration")
+        if loss.kind is ExitKind.GAVE_UP:
+            return Decision(action=Action.FAIL, reason=f"{name} says that the run cannot go on")
         if not was_ready:
             return Decision(action=Action.FAIL, reason=f"{name} was never ready, so it is not restarted")
         return self._within_budget(name, now)

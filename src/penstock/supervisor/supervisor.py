@@ -132,7 +132,8 @@ class Supervisor:
             keepers = [self._keep(spec, tasks) for spec in stage]
             for keeper in keepers:
                 await keeper.ready.wait()
-        self._record.move(RunState.RUNNING, actor="supervisor")
+        if not self._verdict.done():
+            self._record.move(RunState.RUNNING, actor="supervisor")
 
     def _keep(self, spec: ProcessSpec, tasks: asyncio.TaskGroup) -> Keeper:
         log = self._run_dir / "logs" / f"{spec.name}.log"

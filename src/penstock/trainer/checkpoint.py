@@ -90,6 +90,7 @@ def save(
 
 def latest(directory: Path) -> Latest:
     """The newest checkpoint that is whole, and why newer ones were not."""
+    _put_back(directory)
     skipped: list[Torn] = []
     for _, path in _by_step(directory):
         found = verify(path)
@@ -158,12 +159,17 @@ def _prune(directory: Path, step: int, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _clear_leftovers(directory: Path) -> None:
-    """Remove what a save that was cut short left behind; a checkpoint it had moved aside but not replaced returns."""
+def _put_back(directory: Path) -> None:
+    """A checkpoint that was moved aside, and not replaced because the save was cut short, returns."""
     for replaced in directory.glob(f"{REPLACED}*"):
         target = directory / f"step_{replaced.name.removeprefix(REPLACED)}"
         if not target.exists():
             replaced.rename(target)
+
+
+def _clear_leftovers(directory: Path) -> None:
+    """Remove what a save that was cut short left behind."""
+    _put_back(directory)
     for pattern in (f"{REPLACED}*", ".step_*"):
         for leftover in directory.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -56,6 +56,9 @@ PROBE_BYTES = 1 << 20
 class NothingLearnt(RuntimeError):
     """Too many steps in a row had an infinite or undefined gradient, or none at all."""
 
+    self_explanatory = True
+    hopeless = True
+
 
 class Learner:
     """One rank of the trainer. It owns the model's gradients and the optimizer."""
