@@ -182,6 +182,14 @@ class Run:
                 assert 0 <= record.trained_in - 1 - oldest <= bound, f"{record}"
 
 
+def test_the_number_of_lost_weights_is_not_used_again(tmp_path: Path) -> None:
+    """The trainer dies before its first checkpoint, when its weights have been served."""
+    run = Run(tmp_path, config())
+    run_virtual(run.go([Death("both", 0.3)]))
+    run.check()
+    assert [handle.policy_version for handle in run.servers.served[:2]] == [0, 1]
+
+
 def deaths(*victims: Victim) -> st.SearchStrategy[list[Death]]:
     moments = st.floats(0.0, 1.5, allow_nan=False)
     return st.lists(st.builds(Death, st.sampled_from(victims), moments), max_size=5)

@@ -43,6 +43,12 @@ def test_a_configuration_error_has_its_own_code_and_no_traceback(tmp_path: Path)
     assert message_of(tmp_path) == "no such word"
 
 
+def test_so_has_a_run_that_cannot_go_on(tmp_path: Path) -> None:
+    main = "def main():\n    from penstock.scheduler.patience import OutOfTasks\n    raise OutOfTasks('no more tasks')"
+    result = run_child(tmp_path, f"{main}\nchild.run(main)")
+    assert (result.returncode, result.stderr) == (3, "error: no more tasks\n")
+
+
 def test_the_first_leaf_of_a_group_is_named(tmp_path: Path) -> None:
     body = "def main():\n    raise ExceptionGroup('many', [ValueError('the first'), OSError()])\nchild.run(main)"
     assert run_child(tmp_path, body).returncode == 1

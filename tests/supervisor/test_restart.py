@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,8 +72,9 @@ def test_what_was_never_ready_is_never_restarted(kind: ExitKind) -> None:
     assert decision.action is Action.FAIL
 
 
-def test_a_wrong_configuration_is_never_retried() -> None:
-    assert decide(RestartPolicy(SupervisorConfig()), kind=ExitKind.CONFIG_ERROR).action is Action.FAIL
+@pytest.mark.parametrize("kind", [ExitKind.CONFIG_ERROR, ExitKind.GAVE_UP])
+def test_what_no_restart_mends_is_never_retried(kind: ExitKind) -> None:
+    assert decide(RestartPolicy(SupervisorConfig()), kind=kind).action is Action.FAIL
 
 
 @given(st.sampled_from(list(ExitKind)), st.booleans())

@@ -140,6 +140,14 @@ def test_leftovers_of_a_killed_save_are_removed_by_the_next(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_checkpoint_moved_aside_by_a_killed_save_is_found(
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path
+) -> None:
+    checkpoint.save(tmp_path, 1, make_learner(), EXTRA, model_dir=model_dir, keep=2).rename(tmp_path / ".replaced_1")
+    found = checkpoint.latest(tmp_path).checkpoint
+    assert found is not None and (found.path, found.extra) == (tmp_path / "step_1", EXTRA)
+
+
 def test_a_checkpoint_moved_aside_by_a_killed_save_returns(
     make_learner: MakeLearner, model_dir: Path, tmp_path: Path
 ) -> None:
