@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from penstock import loop
 from penstock.config import Config
 from penstock.data.sources import TaskStream
+from penstock.observe import jsonl
 from penstock.observe.recorder import Recorder
 from penstock.ports import SavedState, Work
 from penstock.scheduler.scheduler import Scheduler
@@ -84,6 +85,9 @@ class Run:
 
     def __init__(self, directory: Path, settings: Config) -> None:
         self.directory, self.settings = directory, settings
+        self.payloads = directory / "pool" / "none"
+        self.payloads.parent.mkdir()
+        self.payloads.touch()  # modelled workers say that all tokens are there
         self.disk: list[SavedState] = []
         self.trainer = MortalTrainer(seconds=0.03, disk=self.disk)
         self.servers = Servers()
@@ -188,6 +192,21 @@ def test_the_number_of_lost_weights_is_not_used_again(tmp_path: Path) -> None:
     run_virtual(run.go([Death("both", 0.3)]))
     run.check()
     assert [handle.policy_version for handle in run.servers.served[:2]] == [0, 1]
+
+
+def test_groups_whose_tokens_are_gone_are_played_anew(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(**MODES["asynchronous"]))
+
+    async def lose_tokens() -> None:
+        life = asyncio.create_task(run.go([Death("both", 1.2)]))
+        await asyncio.sleep(1.0)
+        run.payloads.unlink()
+        await life
+
+    run_virtual(lose_tokens())
+    run.check()
+    (lost,) = [event for event in jsonl.read(tmp_path / "events.jsonl") if event["event"] == "payloads_lost"]
+    assert lost["groups"]
 
 
 def deaths(*victims: Victim) -> st.SearchStrategy[list[Death]]:

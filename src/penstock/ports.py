@@ -347,6 +347,10 @@ class Pool(Protocol):
         """Those of `groups` that are known."""
         ...
 
+    def is_whole(self, ref: PayloadRef) -> bool:
+        """A played group's tokens are there as they were written."""
+        ...
+
     @property
     def highest_version(self) -> int:
         """The highest policy_version there ever was in this run."""

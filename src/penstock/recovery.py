@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import msgspec
+
 from penstock.config import ConfigError
 from penstock.observe import jsonl
 from penstock.ports import GroupRecord, SavedState, TrainerLost, TrainerState
@@ -158,17 +160,26 @@ def _revive(system: System, point: SavedState | None) -> list[GroupRecord]:
 
 
 async def _take_up(system: System) -> int:
-    """Ledger, queues, task position and length predictions from the pool; returns how many groups there are."""
+    """Ledger, queues, task position and length predictions from the pool; returns how many groups there are. Ready
+    groups whose tokens are damaged are to be played anew."""
     number = position = 0
+    damaged: list[GroupRecord] = []
 
     def records() -> Iterator[GroupRecord]:
         nonlocal number, position
         for record in system.pool.records():
             number, position = number + 1, max(position, record.task_index + 1)
-            yield record
+            if record.state != EpisodeState.READY or record.ref is None or system.pool.is_whole(record.ref):
+                yield record
+            else:
+                damaged.append(record)
+                yield msgspec.structs.replace(record, state=EpisodeState.PENDING, ref=None, episodes=[])
 
     system.scheduler.take_up(records(), lambda record: _task(system, record))
     system.tasks.position = max(system.tasks.position, position)
+    if damaged:
+        system.pool.admit([(record.group, _task(system, record)) for record in damaged])
+        system.recorder.event("payloads_lost", groups=[record.group for record in damaged])
     played = deque((r for r in system.pool.records() if r.episodes), maxlen=LEARNT_GROUPS)
     lengths = ((_task(system, r), [episode.response_tokens for episode in r.episodes]) for r in played)
     while some := list(islice(lengths, RECALLED_AT_ONCE)):

@@ -131,6 +131,9 @@ class Experience:
     def get(self, groups: Sequence[int]) -> list[GroupRecord]:
         return []
 
+    def is_whole(self, ref: PayloadRef) -> bool:
+        return True
+
     @property
     def highest_version(self) -> int:
         return NO_VERSION

@@ -13,7 +13,8 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,24 @@ def remove_files(directory: Path, *, written_before: float, keep: Collection[str
         path = directory / _file_name(worker, number)
         if number != newest[worker] and path.name not in keep and path.stat().st_mtime < written_before - CLOCK_S:
             path.unlink()
+
+
+def is_whole(directory: Path, ref: PayloadRef) -> bool:
+    """Whether the record is there as it was written."""
+    try:
+        with (directory / ref.file).open("rb") as file:
+            file.seek(ref.offset)
+            record = file.read(ref.length)
+    except FileNotFoundError:
+        return False
+    return len(record) == ref.length and zlib.crc32(record) == ref.crc32
+
+
+def sync_files(directory: Path, names: Iterable[str]) -> None:
+    """Return once everything in them is on disk, whoever wrote it."""
+    for name in names:
+        with suppress(FileNotFoundError), (directory / name).open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _file_name(worker: str, number: int) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.ports import EndedGroup, GroupRecord
 from penstock.store.index import PoolIndex
-from penstock.store.payload import remove_files
+from penstock.store.payload import is_whole, remove_files, sync_files
 from penstock.types import EpisodeState, EpisodeSummary, PayloadRef, Task
 
 
@@ -104,7 +104,11 @@ class ExperiencePool:
     def raise_version(self, policy_version: int) -> None:
         self._index.raise_version(policy_version)
 
+    def is_whole(self, ref: PayloadRef) -> bool:
+        return is_whole(self._directory, ref)
+
     def sync(self) -> None:
+        sync_files(self._directory, {needed.file for needed in self._needed.values() if needed.file is not None})
         self._index.sync()
 
     def close(self) -> None:

@@ -1,0 +1,90 @@
+"""The pool as the controller sees it: what became of every group, and which files somebody may still need."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.ports import EndedGroup
+from penstock.simulator.parts import NumberedTasks, played
+from penstock.store.pool import ExperiencePool
+from penstock.types import EpisodeId, EpisodeState, PayloadRef, Task
+
+LONG_AGO = 1_000.0
+
+
+def task(number: int) -> Task:
+    found = NumberedTasks("train").task(number)
+    assert found is not None
+    return found
+
+
+def play(pool: ExperiencePool, directory: Path, group: int, file: str) -> None:
+    """Admit it, and have it played into `file`."""
+    path = directory / file
+    path.touch()
+    os.utime(path, (LONG_AGO, LONG_AGO))
+    episodes = [played(EpisodeId("train", group, 0, 0), reward=1.0)]
+    pool.admit([(group, task(group))])
+    pool.add(group, task(group), PayloadRef(file=file, offset=0, length=0, crc32=0), episodes)
+
+
+def train(pool: ExperiencePool, group: int, version: int) -> None:
+    pool.end([EndedGroup(group=group, counts={EpisodeState.TRAINED: 1}, trained_in=version)])
+
+
+def states(pool: ExperiencePool) -> list[tuple[str, int | None]]:
+    return [(record.state, record.trained_in) for record in pool.records()]
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("*.seg"))
+
+
+def test_a_group_from_its_admission_to_its_end_and_back(tmp_path: Path) -> None:
+    pool = ExperiencePool(tmp_path)
+    pool.admit([(0, task(0)), (1, task(1))])
+    assert states(pool) == [("pending", None), ("pending", None)]
+    play(pool, tmp_path, 0, "env-0-00000.seg")
+    train(pool, 0, 7)
+    pool.end([EndedGroup(group=1, counts={EpisodeState.FILTERED: 1}, trained_in=None)])
+    pool.close()
+    pool = ExperiencePool(tmp_path)
+    assert states(pool) == [("trained", 7), ("filtered", None)]
+    pool.revive([0])
+    assert (states(pool)[0], pool.highest_version) == (("ready", None), 7)
+    pool.admit([(0, task(0))])
+    assert states(pool)[0] == ("pending", None)
+    pool.close()
+
+
+def test_files_go_when_no_checkpoint_can_send_anybody_back_to_them(tmp_path: Path) -> None:
+    pool = ExperiencePool(tmp_path)
+    for group in range(4):
+        play(pool, tmp_path, group, f"env-0-0000{group}.seg")
+    for group, version in ((0, 1), (1, 2)):
+        train(pool, group, version)
+    pool.close()
+    pool = ExperiencePool(tmp_path)  # what is needed is known after a restart too
+    pool.covered(0)
+    assert len(files(tmp_path)) == 4, "a checkpoint of version 0 makes both to be trained again"
+    pool.covered(1)
+    assert files(tmp_path) == ["env-0-00001.seg", "env-0-00002.seg", "env-0-00003.seg"]
+    pool.covered(2)
+    assert files(tmp_path) == ["env-0-00002.seg", "env-0-00003.seg"], "what is ready is needed"
+    pool.close()
+
+
+def test_tokens_are_on_disk_before_the_index_that_knows_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().name))
+    pool = ExperiencePool(tmp_path)
+    for group in range(2):
+        play(pool, tmp_path, group, f"env-{group}-00000.seg")
+    pool.sync()
+    assert sorted(synced) == ["env-0-00000.seg", "env-1-00000.seg"]
+    pool.close()
