@@ -290,3 +290,15 @@ async def test_grandchildren_that_left_their_session_are_swept_away(tmp_path: Pa
     assert (await run.supervise()).status is RunState.COMPLETED
     assert len(list(run.run_dir.glob("escapee-*"))) == 2
     assert_nothing_left(run)
+
+
+async def test_what_was_there_before_the_supervisor_is_not_its_own(tmp_path: Path) -> None:
+    """A shell that starts something in a session of its own, and becomes `penstock train` with `exec`."""
+    stranger = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+    try:
+        await Run(tmp_path, [spec("controller", "completes")]).supervise()
+        assert stranger.returncode is None and procfs.identify(stranger.pid) is not None
+        assert Path(f"/proc/{stranger.pid}/stat").read_text().split()[2] != "Z"
+    finally:
+        stranger.kill()
+        await stranger.wait()

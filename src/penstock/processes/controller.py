@@ -46,6 +46,8 @@ from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
 
 LOOK_EVERY_S = 1.0
 BRING_UP_AGAIN_S = 5.0
+KILL_S = 60.0
+"""A trainer that hangs is killed and started again before whoever waits for it gives up."""
 JOINING = 2.0
 """Times what a process has to get ready: the supervisor, which sees why one does not, gives up first."""
 LEARNT_GROUPS = 20_000
@@ -245,7 +247,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         tasks=TaskStream(train, held_out=held_out),
         held_out=held_out,
         workers=workers,
-        trainer=RemoteTrainer(controller.bus, "trainer-0", timeout_s=max(timeout_s, 600.0)),
+        trainer=RemoteTrainer(controller.bus, "trainer-0", timeout_s=max(timeout_s, config.supervisor.hang_s + KILL_S)),
         servers=servers,
         pool=ExperiencePool(child.run_dir / "pool"),
         recorder=recorder,
@@ -258,6 +260,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
             await asyncio.to_thread(system.scheduler.recall, played)
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, workers, recorder))
+    servers.set_urls(controller.server_urls)  # one may have been started anew meanwhile
     controller.attach(system)
     try:
         if config.rollout.urls:

@@ -123,6 +123,8 @@ class Keeper:
             reason=None,
             **facts,
         )
+        if self._retired.is_set():  # while it was being started
+            await self.signal(signal.SIGTERM)
         hung = await self._watch(self.process)
         code = await self._launcher.wait(self.process)
         return self._ended(self._classify(code, hung, num_oom_kills() > num_oom_kills_before))

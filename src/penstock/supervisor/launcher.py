@@ -39,7 +39,8 @@ HEALTH_S = 2.0
 SWEEP_ROUNDS = 10
 
 _reserved: set[int] = set()
-"""Children that have an owner in this process who will collect their exit code. All other dead children are orphans."""
+"""Children that have an owner in this process who will collect their exit code, and those that were there before the
+launcher (of a shell, say, that became this process). All other dead children are orphans."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -90,6 +91,7 @@ class LocalLauncher:
         self._environment |= claim(self._runtime_dir, run_dir=self._run_dir, nonce=self._nonce)
         (self._run_dir / "logs").mkdir(exist_ok=True)
         self._death_read, self._death_write = os.pipe()
+        _reserved.update(stat.pid for stat in procfs.children())
         _become_subreaper()
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, _reap_orphans)
