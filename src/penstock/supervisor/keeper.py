@@ -136,6 +136,7 @@ class Keeper:
         try:
             await asyncio.wait([exit_, watching], return_when=asyncio.FIRST_COMPLETED)
             if exit_.done():
+                await self._hear_of_readiness(process)
                 return ""
             hung = watching.result()
             await self._launcher.signal(process, signal.SIGUSR1)
@@ -161,6 +162,16 @@ class Keeper:
                 return f"hung: {finding.reason}"
             self._note_health(finding)
 
+    async def _hear_of_readiness(self, process: ProcessHandle) -> None:
+        """It may have been ready for a moment, between two probes."""
+        if not self.ready.is_set() and not self._sent and await self._launcher.probe(process) is None:
+            self._become_ready()
+
+    def _become_ready(self) -> None:
+        self.failure = None
+        self._move(ProcessState.READY)
+        self.ready.set()
+
     async def _await_ready(self, process: ProcessHandle) -> str | None:
         """Probe with growing pauses; returns what was missing in the end."""
         pause_s, limit = PROBE_FIRST_S, time.monotonic() + self.spec.ready_s
@@ -170,9 +181,7 @@ class Keeper:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PROBE_LAST_S)
         if not self._sent:
-            self.failure = None
-            self._move(ProcessState.READY)
-            self.ready.set()
+            self._become_ready()
         return None
 
     def _note_health(self, finding: Finding) -> None:
