@@ -7,6 +7,7 @@ import itertools
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks
 from penstock.store.pool import ExperiencePool
-from penstock.types import TRAIN_TAG, EpisodeState, GroupAttempt, WeightsHandle
+from penstock.types import TRAIN_TAG, EpisodeState, GroupAttempt, Task, WeightsHandle
 
 GROUP_SIZE, GROUPS_PER_STEP, STEPS = 2, 3, 6
 LIMIT_S = 600.0
@@ -192,6 +193,22 @@ def test_the_number_of_lost_weights_is_not_used_again(tmp_path: Path) -> None:
     run_virtual(run.go([Death("both", 0.3)]))
     run.check()
     assert [handle.policy_version for handle in run.servers.served[:2]] == [0, 1]
+
+
+def test_the_index_knows_what_is_played_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a controller that dies next would take the old tokens for ready."""
+    admitted = Counter[int]()
+    admit = ExperiencePool.admit
+
+    def count(pool: ExperiencePool, groups: Sequence[tuple[int, Task]]) -> None:
+        admitted.update(number for number, _ in groups)
+        admit(pool, groups)
+
+    monkeypatch.setattr(ExperiencePool, "admit", count)
+    run = Run(tmp_path, config(**MODES["synchronous"]))
+    run_virtual(run.go([Death("trainer", 1.0), Death("trainer", 0.5)]))
+    run.check()
+    assert max(admitted.values()) > 1
 
 
 def test_groups_whose_tokens_are_gone_are_played_anew(tmp_path: Path) -> None:

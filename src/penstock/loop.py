@@ -104,7 +104,7 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
     state = system.scheduler.finish(group, ref, episodes)
     if state is not None:
         system.recorder.played(task.tag, episodes)
-    system.pool.end(system.scheduler.take_ended())
+    system.settle()
 
 
 async def train(system: System, swaps: asyncio.Queue[WeightsHandle]) -> None:
@@ -196,7 +196,7 @@ def cancel_rest(system: System) -> None:
     """Give up what is still in flight."""
     attempts = system.scheduler.cancel_all()
     system.workers.cancel(attempts)
-    system.pool.end(system.scheduler.take_ended())
+    system.settle()
 
 
 async def never_returns(loop: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> NoReturn:

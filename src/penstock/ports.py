@@ -217,10 +217,6 @@ class Trainer(Protocol):
     """Three verbs (accumulate, step, publish), a start and a checkpoint. Calls never overlap. Every one of them raises
     `TrainerLost` when the trainer dies before it has answered."""
 
-    async def joined(self) -> None:
-        """Until there is a trainer that can be asked."""
-        ...
-
     async def state(self) -> TrainerState:
         """What it holds."""
         ...
@@ -295,6 +291,13 @@ class EndedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Of its episodes by final state."""
     trained_in: int | None = None
     """Policy version that its trained members made."""
+
+    @property
+    def state(self) -> EpisodeState:
+        """Of the group: that of its trained members, else that of most."""
+        if self.trained_in is not None:
+            return EpisodeState.TRAINED
+        return max(self.counts, key=self.counts.__getitem__)
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,7 +31,8 @@ from penstock.system import CHECKPOINTS, System
 from penstock.types import EpisodeState, Task, WeightsHandle
 
 LEARNT_GROUPS = 20_000
-"""Whose lengths a new controller learns from: enough for any predictor, and no more than a minute of reading."""
+"""Whose lengths a new controller learns from, or another run: enough for any predictor, and no more than a minute of
+reading."""
 RECALLED_AT_ONCE = 100
 """A fraction of a second: then others have their turn, so that the controller is not silent."""
 
@@ -52,7 +53,6 @@ def was_evaluated(system: System) -> bool:
 async def begin(system: System) -> None:
     """The trainer holds weights, the servers serve them, and the scheduler knows every group there is."""
     while True:
-        await system.trainer.joined()
         try:
             held = await system.trainer.state()
             handle = await (_adopt(system, held) if held.begun else _restore(system))
@@ -68,7 +68,6 @@ async def rewind(system: System) -> None:
     until the weights are served again, so that alternating modes play nothing with those of the dead one."""
     lost: list[GroupRecord] = []
     while True:
-        await system.trainer.joined()
         try:
             point = await _newest_checkpoint(system)
             lost += _revive(system, point)
@@ -78,7 +77,7 @@ async def rewind(system: System) -> None:
             continue
     await system.bring_servers_to(handle)
     system.scheduler.rewind(handle.policy_version, lost, lambda record: _task(system, record))
-    _play_stale_again(system)
+    system.settle()
     system.scheduler.published(handle.policy_version)
     num_steps, system.num_steps = system.num_steps, point.step if point else 0
     system.saved_versions.clear()
@@ -105,8 +104,8 @@ async def _restore(system: System) -> WeightsHandle:
         system.recorder.event(
             "resumed", step=point.step, policy_version=handle.policy_version, groups=known, revived=num_lost
         )
-    system.scheduler.trains_again(handle.policy_version, ())
-    _play_stale_again(system)
+    system.scheduler.learner_at(handle.policy_version)
+    system.settle()
     return handle
 
 
@@ -118,10 +117,10 @@ async def _adopt(system: System, held: TrainerState) -> WeightsHandle:
     unbooked = [r.group for r in system.pool.get(held.trained) if r.state == EpisodeState.READY]
     if unbooked and held.learner is not None:
         system.num_steps -= 1
-        system.scheduler.trains_again(handle.policy_version - 1, unbooked)
+        system.scheduler.learner_at(handle.policy_version - 1, accumulated=unbooked)
         system.book(held.learner)
-    system.scheduler.trains_again(handle.policy_version, held.accumulated)
-    _play_stale_again(system)
+    system.scheduler.learner_at(handle.policy_version, accumulated=held.accumulated)
+    system.settle()
     system.recorder.event("adopted", step=held.step, policy_version=handle.policy_version, groups=known)
     return handle
 
@@ -196,10 +195,6 @@ def _without_pool(system: System, point: SavedState) -> None:
     system.scheduler.begin_from(final, next_group=point.state["scheduler"]["next_group"])
     system.tasks.position = point.state["task_position"]
     system.recorder.event("pool_lost", step=point.step, ledger=system.scheduler.ledger.counts())
-
-
-def _play_stale_again(system: System) -> None:
-    system.pool.admit(system.scheduler.play_stale_again())
 
 
 def _task(system: System, record: GroupRecord) -> Task:

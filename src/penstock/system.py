@@ -59,5 +59,12 @@ class System:
     def book(self, learner: LearnerState) -> None:
         """An optimizer step was taken."""
         self.scheduler.learned(learner)
-        self.pool.end(self.scheduler.take_ended())
+        self.settle()
         self.num_steps += 1
+
+    def settle(self) -> None:
+        """The pool's index follows the scheduler in what became of groups."""
+        if ended := self.scheduler.take_ended():
+            self.pool.end(ended)
+        if replayed := self.scheduler.take_replayed():
+            self.pool.admit(replayed)

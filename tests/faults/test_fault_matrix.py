@@ -29,7 +29,7 @@ from penstock.ports import GroupRecord
 from penstock.scheduler.ledger import FINAL
 from penstock.store.index import PoolIndex
 from penstock.supervisor.failure import ExitKind
-from penstock.supervisor.record import LOST
+from penstock.supervisor.record import SUPERVISOR_KILLED
 from penstock.supervisor.states import RunState
 from penstock.system import CHECKPOINTS
 from penstock.trainer import checkpoint
@@ -123,7 +123,7 @@ def check_end(run: FaultyRun, plan: Plan, end: RunState) -> None:
 def check_cause(error: str, plan: Plan) -> None:
     """Of a run that failed."""
     if plan.victim == SUPERVISOR:
-        assert error == LOST
+        assert error == SUPERVISOR_KILLED
     else:
         assert error.startswith(plan.victim) and f"while starting ({HOW_UNREADY[plan.fault][1]}" in error, error
 
@@ -134,7 +134,7 @@ def check_exits(run: FaultyRun, plan: Plan, struck: list[Phase], end: RunState) 
     begin = max(i for i, event in enumerate(history) if event.get("to") == RunState.STARTING)
     life = itertools.takewhile(lambda event: event.get("to") not in END, history[begin:])
     exits = [event for event in life if event.get("state") == "exited"]
-    found = [(event["name"], event["kind"], event["reason"]) for event in exits if event["reason"] != LOST]
+    found = [(event["name"], event["kind"], event["reason"]) for event in exits if event["reason"] != SUPERVISOR_KILLED]
     expected = expected_exits(plan, struck)
     if end is RunState.COMPLETED:
         expected.append((CONTROLLER, ExitKind.OK, "exit code 0"))

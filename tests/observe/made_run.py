@@ -55,8 +55,3 @@ def evaluate(run_dir: Path, when: str, reward: float) -> None:
     samples = [{"prompt": "spell\n[bold]ab", "expected": "ba", "answer": "ba", "reward": reward}]
     record = {"event": "evaluation", "when": when, "reward": reward, "tasks": 1, "samples": samples}
     jsonl.append(run_dir / "events.jsonl", {"time": STARTED, **record})
-
-
-def live(run_dir: Path, seconds: float) -> None:
-    for time, to in ((STARTED, "starting"), (STARTED + seconds, "completed")):
-        jsonl.append(run_dir / "events.jsonl", {"time": time, "event": "state", "to": to, "actor": "supervisor"})

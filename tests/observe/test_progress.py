@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from made_run import STARTED, evaluate, live, make_run
+from made_run import STARTED, evaluate, make_run
 from rich.console import Console
 
 from penstock.observe import jsonl, progress, report, summary
@@ -150,7 +150,6 @@ async def test_trouble_is_told_in_lines_in_the_panel_and_in_the_report(tmp_path:
 
 def test_the_report_shows_answers_and_figures(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, 30)
-    live(run_dir, 40.0)
     evaluate(run_dir, "before", 0.2)
     evaluate(run_dir, "after", 1.0)
     jsonl.append(run_dir / "events.jsonl", {"event": "checkpoint", "step": 30, "path": "checkpoints/step_30"})

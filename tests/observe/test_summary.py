@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from made_run import evaluate, live, make_run
+from made_run import evaluate, make_run
 
 from penstock.observe import jsonl, summary
 
 
 def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "r", 40)
-    live(run_dir, 50.0)
     evaluate(run_dir, "before", 0.4)
     evaluate(run_dir, "after", 0.9)
     found = summary.write(run_dir)
@@ -51,18 +50,8 @@ def test_even_an_empty_directory_has_a_summary(tmp_path: Path) -> None:
 
 
 def test_the_time_between_two_lives_does_not_count(tmp_path: Path) -> None:
-    """The first supervisor was killed 10 s after its start; the second one says so a day later."""
-    events = [
-        {"time": 0.0, "event": "state", "to": "starting", "actor": "supervisor"},
-        {"time": 10.0, "event": "joined"},
-        {"time": 86_400.0, "event": "process", "state": "exited", "kind": "lost"},
-        {"time": 86_400.0, "event": "state", "to": "failed", "actor": "resume"},
-        {"time": 86_400.0, "event": "state", "to": "pending", "actor": "user"},
-        {"time": 86_401.0, "event": "state", "to": "starting", "actor": "supervisor"},
-        {"time": 86_421.0, "event": "state", "to": "completed", "actor": "supervisor"},
-    ]
-    for event in events:
-        jsonl.append(tmp_path / "events.jsonl", event)
+    state = {"started": 0.0, "lived_s": 10.0, "born": 86_401.0, "ended": 86_421.0}
+    jsonl.write_json(tmp_path / "state.json", state)
     for step, seconds in enumerate((1.0, 9.0, 11.0), start=1):
         jsonl.append(tmp_path / "metrics.jsonl", {"step": step, "wall_s": seconds, "trainer_busy_s": seconds / 2})
     found = summary.summarize(tmp_path)

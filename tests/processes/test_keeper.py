@@ -70,9 +70,12 @@ async def test_a_second_run_on_a_server_is_refused_and_the_first_is_named(
 async def test_a_dead_runs_claim_is_waited_out(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_server, "ASK_EVERY_S", 0.01)
     async with serve(runner) as url, keeper(url, "dead") as dead, keeper(url, "new") as new:
-        monkeypatch.setattr(foreign_server, "LEASE_S", 0.05)
-        await dead.take()
+        await dead.client.claim("dead", "nonce of dead", lease_s=1.0)
+        with pytest.raises(RolloutError, match="run dead uses this server"):
+            await new.take()
         await answering(settings(url), new, None)
+        with pytest.raises(RolloutError, match="run new uses this server"):
+            await dead.take()
 
 
 async def test_a_run_whose_server_was_taken_over_ends(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ def test_what_is_given_up_is_free_at_once() -> None:
     claim.take("first", "a", lease_s=8, now=100)
     claim.take("first", "a", lease_s=0, now=101)
     claim.take("second", "b", lease_s=8, now=101)
+    with pytest.raises(Conflict, match="run second"):
+        claim.take("first", "a", lease_s=8, now=101)
 
 
 def test_the_server_of_a_run_is_never_another_ones() -> None:

@@ -320,11 +320,13 @@ async def test_a_server_that_was_replaced_meanwhile_is_not_brought_up(line: Line
 
 
 async def test_a_lost_server_neither_gives_way_nor_takes_memory_back(line: Line) -> None:
-    servers = Servers([line.url])
+    lost: list[str] = []
+    servers = Servers([line.url], lost=lambda url, why: lost.append(why))
     line.cut = True
     await servers.release()
     await servers.resume()
     await servers.close()
+    assert len(lost) == 1 and "got no answer" in lost[0]
 
 
 async def test_an_update_reaches_every_server(runner: EngineRunner, other: EngineRunner) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from penstock.config import Config
 from penstock.observe import jsonl
+from penstock.observe.summary import wall_seconds
+from penstock.supervisor import record as record_module
 from penstock.supervisor.ownership import Owned
 from penstock.supervisor.record import Record, owner_of, read_state
 from penstock.supervisor.run_directory import RunExists, open_run
@@ -63,6 +65,22 @@ def test_another_life_begins_where_the_last_one_ended(tmp_path: Path) -> None:
     assert (exit_["name"], exit_["kind"]) == ("env-0", "lost")
     again.move(RunState.STARTING, actor="supervisor")
     assert not again.is_complete()
+
+
+def test_a_life_that_was_killed_lasted_until_its_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module.time, "time", lambda: now)
+    now = 100.0
+    record = Record.create(tmp_path, run_id="r", runtime_dir=tmp_path / "runtime")
+    record.move(RunState.STARTING, actor="supervisor")
+    now = 110.0
+    record.note("joined")
+    now = 86_400.0
+    again = Record.load(tmp_path)
+    again.begin_again(runtime_dir=tmp_path / "runtime", reason="resumed")
+    state = read_state(tmp_path)
+    assert state is not None
+    assert (state["started"], state["born"], state["lived_s"]) == (100.0, 86_400.0, 10.0)
+    assert wall_seconds(state, now=86_405.0) == 15.0
 
 
 def test_what_a_full_disk_keeps_from_being_written_is_written_later(

@@ -39,7 +39,7 @@ def test_a_round_trip_restores_weights_optimizer_and_state(
     found = checkpoint.latest(tmp_path)
     assert found.skipped == () and found.checkpoint is not None
     assert (found.checkpoint.step, found.checkpoint.policy_version, found.checkpoint.extra) == (2, 2, EXTRA)
-    checkpoint.load(found.checkpoint, other)
+    other.read(found.checkpoint.path)
     for each in (learner, other):
         each.accumulate(prepare(samples, normalize=True)[0])
     assert learner.step().metrics["loss"] == other.step().metrics["loss"]

@@ -20,11 +20,10 @@ from penstock.cli.refusal import refuse
 from penstock.cli.runs import RUNS_DIR, find, known_runs
 from penstock.config import ConfigError, load_config
 from penstock.ports import Environment
-from penstock.supervisor.child import Child, leaf
+from penstock.supervisor.child import CONFIG_ERROR, Child, leaf
 from penstock.supervisor.record import read_state
 from penstock.supervisor.runtime import mark_of_directory
 
-CONFIG_ERROR = 2
 GOING_ON = ("starting", "running")
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import refuse
-from penstock.cli.train import CONFIG_ERROR, carry_out, conclude, start_detached
+from penstock.cli.train import carry_out, conclude, start_detached
 from penstock.config import ConfigError
+from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.ownership import Owned
 from penstock.supervisor.run_directory import NotResumable, check_unsupervised, plan_resumption, reopen_run
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from penstock.cli.console import open_console
 from penstock.observe import jsonl
 from penstock.observe.progress import clock, number
+from penstock.observe.summary import wall_seconds
 from penstock.supervisor.procfs import is_alive
 from penstock.supervisor.record import owner_of, read_state
 from penstock.supervisor.states import RunState
@@ -70,7 +71,7 @@ def describe(run_dir: Path) -> dict[str, Any] | None:
         "status": status_of(state),
         "environment": config.get("env", {}).get("name"),
         "started": state.get("started"),
-        "wall_seconds": wall_seconds(state),
+        "wall_seconds": wall_seconds(state, now=None if status_of(state) == LOST else time.time()),
         "step": lines[-1].get("step", 0) if lines else 0,
         "steps": config.get("trainer", {}).get("steps"),
         "reward": rewards[-1] if rewards else None,
@@ -96,14 +97,6 @@ def name_of(run_dir: Path) -> str:
 def has_ended(status: str) -> bool:
     """Whether nothing will change any more, unless somebody does something about it."""
     return status in (LOST, UNKNOWN) or RunState(status).is_final
-
-
-def wall_seconds(state: Mapping[str, Any]) -> float | None:
-    """From the start of a run to its end, or until now; nobody knows when a lost one ended."""
-    started, ended = state.get("started"), state.get("ended")
-    if started is None or (ended is None and status_of(state) == LOST):
-        return None
-    return float(round((ended or time.time()) - started, 3))
 
 
 def config_of(run_dir: Path) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from penstock.observe import simulation_plot
 from penstock.observe.jsonl import write_json
 from penstock.simulator import table
 from penstock.simulator.report import Report, Watch, predict
+from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.run_directory import new_run_id, publishable
-
-CONFIG_ERROR = 2
 
 
 def simulate(path: Path, overrides: Sequence[str], *, json: Path | None, plot: Path | None) -> int:

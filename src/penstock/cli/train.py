@@ -23,6 +23,7 @@ from penstock.observe import plots, progress, report, summary
 from penstock.observe.view import Plan
 from penstock.processes.layout import prepare, stages
 from penstock.supervisor import log_files
+from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.launcher import LocalLauncher
 from penstock.supervisor.ownership import Owned
 from penstock.supervisor.record import read_state
@@ -31,7 +32,6 @@ from penstock.supervisor.states import RunState
 from penstock.supervisor.supervisor import Outcome, Supervisor, failed
 
 EXIT_CODES = {RunState.COMPLETED: 0, RunState.FAILED: 1, RunState.STOPPED: 130}
-CONFIG_ERROR = 2
 DETACH_S = 20.0
 
 
@@ -59,7 +59,7 @@ def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) 
 
 
 def carry_out(run: OpenRun) -> Outcome:
-    """From a fresh run directory to the end of all processes."""
+    """One life of a run, to the end of all its processes."""
     try:
         prepare(run.config, run.run_dir)
         return asyncio.run(supervise(run))

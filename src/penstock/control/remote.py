@@ -45,9 +45,6 @@ class RemoteTrainer:
         self._bus, self._name, self._timeout_s = bus, name, timeout_s
         self._warm_start_timeout_s = warm_start_timeout_s
 
-    async def joined(self) -> None:
-        """It has: nobody else answers in its name."""
-
     async def state(self) -> TrainerState:
         return (await self._ask(AskState(), HeldState)).state
 

@@ -7,7 +7,7 @@ time between them and the number of processes of that role.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,14 +26,14 @@ def write(run_dir: Path) -> Record:
 
 def summarize(run_dir: Path) -> Record:
     """The summary of a run from its state, metrics and events, as far as they got."""
-    state, events = _read_state(run_dir), jsonl.read(run_dir / "events.jsonl")
+    state = _read_state(run_dir)
     return {
         "run_id": state.get("run_id", run_dir.name),
         "status": state.get("status", "pending"),
         "error": state.get("error"),
         **of_metrics(steps.read(run_dir)),
-        **of_events(events),
-        "wall_seconds": _wall_seconds(events),
+        **of_events(jsonl.read(run_dir / "events.jsonl")),
+        "wall_seconds": wall_seconds(state),
     }
 
 
@@ -91,16 +91,12 @@ def _over(function: Callable[[Sequence[float]], float], values: Sequence[float])
     return function(values) if values else None
 
 
-def _wall_seconds(events: Sequence[Record]) -> float | None:
-    """Of all lives of a run together; what the next supervisor wrote of the end of the last one does not count."""
-    lives: list[tuple[float, float]] = []
-    for event in events:
-        if event.get("to") == "starting":
-            lives.append((event["time"], event["time"]))
-        elif lives and event.get("to") != "pending" and event.get("kind") != "lost" and event.get("actor") != "resume":
-            start, end = lives[-1]
-            lives[-1] = start, max(end, event.get("time", end))
-    return round(sum(end - start for start, end in lives), 3) if lives else None
+def wall_seconds(state: Mapping[str, Any], *, now: float | None = None) -> float | None:
+    """Of all lives of a run together; if it has not ended, the present one lasts until `now`."""
+    born, until = state.get("born", state.get("started")), state.get("ended") or now
+    if born is None or until is None:
+        return None
+    return float(round(state.get("lived_s", 0.0) + until - born, 3))
 
 
 def _read_state(run_dir: Path) -> Record:

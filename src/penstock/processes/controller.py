@@ -33,6 +33,7 @@ from penstock.observe.recorder import Recorder
 from penstock.observe.trackers import open_trackers
 from penstock.ports import TaskSource, TrainerLost
 from penstock.processes.attached import AttachedWorkers
+from penstock.recovery import LEARNT_GROUPS
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import RolloutError
 from penstock.scheduler.foresight import Background
@@ -45,13 +46,12 @@ from penstock.system import System
 from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
 
 LOOK_EVERY_S = 1.0
+"""Between two looks for attached workers that have gone silent."""
 BRING_UP_AGAIN_S = 5.0
 KILL_S = 60.0
 """A trainer that hangs is killed and started again before whoever waits for it gives up."""
 JOINING = 2.0
 """Times what a process has to get ready: the supervisor, which sees why one does not, gives up first."""
-LEARNT_GROUPS = 20_000
-"""Of another run: enough for any predictor, and no more than a minute of reading."""
 DATA_S = 1800.0
 """For opening the tasks, or learning from another run's: files of any size, perhaps over a network."""
 FIT_S = 300.0
@@ -102,7 +102,7 @@ class Controller:
                 )
             case EpisodesEnded(group=group, episodes=episodes, saved=saved) if self.system:
                 self.system.scheduler.ended(group, episodes, saved)
-                self.system.pool.end(self.system.scheduler.take_ended())
+                self.system.settle()
             case DataGenerated(group=group, ref=ref, episodes=episodes) if self.system:
                 loop.collect(self.system, group, ref, episodes)
             case StallReport(stall=stall):

@@ -21,7 +21,7 @@ from penstock.deadline import Stalled, deadline
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
-from penstock.rollout.servers import ServerClient, connect
+from penstock.rollout.servers import CONFLICT, ServerClient, connect
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.supervisor.child import Child
 from penstock.types import BusySpan
@@ -31,9 +31,6 @@ LEASE_S = 8.0
 """For which a server that runs already is this run's, once it has said so; renewed while it lives."""
 PATIENCE_S = 12.0
 """For a server that runs already to answer, and for a dead run's claim on it to end."""
-
-CLAIMED = 409
-"""Status of a server that is another run's."""
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 
@@ -157,7 +154,7 @@ class Claiming:
                 try:
                     await self.take()
                 except (RolloutError, Stalled) as error:
-                    if isinstance(error, RolloutError) and error.status == CLAIMED:
+                    if isinstance(error, RolloutError) and error.status == CONFLICT:
                         raise
 
         async with asyncio.TaskGroup() as tasks:
@@ -186,7 +183,7 @@ async def answering(config: Config, claim: Claiming, process: Process | None) ->
                     url, f"{engine} ended with exit code {process.returncode} before it answered"
                 ) from None
             status = error.status if isinstance(error, RolloutError) else None
-            if (status is not None and status < 500 and status != CLAIMED) or time.monotonic() > limit:
+            if (status is not None and status < 500 and status != CONFLICT) or time.monotonic() > limit:
                 message = error.message if isinstance(error, RolloutError) else str(error)
                 raise RolloutError(url, f"{message}{remedy(status, engine)}", status) from None
         await asyncio.sleep(ASK_EVERY_S)

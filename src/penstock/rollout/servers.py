@@ -41,7 +41,7 @@ FAILED = 500
 UNHEARD = 408
 """Status of a request that did not come in time: the line is slow, or the server was held up."""
 CONFLICT = 409
-"""Status of a commit of what is not staged."""
+"""Status of a commit of what is not staged, and of a claim on what is another run's."""
 SLACK = 32
 """Samples by which an episode's server may be busier than the least loaded one: a cached prefix is worth that much."""
 REMEMBERED_EPISODES = 16384

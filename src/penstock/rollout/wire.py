@@ -274,11 +274,15 @@ class Ready(Struct, kw_only=True):
     state: str
 
 
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 def refuse_misspelt(data: bytes, kind: type[Any]) -> None:
     """ValueError for a field of the JSON object `data` that is none of `kind`, but looks like one. Of very many unknown
     fields only some are looked at."""
     known = getattr(kind, "__struct_fields__", ())
-    unknown = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys() - set(known)
+    given = _fields_decoder.decode(data)
+    unknown = (name for name in given if name not in known)
     for name in itertools.islice(unknown, MAX_LOOKED_AT):
         if near := _nearest(name, known, MISSPELT):
             raise ValueError(f"unknown field `{name}`: did you mean `{near}`?")

@@ -98,9 +98,6 @@ class Ledger:
         """Is the group still live?"""
         return group in self._live
 
-    def live_groups(self) -> tuple[int, ...]:
-        return tuple(self._live)
-
     def count(self, *states: S) -> int:
         return sum(self._counts[state] for state in states)
 

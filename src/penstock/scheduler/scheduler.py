@@ -75,6 +75,7 @@ class Scheduler:
         self._filter: GroupFilter = DropEqualRewards() if settings.filter_equal_rewards else KeepAll()
         self._supply = Supply(config)
         self._ended: list[EndedGroup] = []
+        self._replayed: list[tuple[int, Task]] = []
         self._evaluations = Evaluations()
         self._patience = Patience(max_filtered=settings.max_filtered_in_a_row)
         self._out_of_tasks: str | None = None
@@ -299,10 +300,11 @@ class Scheduler:
         self._record("filter", "kept", {"group": group.number})
         self._patience.kept()
         self._dispatcher.stop_playing(group)
+        if self._supply.has_outlived(group):
+            self._play_anew(group)
+            return EpisodeState.PENDING
         if num_stale := self._supply.add(group, now=self._now()):
             self._aged(group, num_stale)
-        if self.play_stale_again():
-            return EpisodeState.PENDING
         self._notify_trainer()
         return EpisodeState.READY if group.number in self._groups else EpisodeState.DISCARDED_STALE
 
@@ -357,6 +359,11 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_replayed(self) -> list[tuple[int, Task]]:
+        """Groups that were ready, and are to be played anew since the last call: (group, task)."""
+        replayed, self._replayed = self._replayed, []
+        return replayed
+
     def _check_supply(self) -> None:
         """Raise if what the trainer waits for can never come."""
         if self._out_of_tasks is not None and not (self._dispatcher.num_waiting or self._dispatcher.num_playing):
@@ -370,7 +377,7 @@ class Scheduler:
             self._leave(group, EpisodeState.TRAINED)
         for group, num_stale in aged:
             self._aged(group, num_stale)
-        self.play_stale_again()
+        self._replay_outlived()
         self._record("feedback", adjustment.reason, adjustment.inputs)
         self._arrange()
         self._look_out(learner, num_aged=sum(count for _, count in aged))
@@ -441,9 +448,10 @@ class Scheduler:
         self.ledger.remember(counts)
         self._next_group = next_group
 
-    def trains_again(self, version: int, groups: Collection[int]) -> None:
-        """The learner, which outlived a controller, trains `version`, and has accumulated `groups` for that."""
-        self._supply.take_over(version, groups)
+    def learner_at(self, version: int, *, accumulated: Collection[int] = ()) -> None:
+        """A learner of which this scheduler knew nothing trains `version`, and has accumulated these groups for it."""
+        self._supply.learner_at(version, accumulated)
+        self._replay_outlived()
 
     def rewind(self, version: int, lost: Iterable[GroupRecord], task: Callable[[GroupRecord], Task]) -> None:
         """The learner goes on from an earlier state, now called `version`: what it had trained since (`lost`) and what
@@ -452,21 +460,23 @@ class Scheduler:
         for record in lost:
             self.ledger.revive(record.counts)
             self._admit_again(record, task(record))
+        self._replay_outlived()
         self.ledger.check()
         self._progress.changed(self._runnable, self._trainable)
 
-    def play_stale_again(self) -> list[tuple[int, Task]]:
-        """What is ready, outlived a learner or a controller, and is too old now, is to be played anew instead of being
-        dropped. Returns those groups."""
-        stale = self._supply.take_stale()
-        for group in stale:
-            group.ledger.move(group.number, range(group.size), EpisodeState.PENDING)
-            group.ref, group.summaries = None, ()
-            group.attempt += 1
-            group.forget()
-            self._push_again(group)
+    def _replay_outlived(self) -> None:
+        for group in self._supply.take_outlived():
+            self._play_anew(group)
+
+    def _play_anew(self, group: LiveGroup) -> None:
+        """It is whole, and too old to train, though it did not grow old (see `Supply.has_outlived`)."""
+        group.ledger.move(group.number, range(group.size), EpisodeState.PENDING)
+        group.ref, group.summaries = None, ()
+        group.attempt += 1
+        group.forget()
+        self._push_again(group)
+        self._replayed.append((group.number, group.task))
         self._progress.changed(self._runnable)
-        return [(group.number, group.task) for group in stale]
 
     def _admit_again(self, record: GroupRecord, task: Task) -> None:
         """It waits as long as the next group that was admitted after it."""

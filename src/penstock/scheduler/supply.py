@@ -81,7 +81,7 @@ class Supply:
     def add(self, group: LiveGroup, *, now: float) -> int:
         """A whole group is ready; returns how many of its members are too old to train, and discarded."""
         self._ready[group.number] = group, now
-        return 0 if self._outlived_learner(group) else self._discard_stale(group)
+        return self._discard_stale(group)
 
     def decide(self, *, now: float) -> TriggerDecision:
         """What to train now."""
@@ -111,14 +111,14 @@ class Supply:
         self.trained_version = learner.policy_version
         self._unserved[learner.policy_version] = len(trained)
         self._adjustment = self.feedback.observe(learner)
-        ready = [group for group, _ in self._ready.values() if not self._outlived_learner(group)]
+        ready = [group for group, _ in self._ready.values() if not self.has_outlived(group)]
         aged = [(group, count) for group in ready if (count := self._discard_stale(group))]
         return trained, aged, self._adjustment
 
-    def take_over(self, version: int, groups: Collection[int]) -> None:
-        """A learner, which this controller knew nothing of, trains `version`; it has accumulated `groups` already."""
+    def learner_at(self, version: int, accumulated: Collection[int]) -> None:
+        """A learner of which nothing was known trains `version`, and has these groups accumulated."""
         self.trained_version = self._first_version = version
-        for number in [number for number in self._ready if number in groups]:
+        for number in [number for number in self._ready if number in accumulated]:
             self._discard_stale(self._ready[number][0])
             if number in self._ready:
                 self._take(number)
@@ -137,13 +137,17 @@ class Supply:
         """A whole group that was ready before is so again, however old."""
         self._ready[group.number] = group, now
 
-    def take_stale(self) -> list[LiveGroup]:
-        """Groups that outlived a learner or a controller, and have members too old to train now."""
-        ready = [group for group, _ in self._ready.values() if self._outlived_learner(group)]
-        found = [group for group in ready if not group.num_stale and self._stale(group)]
+    def take_outlived(self) -> list[LiveGroup]:
+        """Ready groups that `has_outlived`; they are not ready any more."""
+        found = [group for group, _ in self._ready.values() if self.has_outlived(group)]
         for group in found:
             del self._ready[group.number]
         return found
+
+    def has_outlived(self, group: LiveGroup) -> bool:
+        """A whole group from before this learner, or this controller, has members too old to train now."""
+        before = any(NO_VERSION < summary.version_max < self._first_version for summary in group.summaries)
+        return before and not group.num_stale and bool(self._stale(group))
 
     def published(self, version: int) -> None:
         """All that was trained into `version`, and into those before, is served."""
@@ -153,9 +157,6 @@ class Supply:
         """Nothing of this will be trained."""
         self._ready.clear()
         self._training.clear()
-
-    def _outlived_learner(self, group: LiveGroup) -> bool:
-        return any(NO_VERSION < summary.version_max < self._first_version for summary in group.summaries)
 
     def _discard_stale(self, group: LiveGroup) -> int:
         too_old = self._stale(group)

@@ -92,9 +92,8 @@ class Experience:
             held = self._held.pop(each.group, None)
             if held is None or each.trained_in is not None:
                 continue
-            state = max(each.counts, key=each.counts.__getitem__)
-            self.num_filtered += state is EpisodeState.FILTERED
-            self.tokens[state] += sum(held.lengths)
+            self.num_filtered += each.state is EpisodeState.FILTERED
+            self.tokens[each.state] += sum(held.lengths)
 
     def train(self, ref: GroupRef, version: int) -> Cost:
         """The learner at `version` takes the members of `ref`; it reads the whole group."""

@@ -135,9 +135,6 @@ def played(
 class Immortal:
     """The part of `Trainer` that matters only where one may die: this one begins, and never ends."""
 
-    async def joined(self) -> None:
-        """It always is."""
-
     async def state(self) -> TrainerState:
         return TrainerState(begun=False)
 
@@ -223,9 +220,6 @@ class MortalTrainer:
                 if self.begun or not begun:
                     return act()
         raise TrainerLost("killed")
-
-    async def joined(self) -> None:
-        await asyncio.sleep(self._seconds)
 
     async def state(self) -> TrainerState:
         return await self._answer(

@@ -66,15 +66,13 @@ class ExperiencePool:
         )
 
     def end(self, groups: Sequence[EndedGroup]) -> None:
-        if not groups:
-            return
         ended = {each.group: each for each in groups}
         records = []
         for record in self._index.get(list(ended)):
-            counts, trained_in = ended[record.group].counts, ended[record.group].trained_in
-            state = max(counts, key=counts.__getitem__) if trained_in is None else EpisodeState.TRAINED
-            records.append(msgspec.structs.replace(record, state=state, counts=counts, trained_in=trained_in))
-            self._needed[record.group] = replace(self._needed[record.group], ended=True, trained_in=trained_in)
+            end = ended[record.group]
+            facts = {"state": end.state, "counts": end.counts, "trained_in": end.trained_in}
+            records.append(msgspec.structs.replace(record, **facts))
+            self._needed[record.group] = replace(self._needed[record.group], ended=True, trained_in=end.trained_in)
         self._index.put(records)
 
     def revive(self, groups: Sequence[int]) -> None:

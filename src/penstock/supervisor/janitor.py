@@ -21,7 +21,7 @@ from penstock.observe import summary
 from penstock.supervisor import procfs
 from penstock.supervisor.failure import ExitKind
 from penstock.supervisor.ownership import Owned, owning
-from penstock.supervisor.record import LOST, Record
+from penstock.supervisor.record import SUPERVISOR_KILLED, Record
 from penstock.supervisor.states import RunState
 
 NONCE = "PENSTOCK_NONCE"
@@ -113,9 +113,9 @@ def clean(run_dir: Path, runtime_dir: Path, nonce: str, sessions: set[int]) -> N
 def close_record(run_dir: Path, leftovers: list[str]) -> None:
     """Nobody keeps the record of this run any more: bring it to its end. To be called by whoever owns the run."""
     record = Record.load(run_dir)
-    record.close_processes(kind=ExitKind.LOST, reason=LOST)
+    record.close_processes(kind=ExitKind.LOST, reason=SUPERVISOR_KILLED)
     if leftovers:
         record.add_leftovers(leftovers)
     if not record.status.is_final:
-        record.move(RunState.FAILED, actor="janitor", reason=LOST)
+        record.move(RunState.FAILED, actor="janitor", reason=SUPERVISOR_KILLED)
     summary.write(run_dir)

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock.observe import jsonl
+from penstock.observe.summary import wall_seconds
 from penstock.supervisor.failure import ExitKind
 from penstock.supervisor.procfs import Identity, identify
 from penstock.supervisor.states import ProcessState, RunState, move_process, move_run
 
+LAST_EVENT_BYTES = 65_536
+"""More than an event takes."""
 FORMAT = 1
 """Of a run directory: what lies where, and what it means."""
-LOST = "the supervisor was killed"
+SUPERVISOR_KILLED = "the supervisor was killed"
 
 
 class Record:
@@ -40,6 +43,7 @@ class Record:
     @classmethod
     def create(cls, run_dir: Path, *, run_id: str, runtime_dir: Path) -> Record:
         """Begin the record of a new run, owned by this process."""
+        now = time.time()
         document: dict[str, Any] = {
             "format": FORMAT,
             "run_id": run_id,
@@ -48,7 +52,9 @@ class Record:
             "supervisor": _own_identity(),
             "runtime_dir": str(runtime_dir),
             "lives": 1,
-            "started": time.time(),
+            "started": now,
+            "born": now,
+            "lived_s": 0.0,
             "ended": None,
             "processes": {},
             "leftovers": [],
@@ -67,9 +73,11 @@ class Record:
 
     def begin_again(self, *, runtime_dir: Path, reason: str) -> None:
         """Begin another life of the run, owned by this process."""
+        latest = jsonl.tail(self._run_dir / "events.jsonl", LAST_EVENT_BYTES)
+        lived_s = wall_seconds(self._document, now=latest[-1].get("time") if latest else None) or 0.0
         if not self.status.is_final:
-            self.close_processes(kind=ExitKind.LOST, reason=LOST)
-            self.move(RunState.FAILED, actor="resume", reason=LOST)
+            self.close_processes(kind=ExitKind.LOST, reason=SUPERVISOR_KILLED)
+            self.move(RunState.FAILED, actor="resume", reason=SUPERVISOR_KILLED)
         before = self.status
         self._document |= {
             "status": RunState.PENDING.value,
@@ -77,6 +85,8 @@ class Record:
             "supervisor": _own_identity(),
             "runtime_dir": str(runtime_dir),
             "lives": self._document["lives"] + 1,
+            "born": time.time(),
+            "lived_s": lived_s,
             "ended": None,
             "processes": {},
             "leftovers": [],

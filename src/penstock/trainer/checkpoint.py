@@ -117,11 +117,6 @@ def saved_in(directory: Path) -> SavedStates:
     )
 
 
-def load(checkpoint: Checkpoint, learner: Stateful) -> None:
-    """Bring `learner` back to `checkpoint`."""
-    learner.read(checkpoint.path)
-
-
 def verify(path: Path) -> Checkpoint | Torn:
     """Check every file against the manifest."""
     if not (path / MANIFEST).is_file():
