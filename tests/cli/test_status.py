@@ -72,8 +72,8 @@ def test_what_was_lost_and_recovered_is_told(tmp_path: Path) -> None:
     incidents = ask(run_dir)["incidents"]
     assert [each.get("state", each["event"]) for each in incidents] == ["exited", "backoff", "rewound"]
     text = penstock("status", run_dir).stdout
-    assert "trainer-0 exited  kind crashed, returncode -9, reason killed by SIGKILL" in text
-    assert "rewound  step 100, lost_steps 3" in text
+    assert "trainer-0 ended: killed by SIGKILL (crashed)" in text
+    assert "the trainer went back to step 100: 3 steps are taken again" in text
 
 
 def test_a_failed_run_names_its_root_cause_and_the_way_on(tmp_path: Path) -> None:

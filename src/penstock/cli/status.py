@@ -16,6 +16,7 @@ from penstock.cli.polling import claim_answer, refusal
 from penstock.cli.runs import config_of, describe, has_ended, name_of, status_of
 from penstock.cli.status_view import render
 from penstock.observe import jsonl
+from penstock.observe.notices import notice
 from penstock.observe.view import Plan, RunView
 from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.procfs import Identity, is_alive
@@ -26,13 +27,6 @@ Document = dict[str, Any]
 METRICS_BYTES = 262_144
 TIMELINE_BYTES = 1_048_576
 NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS = 8, 5, 3
-INCIDENTS = (
-    *("server_lost", "server_back", "rewound", "adopted", "resumed", "pool_lost", "attached", "left"),
-    *("checkpoint_skipped", "checkpoint_missed", "leftovers"),
-)
-"""Events that tell what was lost, and how the run went on."""
-TROUBLED = ("degraded", "backoff", "fatal")
-"""States of processes that tell the same."""
 SAMPLE_S = 0.2
 """Between the two looks that tell how busy a processor is."""
 WATCH_EVERY_S = 1.0
@@ -215,10 +209,8 @@ def decisions(timeline: Sequence[Document]) -> list[Document]:
 
 
 def is_incident(event: Document) -> bool:
-    """Whether something was lost, or has been recovered from."""
-    state = event.get("state") if event.get("event") == "process" else None
-    hung_or_died = state == "exited" and event.get("kind") not in (None, "ok", "killed_by_supervisor")
-    return event.get("event") in INCIDENTS or state in TROUBLED or hung_or_died
+    """Whether something was lost, or has been recovered from; alarms and stalls have lists of their own."""
+    return event.get("event") not in ("alarm", "stall") and notice(event) is not None
 
 
 def incident(event: Document) -> Document:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.runs import STYLES, moment
+from penstock.observe.notices import notice
 from penstock.observe.progress import clock, count, number, percent
 
 Document = dict[str, Any]
@@ -117,11 +118,7 @@ def _incidents(incidents: list[Document]) -> Table | None:
         return None
     table = _grid()
     for incident in reversed(incidents):
-        facts = {key: value for key, value in incident.items() if key not in ("time", "event", "name", "state")}
-        what = f"{incident['name']} {incident['state']}" if "state" in incident else incident["event"].replace("_", " ")
-        about = incident.get("name", "") if "state" not in incident else ""
-        details = ", ".join(f"{key} {_short(value)}" for key, value in facts.items() if value is not None)
-        table.add_row(_ago(incident["time"]), Text.assemble(f"{what} {about}".strip(), (f"  {details}", "dim")))
+        table.add_row(_ago(incident["time"]), notice(incident))
     return table
 
 

@@ -1,15 +1,17 @@
-"""What happened in a run that a person should hear of at once: an event as one line. Pure."""
+"""What a person should hear of: alarms and stalls, what was lost, and how the run went on. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
+ENDED = (None, "ok", "killed_by_supervisor")
+"""How processes end that nobody misses."""
 LONGEST = 200
 """Characters; the whole of it is in events.jsonl."""
 
 
 def notice(event: dict[str, Any]) -> str | None:
-    """None for what is as it should be."""
+    """The event as one line; None for what is as it should be."""
     match event:
         case {"event": "alarm", "reason": reason}:
             text = f"alarm: {reason}"
@@ -21,14 +23,32 @@ def notice(event: dict[str, Any]) -> str | None:
             text = f"stall: {waiter} has waited {seconds:.0f} s for {resource}, held by {holder}"
         case {"event": "process", "state": "degraded", "name": name, "reason": reason}:
             text = f"{name} is slow: {reason}"
+        case {"event": "process", "state": "exited", "name": name, "kind": kind, "reason": reason} if kind not in ENDED:
+            text = f"{name} ended: {reason} ({kind})"
         case {"event": "process", "state": "backoff", "name": name, "decision": decision}:
             text = f"{name} is started again: {decision}"
+        case {"event": "process", "state": "fatal", "name": name}:
+            text = f"{name} is not started again"
+        case {"event": "adopted", "step": step}:
+            text = f"another controller goes on at step {step}"
+        case {"event": "resumed", "step": step, "revived": revived}:
+            text = f"resumed at step {step}: {revived} groups are trained again"
         case {"event": "rewound", "step": step, "lost_steps": lost}:
             text = f"the trainer went back to step {step}: {lost} steps are taken again"
         case {"event": "checkpoint_skipped", "path": path, "reason": reason}:
             text = f"checkpoint {path} is left aside: {reason}"
         case {"event": "checkpoint_missed", "reason": reason}:
             text = f"no last checkpoint: {reason}"
+        case {"event": "pool_lost", "step": step}:
+            text = f"the pool is gone: what was played and not trained until step {step} is given up"
+        case {"event": "payloads_lost", "groups": groups}:
+            text = f"the tokens of {len(groups)} groups are damaged: they are played again"
+        case {"event": "attached", "name": name}:
+            text = f"{name} has joined"
+        case {"event": "left", "name": name, "reason": reason}:
+            text = f"{name} is gone: {reason}"
+        case {"event": "leftovers", "leftovers": leftovers}:
+            text = f"left behind: {', '.join(leftovers)}"
         case _:
             return None
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
