@@ -384,6 +384,8 @@ class ProcessSpec:
     grace_s: float
     """Time between SIGTERM and SIGKILL."""
     env: Mapping[str, str] = field(default_factory=dict)
+    saves: str = ""
+    """Name of the event that tells of its having saved what a successor goes back to; empty if none goes back."""
 
 
 class ProcessHandle(Protocol):

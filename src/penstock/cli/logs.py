@@ -174,7 +174,9 @@ def keep_showing(run_dir: Path, opened: dict[str, Log], show: Show, *, only: str
     """Until the run has ended and all is shown."""
     has_run_ended = False
     while not has_run_ended:
-        has_run_ended = has_ended(status_of(read_state(run_dir) or {}))  # before looking: nothing comes afterwards
+        has_run_ended = has_ended(
+            status_of(run_dir, read_state(run_dir) or {})
+        )  # before looking: nothing comes afterwards
         for name in names(run_dir) if only is None else [only]:
             log = opened.get(name) or opened.setdefault(name, Log(path_of(run_dir, name)))
             for line in log.new_lines(time.monotonic()):

@@ -16,8 +16,7 @@ from penstock.cli.console import open_console
 from penstock.observe import jsonl
 from penstock.observe.progress import clock, number
 from penstock.observe.summary import wall_seconds
-from penstock.supervisor.procfs import is_alive
-from penstock.supervisor.record import owner_of, read_state
+from penstock.supervisor.record import is_supervised, owner_of, read_state
 from penstock.supervisor.states import RunState
 
 RUNS_DIR = Path("runs")
@@ -64,14 +63,15 @@ def describe(run_dir: Path) -> dict[str, Any] | None:
     state = read_state(run_dir)
     if state is None:
         return None
+    status = status_of(run_dir, state)
     config, lines = config_of(run_dir), jsonl.tail(run_dir / "metrics.jsonl", TAIL_BYTES)
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
     return {
         "run_id": run_dir.name,
-        "status": status_of(state),
+        "status": status,
         "environment": config.get("env", {}).get("name"),
         "started": state.get("started"),
-        "wall_seconds": wall_seconds(state, now=None if status_of(state) == LOST else time.time()),
+        "wall_seconds": wall_seconds(state, now=None if status == LOST else time.time()),
         "step": lines[-1].get("step", 0) if lines else 0,
         "steps": config.get("trainer", {}).get("steps"),
         "reward": rewards[-1] if rewards else None,
@@ -79,14 +79,14 @@ def describe(run_dir: Path) -> dict[str, Any] | None:
     }
 
 
-def status_of(state: Mapping[str, Any]) -> str:
+def status_of(run_dir: Path, state: Mapping[str, Any]) -> str:
     """The recorded state, unless whoever kept it has vanished without a word."""
     try:
         status = RunState(state.get("status", ""))
     except ValueError:
         return UNKNOWN
     owner = owner_of(state)
-    return LOST if not status.is_final and owner and not is_alive(owner) else status.value
+    return LOST if not status.is_final and owner and not is_supervised(run_dir, owner) else status.value
 
 
 def name_of(run_dir: Path) -> str:

@@ -13,7 +13,7 @@ from rich.live import Live
 
 from penstock.cli.console import open_console
 from penstock.cli.polling import claim_answer, refusal
-from penstock.cli.runs import config_of, describe, has_ended, name_of, status_of
+from penstock.cli.runs import UNKNOWN, config_of, describe, has_ended, name_of
 from penstock.cli.status_view import render
 from penstock.observe import jsonl
 from penstock.observe.notices import notice
@@ -78,7 +78,7 @@ def status(run_dir: Path) -> Document:
         "error": state.get("error"),
         "root_cause": _root_cause(state, events),
         "leftovers": state.get("leftovers", []),
-        "processes": processes(state, events),
+        "processes": processes(short.get("status", UNKNOWN), state, events),
         "progress": progress(view),
         "ledger": view.latest.get("ledger", {}),
         "evaluations": view.evaluations,
@@ -133,24 +133,24 @@ def progress(view: RunView) -> Document:
     }
 
 
-def processes(state: Mapping[str, Any], events: Sequence[Document]) -> list[Document]:
+def processes(status: str, state: Mapping[str, Any], events: Sequence[Document]) -> list[Document]:
     """The supervisor, its processes in the order they were started, and environment workers that attached."""
     known = [("supervisor", {"role": "supervisor", **state.get("supervisor", {})}), *state.get("processes", {}).items()]
     rows = [_process(name, facts) for name, facts in known]
     _measure([row for row in rows if row["alive"]])
-    if not has_ended(status_of(state)):
+    if not has_ended(status):
         rows += [_process(name, {"role": "env", "state": "attached"}) for name in _attached(events)]
     return rows
 
 
 def _process(name: str, facts: Mapping[str, Any]) -> Document:
-    identity = {key: facts[key] for key in ("pid", "start_ticks", "boot_id") if key in facts}
-    alive = len(identity) == 3 and is_alive(Identity(**identity))
+    identity = Identity.of(facts)
+    alive = identity is not None and is_alive(identity)
     return {
         "name": name,
         "role": facts.get("role", name.partition("-")[0]),
         "state": facts.get("state", "running" if alive else "gone"),
-        "alive": alive,
+        "alive": alive if identity is None or identity.is_here else None,
         "pid": facts.get("pid"),
         "restarts": facts.get("restarts", 0),
         "returncode": facts.get("returncode"),
@@ -215,7 +215,9 @@ def is_incident(event: Document) -> bool:
 
 def incident(event: Document) -> Document:
     """What is told of it."""
-    return {key: value for key, value in event.items() if key not in ("role", "start_ticks", "boot_id")}
+    return {
+        key: value for key, value in event.items() if key not in ("role", "start_ticks", "boot_id", "pid_namespace")
+    }
 
 
 def _without_kind(record: Document) -> Document:

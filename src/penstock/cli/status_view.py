@@ -61,10 +61,10 @@ def _processes(rows: list[Document]) -> Table:
     table.add_column("")
     for row in rows:
         ended = row["state"] in ("exited", "fatal", "backoff", "gone", "attached")
-        gone = "" if row["alive"] or ended else " (gone)"
+        gone = " (gone)" if row["alive"] is False and not ended else ""
         table.add_row(
             row["name"],
-            Text(f"{row['state']}{gone}", "green" if row["alive"] else "dim" if not gone else "red"),
+            Text(f"{row['state']}{gone}", "green" if row["alive"] else "red" if gone else "dim"),
             str(row["pid"] or "-"),
             clock(row["age_seconds"]),
             str(row["restarts"] or "-"),

@@ -23,7 +23,7 @@ LOOK_EVERY_S = 0.05
 def stop(run_dir: Path, *, now: bool) -> int:
     """Returns the exit code: 1 if the run could not be ended."""
     state = read_state(run_dir) or {}
-    status = status_of(state)
+    status = status_of(run_dir, state)
     if status == UNKNOWN:
         return refuse(f"{run_dir} has no state that can be read: `penstock doctor` looks for what is left of it", 1)
     if status == LOST:
@@ -34,6 +34,9 @@ def stop(run_dir: Path, *, now: bool) -> int:
     owner = owner_of(state)
     if owner is None:
         return refuse(f"run {run_dir.name} does not say who supervises it: press Ctrl-C where it was started", 1)
+    if not owner.is_here:
+        host = state["supervisor"].get("host")
+        return refuse(f"run {run_dir.name} is supervised by process {owner.pid} on {host}: stop it there", 1)
     if send(owner, signal.SIGQUIT if now else signal.SIGTERM):
         limit_s = config_of(run_dir).get("supervisor", {}).get("grace_s", SupervisorConfig().grace_s) + MARGIN_S
         if not wait(run_dir, limit_s):
@@ -45,7 +48,7 @@ def wait(run_dir: Path, limit_s: float) -> bool:
     """Until it has ended, telling who it waits for. False if that takes too long."""
     console, limit, told = open_console(stderr=True), time.monotonic() + limit_s, ""
     with console.status("stopping") as spinner:
-        while (state := read_state(run_dir)) and not has_ended(status_of(state)):
+        while (state := read_state(run_dir)) and not has_ended(status_of(run_dir, state)):
             if time.monotonic() > limit:
                 return False
             if (doing := progress(state)) != told:
@@ -66,7 +69,7 @@ def progress(state: dict[str, Any]) -> str:
 def conclude(run_dir: Path) -> int:
     """Say how it ended, and how it goes on."""
     state = read_state(run_dir) or {}
-    status = status_of(state)
+    status = status_of(run_dir, state)
     if status == LOST:
         return clean_up(run_dir, state)
     error = str(state.get("error") or "").partition("\n")[0]

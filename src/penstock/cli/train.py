@@ -32,7 +32,8 @@ from penstock.supervisor.states import RunState
 from penstock.supervisor.supervisor import Outcome, Supervisor, failed
 
 EXIT_CODES = {RunState.COMPLETED: 0, RunState.FAILED: 1, RunState.STOPPED: 130}
-DETACH_S = 20.0
+DETACH_S = 60.0
+"""A resumed run may first have to wait for the janitor of the life before."""
 
 
 def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) -> int:

@@ -214,8 +214,8 @@ class SupervisorConfig(Section):
     """Starting, watching and stopping the processes of a run."""
 
     ready_timeout_s: float = Field(120.0, gt=0)
-    grace_s: float = Field(8.0, gt=0)
-    """Between a request to stop and SIGKILL."""
+    grace_s: float = Field(60.0, gt=0)
+    """Between a request to stop and SIGKILL: at least an optimizer step and a checkpoint."""
     heartbeat_s: float = Field(0.5, gt=0)
     silent_s: float = Field(30.0, gt=0)
     """A process that gives no heartbeat for so long is taken for hung: killed and restarted."""

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
@@ -71,7 +71,8 @@ class _Endpoint(ABC):
         self._fault = fault or (lambda frame: [frame])
         self._ids = itertools.count(time.time_ns())
         self._pending: dict[tuple[str, int], asyncio.Future[AnyMessage]] = {}
-        self._answered: OrderedDict[tuple[str, int], AnyMessage | None] = OrderedDict()
+        self._answered: defaultdict[str, OrderedDict[int, AnyMessage | None]] = defaultdict(OrderedDict)
+        """Of each peer, what its latest messages were answered."""
         self._outbox: dict[str, list[Envelope]] = {}
         self._flush_scheduled = False
         self._tasks: asyncio.TaskGroup | None = None
@@ -143,29 +144,29 @@ class _Endpoint(ABC):
 
     def _is_new(self, peer: str, envelope: Envelope) -> bool:
         """Remember the id; repeat the answer if it was given already."""
-        key = (peer, envelope.id)
-        if key in self._answered:
-            reply = self._answered[key]
+        answered = self._answered[peer]
+        if envelope.id in answered:
+            reply = answered[envelope.id]
             if reply is not None:
                 self._post(peer, Envelope("reply", envelope.id, reply))
             return False
-        self._answered[key] = None
-        if len(self._answered) > self.remembered_replies:
-            self._answered.popitem(last=False)
+        answered[envelope.id] = None
+        if len(answered) > self.remembered_replies:
+            answered.popitem(last=False)
         return True
 
     async def _answer(self, peer: str, envelope: Envelope) -> None:
         try:
             reply = await self._handler(peer, envelope.body) or Ack()
         except UnknownPeer:
-            self._answered.pop((peer, envelope.id), None)
+            self._answered[peer].pop(envelope.id, None)
             self.notify(peer, WhoAreYou())
             return
         if envelope.kind == "request":
             self._reply(peer, envelope, reply)
 
     def _reply(self, peer: str, envelope: Envelope, reply: AnyMessage) -> None:
-        self._answered[peer, envelope.id] = reply
+        self._answered[peer][envelope.id] = reply
         self._post(peer, Envelope("reply", envelope.id, reply))
 
 

@@ -7,6 +7,7 @@ and readers pass over it. Non-finite numbers become null, since JSON has no word
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -21,13 +22,17 @@ class JsonLinesWriter:
     """Appends records to `path`; records appear in order and whole."""
 
     def __init__(self, path: str | Path) -> None:
+        self._path = str(path)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        if _is_torn(self._fd):
-            os.write(self._fd, b"\n")
+        self._torn = _is_torn(self._fd)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
-        os.write(self._fd, dumps(record).encode() + b"\n")
+        """Append one record. Raises `OSError` if there was no room for the whole; the next one has its own line."""
+        line = b"\n" * self._torn + dumps(record).encode() + b"\n"
+        written = os.write(self._fd, line)
+        self._torn = written < len(line)
+        if written < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def sync(self) -> None:
         """Return once everything written is on disk."""

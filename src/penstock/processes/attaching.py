@@ -9,8 +9,7 @@ from penstock.ports import Environment
 from penstock.processes import env
 from penstock.processes.member import first
 from penstock.supervisor.child import Child
-from penstock.supervisor.procfs import is_alive
-from penstock.supervisor.record import owner_of, read_state
+from penstock.supervisor.record import is_supervised, owner_of, read_state
 from penstock.supervisor.states import RunState
 
 LOOK_EVERY_S = 0.25
@@ -39,7 +38,7 @@ def goes_on(child: Child) -> bool:
     """Whether the run needs workers, and has somebody who keeps it going."""
     state = read_state(child.run_dir) or {}
     owner = owner_of(state)
-    return state.get("status") in GOES_ON and owner is not None and is_alive(owner)
+    return state.get("status") in GOES_ON and owner is not None and is_supervised(child.run_dir, owner)
 
 
 async def _watch(child: Child, stop: asyncio.Event) -> None:

@@ -40,16 +40,20 @@ from penstock.scheduler.foresight import Background
 from penstock.scheduler.scheduler import Scheduler
 from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
-from penstock.supervisor.child import Child
+from penstock.supervisor.child import Child, leaf
+from penstock.supervisor.record import read_state
 from penstock.supervisor.run_directory import publishable
+from penstock.supervisor.states import ProcessState
 from penstock.system import System
 from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
 
 LOOK_EVERY_S = 1.0
-"""Between two looks for attached workers that have gone silent."""
+"""Between two looks for attached workers that have gone silent, or a trainer that has died while the run ends."""
+TRAINER = "trainer-0"
+DEAD = (ProcessState.EXITED, ProcessState.BACKOFF, ProcessState.FATAL)
 BRING_UP_AGAIN_S = 5.0
 KILL_S = 60.0
-"""A trainer that hangs is killed and started again before whoever waits for it gives up."""
+"""A process that hangs is killed and started again before whoever waits for it gives up."""
 JOINING = 2.0
 """Times what a process has to get ready: the supervisor, which sees why one does not, gives up first."""
 DATA_S = 1800.0
@@ -67,7 +71,7 @@ class Controller:
         self.bus = Bus(str(child.runtime_dir), self.handle)
         self.system: System | None = None
         self._joining_s = JOINING * config.supervisor.ready_timeout_s
-        self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)} | {"trainer-0"}
+        self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)} | {TRAINER}
         self._members: dict[str, Hello] = {}
         self._capacities: dict[str, int] = {}
         """Environment workers that asked for work before there was any."""
@@ -221,15 +225,13 @@ async def serve(child: Child) -> None:
 
 async def work(child: Child, config: Config, controller: Controller, recorder: Recorder) -> None:
     """Build the system while the other processes load their models, then run it."""
-    async with deadline(DATA_S, waiter="controller", resource="the training tasks", holder="their source"):
+    async with deadline(DATA_S, waiter="controller", resource="the tasks", holder="their source"):
         train = await asyncio.to_thread(open_source, config.data, seed=config.seed, tag=TRAIN_TAG)
-    held_out_source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
-    tasks = (held_out_source.task(index) for index in range(config.data.eval_tasks))
-    held_out = [task for task in tasks if task is not None]
+        held_out = await asyncio.to_thread(held_out_tasks, config)
     await controller.all_joined()
-    timeout_s = config.rollout.request_timeout_s
+    timeout_s, supervisor = config.rollout.request_timeout_s, config.supervisor
     beside = asyncio.TaskGroup()
-    workers = RemoteWorkers(controller.bus, beside, timeout_s=timeout_s)
+    workers = RemoteWorkers(controller.bus, beside, timeout_s=max(timeout_s, supervisor.silent_s + KILL_S))
     servers = Servers(
         controller.server_urls,
         engine=config.rollout.engine,
@@ -247,7 +249,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         tasks=TaskStream(train, held_out=held_out),
         held_out=held_out,
         workers=workers,
-        trainer=RemoteTrainer(controller.bus, "trainer-0", timeout_s=max(timeout_s, config.supervisor.hang_s + KILL_S)),
+        trainer=RemoteTrainer(controller.bus, TRAINER, timeout_s=max(timeout_s, supervisor.hang_s + KILL_S)),
         servers=servers,
         pool=ExperiencePool(child.run_dir / "pool"),
         recorder=recorder,
@@ -270,6 +272,13 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
             workers.close()
     finally:
         await servers.close()
+
+
+def held_out_tasks(config: Config) -> list[Task]:
+    """Never trained on."""
+    source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
+    tasks = (source.task(index) for index in range(config.data.eval_tasks))
+    return [task for task in tasks if task is not None]
 
 
 async def bring_back(
@@ -325,12 +334,29 @@ def in_thread(tasks: asyncio.TaskGroup) -> Background:
 
 async def conclude(system: System) -> None:
     """A stop was asked for: keep what was learned. What is in flight is played again when the run is resumed."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(raise_if_dead(system.run_dir, TRAINER))
+            await save_last(system)
+            watching.cancel()
+    except* TrainerLost as lost:
+        system.recorder.event("checkpoint_missed", step=system.num_steps, reason=str(leaf(lost)))
+    system.recorder.event("stopped", step=system.num_steps, ledger=system.scheduler.ledger.counts())
+
+
+async def save_last(system: System) -> None:
+    """Raises `TrainerLost`."""
     if system.stepping:
         await asyncio.wait([system.stepping])
-    if system.scheduler.policy_version != NO_VERSION and not system.is_saved:
-        try:
-            if (await system.trainer.state()).step == system.num_steps:  # else it has just gone back
-                await loop.checkpoint(system)
-        except TrainerLost as error:
-            system.recorder.event("checkpoint_missed", step=system.num_steps, reason=str(error))
-    system.recorder.event("stopped", step=system.num_steps, ledger=system.scheduler.ledger.counts())
+    is_unsaved = system.scheduler.policy_version != NO_VERSION and not system.is_saved
+    if is_unsaved and (await system.trainer.state()).step == system.num_steps:  # else it has just gone back
+        await loop.checkpoint(system)
+
+
+async def raise_if_dead(run_dir: Path, trainer: str) -> NoReturn:
+    """Of a run that is ending nobody is started again. Raises `TrainerLost` as soon as the supervisor knows."""
+    while True:
+        state = ((read_state(run_dir) or {}).get("processes", {}).get(trainer, {})).get("state")
+        if state in DEAD:
+            raise TrainerLost(f"{trainer} is dead")
+        await asyncio.sleep(LOOK_EVERY_S)

@@ -23,6 +23,7 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             ready_s=config.supervisor.ready_timeout_s,
             grace_s=config.supervisor.grace_s,
             env=(TORCH_ENVIRONMENT if role in ("rollout", "trainer") else {}) | _keys(config, role),
+            saves="checkpoint" if role == "trainer" else "",
         )
 
     rollouts = [spec("rollout", number) for number in range(config.rollout.num_servers)]

@@ -31,7 +31,8 @@ GAVE_UP = 3
 HEARTBEAT_S = "PENSTOCK_HEARTBEAT_S"
 """Environment variable: seconds between two heartbeats."""
 BEAT_BYTES = 256
-"""A heartbeat is written over the one before: that takes no space, so a full disk does not silence a process."""
+"""A heartbeat is written over the one before, a predecessor's too: that takes no space, so a full disk does not silence
+a process."""
 JANITOR_FIRST_S = 1.0
 """The janitor kills a family as a whole as long as it is one: a parent that went first would leave orphans nobody can
 tell from strangers. So the death pipe is only the second insurance."""
@@ -129,11 +130,12 @@ class Child:
 
         directory = self.runtime_dir / "heartbeats"
         directory.mkdir(exist_ok=True)
-        with (directory / f"{self.name}.json").open("wb") as file:
-            while True:
-                beat = {"pid": os.getpid(), "time": time.monotonic(), "progress": self._progress, "doing": self._doing}
-                os.pwrite(file.fileno(), json.dumps(beat).encode().ljust(BEAT_BYTES), 0)
-                await asyncio.sleep(period_s)
+        file = os.open(directory / f"{self.name}.json", os.O_WRONLY | os.O_CREAT, 0o600)
+        while True:
+            beat = {"pid": os.getpid(), "time": time.monotonic(), "progress": self._progress, "doing": self._doing}
+            with suppress(OSError):  # the first one needs room
+                os.pwrite(file, json.dumps(beat).encode().ljust(BEAT_BYTES), 0)
+            await asyncio.sleep(period_s)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         import traceback

@@ -195,8 +195,7 @@ class LocalLauncher:
         try:
             fd = os.pidfd_open(process.pid)
         except (OSError, AttributeError):
-            waiter = loop.run_in_executor(None, os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            waiter.add_done_callback(lambda _: self._collect(process))
+            threading.Thread(target=self._wait_for, args=(process, loop), daemon=True).start()
             return
 
         def readable() -> None:
@@ -205,6 +204,11 @@ class LocalLauncher:
             self._collect(process)
 
         loop.add_reader(fd, readable)
+
+    def _wait_for(self, process: LocalProcess, loop: asyncio.AbstractEventLoop) -> None:
+        """On a thread of its own, where there is no pidfd."""
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        loop.call_soon_threadsafe(self._collect, process)
 
     def _collect(self, process: LocalProcess) -> None:
         """Kill the rest of its group first: as long as the leader is a zombie, the number is surely theirs."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from penstock.supervisor import janitor, procfs, runtime
 from penstock.supervisor.ownership import Owned, owning
-from penstock.supervisor.procfs import Identity, is_alive
-from penstock.supervisor.record import owner_of, read_state
+from penstock.supervisor.procfs import Identity
+from penstock.supervisor.record import is_supervised, owner_of, read_state
 from penstock.supervisor.runtime import Mark, mark_of_directory, mark_of_process
 
 
@@ -49,8 +49,9 @@ def find() -> Found:
             marked.setdefault(mark, Orphans(mark=mark)).directories.append(directory)
         else:
             unmarked.append(directory)
-    living = {mark.supervisor.pid for mark in marked if is_alive(mark.supervisor)}
-    orphans = [each for mark, each in marked.items() if not is_alive(mark.supervisor)]
+    alive = {mark for mark in marked if is_supervised(Path(mark.run_dir), mark.supervisor)}
+    living = {mark.supervisor.pid for mark in alive if mark.supervisor.is_here}
+    orphans = [each for mark, each in marked.items() if mark not in alive]
     for each in orphans:
         each.processes = [stat for stat in each.processes if stat.pid not in living]
     return Found(

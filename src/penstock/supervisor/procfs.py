@@ -1,7 +1,7 @@
 """Processes as the kernel knows them (standard library only; shared with the janitor).
 
-A pid alone is never an identity, since pids are reused: pid + start time + boot id is one, and no signal leaves from
-here without it. Where there is no /proc, nothing is found and nothing is signalled by identity.
+A pid alone is never an identity, since pids are reused: pid + start time + boot id + pid namespace is one, and no
+signal leaves from here without it. Where there is no /proc, nothing is found and nothing is signalled by identity.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 PROC = Path("/proc")
 BETWEEN_LOOKS_S = 0.01
@@ -20,12 +21,24 @@ BETWEEN_LOOKS_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One process of one boot of one machine."""
+    """One process of one boot of one machine, as those in the same pid namespace (container) know it."""
 
     pid: int
     start_ticks: int
     """Clock ticks between boot and start (field 22 of /proc/<pid>/stat)."""
     boot_id: str
+    pid_namespace: str
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Identity | None:
+        """Among other facts, as `dataclasses.asdict` writes it; None if it is not all there."""
+        known = {field.name: facts[field.name] for field in fields(cls) if field.name in facts}
+        return cls(**known) if len(known) == len(fields(cls)) else None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its life or death can be seen from here; not on another machine, nor in another container."""
+        return (self.boot_id, self.pid_namespace) == (boot_id(), pid_namespace())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,21 +80,28 @@ def boot_id() -> str:
         return ""
 
 
+def pid_namespace() -> str:
+    """Differs between containers that do not see each other's processes; empty where the system has none."""
+    try:
+        return str((PROC / "self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def identify(pid: int) -> Identity | None:
     """Who `pid` is right now; None if nobody."""
     stat = read_stat(pid)
-    return None if stat is None else Identity(pid=pid, start_ticks=stat.start_ticks, boot_id=boot_id())
+    return None if stat is None else _identity(stat)
+
+
+def _identity(stat: Stat) -> Identity:
+    return Identity(pid=stat.pid, start_ticks=stat.start_ticks, boot_id=boot_id(), pid_namespace=pid_namespace())
 
 
 def is_alive(identity: Identity) -> bool:
-    """Whether that very process still runs (a zombie does not)."""
+    """Whether that very process still runs (a zombie does not); never of one that is not here."""
     stat = read_stat(identity.pid)
-    return (
-        stat is not None
-        and stat.state not in "ZX"
-        and stat.start_ticks == identity.start_ticks
-        and boot_id() == identity.boot_id
-    )
+    return stat is not None and stat.state not in "ZX" and stat.start_ticks == identity.start_ticks and identity.is_here
 
 
 def send(identity: Identity, signum: int) -> bool:
@@ -89,7 +109,7 @@ def send(identity: Identity, signum: int) -> bool:
     try:
         fd = os.pidfd_open(identity.pid)
     except (OSError, AttributeError):
-        return False
+        return _send_by_pid(identity, signum)
     try:
         if not is_alive(identity):
             return False
@@ -98,6 +118,17 @@ def send(identity: Identity, signum: int) -> bool:
         return False
     finally:
         os.close(fd)
+    return True
+
+
+def _send_by_pid(identity: Identity, signum: int) -> bool:
+    """Where the kernel has no pidfds: between the look and the signal, a pid would have to be reused."""
+    if not is_alive(identity):
+        return False
+    try:
+        os.kill(identity.pid, signum)
+    except ProcessLookupError:
+        return False
     return True
 
 
@@ -164,7 +195,7 @@ def kill_family(belongs: Callable[[Stat], bool], *, spare: Collection[int], roun
         if num_empty == 2:
             return []
         for stat in members:
-            send(Identity(pid=stat.pid, start_ticks=stat.start_ticks, boot_id=boot_id()), signal.SIGKILL)
+            send(_identity(stat), signal.SIGKILL)
         if members:
             _await_end(members)
         else:
@@ -177,7 +208,8 @@ def _await_end(members: list[Stat], seconds: float = 0.5) -> None:
     for stat in members:
         try:
             fd = os.pidfd_open(stat.pid)
-        except OSError:
+        except (OSError, AttributeError):
+            time.sleep(BETWEEN_LOOKS_S)
             continue
         with os.fdopen(fd) as file:
             poll = select.poll()

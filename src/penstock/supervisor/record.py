@@ -21,7 +21,8 @@ from typing import Any
 from penstock.observe import jsonl
 from penstock.observe.summary import wall_seconds
 from penstock.supervisor.failure import ExitKind
-from penstock.supervisor.procfs import Identity, identify
+from penstock.supervisor.ownership import is_owned
+from penstock.supervisor.procfs import Identity, identify, is_alive
 from penstock.supervisor.states import ProcessState, RunState, move_process, move_run
 
 LAST_EVENT_BYTES = 65_536
@@ -130,6 +131,10 @@ class Record:
         started = max((i for i, event in enumerate(events) if event.get("to") == RunState.STARTING), default=0)
         return any(event.get("event") == "completed" for event in events[started:])
 
+    def count(self, event: str) -> int:
+        """How often that was noted, in all lives of the run."""
+        return sum(line.get("event") == event for line in jsonl.read(self._run_dir / "events.jsonl"))
+
     def add_leftovers(self, leftovers: list[str]) -> None:
         """Remember what could not be removed."""
         self._document["leftovers"] = leftovers
@@ -162,7 +167,7 @@ def _tolerating_a_full_disk() -> Iterator[None]:
 
 def _own_identity() -> dict[str, Any]:
     owner = identify(os.getpid())
-    return asdict(owner) if owner else {"pid": os.getpid()}
+    return {"host": os.uname().nodename} | (asdict(owner) if owner else {"pid": os.getpid()})
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
@@ -176,7 +181,12 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
 
 def owner_of(state: Mapping[str, Any]) -> Identity | None:
     """The supervisor that wrote a snapshot, where the system lets us tell one from another."""
-    owner = state.get("supervisor", {})
-    if "start_ticks" not in owner:
-        return None
-    return Identity(pid=owner["pid"], start_ticks=owner["start_ticks"], boot_id=owner["boot_id"])
+    return Identity.of(state.get("supervisor", {}))
+
+
+def is_supervised(run_dir: Path, supervisor: Identity) -> bool:
+    """Whether the supervisor of a run lives. One that is not here does as long as the run is owned, and if its run is
+    nowhere to be found, we cannot know."""
+    if supervisor.is_here:
+        return is_alive(supervisor)
+    return is_owned(run_dir) or not run_dir.is_dir()

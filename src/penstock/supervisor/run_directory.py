@@ -20,9 +20,9 @@ import yaml
 from penstock.config import Config, load_config
 from penstock.config.lineage import changes, check_lineage, lineage
 from penstock.observe import jsonl
-from penstock.supervisor import orphans, procfs
+from penstock.supervisor import orphans
 from penstock.supervisor.ownership import owning
-from penstock.supervisor.record import FORMAT, Record, owner_of, read_state
+from penstock.supervisor.record import FORMAT, Record, is_supervised, owner_of, read_state
 from penstock.supervisor.runtime import runtime_path
 from penstock.supervisor.states import RunState
 
@@ -118,9 +118,9 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
 
 def check_unsupervised(run_dir: Path) -> None:
     """Raises `NotResumable` naming the process that supervises the run."""
-    if pid := _supervisor_of(run_dir):
+    if supervisor := _supervisor_of(run_dir):
         name = run_dir.name
-        raise NotResumable(f"run {name} is running, supervised by process {pid}: `penstock stop {name}` ends it")
+        raise NotResumable(f"run {name} is running, supervised by {supervisor}: `penstock stop {name}` ends it")
 
 
 @contextmanager
@@ -141,10 +141,13 @@ def reopen_run(run_dir: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
         )
 
 
-def _supervisor_of(run_dir: Path) -> int | None:
+def _supervisor_of(run_dir: Path) -> str | None:
     """The process that wrote the state, if it still lives."""
-    owner = owner_of(read_state(run_dir) or {})
-    return owner.pid if owner is not None and procfs.is_alive(owner) else None
+    state = read_state(run_dir) or {}
+    owner = owner_of(state)
+    if owner is None or not is_supervised(run_dir, owner):
+        return None
+    return f"process {owner.pid}" + ("" if owner.is_here else f" on {state['supervisor'].get('host')}")
 
 
 def _goes_further(before: Config, after: Config) -> bool:

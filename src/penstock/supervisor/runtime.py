@@ -1,7 +1,7 @@
 """What a run has outside its run directory, and whose it is (standard library only).
 
 Every process of a run carries a mark in its environment, and the run's runtime directory the same in a file: whose they
-are, the supervisor being known by pid, start time and boot id. While that very process lives, nobody else touches them.
+are, the supervisor being known by its `Identity`. While that very process lives, nobody else touches them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.supervisor import procfs
-from penstock.supervisor.procfs import Identity, is_alive
+from penstock.supervisor.procfs import Identity
+from penstock.supervisor.record import is_supervised
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "PENSTOCK_OWNER"
@@ -41,7 +42,8 @@ class Mark:
         """None if it is no mark."""
         try:
             fields = json.loads(text)
-            return cls(**{**fields, "supervisor": Identity(**fields["supervisor"])})
+            supervisor = Identity.of(fields["supervisor"])
+            return cls(**{**fields, "supervisor": supervisor}) if supervisor else None
         except (ValueError, TypeError, KeyError):
             return None
 
@@ -95,6 +97,6 @@ def _why_taken(runtime_dir: Path) -> str:
     mark = mark_of_directory(runtime_dir)
     if mark is None:
         return f"{runtime_dir} exists already and does not say whose it is: choose another run_id, or remove it"
-    if is_alive(mark.supervisor):
+    if is_supervised(Path(mark.run_dir), mark.supervisor):
         return f"{runtime_dir} belongs to {mark.run_dir}, which is running: choose another run_id"
     return f"{runtime_dir} was left behind by {mark.run_dir}: `penstock doctor --clean` removes it"

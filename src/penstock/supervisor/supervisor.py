@@ -7,8 +7,9 @@ Everything waits for a single *verdict*: completed, stopped or failed, whichever
   run stays what it is, and whoever needs that process waits for it;
 * signals: the first SIGINT, SIGTERM or SIGHUP asks for a clean stop, the second (or SIGQUIT) kills everything.
 
-The verdict known, processes are ended (a stop lets the controller drain first), what is left is swept away, and only
-then is the final state recorded; a failure is recorded the moment it is known.
+The verdict known, processes are ended (the controller first, so that it can save what was learned, also when another
+process has failed), what is left is swept away, and only then is the final state recorded; a failure is recorded the
+moment it is known.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from penstock.supervisor.restart import Action, Decision, RestartPolicy
 from penstock.supervisor.states import RunState
 
 FAILED_GRACE_S = 1.0
-"""A failed run has nothing left to save, its processes only their last words."""
+"""A run that failed while starting has nothing to save, its processes only their last words."""
 STOP_MARGIN_S = 1.0
 """What a stop may take beyond the longest grace, so that it has an end whoever does not answer."""
 KILL_S = 5.0
@@ -77,6 +78,8 @@ class Supervisor:
         self._kept: dict[str, tuple[Keeper, asyncio.Task[None]]] = {}
         self._verdict: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._forced = asyncio.Event()
+        self._was_whole = False
+        """All processes were ready at once."""
 
     async def run(self) -> Outcome:
         """From `pending` to a final state; raises only for faults of the supervisor itself."""
@@ -133,6 +136,7 @@ class Supervisor:
             for keeper in keepers:
                 await keeper.ready.wait()
         if not self._verdict.done():
+            self._was_whole = True
             self._record.move(RunState.RUNNING, actor="supervisor")
 
     def _keep(self, spec: ProcessSpec, tasks: asyncio.TaskGroup) -> Keeper:
@@ -164,7 +168,12 @@ class Supervisor:
         if completed and keeper.spec.role == CONTROLLER:
             self._decide(Outcome(status=RunState.COMPLETED), actor=CONTROLLER)
         decision = self._restarts.decide(
-            keeper.spec.name, loss, was_ready=keeper.ready.is_set(), completed=completed, now=time.monotonic()
+            keeper.spec.name,
+            loss,
+            was_ready=keeper.ready.is_set(),
+            completed=completed,
+            now=time.monotonic(),
+            num_saved=self._record.count(keeper.spec.saves) if keeper.spec.saves else None,
         )
         if decision.action is Action.FAIL:
             self._fail(decision)
@@ -186,7 +195,7 @@ class Supervisor:
         for keeper, _ in self._kept.values():
             keeper.retire()
         specs = [spec for stage in self._stages for spec in stage]
-        if outcome.status is RunState.FAILED:
+        if outcome.status is RunState.FAILED and not self._was_whole:
             await self._stop(specs, FAILED_GRACE_S)
             return
         limit = time.monotonic() + max(spec.grace_s for spec in specs) + STOP_MARGIN_S

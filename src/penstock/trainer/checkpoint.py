@@ -22,6 +22,7 @@ from penstock.ports import SavedState, SavedStates
 MANIFEST = "manifest.json"
 STATE = "state.json"
 REPLACED = ".replaced_"
+TORN = "torn_"
 
 
 class Stateful(Protocol):
@@ -78,7 +79,7 @@ def save(
         state = {"step": step, "policy_version": learner.policy_version, "extra": dict(extra)}
         (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
         _seal(unfinished)
-        if target.exists():  # a torn one, or the same step of a lineage that was rewound
+        if target.exists():  # the same step of a lineage that was rewound
             target.rename(directory / f"{REPLACED}{step}")
         unfinished.rename(target)
     finally:
@@ -89,13 +90,14 @@ def save(
 
 
 def latest(directory: Path) -> Latest:
-    """The newest checkpoint that is whole, and why newer ones were not."""
+    """The newest checkpoint that is whole, and why newer ones were not; these are set aside, unless there is nothing
+    else."""
     _put_back(directory)
     skipped: list[Torn] = []
     for _, path in _by_step(directory):
         found = verify(path)
         if isinstance(found, Checkpoint):
-            return Latest(checkpoint=found, skipped=tuple(skipped))
+            return Latest(checkpoint=found, skipped=tuple(_set_aside(torn) for torn in skipped))
         skipped.append(found)
     return Latest(checkpoint=None, skipped=tuple(skipped))
 
@@ -152,6 +154,14 @@ def _prune(directory: Path, step: int, keep: int) -> None:
     for _, path in checkpoints:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(torn: Torn) -> Torn:
+    """For people to look at; nobody else does."""
+    aside = torn.path.with_name(f"{TORN}{torn.path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    torn.path.rename(aside)
+    return Torn(path=aside, reason=torn.reason)
 
 
 def _put_back(directory: Path) -> None:
