@@ -13,6 +13,7 @@ from penstock.config.errors import ConfigError
 from penstock.config.schema import Config
 
 FIXED = (
+    "pipeline",
     "seed",
     "run_id",
     "model",
