@@ -1,8 +1,8 @@
-"""Task sources: the one service that all environments get their tasks from. It lives in the controller, and tasks travel
-with the work.
+"""Task sources: the one service that all environments get their tasks from. It lives in the controller, and tasks
+travel with the work.
 
-`MixedTasks` numbers the tasks of all tags, by weight; `TaskStream` walks through them. Both are functions of the position:
-nothing else is to be saved, and memory depends neither on how many tasks were taken nor on how many environments play.
+`MixedTasks` numbers the tasks of all tags, by weight; `TaskStream` walks through them. Nothing but the position is to
+be saved, and memory depends neither on how many tasks were taken nor on how many environments play.
 """
 
 from __future__ import annotations
