@@ -113,7 +113,7 @@ def plan_of(config: Config) -> Plan:
     return Plan(
         num_steps=config.trainer.steps if config.pipeline == "train" else 0,
         num_warm_start_steps=config.model.warm_start.steps,
-        num_eval_tasks=sum(settings.data.eval_tasks for settings in config.environments.eval.values()),
+        num_eval_tasks=config.validation_tasks,
         max_staleness=config.scheduler.max_staleness,
     )
 
@@ -124,6 +124,11 @@ def conclude(run: OpenRun, outcome: Outcome) -> int:
         sum_up(run)
     except OSError as error:
         print(f"warning: the run cannot be summed up: {error}", file=sys.stderr)
+    return tell(outcome)
+
+
+def tell(outcome: Outcome) -> int:
+    """Say how a run ended; returns the exit code."""
     if outcome.message:
         label = "error" if outcome.status is RunState.FAILED else outcome.status.value
         print(f"{label}: {outcome.message}", file=sys.stderr)

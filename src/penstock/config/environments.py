@@ -205,28 +205,27 @@ def tag_of(name: str) -> str:
 def with_fallbacks(tree: dict[str, Any]) -> dict[str, Any]:
     """The configuration with every entry of a mixture made whole: values of its own, else of `env` and `data`; for
     validation, of what is trained under the same tag. Whatever is not even of the right shape is left as it is."""
-    env, data, validation = (tree.get(name) for name in ("env", "data", "validation"))
-    shared = {name: env[name] for name in EnvironmentConfig.model_fields if name in env} if _is_tree(env) else {}
-    base = shared | ({"data": data} if _is_tree(data) else {})
-    trained: dict[str, Any] = {}
-    if _is_tree(env) and _is_tree(env.get("mixture")):
-        trained = {tag: _merged(base, entry) for tag, entry in env["mixture"].items()}
-        tree = tree | {"env": env | {"mixture": trained}}
-    if _is_tree(validation) and _is_tree(validation.get("mixture")):
-        entries = {
-            tag: _merged(_without_weight(trained.get(tag, base)), entry) for tag, entry in validation["mixture"].items()
-        }
-        tree = tree | {"validation": validation | {"mixture": entries}}
-    return tree
+    env, data, validation = (_tree(tree.get(name)) for name in ("env", "data", "validation"))
+    base = {name: env[name] for name in EnvironmentConfig.model_fields if name in env} | {"data": data}
+    trained = {tag: _merged(base, entry) for tag, entry in _tree(env.get("mixture")).items()}
+    validated = {
+        tag: _merged(_without_weight(trained.get(tag, base)), entry)
+        for tag, entry in _tree(validation.get("mixture")).items()
+    }
+    whole = dict(tree)
+    if trained:
+        whole["env"] = env | {"mixture": trained}
+    if validated:
+        whole["validation"] = validation | {"mixture": validated}
+    return whole
 
 
 def _merged(base: Any, entry: Any) -> Any:
-    if not (_is_tree(base) and _is_tree(entry)):
+    if not (isinstance(base, dict) and isinstance(entry, dict)):
         return entry
     merged = _inherited(base, entry) | entry
-    data, shared = entry.get("data", {}), base.get("data")
-    if _is_tree(data) and _is_tree(shared):
-        merged["data"] = _inherited(shared, data) | data
+    if isinstance(data := entry.get("data", {}), dict):
+        merged["data"] = _inherited(_tree(base.get("data")), data) | data
     return merged
 
 
@@ -237,11 +236,12 @@ def _inherited(base: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_weight(entry: Any) -> Any:
-    return {key: value for key, value in entry.items() if key != "weight"} if _is_tree(entry) else entry
+    return {key: value for key, value in entry.items() if key != "weight"} if isinstance(entry, dict) else entry
 
 
-def _is_tree(value: object) -> bool:
-    return isinstance(value, dict)
+def _tree(value: Any) -> dict[str, Any]:
+    """Nothing, where there should be a section and is something else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _only(env: EnvConfig, data: DataConfig) -> MixedConfig:

@@ -19,6 +19,8 @@ FIXED = (
     "model",
     "data",
     "env",
+    "validation.mixture",
+    "validation.tasks",
     "scheduler.mode",
     "trainer.objective",
     "trainer.critic",

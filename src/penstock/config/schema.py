@@ -240,6 +240,13 @@ class Config(Section):
         """The environments by purpose and tag, with all their settings."""
         return Environments.of(self.env, self.data, self.validation)
 
+    @property
+    def validation_tasks(self) -> int:
+        """How many held-out tasks are played; at least so many, where whole files of them are."""
+        wanted = self.validation.tasks
+        own = [settings.data.eval_tasks for settings in self.environments.eval.values()]
+        return sum(own) if wanted is None else abs(wanted) * len(own)
+
     @model_validator(mode="before")
     @classmethod
     def _fall_back(cls, tree: Any) -> Any:

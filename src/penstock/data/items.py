@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ class Items(Protocol):
 class ReasoningGym:
     """A procedural dataset of reasoning-gym (github.com/open-thought/reasoning-gym), without end."""
 
-    size = None
+    size: int | None = None
 
     def __init__(self, dataset: str, options: dict[str, Any], *, seed: int, name: str) -> None:
         try:
@@ -54,7 +55,7 @@ class ReasoningGym:
 class Seeds:
     """Nothing but a number; the environment makes its world from the seed."""
 
-    size = None
+    size: int | None = None
 
     def __init__(self, *, name: str) -> None:
         self._name = f"seed/{name}"
@@ -73,7 +74,7 @@ class Rows:
         self._start, self._num_rows = start, stop - start
         self._shuffle_seed = shuffle_seed
         """None keeps them in their order."""
-        self._bounds = np.unique(np.clip(np.cumsum([0, *table.blocks]), start, stop)) - start
+        self._bounds: list[int] = (np.unique(np.clip(np.cumsum([0, *table.blocks]), start, stop)) - start).tolist()
         """Of the table's blocks within these rows."""
         self._blocks = lru_cache(2)(self._shuffled_blocks)
         self.size = None if epochs is None else epochs * self._num_rows
@@ -91,17 +92,17 @@ class Rows:
         """The row at `place` of the order of `epoch`: blocks in one order, the rows of each in another, so that what is
         cheap to read together is read together."""
         order, ends = self._blocks(epoch)
-        at = int(ends.searchsorted(place, side="right"))
+        at = bisect_right(ends, place)
         block = order[at]
-        start, size = self._bounds.item(block), self._bounds.item(block + 1) - self._bounds.item(block)
-        within = place - (ends.item(at) - size)
-        return start + permuted(within, size, seed=stable_seed(self._shuffle_seed, epoch, block))
+        start, stop = self._bounds[block], self._bounds[block + 1]
+        within = place - (ends[at] - (stop - start))
+        return start + permuted(within, stop - start, seed=stable_seed(self._shuffle_seed, epoch, block))
 
-    def _shuffled_blocks(self, epoch: int) -> tuple[list[int], Any]:
+    def _shuffled_blocks(self, epoch: int) -> tuple[list[int], list[int]]:
         """The blocks in the order of `epoch`, and how many rows have been taken after each."""
         num_blocks, seed = len(self._bounds) - 1, stable_seed(self._shuffle_seed, epoch)
         order = [permuted(number, num_blocks, seed=seed) for number in range(num_blocks)]
-        return order, np.cumsum(np.diff(self._bounds)[order])
+        return order, np.cumsum(np.diff(self._bounds)[order]).tolist()
 
 
 def open_items(data: DataConfig, *, seed: int, purpose: Purpose, tag: str) -> Items:

@@ -73,7 +73,8 @@ def _mark_evaluations(axes: Any, evaluations: dict[str, Record], last_step: floa
     """Before, after and every so many steps; the first and the last with their values."""
     places = {"before": 0.0, "after": last_step}
     known = sorted(
-        (float(places.get(when, event.get("step", 0))), event["reward"], when) for when, event in evaluations.items()
+        (places[when] if when in places else float(event["step"]), event["reward"], when)
+        for when, event in evaluations.items()
     )
     if not known:
         return
