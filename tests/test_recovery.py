@@ -26,7 +26,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks
 from penstock.store.pool import ExperiencePool
-from penstock.types import TRAIN_TAG, EpisodeState, GroupAttempt, Task, WeightsHandle
+from penstock.types import EpisodeState, GroupAttempt, Task, WeightsHandle
 
 GROUP_SIZE, GROUPS_PER_STEP, STEPS = 2, 3, 6
 LIMIT_S = 600.0
@@ -121,7 +121,7 @@ class Run:
             config=self.settings,
             run_dir=self.directory,
             scheduler=scheduler,
-            tasks=TaskStream(NumberedTasks(TRAIN_TAG)),
+            tasks=TaskStream(NumberedTasks("train")),
             held_out=[task for task in held_out if task],
             workers=self.workers,
             trainer=self.trainer,

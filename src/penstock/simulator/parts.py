@@ -41,7 +41,7 @@ class NumberedTasks:
     def task(self, index: int) -> Task | None:
         if self._size is not None and index >= self._size:
             return None
-        return Task(task_id=f"{self._purpose}/{index}", tag="play", index=index, purpose=self._purpose)
+        return Task(task_id=f"{self._purpose}/{index}", tag="train", index=index, purpose=self._purpose)
 
 
 class ModelledWorkers:
@@ -94,7 +94,7 @@ def leased(
 ) -> Work:
     """Work of a task without content, all of the group unless `group_size` says otherwise."""
     return Work(
-        task=Task(task_id="t", tag="play", index=0),
+        task=Task(task_id="t", tag="train", index=0),
         group=group,
         attempt=attempt,
         group_size=group_size or len(members),
