@@ -83,9 +83,9 @@ async def train_all(system: System) -> None:
                 await swapped(swaps)
                 await recovery.rewind(system)
         await swapped(swaps)
-        await validation.ended()
         for loop in endless:
             loop.cancel()
+        await validation.ended()
 
 
 async def admit(system: System) -> None:
