@@ -60,8 +60,9 @@ def identity(data: DataConfig, purpose: Purpose) -> str:
 def fingerprint(path: Path) -> str:
     """Of a file's bytes, or of all files in a directory with their names. Large files are sampled at even distances."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     try:
-        for file in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
+        for file in files:
             name = "" if file == path else str(file.relative_to(path))
             digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             for part in _parts(file):

@@ -60,11 +60,11 @@ def is_worth_a_table(evaluation: dict[str, Any]) -> bool:
 def evaluation_table(evaluation: dict[str, Any]) -> Table:
     """What held-out tasks came to, by tag."""
     title = "held-out tasks" if evaluation["when"] == "given" else f"held-out tasks, {evaluation['when']}"
-    table = Table(title=title, title_justify="left", title_style="bold", border_style="dim")
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     table.add_column("tag")
     ks = list(evaluation["pass_at"])
     for column in ("tasks", "reward", *(f"pass@{k}" for k in ks), "tokens", "turns", "truncated", "failed"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     tags = evaluation["tags"]
     for tag, found in [*tags.items(), *([("all", evaluation)] if len(tags) > 1 else [])]:
         chances = [number(found["pass_at"].get(k)) for k in ks]
