@@ -18,7 +18,7 @@ from penstock.types import Purpose, Task
 
 MIXTURE: dict[str, Any] = {
     "game": {"name": "guess_number", "max_turns": 4, "max_new_tokens": 4, "data": {"source": "seeds"}},
-    "sums": {"max_new_tokens": 16, "eval_temperature": 0.5, "data": {"dataset": "basic_arithmetic"}},,
+    "sums": {"max_new_tokens": 16, "eval_temperature": 0.5, "data": {"dataset": "basic_arithmetic"}},
 }
 
 
