@@ -7,7 +7,7 @@ import math
 import random
 from typing import NamedTuple
 
-from penstock.types import TRAIN_TAG, Task
+from penstock.types import Task
 
 NOISE = 0.25  # standard deviation of log length between answers to one prompt
 
@@ -83,7 +83,7 @@ def make_task(index: int, *, seed: int = 0) -> tuple[Task, float]:
         **words,
         **numbers,
     )
-    task = Task(task_id=f"prompt/{index}", tag=TRAIN_TAG, index=index, payload={"question": question})
+    task = Task(task_id=f"prompt/{index}", tag="prompt", index=index, payload={"question": question})
     return task, kind.tokens * size**kind.growth
 
 

@@ -23,7 +23,7 @@ from penstock.scheduler.dispatch import PendingGroup, dispatch_policy
 from penstock.scheduler.length.correlation import kendall_tau
 from penstock.scheduler.length.predictor import LengthPredictor, length_predictor
 from penstock.scheduler.trigger import Trigger, TriggerState
-from penstock.types import TRAIN_TAG, Task
+from penstock.types import Task
 
 NUM_PENDING = 100_000
 GROUP_SIZE = 8
@@ -66,7 +66,7 @@ def dispatches_per_s(policy_name: str, *, num_dispatches: int, rounds: int) -> f
 
 def pending_groups() -> Iterator[PendingGroup]:
     """Endless arrivals, 10,000 a second, of log-normal lengths."""
-    draw, task = random.Random(0), Task(task_id="task", tag=TRAIN_TAG, index=0)
+    draw, task = random.Random(0), Task(task_id="task", tag="prompt", index=0)
     number = 0
     while True:
         tokens = draw.lognormvariate(6, 1)
@@ -156,7 +156,7 @@ def filler_groups(tasks: Sequence[Task]) -> list[Example]:
     fillers = []
     for index in range(HISTORY_ENTRIES):
         text = f"{tasks[index % len(tasks)].payload['question']} ({index * 7919 % 1000003})"
-        task = Task(task_id=f"filler/{index}", tag=TRAIN_TAG, index=index, payload={"question": text})
+        task = Task(task_id=f"filler/{index}", tag="prompt", index=index, payload={"question": text})
         fillers.append((task, [1 + index * 31 % MAX_NEW_TOKENS] * GROUP_SIZE))
     return fillers
 

@@ -27,7 +27,7 @@ import torch
 from report import Figures, publish
 
 from penstock.config import Config, load_config
-from penstock.data.sources import TaskStream, open_source
+from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import environment_maker
 from penstock.model.chat import ChatTokenizer
@@ -40,7 +40,7 @@ from penstock.trainer.learner import Learner
 from penstock.trainer.losses.objective import OBJECTIVES
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
-from penstock.types import EVAL_TAG, TRAIN_TAG, EpisodeId, Sample, Segment, Task, Trajectory, Turn, stable_seed
+from penstock.types import EpisodeId, Sample, Segment, Task, Trajectory, Turn, stable_seed
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "quickstart" / "run.yaml"
@@ -132,7 +132,7 @@ class Stage:
         whole = segment.finish_reason == "stop"
         _, reward, *_ = environment.step(self._chat.decode(segment.token_ids)) if whole else ("", 0.0)
         return Trajectory(
-            episode=EpisodeId(TRAIN_TAG, group, member, 0),
+            episode=EpisodeId("play", group, member, 0),
             task_id="",
             turns=[Turn(observation_ids=prompt, segments=[segment])],
             reward=reward,
@@ -186,9 +186,8 @@ def configured(cell: Cell) -> Config:
 
 def streams(config: Config, seed: int) -> tuple[TaskStream, list[Task]]:
     """Tasks to train on, and held-out ones."""
-    source = open_source(config.data, seed=0, tag=EVAL_TAG)
-    held_out = [task for index in range(config.data.eval_tasks) if (task := source.task(index)) is not None]
-    return TaskStream(open_source(config.data, seed=seed, tag=TRAIN_TAG), held_out=held_out), held_out
+    held_out = held_out_tasks(config.model_copy(update={"seed": 0}))
+    return TaskStream(open_tasks(config, seed=seed), held_out=held_out), held_out
 
 
 def warm_policy(runs: Path) -> Path:

@@ -29,8 +29,8 @@ from lab import SKIPPED_STEPS, decisions, lines, masked_share, mean_length, samp
 from report import Figures, publish
 from strings import CAP, Say, score, write_tasks
 
-from penstock.config import TinyModelConfig
-from penstock.data.sources import JsonLinesSource, TaskStream
+from penstock.config import Config, DataConfig, TinyModelConfig
+from penstock.data.sources import MixedTasks, TaskStream, open_tasks
 from penstock.envs.demonstrations import demonstrations
 from penstock.model.chat import ChatTokenizer
 from penstock.model.load import load_policy
@@ -38,7 +38,6 @@ from penstock.model.tiny import write_tiny_model
 from penstock.rollout.engine import SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.trainer.warm_start import warm_start
-from penstock.types import EVAL_TAG, TRAIN_TAG
 
 HERE = Path(__file__).parent
 TRL = "trl==1.16.0"
@@ -230,9 +229,7 @@ class Bench:
         lessons = self._runs / "lessons.jsonl"
         count = self._workload.warm_start_steps * WARM_START_BATCH
         write_tasks(lessons, workload=self._workload.name, count=count, seed=2, growing=True)
-        examples = demonstrations(
-            TaskStream(JsonLinesSource(lessons, tag=TRAIN_TAG)), make=Say, chat=ChatTokenizer.load(directory), seed=0
-        )
+        examples = demonstrations(TaskStream(tasks_in(lessons)), make=Say, chat=ChatTokenizer.load(directory), seed=0)
         warm_start(
             model, examples, steps=self._workload.warm_start_steps, batch_size=WARM_START_BATCH, learning_rate=2e-3
         )
@@ -244,7 +241,7 @@ class Bench:
         chat = ChatTokenizer.load(self._policy)
         policy = load_policy(model, weights=True)
         engine = SlotEngine(policy, num_slots=256, max_context=self._workload.max_context, policy_version=0)
-        source = JsonLinesSource(self._tasks("held_out"), tag=EVAL_TAG)
+        source = tasks_in(self._tasks("held_out"))
         answers: dict[str, str] = {}
         index = 0
         while (task := source.task(index)) is not None:
@@ -268,6 +265,11 @@ class Bench:
 
     def _tasks(self, name: str) -> Path:
         return self._runs / f"{name}.jsonl"
+
+
+def tasks_in(path: Path) -> MixedTasks:
+    """All lines of a file."""
+    return open_tasks(Config(data=DataConfig(source="jsonl", path=str(path), eval_tasks=0)))
 
 
 def trl_environment(directory: Path) -> Path:

@@ -18,6 +18,7 @@ LAYERS = [
     {"compat", "cluster", "supervisor"},
     {"system"},
     {"recovery"},
+    {"validation"},
     {"loop"},
     {"processes", "simulator"},
     {"cli"},

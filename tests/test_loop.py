@@ -23,7 +23,7 @@ from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play, played
 from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
-from penstock.types import EVAL_TAG, TRAIN_TAG, EpisodeState, EpisodeSummary, PayloadRef
+from penstock.types import EpisodeState, EpisodeSummary, PayloadRef
 
 REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
 
@@ -55,7 +55,7 @@ class Run:
         recorder = Recorder(self.directory)
         pool = ExperiencePool(self.directory / "pool")
         self.scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, record=self._record)
-        source = NumberedTasks(EVAL_TAG)
+        source = NumberedTasks("eval")
         held_out = [task for i in range(self.settings.data.eval_tasks) if (task := source.task(i))]
         self.workers = ModelledWorkers(
             self.play, lambda *played: loop.collect(self.system, *played), lambda: self.servers.version
@@ -64,7 +64,7 @@ class Run:
             config=self.settings,
             run_dir=self.directory,
             scheduler=self.scheduler,
-            tasks=TaskStream(NumberedTasks(TRAIN_TAG)),
+            tasks=TaskStream(NumberedTasks("train")),
             held_out=held_out,
             workers=self.workers,
             trainer=self.trainer,
@@ -177,7 +177,7 @@ def test_nothing_to_learn_ends_the_run(tmp_path: Path) -> None:
 
 def test_an_evaluation_may_take_long_as_long_as_it_gets_on(tmp_path: Path) -> None:
     def slow_evaluation(work: Work) -> tuple[float, list[float]]:
-        seconds = 900.0 if work.task.tag == EVAL_TAG else 0.1
+        seconds = 900.0 if work.task.purpose == "eval" else 0.1
         return seconds, [0.0, 1.0, 0.0, 1.0][: len(work.leases)]
 
     run = Run(tmp_path, config(rollout={"slots": 2}, scheduler={"max_running": 4}), slow_evaluation)
@@ -202,7 +202,7 @@ def test_a_slow_trainer_paces_generation(tmp_path: Path) -> None:
 
 def test_a_group_slower_than_the_bound_is_discarded_not_trained(tmp_path: Path) -> None:
     def one_straggler(work: Work) -> tuple[float, list[float]]:
-        straggling = work.task.tag == TRAIN_TAG and work.task.index == 0
+        straggling = work.task.purpose == "train" and work.task.index == 0
         return (30.0 if straggling else 0.1), [0.0, 1.0, 0.0, 1.0][: len(work.leases)]
 
     run = Run(tmp_path, config(trainer={"steps": 100, "groups_per_step": 8}), one_straggler)
@@ -217,7 +217,7 @@ def test_a_finite_source_that_runs_dry_says_so(tmp_path: Path) -> None:
     async def starve() -> None:
         task = asyncio.create_task(run.go())
         await asyncio.sleep(0)
-        run.system.tasks = TaskStream(NumberedTasks(TRAIN_TAG, size=10))
+        run.system.tasks = TaskStream(NumberedTasks("train", size=10))
         await task
 
     with pytest.raises(ExceptionGroup) as failure:
@@ -257,7 +257,7 @@ def test_the_last_group_of_a_finite_source_may_fail(tmp_path: Path) -> None:
     async def one_task() -> None:
         task = asyncio.create_task(run.go())
         await asyncio.sleep(0)
-        run.system.tasks = TaskStream(NumberedTasks(TRAIN_TAG, size=1))
+        run.system.tasks = TaskStream(NumberedTasks("train", size=1))
         run.workers.start = fail  # type: ignore[method-assign]
         async with asyncio.timeout(10):
             await task

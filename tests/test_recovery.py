@@ -24,9 +24,9 @@ from penstock.observe.recorder import Recorder
 from penstock.ports import SavedState, Work
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks
+from penstock.simulator.parts import ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks, Play
 from penstock.store.pool import ExperiencePool
-from penstock.types import TRAIN_TAG, EpisodeState, GroupAttempt, Task, WeightsHandle
+from penstock.types import EpisodeState, GroupAttempt, Task, WeightsHandle
 
 GROUP_SIZE, GROUPS_PER_STEP, STEPS = 2, 3, 6
 LIMIT_S = 600.0
@@ -68,6 +68,7 @@ def config(**scheduler: Any) -> Config:
         {
             "env": {"group_size": GROUP_SIZE},
             "data": {"eval_tasks": 2},
+            "validation": {"every": 2},
             "rollout": {"slots": 8},
             "scheduler": {"trigger": {"min_samples": 2}, **scheduler},
             "trainer": {"steps": STEPS, "groups_per_step": GROUPS_PER_STEP, "checkpoint_every": 2},
@@ -84,8 +85,8 @@ def play(work: Work) -> tuple[float, list[float]]:
 class Run:
     """A run, through the deaths of its processes."""
 
-    def __init__(self, directory: Path, settings: Config) -> None:
-        self.directory, self.settings = directory, settings
+    def __init__(self, directory: Path, settings: Config, play: Play = play) -> None:
+        self.directory, self.settings, self.play = directory, settings, play
         self.payloads = directory / "pool" / "none"
         self.payloads.parent.mkdir()
         self.payloads.touch()  # modelled workers say that all tokens are there
@@ -115,13 +116,13 @@ class Run:
         scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, record=lambda *decision: None)
         held_out = [NumberedTasks("eval").task(index) for index in range(self.settings.data.eval_tasks)]
         self.workers = ModelledWorkers(
-            play, lambda *played: loop.collect(self.system, *played), lambda: self.servers.version
+            self.play, lambda *played: loop.collect(self.system, *played), lambda: self.servers.version
         )
         self.system = loop.System(
             config=self.settings,
             run_dir=self.directory,
             scheduler=scheduler,
-            tasks=TaskStream(NumberedTasks(TRAIN_TAG)),
+            tasks=TaskStream(NumberedTasks("train")),
             held_out=[task for task in held_out if task],
             workers=self.workers,
             trainer=self.trainer,
@@ -173,6 +174,15 @@ class Run:
         assert {state: n for state, n in ledger.items() if n and state != "admitted"} == dict(counts)
         assert ledger["admitted"] == GROUP_SIZE * len(self.records)
         self._check_versions()
+        self._check_validations()
+
+    def _check_validations(self) -> None:
+        """None is left behind, and each played everything."""
+        evaluations = self.system.scheduler.evaluations.counts()
+        assert evaluations["admitted"] == evaluations["trained"]
+        found = [event for event in jsonl.read(self.directory / "events.jsonl") if event["event"] == "evaluation"]
+        assert {"before", "after"} <= {event["when"] for event in found}
+        assert all(event["tasks"] == 2 for event in found)
 
     def _check_versions(self) -> None:
         weights: dict[int, str] = {}
@@ -224,6 +234,29 @@ def test_groups_whose_tokens_are_gone_are_played_anew(tmp_path: Path) -> None:
     run.check()
     (lost,) = [event for event in jsonl.read(tmp_path / "events.jsonl") if event["event"] == "payloads_lost"]
     assert lost["groups"]
+
+
+def test_what_a_dead_controller_did_not_validate_the_next_one_does(tmp_path: Path) -> None:
+    def slow(work: Work) -> tuple[float, list[float]]:
+        seconds, rewards = play(work)
+        return (1.0 if work.task.purpose == "eval" else seconds), rewards
+
+    run = Run(tmp_path, config(**MODES["asynchronous"]), slow)
+
+    async def kill_in_mid_validation() -> None:
+        life = asyncio.create_task(run.go([Death("controller", 2.3)]))
+        await asyncio.sleep(2.2)
+        assert run.system.num_steps >= 2 and whens(tmp_path) == ["before"]
+        await life
+
+    run_virtual(kill_in_mid_validation())
+    run.check()
+    assert len(whens(tmp_path)) == 3 and whens(tmp_path)[1].startswith("step ")
+
+
+def whens(run_dir: Path) -> list[str]:
+    """Of all validations that were brought to their end."""
+    return [event["when"] for event in jsonl.read(run_dir / "events.jsonl") if event["event"] == "evaluation"]
 
 
 def deaths(*victims: Victim) -> st.SearchStrategy[list[Death]]:

@@ -30,6 +30,10 @@ from penstock.ports import TrainerLost, Work
 from penstock.scheduler.scheduler import TrainBatch
 from penstock.system import CHECKPOINTS, System
 from penstock.types import EpisodeSummary, LearnerState, PayloadRef, WeightsHandle
+from penstock.validation import Validation, evaluate
+
+Swaps = asyncio.Queue[tuple[int, WeightsHandle]]
+"""What was published after which optimizer step."""
 
 P = ParamSpec("P")
 
@@ -51,13 +55,25 @@ async def run(system: System) -> None:
     system.recorder.event("completed", step=system.num_steps, ledger=system.scheduler.ledger.counts())
 
 
+async def evaluate_only(system: System) -> None:
+    """Play the held-out tasks with the policy that there is."""
+    await recovery.begin(system)
+    async with asyncio.TaskGroup() as loops:
+        dispatching = loops.create_task(never_returns(dispatch, system))
+        await evaluate(system, "given")
+        dispatching.cancel()
+    system.recorder.event("completed", step=system.num_steps, ledger=system.scheduler.evaluations.counts())
+
+
 async def train_all(system: System) -> None:
     """Admit, train and swap beside dispatch, until the trainer has taken its last step and its weights are served."""
-    swaps: asyncio.Queue[WeightsHandle] = asyncio.Queue(maxsize=1)
+    swaps: Swaps = asyncio.Queue(maxsize=1)
     async with asyncio.TaskGroup() as loops:
+        validation = Validation(system, loops)
+        validation.make_up()
         endless = [
             loops.create_task(admit(system)),
-            loops.create_task(never_returns(swap, system, swaps)),
+            loops.create_task(never_returns(swap, system, swaps, validation)),
         ]
         while True:
             try:
@@ -69,6 +85,7 @@ async def train_all(system: System) -> None:
         await swapped(swaps)
         for loop in endless:
             loop.cancel()
+        await validation.ended()
 
 
 async def admit(system: System) -> None:
@@ -102,12 +119,12 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
     if ref is not None:
         system.pool.add(group, task, ref, episodes)
     state = system.scheduler.finish(group, ref, episodes)
-    if state is not None:
+    if state is not None and task.purpose == "train":
         system.recorder.played(task.tag, episodes)
     system.settle()
 
 
-async def train(system: System, swaps: asyncio.Queue[WeightsHandle]) -> None:
+async def train(system: System, swaps: Swaps) -> None:
     settings = system.config.trainer
     if not system.num_steps and system.config.model.warm_start.steps:
         await checkpoint(system)  # so that nobody has to warm it up again
@@ -122,7 +139,7 @@ async def train(system: System, swaps: asyncio.Queue[WeightsHandle]) -> None:
         learner = await asyncio.shield(system.stepping)
         handle = await system.trainer.publish()
         with patient(PATIENCE_S, waiter="the trainer's loop", resource="the swap before", holder="the rollout servers"):
-            await swaps.put(handle)
+            await swaps.put((system.num_steps, handle))
         scheduler = system.scheduler
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
         for alarm in (*learner.alarms, *scheduler.take_alarms()):
@@ -148,26 +165,20 @@ async def step(system: System) -> LearnerState:
     return learner
 
 
-async def swap(system: System, swaps: asyncio.Queue[WeightsHandle]) -> NoReturn:
+async def swap(system: System, swaps: Swaps, validation: Validation) -> NoReturn:
     while True:
         with patient(PATIENCE_S, waiter="swap", resource="a published policy_version", holder="the trainer's loop"):
-            handle = await swaps.get()
+            step, handle = await swaps.get()
         await system.bring_servers_to(handle)
         system.scheduler.published(handle.policy_version)
+        validation.served(step)
         swaps.task_done()
 
 
-async def swapped(swaps: asyncio.Queue[WeightsHandle]) -> None:
+async def swapped(swaps: Swaps) -> None:
     """Until what was published is served."""
     with patient(PATIENCE_S, waiter="the trainer's loop", resource="the last swap", holder="the rollout servers"):
         await swaps.join()
-
-
-async def evaluate(system: System, when: str) -> None:
-    """Play the held-out tasks once with the weights now served."""
-    if system.held_out:
-        summaries = await system.scheduler.evaluate(system.held_out)
-        system.recorder.evaluated(when, system.held_out, summaries, num_samples=system.config.observe.samples)
 
 
 async def checkpoint(system: System) -> None:

@@ -263,7 +263,7 @@ class Observer(Protocol):
         ...
 
     def played(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
-        """A group was played."""
+        """A group that is to be trained was played."""
         ...
 
     def accumulated(self, counts: Mapping[str, float]) -> None:
@@ -277,9 +277,16 @@ class Observer(Protocol):
         ...
 
     def evaluated(
-        self, when: str, tasks: Sequence[Task], episodes: Sequence[EpisodeSummary], *, num_samples: int
+        self,
+        when: str,
+        step: int,
+        tasks: Sequence[Task],
+        played: Sequence[Sequence[EpisodeSummary]],
+        *,
+        num_shown: int,
+        solved_at: float,
     ) -> None:
-        """The held-out tasks were played."""
+        """The held-out tasks were played, each once or several times, after optimizer step `step`."""
         ...
 
 

@@ -50,6 +50,12 @@ def was_evaluated(system: System) -> bool:
     return any(event.get("event") == "evaluation" and event.get("when") == "before" for event in events)
 
 
+def validated_until(system: System) -> int:
+    """The latest step after which the held-out tasks were played; 0 if only before the first."""
+    events = jsonl.read(system.run_dir / "events.jsonl")
+    return max((event.get("step", 0) for event in events if event.get("event") == "evaluation"), default=0)
+
+
 async def begin(system: System) -> None:
     """The trainer holds weights, the servers serve them, and the scheduler knows every group there is."""
     while True:

@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-TRAIN_TAG, EVAL_TAG = "train", "eval"
-"""Tags of tasks that are trained on, and of held-out tasks that never are."""
+Purpose = Literal["train", "eval"]
+"""What a task is for: to be trained on, or held out and only played."""
 
 FinishReason = Literal["stop", "length", "abort"]
 TrajectoryStatus = Literal["completed", "truncated", "aborted", "failed"]
@@ -78,7 +78,8 @@ class Task:
     tag: str
     """Which environment plays it (`env` section of the configuration)."""
     index: int
-    """Position in its source; the same index always yields the same task."""
+    """Position among all tasks of its purpose; the same index always yields the same task."""
+    purpose: Purpose = "train"
     payload: dict[str, Any] = field(default_factory=dict)
     """What the environment needs (question, answer, metadata); plain JSON values."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config import EnvironmentConfig
 from penstock.deadline import Stall, Stalled, deadline, reporting_to
 from penstock.envs.episode import Episode, spending
 from penstock.rollout import client as client_module
@@ -41,7 +42,13 @@ def episode(number: int, deadline_s: float) -> Episode:
     lease = EpisodeLease(episode=EpisodeId("train", number, 0, 0), env_seed=0, sampling_seed=0, deadline_s=deadline_s)
     grant = SegmentGrant(episode=lease.episode, max_tokens=4)
     return Episode(
-        lease=lease, grant=grant, task_id="t", sampling=Sampling(), bounds=SEGMENTS, on_end=lambda episode: None
+        lease=lease,
+        grant=grant,
+        task_id="t",
+        settings=EnvironmentConfig(),
+        sampling=Sampling(),
+        bounds=SEGMENTS,
+        on_end=lambda episode: None,
     )
 
 

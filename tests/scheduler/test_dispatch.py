@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from penstock.config import DispatchConfig
 from penstock.scheduler.dispatch import DispatchDecision, DispatchPolicy, PendingGroup, dispatch_policy
 from penstock.scheduler.order import Order
-from penstock.types import TRAIN_TAG, Task
+from penstock.types import Task
 
-TASK = Task(task_id="t", tag=TRAIN_TAG, index=0)
+TASK = Task(task_id="t", tag="play", index=0)
 POLICIES = ("fifo", "sjf", "ljf", "probe")
 ENOUGH = 1000
 

@@ -11,9 +11,9 @@ from penstock.config import LengthConfig
 from penstock.scheduler.length.correlation import RankCorrelation, kendall_tau
 from penstock.scheduler.length.estimator import LengthEstimator
 from penstock.scheduler.length.predictor import length_predictor
-from penstock.types import TRAIN_TAG, Task
+from penstock.types import Task
 
-TASK = Task(task_id="t", tag=TRAIN_TAG, index=0)
+TASK = Task(task_id="t", tag="play", index=0)
 
 
 def estimator_of(name: str = "heuristic", **settings: object) -> LengthEstimator:
@@ -102,7 +102,7 @@ def test_metrics_and_groups_without_lengths() -> None:
 def test_a_replayed_estimator_is_the_one_that_lived_through_it(name: str) -> None:
     draw = random.Random(1)
     texts = [f"{draw.choice(['Prove', 'Compute', '计算'])} {' + '.join('7' * draw.randint(1, 9))}" for _ in range(70)]
-    tasks = [Task(task_id="t", tag=TRAIN_TAG, index=i, payload={"question": text}) for i, text in enumerate(texts)]
+    tasks = [Task(task_id="t", tag="play", index=i, payload={"question": text}) for i, text in enumerate(texts)]
     settings = {"refit_every": 50, "window": 32, "max_entries": 40}
     lived, past = estimator_of(name, **settings), []
     for _ in range(150):

@@ -17,13 +17,13 @@ from penstock.scheduler.length.features import CUES, MAX_CHARS, features, text_o
 from penstock.scheduler.length.history import HistoryPredictor
 from penstock.scheduler.length.neighbours import Neighbours
 from penstock.scheduler.length.predictor import LengthPredictor, length_predictor
-from penstock.types import TRAIN_TAG, Task
+from penstock.types import Task
 
 CAP = 2000
 
 
 def task_of(text: str, index: int = 0) -> Task:
-    return Task(task_id=f"t{index}", tag=TRAIN_TAG, index=index, payload={"question": text})
+    return Task(task_id=f"t{index}", tag="play", index=index, payload={"question": text})
 
 
 def predictor_of(name: str, **settings: object) -> LengthPredictor:

@@ -65,6 +65,25 @@ def resume(
     raise typer.Exit(command.resume(find(runs_dir, run), overrides or [], detach=detach))
 
 
+@app.command("eval")
+def evaluate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN_OR_DIR", help="The newest checkpoint of a run, or a model directory; else model.path."
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the results go too.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Play the held-out tasks with a policy as it is, without training."""
+    from penstock.cli import evaluate as command
+
+    raise typer.Exit(command.evaluate(config, overrides or [], checkpoint=checkpoint, runs_dir=runs_dir, json=json))
+
+
 @app.command()
 def simulate(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.")] = None,

@@ -32,12 +32,9 @@ def check(config: Config) -> None:
     """Raises `Refused` or `ConfigError` with a remedy."""
     if config.model.path != "tiny":
         check_model(Path(config.model.path))
-    locate(config.env.name)
+    check_environments(config)
     check_packages(config)
     check_room(config)
-    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
-        if config.data.source == "jsonl" and path is not None and not Path(path).is_file():
-            raise Refused(f"{key}: there is no file {path}")
     earlier = config.scheduler.length.learn_from
     if earlier is not None and not (Path(earlier) / "pool" / "index").is_dir():
         raise Refused(f"scheduler.length.learn_from: {earlier} is not the directory of a run: it has no pool/index")
@@ -50,12 +47,26 @@ def check(config: Config) -> None:
             check_port(config.rollout.host, config.rollout.port + number)
 
 
+def check_environments(config: Config) -> None:
+    """Whether all environments and the files of their tasks are there."""
+    for name in config.environments.names:
+        locate(name)
+    for key, settings in config.environments.by_key().items():
+        data = settings.data
+        for name, path in (("path", data.path), ("eval_path", data.eval_path)):
+            if data.has_rows and path is not None and not Path(path).exists():
+                where = f"data.{name}" if key == "env" else f"{key}.data.{name}"
+                raise Refused(f"{where}: there is no file {path}")
+
+
 def check_packages(config: Config) -> None:
     """Whether the extras that the configuration asks for are installed."""
     needed = [("trainer.lora", "peft", "lora")] if config.trainer.lora is not None else []
     packages = {"tensorboard": "tensorboardX", "wandb": "wandb"}
     needed += [("observe.trackers", packages[tracker], tracker) for tracker in config.observe.trackers]
-    needed += [("data.source", "reasoning_gym", "tasks")] if config.data.source == "reasoning_gym" else []
+    sources = {settings.data.source for settings in config.environments.by_key().values()}
+    extras = {"reasoning_gym": ("reasoning_gym", "tasks"), "huggingface": ("datasets", "huggingface")}
+    needed += [("data.source", *extras[source]) for source in sorted(sources & extras.keys())]
     for key, package, extra in needed:
         if find_spec(package) is None:
             raise Refused(f"{key} needs the package {package}: pip install 'penstock[{extra}]'")

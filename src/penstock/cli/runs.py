@@ -69,7 +69,7 @@ def describe(run_dir: Path) -> dict[str, Any] | None:
     return {
         "run_id": run_dir.name,
         "status": status,
-        "environment": config.get("env", {}).get("name"),
+        "environment": " + ".join(config.get("env", {}).get("mixture", {})) or config.get("env", {}).get("name"),
         "started": state.get("started"),
         "wall_seconds": wall_seconds(state, now=None if status == LOST else time.time()),
         "step": lines[-1].get("step", 0) if lines else 0,

@@ -82,6 +82,7 @@ def status(run_dir: Path) -> Document:
         "progress": progress(view),
         "ledger": view.latest.get("ledger", {}),
         "evaluations": view.evaluations,
+        "tags": view.tags,
         "checkpoint": view.checkpoint,
         "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),
         "incidents": [incident(event) for event in events if is_incident(event)][-NUM_INCIDENTS:],
@@ -94,7 +95,7 @@ def status(run_dir: Path) -> Document:
 def _view(config: Mapping[str, Any], events: Sequence[Document], lines: Sequence[Document]) -> RunView:
     trainer, data, model = (config.get(section, {}) for section in ("trainer", "data", "model"))
     plan = Plan(
-        num_steps=trainer.get("steps", 0),
+        num_steps=trainer.get("steps", 0) if config.get("pipeline", "train") == "train" else 0,
         num_warm_start_steps=model.get("warm_start", {}).get("steps", 0),
         num_eval_tasks=data.get("eval_tasks", 0),
         max_staleness=config.get("scheduler", {}).get("max_staleness"),

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from penstock.cli.runs import STYLES, moment
 from penstock.observe.notices import notice
-from penstock.observe.progress import clock, count, number, percent
+from penstock.observe.progress import clock, count, held_out, number, percent
 
 Document = dict[str, Any]
 
@@ -83,20 +83,21 @@ def _progress(status: Document) -> Table:
     if facts["step"]:
         rate = facts["episodes_per_second"]
         table.add_row("samples", f"{facts['samples']} trained, {facts['episodes']} played, {count(rate)}/s")
-        table.add_row("reward", f"{number(facts['reward'])}   {_evaluations(status['evaluations'])}")
+        table.add_row("reward", number(facts["reward"]))
         staleness = f"{number(facts['staleness_mean'])} (at most {number(facts['staleness_max'])})"
         table.add_row("staleness", f"{staleness}   version {facts['policy_version']}")
         generated, trained = facts["tokens_generated_per_second"], facts["tokens_trained_per_second"]
         table.add_row("tokens/s", f"{count(generated)} generated, {count(trained)} trained")
         busy = f"trainer {percent(facts['trainer_busy_fraction'])}, "
         table.add_row("busy", f"{busy}generator {percent(facts['generator_busy_fraction'])}")
+    if status["evaluations"]:
+        table.add_row("held out", held_out(status["evaluations"]))
+    for tag, found in status["tags"].items() if len(status["tags"]) > 1 else ():
+        rewards = f"reward {number(found['reward'])}, held out {number((found['held_out'] or {}).get('reward'))}"
+        table.add_row(tag, f"{rewards}, {count(found['response_tokens'])} tokens an answer")
     if status["checkpoint"]:
         table.add_row("checkpoint", status["checkpoint"])
     return table
-
-
-def _evaluations(evaluations: Document) -> str:
-    return "   ".join(f"held out {when} {number(reward)}" for when, reward in evaluations.items())
 
 
 def _decisions(decisions: list[Document]) -> Table | None:

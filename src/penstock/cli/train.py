@@ -41,7 +41,8 @@ def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) 
     try:
         config = load_config(path, overrides)
         if dry_run:
-            locate(config.env.name)
+            for name in config.environments.names:
+                locate(name)
     except ConfigError as error:
         return refuse(error, CONFIG_ERROR)
     if dry_run:
@@ -110,9 +111,9 @@ async def show_progress(run: OpenRun) -> None:
 def plan_of(config: Config) -> Plan:
     """What the display needs to know beforehand."""
     return Plan(
-        num_steps=config.trainer.steps,
+        num_steps=config.trainer.steps if config.pipeline == "train" else 0,
         num_warm_start_steps=config.model.warm_start.steps,
-        num_eval_tasks=config.data.eval_tasks,
+        num_eval_tasks=config.validation_tasks,
         max_staleness=config.scheduler.max_staleness,
     )
 
@@ -123,6 +124,11 @@ def conclude(run: OpenRun, outcome: Outcome) -> int:
         sum_up(run)
     except OSError as error:
         print(f"warning: the run cannot be summed up: {error}", file=sys.stderr)
+    return tell(outcome)
+
+
+def tell(outcome: Outcome) -> int:
+    """Say how a run ended; returns the exit code."""
     if outcome.message:
         label = "error" if outcome.status is RunState.FAILED else outcome.status.value
         print(f"{label}: {outcome.message}", file=sys.stderr)

@@ -1,5 +1,14 @@
 """The whole configuration tree: frozen pydantic models, unknown keys fail, importable without torch."""
 
+from penstock.config.environments import (
+    DataConfig,
+    EnvConfig,
+    EnvironmentConfig,
+    Environments,
+    MixedConfig,
+    TagConfig,
+    ValidationConfig,
+)
 from penstock.config.errors import ConfigError
 from penstock.config.load import default_config, load_config, parse_overrides
 from penstock.config.objective import CanaryConfig, CriticConfig, LoraConfig, MasteredConfig, ObjectiveConfig
@@ -12,8 +21,6 @@ from penstock.config.scheduling import (
 )
 from penstock.config.schema import (
     Config,
-    DataConfig,
-    EnvConfig,
     ModelConfig,
     ObserveConfig,
     RolloutConfig,
@@ -38,10 +45,13 @@ __all__ = [
     "DispatchConfig",
     "EngineModelConfig",
     "EnvConfig",
+    "EnvironmentConfig",
+    "Environments",
     "FeedbackConfig",
     "LengthConfig",
     "LoraConfig",
     "MasteredConfig",
+    "MixedConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "ObserveConfig",
@@ -49,10 +59,12 @@ __all__ = [
     "SchedulerConfig",
     "SimulatorConfig",
     "SupervisorConfig",
+    "TagConfig",
     "TinyModelConfig",
     "TrainerConfig",
     "TrainerModelConfig",
     "TriggerConfig",
+    "ValidationConfig",
     "WarmStartConfig",
     "WorkloadConfig",
     "default_config",

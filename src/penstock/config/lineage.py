@@ -13,11 +13,14 @@ from penstock.config.errors import ConfigError
 from penstock.config.schema import Config
 
 FIXED = (
+    "pipeline",
     "seed",
     "run_id",
     "model",
     "data",
     "env",
+    "validation.mixture",
+    "validation.tasks",
     "scheduler.mode",
     "trainer.objective",
     "trainer.critic",

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -106,13 +106,23 @@ def _resolve(document: dict[str, Any], overrides: Sequence[str], path: Path) -> 
 def _with_absolute_file(tree: dict[str, Any], path: Path) -> dict[str, Any]:
     """An environment's file is looked for beside the configuration, then in the working directory; every process of the
     run gets to know where it is."""
-    section = tree.get("env")
-    name = section.get("name") if isinstance(section, dict) else None
-    file, _, class_name = name.rpartition(":") if isinstance(name, str) else ("", "", "")
-    if not file.endswith(".py"):
-        return tree
-    beside = path.parent / file
-    return _merge(tree, {"env": {"name": f"{(beside if beside.is_file() else Path(file)).absolute()}:{class_name}"}})
+    sections = {name: section for name in ("env", "validation") if isinstance(section := tree.get(name), dict)}
+    return tree | {name: _with_absolute_names(section, path) for name, section in sections.items()}
+
+
+def _with_absolute_names(section: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A section that describes an environment, or a mixture of them."""
+    changed = dict(section)
+    file, _, class_name = name.rpartition(":") if isinstance(name := section.get("name"), str) else ("", "", "")
+    if file.endswith(".py"):
+        beside = path.parent / file
+        changed["name"] = f"{(beside if beside.is_file() else Path(file)).absolute()}:{class_name}"
+    if isinstance(mixture := section.get("mixture"), dict):
+        changed["mixture"] = {
+            tag: _with_absolute_names(entry, path) if isinstance(entry, dict) else entry
+            for tag, entry in mixture.items()
+        }
+    return changed
 
 
 def _validate(tree: dict[str, Any], overrides: dict[str, Any], path: Path) -> Config:
@@ -183,13 +193,16 @@ def _keys_at(location: Sequence[str]) -> list[str]:
 def _fields_at(location: Sequence[str]) -> dict[str, FieldInfo]:
     """The settings of a section; none if it is none."""
     model: type[BaseModel] = Config
-    for part in location:
+    parts = iter(location)
+    for part in parts:
         field = model.model_fields.get(part)
         candidates = [] if field is None else [field.annotation, *get_args(field.annotation)]
         nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if not nested:
             return {}
         model = nested[0]
+        if field is not None and get_origin(field.annotation) is dict and next(parts, None) is None:
+            return {}
     return model.model_fields
 
 

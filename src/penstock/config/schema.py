@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.config.environments import DataConfig, EnvConfig, Environments, ValidationConfig, with_fallbacks
 from penstock.config.objective import UNCORRECTED, CanaryConfig, CriticConfig, LoraConfig, ObjectiveConfig
 from penstock.config.scheduling import SchedulerConfig
 from penstock.config.section import Section
@@ -55,61 +56,6 @@ class ModelConfig(Section):
     """Longest prompt plus response, in tokens."""
     tiny: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
-
-
-class DataConfig(Section):
-    """Where tasks come from."""
-
-    source: Literal["reasoning_gym", "jsonl", "seeds"] = "reasoning_gym"
-    """`reasoning_gym` draws from a procedural dataset; `jsonl` reads a file; `seeds` only numbers the tasks (for
-    games)."""
-    dataset: str = "spell_backward"
-    """Name of the reasoning-gym dataset."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the dataset, as its own documentation names them."""
-    path: str | None = None
-    """Of the file: one JSON object per line, which becomes the task's payload."""
-    eval_path: str | None = None
-    """Of the file with held-out tasks; None takes them from the end of `path`."""
-    eval_tasks: int = Field(256, ge=0)
-    """Held-out tasks played before and after training; never trained on."""
-
-    @model_validator(mode="after")
-    def _has_path(self) -> DataConfig:
-        if self.source == "jsonl" and self.path is None:
-            raise ValueError("data.source jsonl needs data.path")
-        return self
-
-
-class EnvConfig(Section):
-    """What an episode is."""
-
-    name: str = "single_turn"
-    """`single_turn`, `guess_number`, `path/to/file.py:Class` (beside the configuration file, or in the working
-    directory), or `package.module:Class`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment."""
-    group_size: int = Field(8, ge=1)
-    """Episodes per task whose rewards are compared (G)."""
-    workers: int = Field(1, ge=0)
-    """Environment worker processes that the run starts. With 0 it waits for others to attach:
-    `python my_env.py serve --run RUN`."""
-    max_turns: int = Field(1, ge=1)
-    max_new_tokens: int = Field(64, ge=1)
-    """Per turn."""
-    penalize_truncation: bool = True
-    """An action cut at `max_new_tokens` earns nothing (as in UloRL, arXiv 2507.19766): otherwise partial credit can
-    teach a policy never to end."""
-    temperature: float = Field(1.0, ge=1e-3)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    """Keep only the likeliest tokens while sampling for training; 1 and 0 keep all. An objective that divides by the
-    engine's probabilities refuses either: they are those of the whole vocabulary."""
-    eval_temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
-    episode_timeout_s: float = Field(120.0, gt=0)
-    max_attempts: int = Field(3, ge=1)
-    """An episode whose environment fails is tried this often before its group is given up."""
 
 
 class RolloutConfig(Section):
@@ -256,6 +202,8 @@ class ObserveConfig(Section):
 class Config(Section):
     """A run."""
 
+    pipeline: Literal["train", "eval"] = "train"
+    """What is done: set by the command that begins the run."""
     seed: int = 0
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$")
     """Chosen from the date if unset."""
@@ -263,6 +211,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
+    validation: ValidationConfig = ValidationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -286,13 +235,57 @@ class Config(Section):
         groups = max(self.scheduler.max_staleness + 1, math.ceil(self.scheduler.over_sampling))
         return max(groups * self.trainer.groups_per_step * self.env.group_size, self.max_running)
 
+    @property
+    def environments(self) -> Environments:
+        """The environments by purpose and tag, with all their settings."""
+        return Environments.of(self.env, self.data, self.validation)
+
+    @property
+    def validation_tasks(self) -> int:
+        """How many held-out tasks are played; at least so many, where whole files of them are."""
+        wanted = self.validation.tasks
+        own = [settings.data.eval_tasks for settings in self.environments.eval.values()]
+        return sum(own) if wanted is None else abs(wanted) * len(own)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fall_back(cls, tree: Any) -> Any:
+        """What an entry of a mixture leaves open, `env` and `data` say."""
+        return with_fallbacks(tree) if isinstance(tree, dict) else tree
+
+    @model_validator(mode="after")
+    def _leave_room_for_prompts(self) -> Config:
+        for key, settings in self.environments.by_key().items():
+            if settings.max_new_tokens >= self.model.max_context:
+                raise ValueError(
+                    f"{key}.max_new_tokens ({settings.max_new_tokens}) must be smaller than "
+                    f"model.max_context ({self.model.max_context}): the prompt needs room too"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _can_validate(self) -> Config:
+        samples = self.validation.samples
+        for tag, settings in self.environments.eval.items():
+            if samples > 1 and settings.eval_temperature == 0:
+                raise ValueError(
+                    f"validation.samples ({samples}) would all be the same answer to {tag}, whose eval_temperature is "
+                    "0: set env.eval_temperature above 0, or validation.samples to 1"
+                )
+            if self.validation.tasks == -1 and not settings.data.has_rows:
+                raise ValueError(
+                    f"validation.tasks -1 is every task there is, and data.source {settings.data.source} of {tag} has "
+                    "no end: set validation.tasks to a number"
+                )
+        if samples > self.max_running:
+            raise ValueError(
+                f"validation.samples ({samples}) exceeds the episodes that may run at once (scheduler.max_running, "
+                f"{self.max_running}): no task could ever start"
+            )
+        return self
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.env.max_new_tokens >= self.model.max_context:
-            raise ValueError(
-                f"env.max_new_tokens ({self.env.max_new_tokens}) must be smaller than "
-                f"model.max_context ({self.model.max_context}): the prompt needs room too"
-            )
         if self.env.group_size == 1 and self.scheduler.filter_equal_rewards:
             raise ValueError(
                 "env.group_size 1 leaves every group with equal rewards and nothing to train on: use at least 2"

@@ -1,74 +1,48 @@
-"""Task sources: numbered, deterministic supplies of tasks, and a split that keeps held-out tasks out of training."""
+"""Task sources: the one service that all environments get their tasks from. It lives in the controller, and tasks
+travel with the work.
+
+`MixedTasks` numbers the tasks of all tags, by weight; `TaskStream` walks through them. Nothing but the position is to
+be saved, and memory depends neither on how many tasks were taken nor on how many environments play.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
-from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from penstock.config import ConfigError, DataConfig
+from penstock.config import Config, ConfigError
+from penstock.data.interleaving import Interleaving
+from penstock.data.items import Items, open_items
 from penstock.ports import TaskSource
-from penstock.types import EVAL_TAG, Task, stable_seed
-
-_ENDLESS = 2**31 - 1
+from penstock.types import Purpose, Task
 
 
-class ReasoningGymSource:
-    """A procedural dataset of reasoning-gym (github.com/open-thought/reasoning-gym), without end."""
+class MixedTasks:
+    """`TaskSource` of one purpose, over all its tags."""
 
-    def __init__(self, dataset: str, options: dict[str, Any], *, seed: int, tag: str) -> None:
-        try:
-            import reasoning_gym
-        except ImportError:
-            raise ConfigError(
-                "data.source reasoning_gym needs the package reasoning-gym: pip install 'penstock[tasks]'"
-            ) from None
-        try:
-            self._dataset = reasoning_gym.create_dataset(dataset, seed=seed, size=_ENDLESS, **options)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise ConfigError(f"data.dataset {dataset} with options {options}: {error}") from None
-        self._name, self._tag = dataset, tag
-
-    def task(self, index: int) -> Task | None:
-        entry = self._dataset[index]
-        return Task(task_id=f"{self._name}/{self._tag}/{index}", tag=self._tag, index=index, payload=entry)
-
-
-class JsonLinesSource:
-    """Lines of a file, in order."""
-
-    def __init__(self, path: Path, *, tag: str, part: slice = slice(None)) -> None:
-        try:
-            lines = path.read_bytes().splitlines()
-        except OSError as error:
-            raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from None
-        self._lines = list(enumerate(lines, start=1))[part]
-        if not self._lines:
-            raise ConfigError(f"data: {path} has {len(lines)} lines, none of them of tag {tag}; lower data.eval_tasks")
-        self._path, self._tag = path, tag
+    def __init__(
+        self,
+        items: Mapping[str, Items],
+        *,
+        purpose: Purpose,
+        weights: Mapping[str, int] | None = None,
+        sizes: Mapping[str, int | None] | None = None,
+    ) -> None:
+        """`sizes`: items of each tag, unless it is as many as there are."""
+        self._items, self._purpose = items, purpose
+        self._order = Interleaving(
+            weights or dict.fromkeys(items, 1), sizes or {tag: each.size for tag, each in items.items()}
+        )
+        self.size = self._order.size
+        """None without end."""
 
     def task(self, index: int) -> Task | None:
-        if index >= len(self._lines):
+        place = self._order.at(index)
+        if place is None:
             return None
-        number, line = self._lines[index]
-        try:
-            payload = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"data: {self._path}, line {number}: not a JSON object: {error}") from None
-        return Task(task_id=f"{self._path.stem}/{number}", tag=self._tag, index=index, payload=payload)
-
-
-class SeedSource:
-    """Tasks that are nothing but a number; the environment makes its world from the seed."""
-
-    def __init__(self, *, tag: str) -> None:
-        self._tag = tag
-
-    def task(self, index: int) -> Task | None:
-        return Task(task_id=f"seed/{self._tag}/{index}", tag=self._tag, index=index)
+        tag, number = place
+        name, payload = self._items[tag].item(number)
+        return Task(task_id=name, tag=tag, index=index, purpose=self._purpose, payload=payload)
 
 
 class TaskStream:
@@ -102,27 +76,35 @@ class TaskStream:
         )
 
 
-def _json_lines(config: DataConfig, *, tag: str) -> JsonLinesSource:
-    assert config.path is not None
-    path, evaluating = Path(config.path), tag == EVAL_TAG
-    if config.eval_path is not None:
-        return JsonLinesSource(Path(config.eval_path) if evaluating else path, tag=tag)
-    part = slice(-config.eval_tasks, None) if evaluating else slice(None, -config.eval_tasks or None)
-    return JsonLinesSource(path, tag=tag, part=part)
-
-
 def question(task: Task) -> str:
     """What identifies the problem itself, whatever its number; empty for tasks made from seeds alone."""
     return str(task.payload.get("question", ""))
 
 
-def open_source(config: DataConfig, *, seed: int, tag: str) -> TaskSource:
-    """The source of `config` for one tag. Different tags draw different tasks."""
-    makers: dict[str, Callable[[], TaskSource]] = {
-        "reasoning_gym": lambda: ReasoningGymSource(
-            config.dataset, config.options, seed=stable_seed(seed, tag) >> 32, tag=tag
-        ),
-        "jsonl": lambda: _json_lines(config, tag=tag),
-        "seeds": lambda: SeedSource(tag=tag),
-    }
-    return makers[config.source]()
+def open_tasks(config: Config, *, seed: int | None = None) -> MixedTasks:
+    """What is trained on, of all tags by weight; with another `seed` than the run's, other tasks where they are drawn.
+    Raises `ConfigError`."""
+    seed = config.seed if seed is None else seed
+    settings = config.environments.train
+    items = {tag: open_items(each.data, seed=seed, purpose="train", tag=tag) for tag, each in settings.items()}
+    return MixedTasks(items, purpose="train", weights={tag: each.weight for tag, each in settings.items()})
+
+
+def held_out_tasks(config: Config) -> list[Task]:
+    """What validation plays, always the same; never trained on. Raises `ConfigError`."""
+    items: dict[str, Items] = {}
+    sizes: dict[str, int | None] = {}
+    for tag, settings in config.environments.eval.items():
+        items[tag] = open_items(settings.data, seed=config.seed, purpose="eval", tag=tag)
+        sizes[tag] = _num_held_out(config, settings.data.eval_tasks, items[tag].size)
+    tasks = MixedTasks(items, purpose="eval", sizes=sizes)
+    return [task for index in range(tasks.size or 0) if (task := tasks.task(index)) is not None]
+
+
+def _num_held_out(config: Config, eval_tasks: int, size: int | None) -> int:
+    """Of one tag."""
+    wanted = eval_tasks if config.validation.tasks is None else config.validation.tasks
+    if wanted >= 0:
+        return wanted if size is None else min(wanted, size)
+    assert size is not None, "the configuration refuses a whole of what has no end"
+    return size

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.scheduler.segments import SegmentDecision, SegmentPolicy
 from penstock.types import EpisodeLease, Sampling, Segment, SegmentGrant, Trajectory, TrajectoryStatus, Turn
@@ -26,6 +26,7 @@ class Episode:
     lease: EpisodeLease
     grant: SegmentGrant
     task_id: str
+    settings: EnvironmentConfig
     sampling: Sampling
     bounds: SegmentPolicy
     on_end: Callable[[Episode], None]

@@ -56,8 +56,8 @@ class EnvManager:
         gateway: Gateway | None = None,
     ) -> None:
         """`gateway`: for environments that are agents."""
-        self._env, self._max_context = config.env, config.model.max_context
-        self._bounds = SegmentPolicy.from_config(config)
+        self._config, self._environments = config, config.environments
+        self._max_context = config.model.max_context
         self._make, self._policy, self._grants, self._chat = make, policy, grants, chat
         self._gateway = gateway
 
@@ -80,12 +80,15 @@ class EnvManager:
                 tasks.create_task(self._play_alike(observation, members))
 
     def _episodes(self, work: Work, ended: Ended) -> list[Episode]:
-        bounds = replace(self._bounds, max_new_tokens=work.sampling.max_new_tokens)
+        settings = self._environments.of_task(work.task)
+        bounds = SegmentPolicy.from_config(self._config, settings)
+        bounds = replace(bounds, max_new_tokens=work.sampling.max_new_tokens)
         return [
             Episode(
                 lease=lease,
                 grant=grant,
                 task_id=work.task.task_id,
+                settings=settings,
                 sampling=work.sampling,
                 bounds=bounds,
                 on_end=lambda episode: ended(episode.trajectory(), episode.text),
@@ -123,7 +126,7 @@ class EnvManager:
                 episode,
                 self._chat,
                 partial(self._generate_for_agent, patience),
-                max_turns=self._env.max_turns,
+                max_turns=episode.settings.max_turns,
                 max_context=self._max_context,
             )
             endpoint = await self._gateway.open(conversation)
@@ -140,7 +143,7 @@ class EnvManager:
                 raise EpisodeFailure(conversation.over or "the agent never asked the policy anything")
             if conversation.over or conversation.cut:
                 episode.status = "truncated"
-            episode.reward = 0.0 if self._env.penalize_truncation and conversation.cut else float(reward)
+            episode.reward = 0.0 if episode.settings.penalize_truncation and conversation.cut else float(reward)
         episode.end()
 
     async def _generate_for_agent(self, patience: Patience, episode: Episode, unfinished: bool) -> Segment:
@@ -197,7 +200,7 @@ class EnvManager:
             action = [token for part in episode.turns[-1].segments for token in part.token_ids]
             episode.text = self._chat.decode(action, skip_special=True)
             observation, reward, terminated, truncated = await self._step(episode)
-            episode.reward += 0.0 if self._env.penalize_truncation and not finished else float(reward)
+            episode.reward += 0.0 if episode.settings.penalize_truncation and not finished else float(reward)
             if truncated or not finished:
                 episode.status = "truncated"
             if terminated or truncated:
@@ -223,7 +226,7 @@ class EnvManager:
     def _observe(self, episode: Episode, observation: str, *, finished: bool) -> bool:
         """Open the next turn. False if there is no room, no budget or no turn left for another action."""
         budget = episode.turn_budget
-        if len(episode.turns) >= self._env.max_turns or budget <= 0:
+        if len(episode.turns) >= episode.settings.max_turns or budget <= 0:
             return False
         observation_ids = self._chat.continuation([{"role": "user", "content": observation}], ended=finished)
         if len(episode.context) + len(observation_ids) + budget > self._max_context:

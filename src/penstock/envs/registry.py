@@ -8,15 +8,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.config import ConfigError, EnvConfig
+from penstock.config import Config, ConfigError, EnvironmentConfig
 from penstock.envs.discovery import Unreadable, defines, read_file
 from penstock.ports import Environment
-from penstock.types import Task
+from penstock.types import Purpose, Task
 
 _BUILT_IN = {
     "single_turn": ("penstock.envs.single_turn:SingleTurn", "one question, one answer, scored by the task's own rule"),
@@ -123,7 +123,21 @@ def _load_file(file: Path) -> ModuleType:
     return module
 
 
-def environment_maker(config: EnvConfig, kind: type[Environment] | None = None) -> Callable[[Task], Environment]:
+def maker_by_tag(config: Config, kinds: Mapping[str, type[Environment]] | None = None) -> Callable[[Task], Environment]:
+    """Makes the environment that a task's tag asks for; `kinds` are the classes that are known already, by name."""
+    environments, known = config.environments, kinds or {}
+
+    @functools.cache
+    def maker(tag: str, purpose: Purpose) -> Callable[[Task], Environment]:
+        settings = environments.find(tag, purpose)
+        return environment_maker(settings, known.get(settings.name))
+
+    return lambda task: maker(task.tag, task.purpose)(task)
+
+
+def environment_maker(
+    config: EnvironmentConfig, kind: type[Environment] | None = None
+) -> Callable[[Task], Environment]:
     """Makes one environment per episode: `Class(task, **env.options)`, of `kind` if that is known already."""
     found: Any = kind or resolve(config.name)
 
@@ -132,6 +146,12 @@ def environment_maker(config: EnvConfig, kind: type[Environment] | None = None) 
             environment: Environment = found(task, **config.options)
         except TypeError as error:
             raise ConfigError(f"env.options {dict(config.options)} do not fit {config.name}: {error}") from None
+        except KeyError as error:
+            if error.args[:1] and error.args[0] in task.payload:
+                raise
+            raise ConfigError(
+                f"data: task {task.task_id} has no {error}, which {config.name} needs; it has {', '.join(task.payload)}"
+            ) from None
         return environment
 
     return make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -24,8 +24,8 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧"
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
 PANEL_WIDTH = 88
-NOTICES = 4
-"""The latest are shown."""
+NOTICES, EVALUATIONS = 4, 4
+"""The latest are shown; of evaluations also the first."""
 
 
 class Watched:
@@ -149,7 +149,9 @@ def _figures(view: RunView) -> RenderableType:
     )
     table.add_row("reward", reward)
     if view.evaluations:
-        table.add_row("held out", "   ".join(f"{when} {number(value)}" for when, value in view.evaluations.items()))
+        table.add_row("held out", held_out(view.evaluations))
+    if len(view.tags) > 1:
+        table.add_row("by tag", "   ".join(f"{tag} {number(found['reward'])}" for tag, found in view.tags.items()))
     bound = f" (at most {view.plan.max_staleness})" if view.plan.max_staleness is not None else ""
     latest = view.latest
     table.add_row(
@@ -164,6 +166,13 @@ def _figures(view: RunView) -> RenderableType:
     )
     table.add_row("servers", Text(", ".join(view.servers.values()), "dim"))
     return table
+
+
+def held_out(evaluations: Mapping[str, float]) -> str:
+    """The first and the latest."""
+    shown = list(evaluations.items())
+    shown = shown if len(shown) <= EVALUATIONS else [shown[0], *shown[1 - EVALUATIONS :]]
+    return "   ".join(f"{when} {number(reward)}" for when, reward in shown)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

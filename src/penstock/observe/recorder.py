@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.observe import jsonl
+from penstock.observe.evaluation import results
 from penstock.observe.jsonl import JsonLinesWriter
 from penstock.observe.trackers import Tracker
-from penstock.types import TRAIN_TAG, BusySpan, EpisodeSummary, LearnerState, Task
+from penstock.types import BusySpan, EpisodeSummary, LearnerState, Task
 
 
 @dataclass(slots=True)
@@ -23,6 +24,22 @@ class _Process:
     cpu_s: float = 0.0
     busy_s: float = 0.0
     counters: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Played:
+    """Finished episodes of one tag."""
+
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def figures(self, tag: str) -> dict[str, float | None]:
+        """For the line of a step."""
+        return {
+            f"reward/{tag}": _mean(self.rewards),
+            f"episodes/{tag}": len(self.rewards),
+            f"response_length_mean/{tag}": _mean(self.lengths),
+        }
 
 
 class Recorder:
@@ -39,8 +56,10 @@ class Recorder:
         self._events = JsonLinesWriter(run_dir / "events.jsonl")
         self._timeline = JsonLinesWriter(run_dir / "timeline.jsonl")
         self._processes: dict[str, _Process] = {}
-        self._rewards: list[float] = []
-        self._lengths: list[int] = []
+        self._played: dict[str, _Played] = {}
+        """By tag, since the last step."""
+        self._evaluated: dict[str, float | None] = {}
+        """What a validation found since the last step."""
         self._episodes_total = int(self._before.get("episodes_total", 0))
         self._tokens_trained = float(self._before.get("tokens_trained_total", 0.0))
         self._tokens_masked = float(self._before.get("tokens_masked_total", 0.0))
@@ -79,10 +98,10 @@ class Recorder:
     def played(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
         """Finished episodes, before any filter: the reward curve must not depend on what is trained."""
         finished = [episode for episode in episodes if episode.status != "failed"]
-        if tag == TRAIN_TAG:
-            self._rewards += [episode.reward for episode in finished]
-            self._lengths += [episode.response_tokens for episode in finished]
-            self._episodes_total += len(finished)
+        played = self._played.setdefault(tag, _Played())
+        played.rewards += [episode.reward for episode in finished]
+        played.lengths += [episode.response_tokens for episode in finished]
+        self._episodes_total += len(finished)
 
     def accumulated(self, counts: Mapping[str, float]) -> None:
         self._tokens_trained += counts.get("tokens", 0)
@@ -100,15 +119,19 @@ class Recorder:
         }
         if not learner.metrics.get("kl_tokens"):
             measured["kl_engine_trainer"] = None  # nothing comparable was trained in this step
+        rewards = [reward for played in self._played.values() for reward in played.rewards]
+        lengths = [length for played in self._played.values() for length in played.lengths]
         line = {
             "step": step,
             "time": time.time(),
             "wall_s": self._before.get("wall_s", 0.0) + time.monotonic() - self._opened,
             "policy_version": learner.policy_version,
-            "reward": _mean(self._rewards),
-            "episodes": len(self._rewards),
+            "reward": _mean(rewards),
+            "episodes": len(rewards),
             "episodes_total": self._episodes_total,
-            "response_length_mean": _mean(self._lengths),
+            "response_length_mean": _mean(lengths),
+            **{name: value for tag, played in self._played.items() for name, value in played.figures(tag).items()},
+            **self._evaluated,
             "tokens_generated_total": self._before.get("tokens_generated_total", 0.0)
             + sum(process.counters["tokens"] for process in self._of("rollout")),
             "tokens_trained_total": self._tokens_trained,
@@ -130,24 +153,33 @@ class Recorder:
         self._metrics.write(line)
         for tracker in self._trackers:
             tracker.log(step, {name: value for name, value in line.items() if isinstance(value, int | float)})
-        self._rewards.clear()
-        self._lengths.clear()
+        self._played.clear()
+        self._evaluated.clear()
 
     def evaluated(
-        self, when: str, tasks: Sequence[Task], episodes: Sequence[EpisodeSummary], *, num_samples: int
+        self,
+        when: str,
+        step: int,
+        tasks: Sequence[Task],
+        played: Sequence[Sequence[EpisodeSummary]],
+        *,
+        num_shown: int,
+        solved_at: float,
     ) -> None:
-        """The held-out tasks were played."""
+        """The held-out tasks were played; the line of the next step says so too."""
         samples = [
             {
                 "prompt": str(task.payload.get("question", task.task_id)),
                 "expected": str(task.payload.get("answer", "")),
-                "answer": episode.text,
-                "reward": episode.reward,
+                "answer": episodes[0].text,
+                "reward": episodes[0].reward,
             }
-            for task, episode in list(zip(tasks, episodes, strict=True))[:num_samples]
+            for task, episodes in list(zip(tasks, played, strict=True))[:num_shown]
         ]
-        reward = _mean([episode.reward for episode in episodes])
-        self.event("evaluation", when=when, reward=reward, tasks=len(tasks), samples=samples)
+        found = results(tasks, played, solved_at=solved_at)
+        self.event("evaluation", when=when, step=step, **found, samples=samples)
+        of_tags = {f"eval_reward/{tag}": figures["reward"] for tag, figures in found["tags"].items()}
+        self._evaluated = {"eval_step": step, "eval_reward": found["reward"], **of_tags}
 
     def close(self) -> None:
         """Write every process's totals, then close the files."""

@@ -29,6 +29,9 @@ def show(run_dir: Path, console: Console) -> None:
     checkpoints = [e["path"] for e in events if e.get("event") == "checkpoint"]
     if {"before", "after"} <= evaluations.keys():
         console.print(sample_table(evaluations["before"]["samples"], evaluations["after"]["samples"]))
+    latest = next((e for e in reversed(events) if e.get("event") == "evaluation"), None)
+    if latest is not None and is_worth_a_table(latest):
+        console.print(evaluation_table(latest))
     console.print(key_figures(summary, run_dir, checkpoints))
     notices = [told for event in events if (told := notice(event)) is not None]
     if len(notices) > NOTICES:
@@ -46,6 +49,28 @@ def sample_table(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> T
         table.add_row(
             Text(_one_line(first["prompt"])), Text(_one_line(first["expected"])), _answer(first), _answer(last)
         )
+    return table
+
+
+def is_worth_a_table(evaluation: dict[str, Any]) -> bool:
+    """Whether it says more than one number does."""
+    return len(evaluation.get("tags", {})) > 1 or len(evaluation.get("pass_at", {})) > 1
+
+
+def evaluation_table(evaluation: dict[str, Any]) -> Table:
+    """What held-out tasks came to, by tag."""
+    title = "held-out tasks" if evaluation["when"] == "given" else f"held-out tasks, {evaluation['when']}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table.add_column("tag")
+    ks = list(evaluation["pass_at"])
+    for column in ("tasks", "reward", *(f"pass@{k}" for k in ks), "tokens", "turns", "truncated", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    tags = evaluation["tags"]
+    for tag, found in [*tags.items(), *([("all", evaluation)] if len(tags) > 1 else [])]:
+        chances = [number(found["pass_at"].get(k)) for k in ks]
+        lengths = [count(found["response_tokens"]), number(found["turns"])]
+        counts = [str(found["truncated"]), str(found["failed"])]
+        table.add_row(Text(tag), str(found["tasks"]), number(found["reward"]), *chances, *lengths, *counts)
     return table
 
 

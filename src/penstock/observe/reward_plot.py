@@ -20,12 +20,16 @@ Record = dict[str, Any]
 Floats = npt.NDArray[np.float64]
 
 
+LINE_STYLES = ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
+"""Of tags."""
+
+
 def draw(path: Path, metrics: Sequence[Record], events: Sequence[Record]) -> Path:
     """Draw to `path`. Needs at least one step with a reward."""
     points = [(line["step"], line["reward"]) for line in metrics if line.get("reward") is not None]
     steps, rewards = (np.asarray(column, dtype=np.float64) for column in zip(*points, strict=True))
     evaluations = {
-        event["when"]: event["reward"]
+        event["when"]: event
         for event in events
         if event.get("event") == "evaluation" and event.get("reward") is not None
     }
@@ -35,6 +39,7 @@ def draw(path: Path, metrics: Sequence[Record], events: Sequence[Record]) -> Pat
         axes.scatter(steps, rewards, s=size, color=BLUE, alpha=0.4, linewidths=0, label="training, each step")
         if len(steps) > 1:
             axes.plot(steps, smooth(rewards), color=BLUE, linewidth=2, label="training, smoothed")
+        _draw_tags(axes, metrics)
         _mark_evaluations(axes, evaluations, float(steps[-1]))
         axes.set(xlabel="optimizer step", ylabel="mean reward", title="Reward")
         axes.margins(x=0.03, y=0.1)
@@ -53,17 +58,33 @@ def smooth(values: Floats) -> Floats:
     return total / np.convolve(np.ones(len(values)), kernel, mode="same")
 
 
-def _mark_evaluations(axes: Any, evaluations: dict[str, float], last_step: float) -> None:
+def _draw_tags(axes: Any, metrics: Sequence[Record]) -> None:
+    """A mixture's tags, each smoothed."""
+    tags = sorted({key for line in metrics for key in line if key.startswith("reward/")})
+    for place, key in enumerate(tags if len(tags) > 1 else ()):
+        points = [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
+        steps, rewards = (np.asarray(column, dtype=np.float64) for column in zip(*points, strict=True))
+        style = LINE_STYLES[place % len(LINE_STYLES)]
+        label = key.removeprefix("reward/")
+        axes.plot(steps, smooth(rewards), color=BLUE, linewidth=1, linestyle=style, alpha=0.8, label=label)
+
+
+def _mark_evaluations(axes: Any, evaluations: dict[str, Record], last_step: float) -> None:
+    """Before, after and every so many steps; the first and the last with their values."""
     places = {"before": 0.0, "after": last_step}
-    known = [(places[when], reward, when) for when, reward in evaluations.items() if when in places]
+    known = sorted(
+        (places[when] if when in places else float(event["step"]), event["reward"], when)
+        for when, event in evaluations.items()
+    )
     if not known:
         return
-    for _, reward, _ in known:
-        axes.axhline(reward, color=ORANGE, linewidth=1, linestyle=":", alpha=0.7, zorder=1)
-    axes.scatter(
-        [x for x, _, _ in known], [y for _, y, _ in known], s=70, color=ORANGE, zorder=5, label="held-out tasks"
-    )
-    for x, reward, when in known:
+    for _, reward, when in known:
+        if when in places:
+            axes.axhline(reward, color=ORANGE, linewidth=1, linestyle=":", alpha=0.7, zorder=1)
+    xs, ys = [x for x, _, _ in known], [y for _, y, _ in known]
+    axes.plot(xs, ys, color=ORANGE, linewidth=len(known) > 2, alpha=0.7, zorder=4)
+    axes.scatter(xs, ys, s=70, color=ORANGE, zorder=5, label="held-out tasks")
+    for x, reward, when in (point for point in known if point[2] in places):
         axes.annotate(
             f"{when} {reward:.2f}",
             (x, reward),

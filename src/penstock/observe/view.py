@@ -40,7 +40,9 @@ class RunView:
     servers: dict[str, str] = field(default_factory=dict)
     """Name -> where it serves."""
     evaluations: dict[str, float] = field(default_factory=dict)
-    """`before` / `after` -> mean reward on the held-out tasks."""
+    """`before`, `step <n>`, `after` -> mean reward on the held-out tasks."""
+    evaluated_tags: dict[str, Record] = field(default_factory=dict)
+    """What the latest of them found, by tag."""
     checkpoint: str | None = None
     is_warm: bool = False
     notices: list[str] = field(default_factory=list)
@@ -69,7 +71,9 @@ class RunView:
             case {"event": "warm_start"}:
                 self.is_warm = True
             case {"event": "evaluation", "when": when, "reward": reward} if reward is not None:
+                self.evaluations.pop(when, None)
                 self.evaluations[when] = reward
+                self.evaluated_tags = event.get("tags", {})
             case {"event": "checkpoint", "path": path}:
                 self.checkpoint = path
         if self.phase != before:
@@ -99,6 +103,23 @@ class RunView:
         return self.recent[-1] if self.recent else {}
 
     @property
+    def tags(self) -> dict[str, Record]:
+        """By tag: reward and length of what was played, means over the latest steps, and the latest validation."""
+        prefix = "reward/"
+        trained = {key.removeprefix(prefix) for line in self.recent for key in line if key.startswith(prefix)}
+        return {
+            tag: {
+                "reward": self._mean_of(f"reward/{tag}"),
+                "response_tokens": self._mean_of(f"response_length_mean/{tag}"),
+                "held_out": self.evaluated_tags.get(tag),
+            }
+            for tag in sorted(trained | self.evaluated_tags.keys())
+        }
+
+    def _mean_of(self, key: str) -> float | None:
+        return mean([line[key] for line in self.recent if line.get(key) is not None])
+
+    @property
     def phase(self) -> str:
         """What the run is busy with, in words."""
         if self.status == "starting":
@@ -112,6 +133,8 @@ class RunView:
             return "training" if self.step < self.plan.num_steps else "evaluating the trained policy"
         if self.plan.num_warm_start_steps and not self.is_warm:
             return "warm start"
+        if not self.plan.num_steps:
+            return "evaluating the policy"
         if self.plan.num_eval_tasks and "before" not in self.evaluations:
             return "evaluating the untrained policy"
         return "waiting for the first step"
@@ -119,7 +142,7 @@ class RunView:
     @property
     def reward(self) -> float | None:
         """Mean over the latest steps."""
-        return mean([line["reward"] for line in self.recent if line.get("reward") is not None])
+        return self._mean_of("reward")
 
     @property
     def trainer_busy(self) -> float | None:

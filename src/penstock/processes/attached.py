@@ -65,5 +65,5 @@ class AttachedWorkers:
 
 def command(config: Config, run_dir: Path) -> str:
     """What attaches an environment worker."""
-    file = config.env.name.rpartition(":")[0]
-    return f"python {file if is_file(file) else 'YOUR_ENVIRONMENT.py'} serve --run {run_dir}"
+    files = [file for name in config.environments.names if is_file(file := name.rpartition(":")[0])]
+    return f"python {files[0] if files else 'YOUR_ENVIRONMENT.py'} serve --run {run_dir}"

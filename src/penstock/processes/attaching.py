@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.config import load_config
+from penstock.config import Config, ConfigError, load_config
+from penstock.config.environments import tag_of
+from penstock.envs.registry import resolve
 from penstock.ports import Environment
 from penstock.processes import env
 from penstock.processes.member import first
@@ -17,8 +19,9 @@ GOES_ON = (RunState.PENDING, RunState.STARTING, RunState.RUNNING)
 
 
 async def attend(child: Child, kind: type[Environment]) -> None:
-    """Play `kind` until SIGINT or SIGTERM, or until the run stops."""
+    """Play `kind`, beside whatever other environments the run has, until SIGINT or SIGTERM, or until the run stops."""
     config, stop, joined = load_config(child.run_dir / "config.yaml"), child.stop_event(), asyncio.Event()
+    kinds = kinds_with(kind, config)
 
     def welcome() -> None:
         joined.set()
@@ -26,12 +29,22 @@ async def attend(child: Child, kind: type[Environment]) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_watch(child, stop))
-        playing = tasks.create_task(env.play(child, config, kind, stop=stop, joined=welcome, attached=True))
+        playing = tasks.create_task(env.play(child, config, kinds, stop=stop, joined=welcome, attached=True))
         await first(stop.wait(), asyncio.wait([playing]))
         if not joined.is_set():
             playing.cancel()
         await asyncio.wait([playing])
         watching.cancel()
+
+
+def kinds_with(kind: type[Environment], config: Config) -> dict[str, type[Environment]]:
+    """The environments of a run by name, `kind` in the place of the only one, or of those named like it."""
+    names = config.environments.names
+    if len(names) == 1:
+        return {names[0]: kind}
+    if kind.__name__ not in map(tag_of, names):
+        raise ConfigError(f"no environment of this run is called {kind.__name__}; it has {', '.join(names)}")
+    return {name: kind if tag_of(name) == kind.__name__ else resolve(name) for name in names}
 
 
 def goes_on(child: Child) -> bool:

@@ -27,7 +27,7 @@ from penstock.control.messages import (
     Welcome,
 )
 from penstock.control.remote import RemoteTrainer, RemoteWorkers
-from penstock.data.sources import TaskStream, open_source
+from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import Stall, Stalled, deadline, patient, reporting_to, write_to_log
 from penstock.observe.recorder import Recorder
 from penstock.observe.trackers import open_trackers
@@ -38,6 +38,7 @@ from penstock.rollout.servers import Servers
 from penstock.rollout.session import RolloutError
 from penstock.scheduler.foresight import Background
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.seeds import COLLIDES
 from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
 from penstock.supervisor.child import Child, leaf
@@ -45,7 +46,7 @@ from penstock.supervisor.record import read_state
 from penstock.supervisor.run_directory import publishable
 from penstock.supervisor.states import ProcessState
 from penstock.system import System
-from penstock.types import EVAL_TAG, NO_VERSION, TRAIN_TAG, Task
+from penstock.types import NO_VERSION, Task
 
 LOOK_EVERY_S = 1.0
 """Between two looks for attached workers that have gone silent, or a trainer that has died while the run ends."""
@@ -226,7 +227,7 @@ async def serve(child: Child) -> None:
 async def work(child: Child, config: Config, controller: Controller, recorder: Recorder) -> None:
     """Build the system while the other processes load their models, then run it."""
     async with deadline(DATA_S, waiter="controller", resource="the tasks", holder="their source"):
-        train = await asyncio.to_thread(open_source, config.data, seed=config.seed, tag=TRAIN_TAG)
+        train = await asyncio.to_thread(open_tasks, config)
         held_out = await asyncio.to_thread(held_out_tasks, config)
     await controller.all_joined()
     timeout_s, supervisor = config.rollout.request_timeout_s, config.supervisor
@@ -261,6 +262,8 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         ):
             await asyncio.to_thread(system.scheduler.recall, played)
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
+    if config.env.seeds == "arithmetic":
+        recorder.event("alarm", reason=COLLIDES)
     controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, workers, recorder))
     servers.set_urls(controller.server_urls)  # one may have been started anew meanwhile
     controller.attach(system)
@@ -268,17 +271,10 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         if config.rollout.urls:
             await servers.forget_weights()
         async with beside:
-            await loop.run(system)
+            await (loop.run(system) if config.pipeline == "train" else loop.evaluate_only(system))
             workers.close()
     finally:
         await servers.close()
-
-
-def held_out_tasks(config: Config) -> list[Task]:
-    """Never trained on."""
-    source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
-    tasks = (source.task(index) for index in range(config.data.eval_tasks))
-    return [task for task in tasks if task is not None]
 
 
 async def bring_back(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ from penstock.control.messages import (
 from penstock.deadline import Stalled, deadline
 from penstock.envs.agents import Gateway
 from penstock.envs.manager import EnvManager
-from penstock.envs.registry import environment_maker, is_agent, resolve
+from penstock.envs.registry import is_agent, maker_by_tag, resolve
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, Work
 from penstock.processes.layout import model_dir
@@ -122,7 +122,13 @@ class Worker:
         if group is None or group.attempt != attempt:
             if group is not None:
                 group.stop()
-            group = PlayedGroup(number=number, attempt=attempt, size=work.group_size, keep_text=work.keep_text)
+            group = PlayedGroup(
+                number=number,
+                attempt=attempt,
+                size=work.group_size,
+                keep_text=work.keep_text,
+                saves_cut=self._saved.saves_cut(work.task),
+            )
             self._groups[number] = group
         saved = self._saved.recall(work)
         for trajectory in saved.ended.values():
@@ -206,24 +212,26 @@ class Worker:
 
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
-    await play(child, config, resolve(config.env.name), stop=child.stop_event(), joined=child.report_ready)
+    kinds = {name: resolve(name) for name in config.environments.names}
+    await play(child, config, kinds, stop=child.stop_event(), joined=child.report_ready)
 
 
 async def play(
     child: Child,
     config: Config,
-    kind: type[Environment],
+    kinds: Mapping[str, type[Environment]],
     *,
     stop: asyncio.Event,
     joined: Callable[[], None],
     attached: bool = False,
 ) -> None:
-    """Play what the controller gives out, until told to stop. `joined` is called once it knows of this worker."""
+    """Play what the controller gives out, in environments of `kinds` (by name), until told to stop. `joined` is called
+    once it knows of this worker."""
     # Blocking environments and agents hold a thread per call or per episode; threads are made as they are needed.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(config.max_open, thread_name_prefix="blocking"))
-    make = environment_maker(config.env, kind)
+    make = maker_by_tag(config, kinds)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
-    async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, kind, chat) as gateway:
+    async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, kinds.values(), chat) as gateway:
         servers = Servers(
             [],
             engine=config.rollout.engine,
@@ -258,10 +266,10 @@ async def say_goodbye(peer: Peer) -> None:
 
 @asynccontextmanager
 async def gateway_for_agents(
-    config: Config, kind: type[Environment], chat: ChatTokenizer
+    config: Config, kinds: Iterable[type[Environment]], chat: ChatTokenizer
 ) -> AsyncIterator[Gateway | None]:
-    """On loopback, for the length of the body, if the environment is an agent."""
-    if not is_agent(kind):
+    """On loopback, for the length of the body, if an environment is an agent."""
+    if not any(map(is_agent, kinds)):
         yield None
         return
     from penstock.compat.gateway import AgentGateway

@@ -16,6 +16,7 @@ class PlayedGroup:
     attempt: int
     size: int
     keep_text: bool
+    saves_cut: bool
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """What plays its members."""
     unreported: list[int] = field(default_factory=list)

@@ -18,7 +18,7 @@ from penstock.config import Config
 from penstock.ports import SavedEpisode, Work
 from penstock.processes.playing import PlayedGroup
 from penstock.store.payload import PayloadError, PayloadReader, PayloadWriter
-from penstock.types import PayloadRef, Sample, Trajectory, Turn
+from penstock.types import PayloadRef, Sample, Task, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class SavedEpisodes:
         colocated_leftovers = settings.mode == "colocated" and settings.over_sampling > 1
         self._saves_ended = settings.segment_length is not None or colocated_leftovers
         """Groups stay open for long: their members are worth saving."""
-        self._saves_cut = self._saves_ended and config.env.max_turns == 1
+        self._environments = config.environments
 
     def append(self, samples: Sequence[Sample]) -> PayloadRef:
         """The record of a whole group."""
@@ -56,11 +56,15 @@ class SavedEpisodes:
         """What is new of a member whose answer was cut; None if nothing is."""
         member, num_segments = so_far.episode.episode, len(so_far.turns[-1].segments)
         num_saved = group.num_saved.get(member, 0)
-        if not self._saves_cut or num_segments == num_saved:
+        if not group.saves_cut or num_segments == num_saved:
             return None
         ref = self._writer.append([piece(so_far, start=num_saved)])
         group.num_saved[member] = num_segments
         return ref
+
+    def saves_cut(self, task: Task) -> bool:
+        """Whether episodes of `task` are saved when their answers are cut."""
+        return self._saves_ended and self._environments.of_task(task).max_turns == 1
 
     def save_ended(self, group: PlayedGroup, members: list[int]) -> list[PayloadRef | None]:
         """Members that ended before their group was whole; a group that failed starts from nothing."""

@@ -34,10 +34,10 @@ from penstock.control.messages import (
     SaveCheckpoint,
     Step,
 )
-from penstock.data.sources import TaskStream, open_source
+from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import patient
 from penstock.envs.demonstrations import demonstrations
-from penstock.envs.registry import environment_maker
+from penstock.envs.registry import maker_by_tag
 from penstock.groups.local import LocalGroup
 from penstock.model.chat import ChatTokenizer
 from penstock.model.load import load_policy, resolve_device, resolve_dtype, with_tied_names
@@ -45,14 +45,14 @@ from penstock.ports import TrainerState
 from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
-from penstock.scheduler.segments import SegmentPolicy
+from penstock.scheduler.segments import max_trained_tokens
 from penstock.store.payload import PayloadReader
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
-from penstock.types import EVAL_TAG, TRAIN_TAG, BusySpan, GroupRef, LearnerState
+from penstock.types import BusySpan, GroupRef, LearnerState
 from penstock.weights.shared_memory import WeightsPublisher
 
 PATIENCE_S = 300.0
@@ -96,7 +96,7 @@ class TrainerProcess:
             max_staleness=self._config.scheduler.max_staleness,
             policy_version=self._first_version,
             temperature=self._config.env.temperature,
-            max_tokens=SegmentPolicy.from_config(self._config).max_episode_tokens,
+            max_tokens=max_trained_tokens(self._config),
             whole_step=self._config.trainer.groups_per_step * self._config.env.group_size,
             compute_dtype=self._dtype,
             measure_noise=self._config.scheduler.trigger.feedback.signal == "noise_scale",
@@ -217,12 +217,10 @@ class TrainerProcess:
 
     def _demonstrations(self) -> Iterator[tuple[list[int], list[int]]]:
         config = self._config
-        held_out_source = open_source(config.data, seed=config.seed, tag=EVAL_TAG)
-        held_out = [t for i in range(config.data.eval_tasks) if (t := held_out_source.task(i)) is not None]
-        source = open_source(config.data, seed=config.seed + 1, tag=TRAIN_TAG)
+        source = open_tasks(config, seed=config.seed + 1)
         for example in demonstrations(
-            TaskStream(source, held_out=held_out),
-            make=environment_maker(config.env),
+            TaskStream(source, held_out=held_out_tasks(config)),
+            make=maker_by_tag(config),
             chat=ChatTokenizer.load(self._model_dir),
             seed=config.seed,
         ):

@@ -19,6 +19,9 @@ from penstock.scheduler.pacing import PacingPolicy, PacingState
 from penstock.scheduler.places import Places
 from penstock.types import EpisodeId, EpisodeState, GroupAttempt, SegmentGrant
 
+EVALUATION_SHARE = 0.5
+"""Of what may generate at once, while training groups wait to start."""
+
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """The next thing to send to `worker`: members of a group, or a grant for an episode that waits for one."""
@@ -61,6 +64,9 @@ class Dispatcher:
         self._playing: set[int] = set()
         """Training groups started and not yet ready, filtered, failed or left over."""
         self._playing_leftovers: set[int] = set()
+        self._evaluating: set[int] = set()
+        """Evaluation groups being played."""
+        self._max_evaluating = max(1, int(EVALUATION_SHARE * config.max_running) // config.validation.samples)
 
     @property
     def num_playing(self) -> int:
@@ -103,6 +109,7 @@ class Dispatcher:
         """The group is whole, or given up."""
         self._playing.discard(group.number)
         self._playing_leftovers.discard(group.number)
+        self._evaluating.discard(group.number)
 
     def take_back(self, group: LiveGroup, *, keep: Iterable[int] = ()) -> None:
         """All members but those to keep are pending again, under a new attempt."""
@@ -141,9 +148,20 @@ class Dispatcher:
             return granted
         if self._again:
             return self._next_of(self._again, "runs again")
-        if self.evaluations:
-            return self._next_of(self.evaluations, "evaluation")
+        if self.evaluations and self._may_evaluate:
+            return self._next_evaluation()
         return self._next_start(demand)
+
+    @property
+    def _may_evaluate(self) -> bool:
+        """Beside training, held-out tasks take no more than their share."""
+        return not self.num_waiting or len(self._evaluating) < self._max_evaluating
+
+    def _next_evaluation(self) -> Assignment | None:
+        number = self.evaluations[0].number
+        if assignment := self._next_of(self.evaluations, "evaluation"):
+            self._evaluating.add(number)
+        return assignment
 
     def _next_grant(self) -> Assignment | None:
         while self._grants:

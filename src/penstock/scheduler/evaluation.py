@@ -1,4 +1,4 @@
-"""Evaluation groups: one episode each, a ledger of their own, results for whoever asked."""
+"""Evaluation groups: one per held-out task, a ledger of their own, results for whoever asked."""
 
 from __future__ import annotations
 
@@ -9,44 +9,50 @@ from penstock.scheduler.ledger import Ledger
 from penstock.scheduler.live import LiveGroup
 from penstock.types import NO_VERSION, EpisodeId, EpisodeState, EpisodeSummary
 
+Played = Sequence[EpisodeSummary]
+"""All episodes of a task."""
+
 
 class Evaluations:
     """They are played as they come, outside staleness budget and training ledger."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self._results: dict[int, asyncio.Future[EpisodeSummary]] = {}
+        self._results: dict[int, asyncio.Future[Played]] = {}
 
-    def add(self, group: LiveGroup) -> asyncio.Future[EpisodeSummary]:
-        """Its only episode's summary comes as the result."""
+    def add(self, group: LiveGroup) -> asyncio.Future[Played]:
+        """The summaries of its episodes come as the result."""
         result = self._results[group.number] = asyncio.get_running_loop().create_future()
         return result
 
     def __contains__(self, number: int) -> bool:
         return number in self._results
 
-    def played(self, group: LiveGroup, summaries: Sequence[EpisodeSummary]) -> None:
-        """Its episode ended."""
+    def played(self, group: LiveGroup, summaries: Played) -> None:
+        """All its episodes ended."""
         for state in (EpisodeState.TRAINING, EpisodeState.TRAINED):
             self.ledger.move(group.number, range(group.size), state)
-        self._results.pop(group.number).set_result(summaries[0])
+        self._results.pop(group.number).set_result(summaries)
 
     def failed(self, group: LiveGroup, error: str) -> None:
         """It was given up."""
-        summary = EpisodeSummary(
-            episode=EpisodeId(group.task.tag, group.number, 0, group.attempt),
-            status="failed",
-            reward=0.0,
-            num_turns=0,
-            prompt_tokens=0,
-            response_tokens=0,
-            version_min=NO_VERSION,
-            version_max=NO_VERSION,
-            seconds=0.0,
-            error=error,
-        )
-        self._results.pop(group.number).set_result(summary)
+        self._results.pop(group.number).set_result([_failed(group, member, error) for member in range(group.size)])
 
     def clear(self) -> None:
         """Nobody asks any more."""
         self._results.clear()
+
+
+def _failed(group: LiveGroup, member: int, error: str) -> EpisodeSummary:
+    return EpisodeSummary(
+        episode=EpisodeId(group.task.tag, group.number, member, group.attempt),
+        status="failed",
+        reward=0.0,
+        num_turns=0,
+        prompt_tokens=0,
+        response_tokens=0,
+        version_min=NO_VERSION,
+        version_max=NO_VERSION,
+        seconds=0.0,
+        error=error,
+    )

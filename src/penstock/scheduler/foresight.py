@@ -12,7 +12,7 @@ from penstock.scheduler.length.estimator import LengthEstimator
 from penstock.scheduler.length.predictor import length_predictor
 from penstock.scheduler.length.trust import Trust
 from penstock.scheduler.live import LiveGroup
-from penstock.scheduler.segments import SegmentPolicy
+from penstock.scheduler.segments import max_trained_tokens
 from penstock.types import Task
 
 Record = Callable[[str, str, Mapping[str, Any]], None]
@@ -83,6 +83,8 @@ class Foresight:
 
 
 def _estimator(config: Config) -> LengthEstimator:
-    settings, longest = config.scheduler.length, SegmentPolicy.from_config(config).max_episode_tokens
-    predictor = length_predictor(settings, max_new_tokens=longest, temperature=config.env.temperature)
+    settings = config.scheduler.length
+    predictor = length_predictor(
+        settings, max_new_tokens=max_trained_tokens(config), temperature=config.env.temperature
+    )
     return LengthEstimator(predictor, settings)

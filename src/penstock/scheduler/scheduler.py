@@ -15,7 +15,7 @@ from penstock.alarms import Alarms
 from penstock.config import Config
 from penstock.ports import EndedGroup, GroupRecord, Work
 from penstock.scheduler.dispatcher import Assignment, Demand, Dispatcher
-from penstock.scheduler.evaluation import Evaluations
+from penstock.scheduler.evaluation import Evaluations, Played
 from penstock.scheduler.filters import Drop, DropEqualRewards, GroupFilter, KeepAll
 from penstock.scheduler.foresight import Background, Foresight, Record
 from penstock.scheduler.ledger import FINAL, Ledger
@@ -502,15 +502,17 @@ class Scheduler:
 
     # --- evaluation and the end ------------------------------------------------------------------------------------
 
-    async def evaluate(self, tasks: Sequence[Task]) -> list[EpisodeSummary]:
-        """Play each task once, outside the training ledger; results in the order of `tasks`, failed ones too."""
-        groups = [self._add(task, 1, self.evaluations) for task in tasks]
+    async def evaluate(self, tasks: Sequence[Task], *, num_samples: int = 1) -> list[Played]:
+        """Play each task so often, outside the training ledger, and beside training if there is any; results in the
+        order of `tasks`, failed ones too."""
+        groups = [self._add(task, num_samples, self.evaluations) for task in tasks]
         results = [self._evaluations.add(group) for group in groups]
         self._dispatcher.evaluations.extend(groups)
         self._progress.changed(self._runnable)
-        while not all(result.done() for result in results):
-            self._evaluated.clear()
-            await self._progress.wait(self._evaluated)
+        for result in results:
+            while not result.done():
+                self._evaluated.clear()
+                await self._progress.wait(self._evaluated)
         return [result.result() for result in results]
 
     def cancel_all(self) -> tuple[GroupAttempt, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.config import Config
+from penstock.config import Config, EnvironmentConfig
 from penstock.types import FinishReason
 
 
@@ -36,14 +36,15 @@ class SegmentPolicy:
     max_turns: int = 1
 
     @classmethod
-    def from_config(cls, config: Config) -> SegmentPolicy:
-        settings = config.scheduler
+    def from_config(cls, config: Config, environment: EnvironmentConfig | None = None) -> SegmentPolicy:
+        """For `environment`, one of several, or for the only one."""
+        settings, environment = config.scheduler, environment or config.env
         return cls(
             segment_length=settings.segment_length,
             max_segment_count=settings.max_segment_count,
             global_max_length=settings.global_max_length,
-            max_new_tokens=config.env.max_new_tokens,
-            max_turns=config.env.max_turns,
+            max_new_tokens=environment.max_new_tokens,
+            max_turns=environment.max_turns,
         )
 
     @property
@@ -93,3 +94,9 @@ class SegmentPolicy:
     @staticmethod
     def _truncated(reason: str) -> SegmentDecision:
         return SegmentDecision(case="truncated", reason=reason)
+
+
+def max_trained_tokens(config: Config) -> int:
+    """Most tokens of an episode of any environment that is trained."""
+    environments = config.environments.train.values()
+    return max(SegmentPolicy.from_config(config, each).max_episode_tokens for each in environments)

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from penstock.ports import SavedEpisode, SavedState, SavedStates, TrainerLost, TrainerState, Work
 from penstock.types import (
     NO_VERSION,
-    TRAIN_TAG,
     EpisodeId,
     EpisodeSummary,
     GroupAttempt,
     GroupRef,
     LearnerState,
     PayloadRef,
+    Purpose,
     Sampling,
     SegmentGrant,
     Task,
@@ -35,13 +35,13 @@ T = TypeVar("T")
 class NumberedTasks:
     """`TaskSource` without content."""
 
-    def __init__(self, tag: str, *, size: int | None = None) -> None:
-        self._tag, self._size = tag, size
+    def __init__(self, purpose: Purpose, *, size: int | None = None) -> None:
+        self._purpose, self._size = purpose, size
 
     def task(self, index: int) -> Task | None:
         if self._size is not None and index >= self._size:
             return None
-        return Task(task_id=f"{self._tag}/{index}", tag=self._tag, index=index)
+        return Task(task_id=f"{self._purpose}/{index}", tag="train", index=index, purpose=self._purpose)
 
 
 class ModelledWorkers:
@@ -94,7 +94,7 @@ def leased(
 ) -> Work:
     """Work of a task without content, all of the group unless `group_size` says otherwise."""
     return Work(
-        task=Task(task_id="t", tag=TRAIN_TAG, index=0),
+        task=Task(task_id="t", tag="train", index=0),
         group=group,
         attempt=attempt,
         group_size=group_size or len(members),

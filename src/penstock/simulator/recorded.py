@@ -16,7 +16,6 @@ from penstock.observe import jsonl, steps
 from penstock.ports import GroupRecord
 from penstock.rollout.costs import PRODUCTS
 from penstock.store.index import PoolIndex
-from penstock.types import TRAIN_TAG
 
 Record = dict[str, Any]
 
@@ -100,6 +99,6 @@ def _groups(run_dir: Path) -> list[GroupRecord]:
         raise ConfigError(f"run {run_dir} has no pool/index: its lengths are unknown")
     index = PoolIndex(run_dir / "pool")
     try:
-        return [group for group in index if group.episodes and group.episodes[0].episode.tag == TRAIN_TAG]
+        return [group for group in index if group.episodes]
     finally:
         index.close()

@@ -94,7 +94,14 @@ class Marks:
         self._progress(step)
 
     def evaluated(
-        self, when: str, tasks: Sequence[Task], episodes: Sequence[EpisodeSummary], *, num_samples: int
+        self,
+        when: str,
+        step: int,
+        tasks: Sequence[Task],
+        played: Sequence[Sequence[EpisodeSummary]],
+        *,
+        num_shown: int,
+        solved_at: float,
     ) -> None: ...
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from penstock.config import ConfigError, WorkloadConfig
 from penstock.simulator.workload import LogNormalWorkload, Plan, Repeats, Turn, Workload
-from penstock.types import TRAIN_TAG
 
 NEEDED = ("task_id", "response_tokens")
 NUMBERS = ("response_tokens", "prompt_tokens", "turn", "tool_s", "reward")
@@ -189,7 +188,7 @@ def _groups(run_dir: Path) -> Iterator[PlayedTask]:
     try:
         for record in index:
             summaries = [s for s in record.episodes if s.status != "failed" and s.response_tokens > 0]
-            if summaries and summaries[0].episode.tag == TRAIN_TAG:
+            if summaries:
                 prompts = [summary.prompt_tokens for summary in summaries]
                 played = [Played(turns=_even_turns(s.response_tokens, s.num_turns), reward=s.reward) for s in summaries]
                 yield PlayedTask(task_id=record.task_id, prompt_tokens=sum(prompts) // len(prompts), episodes=played)

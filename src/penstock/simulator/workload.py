@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import WorkloadConfig
-from penstock.types import TRAIN_TAG, Task, stable_seed
+from penstock.types import Task, stable_seed
 
 BLOCK = 512
 """Tasks drawn at a time."""
@@ -170,7 +170,7 @@ class Tasks:
             return None
         task_id = self._workload.task_id(index)
         text = f"{stable_seed(self._seed, task_id):016x}"
-        return Task(task_id=task_id, tag=TRAIN_TAG, index=index, payload={"question": text})
+        return Task(task_id=task_id, tag="simulated", index=index, payload={"question": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ import yaml
 
 from penstock.config import Config, load_config
 from penstock.config.lineage import changes, check_lineage, lineage
+from penstock.data.identity import check_identities, identities
 from penstock.observe import jsonl
 from penstock.supervisor import orphans
 from penstock.supervisor.ownership import owning
@@ -28,7 +29,9 @@ from penstock.supervisor.states import RunState
 
 CONFIG = "config.yaml"
 LINEAGE = "lineage.json"
-"""What the run was begun with, of the settings that must not change."""
+"""What the run was begun with, of the settings that must not change, and on which data."""
+DATASETS = "datasets"
+"""Key in there of the data's identities."""
 JANITOR_S = 15.0
 """The janitor of a supervisor that was killed owns the run for a moment."""
 
@@ -79,7 +82,7 @@ def open_run(config: Config) -> Iterator[OpenRun]:
         if (run_dir / "state.json").exists():
             raise RunExists(f"run {run_id} exists already in {run_dir}: `penstock resume {run_id}` continues it")
         _write_config(config, run_dir)
-        jsonl.write_json(run_dir / LINEAGE, lineage(config))
+        jsonl.write_json(run_dir / LINEAGE, lineage(config) | {DATASETS: identities(config)})
         runtime_dir = runtime_path(run_id)
         record = Record.create(run_dir, run_id=run_id, runtime_dir=runtime_dir)
         yield OpenRun(run_id=run_id, run_dir=run_dir, runtime_dir=runtime_dir, config=config, record=record)
@@ -108,7 +111,10 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
         )
     before = load_config(run_dir / CONFIG)
     config = load_config(run_dir / CONFIG, overrides)
-    check_lineage(_read_lineage(run_dir), config)
+    begun_with = _read_lineage(run_dir)
+    datasets = begun_with.pop(DATASETS, {})
+    check_lineage(begun_with, config)
+    check_identities(datasets, config)
     return Resumption(
         config=config,
         changed=", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes(before, config).items()),
