@@ -105,6 +105,7 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
     if state is not None:
         system.recorder.played(task.tag, episodes)
     system.settle()
+    system.tell()
 
 
 async def train(system: System, swaps: asyncio.Queue[WeightsHandle]) -> None:
@@ -125,8 +126,7 @@ async def train(system: System, swaps: asyncio.Queue[WeightsHandle]) -> None:
             await swaps.put(handle)
         scheduler = system.scheduler
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
-        for alarm in (*learner.alarms, *scheduler.take_alarms()):
-            system.recorder.event("alarm", reason=alarm)
+        system.tell(learner.alarms)
         if system.num_steps % settings.checkpoint_every == 0:
             await checkpoint(system)
     if not system.is_saved:

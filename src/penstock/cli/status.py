@@ -81,6 +81,7 @@ def status(run_dir: Path) -> Document:
         "processes": processes(short.get("status", UNKNOWN), state, events),
         "progress": progress(view),
         "ledger": view.latest.get("ledger", {}),
+        "groups_dropped": view.latest.get("groups_dropped", {}),
         "evaluations": view.evaluations,
         "checkpoint": view.checkpoint,
         "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),

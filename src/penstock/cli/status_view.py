@@ -90,6 +90,8 @@ def _progress(status: Document) -> Table:
         table.add_row("tokens/s", f"{count(generated)} generated, {count(trained)} trained")
         busy = f"trainer {percent(facts['trainer_busy_fraction'])}, "
         table.add_row("busy", f"{busy}generator {percent(facts['generator_busy_fraction'])}")
+    for reason, dropped in sorted(status["groups_dropped"].items(), key=lambda item: -item[1]):
+        table.add_row("filtered", f"{dropped} groups  {reason}")
     if status["checkpoint"]:
         table.add_row("checkpoint", status["checkpoint"])
     return table

@@ -6,6 +6,7 @@ from penstock.config.objective import CanaryConfig, CriticConfig, LoraConfig, Ma
 from penstock.config.scheduling import (
     DispatchConfig,
     FeedbackConfig,
+    GroupFilterConfig,
     LengthConfig,
     SchedulerConfig,
     TriggerConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "EngineModelConfig",
     "EnvConfig",
     "FeedbackConfig",
+    "GroupFilterConfig",
     "LengthConfig",
     "LoraConfig",
     "MasteredConfig",

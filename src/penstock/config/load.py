@@ -184,6 +184,8 @@ def _fields_at(location: Sequence[str]) -> dict[str, FieldInfo]:
     """The settings of a section; none if it is none."""
     model: type[BaseModel] = Config
     for part in location:
+        if part.isdigit():
+            continue  # a place in a list of sections
         field = model.model_fields.get(part)
         candidates = [] if field is None else [field.annotation, *get_args(field.annotation)]
         nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
