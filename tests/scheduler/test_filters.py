@@ -120,6 +120,7 @@ def test_a_filter_of_ones_own_goes_on_from_its_saved_state() -> None:
         (with_options("zero_varience"), "it is one of zero_variance, over_long, stop_reason, score_range, or package"),
         (with_options("over_long"), "scheduler.group_filter over_long with options {}: TypeError: "),
         (with_options("over_long", max_token=3), "max_token"),
+        (with_options("stop_reason", statuses=["cut"]), "no status is called cut: there are completed, truncated"),
         (with_options("nowhere.to:BeFound"), "cannot be imported: ModuleNotFoundError"),
         (with_options(f"{__name__}:Absent"), "cannot be imported: AttributeError"),
         (with_options(f"{__name__}:NoFilter"), "has no decide(group)"),

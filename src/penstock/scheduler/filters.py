@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 
@@ -85,7 +85,10 @@ class OverLong:
 class StopReason:
     """Drops groups in which more than `max_share` of the members ended as one of `statuses`: `truncated` by default."""
 
-    def __init__(self, *, statuses: Collection[TrajectoryStatus] = ("truncated",), max_share: float = 0.5) -> None:
+    def __init__(self, *, statuses: Collection[str] = ("truncated",), max_share: float = 0.5) -> None:
+        known = get_args(TrajectoryStatus)
+        if unknown := set(statuses) - set(known):
+            raise ValueError(f"no status is called {', '.join(unknown)}: there are {', '.join(known)}")
         self._statuses, self._max_share = statuses, max_share
 
     def decide(self, group: FinishedGroup) -> Keep | Drop:
