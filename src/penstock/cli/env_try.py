@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -50,7 +50,7 @@ def try_environment(
     name: str,
     overrides: Sequence[str],
     *,
-    policy: PolicyName,
+    policy: PolicyName | None,
     task: int,
     seed: int,
     base_url: str | None,
@@ -96,20 +96,25 @@ class Theatre:
     """Plays one episode before an audience."""
 
     def __init__(
-        self, config: Config, terminal: Terminal, *, policy: PolicyName, seed: int, endpoint: Endpoint | None
+        self, config: Config, terminal: Terminal, *, policy: PolicyName | None, seed: int, endpoint: Endpoint | None
     ) -> None:
         self._config, self._terminal = config, terminal
-        self._policy, self._seed, self._endpoint = policy, seed, endpoint
+        self._seed, self._endpoint = seed, endpoint
         self._kind = resolve(config.env.name)
+        self._policy: PolicyName = policy or ("scripted" if hasattr(self._kind, "demonstrate") else "random")
         self._make = environment_maker(config.env, self._kind)
 
     async def play(self, task: Task) -> int:
         """Returns the exit code."""
         self._terminal.title(self._config.env.name, task, seed=self._seed, policy=self._policy)
         env = self._make(task)
-        if is_agent(self._kind) and self._endpoint is not None:
-            return await self._play_elsewhere(env, self._endpoint)
-        trajectory = await self._play_here(env, task)
+        try:
+            if is_agent(self._kind) and self._endpoint is not None:
+                return await self._play_elsewhere(env, self._endpoint)
+            trajectory = await self._play_here(env, task)
+        finally:
+            if self._endpoint is not None:
+                await self._endpoint.close()
         self._terminal.conclude(trajectory)
         return int(trajectory.status == "failed")
 
@@ -139,12 +144,12 @@ class Theatre:
         return ended[0]
 
     def _player(self, env: Environment) -> Player:
-        players: dict[PolicyName, Player] = {
-            "random": Chance(self._seed),
-            "scripted": Demonstrator(env),
-            "human": Person(),
+        players: dict[PolicyName, Callable[[], Player]] = {
+            "random": lambda: Chance(self._seed),
+            "scripted": lambda: Demonstrator(env),
+            "human": Person,
         }
-        player = self._endpoint or players[self._policy]
+        player = self._endpoint or players[self._policy]()
         return Overheard(player, self._terminal) if is_agent(self._kind) else player
 
     def _work(self, task: Task) -> Work:

@@ -125,7 +125,10 @@ def envs(
 def env_try(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What env.name takes, or a configuration file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
-    policy: Annotated[PolicyName, typer.Option(help="Who plays.")] = "scripted",
+    policy: Annotated[
+        PolicyName | None,
+        typer.Option(help="Who plays; the environment's own demonstrate() where there is one, else chance."),
+    ] = None,
     task: Annotated[int, typer.Option(min=0, help="Its number among the training tasks.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the environment, and of a random policy.")] = 0,
     base_url: Annotated[str | None, typer.Option(metavar="URL", help="Of an OpenAI endpoint.")] = None,

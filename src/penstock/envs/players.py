@@ -84,12 +84,13 @@ class Demonstrator:
     """Does what the environment's own expert would."""
 
     def __init__(self, env: object) -> None:
-        self._env = env
+        """Raises `ConfigError` if there is no expert."""
+        if not isinstance(env, Expert):
+            raise ConfigError("the environment has no demonstrate(), which --policy scripted asks: give another policy")
+        self._expert = env
 
     async def act(self, said: Sequence[str]) -> str:
-        if not isinstance(self._env, Expert):
-            raise ConfigError("the environment has no demonstrate(), which --policy scripted asks: give another policy")
-        return self._env.demonstrate()
+        return self._expert.demonstrate()
 
 
 class Person:
@@ -103,7 +104,7 @@ class Endpoint:
     """A model behind an OpenAI endpoint."""
 
     def __init__(self, *, base_url: str | None, model: str | None) -> None:
-        """`base_url` and the key are what OPENAI_BASE_URL and OPENAI_API_KEY say, if not given. Raises `ConfigError`."""
+        """Address and key are those of OPENAI_BASE_URL and OPENAI_API_KEY, if not given. Raises `ConfigError`."""
         self._client = _client(base_url)
         self._model = model
 
@@ -121,6 +122,9 @@ class Endpoint:
         messages = [{"role": role, "content": text} for role, text in zip(cycle(ROLES), said, strict=False)]
         reply = await self._call(self._client.chat.completions.create(model=endpoint.model, messages=messages))
         return reply.choices[0].message.content or ""
+
+    async def close(self) -> None:
+        await self._client.close()
 
     async def _call(self, request: Awaitable[Any]) -> Any:
         from openai import OpenAIError
