@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Literal
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,15 @@ def run(
 
 
 def python(*arguments: str) -> list[str]:
-    """A command line for this interpreter; isolated from the user's environment and packages."""
-    return [sys.executable, "-I", *arguments]
+    """A command line for this interpreter, with the standard library alone, which also starts fastest."""
+    return [sys.executable, "-I", "-S", *arguments]
+
+
+def scratch() -> TemporaryDirectory[str]:
+    """A directory for programs. What a process of a run leaves behind when it is killed goes with the run."""
+    return TemporaryDirectory(
+        prefix="sandbox-", dir=os.environ.get("PENSTOCK_RUNTIME_DIR"), ignore_cleanup_errors=True
+    )
 
 
 @functools.cache
