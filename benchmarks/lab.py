@@ -34,7 +34,7 @@ LONG: dict[str, Any] = {
     "model": {"max_context": 288, "warm_start": {"steps": 200}},
     "data": {"source": "jsonl", "eval_tasks": 0},
     "env": {"name": "long_answers:Think", "group_size": GROUP_SIZE, "max_new_tokens": 256},
-    "scheduler": {"max_staleness": 4, "filter_equal_rewards": False},
+    "scheduler": {"max_staleness": 4, "group_filter": []},
     "rollout": {"slots": 64},
     "trainer": {"groups_per_step": 16, "learning_rate": 1e-7, "checkpoint_every": 1000},
     "observe": {"progress": False, "plots": False, "samples": 0},

@@ -82,7 +82,7 @@ def main() -> None:
             "model.warm_start.steps=0",
             "trainer.steps=2",
             "data.eval_tasks=0",
-            "scheduler.filter_equal_rewards=false",
+            "scheduler.group_filter=[]",
         )
         cold_s = first_step_s(Path(directory) / "cold")
         busy = summary["trainer_busy_fraction"] + summary["generator_busy_fraction"]

@@ -28,7 +28,7 @@ def config(steps: int) -> Config:
             "trainer": {"groups_per_step": 2048},
             "scheduler": {
                 "max_staleness": 2,
-                "filter_equal_rewards": False,
+                "group_filter": [],
                 "trigger": {"min_samples": 4096, "max_wait_s": 60.0},
             },
             "simulator": {

@@ -27,7 +27,7 @@ CLUSTER: dict[str, Any] = {
     "trainer": {"groups_per_step": 2048},
     "scheduler": {
         "max_staleness": 2,
-        "filter_equal_rewards": False,
+        "group_filter": [],
         "dispatch": {"aging_s": 600.0, "max_wait_s": 3600.0},
         "trigger": {"min_samples": 2048, "max_wait_s": 30.0},
     },

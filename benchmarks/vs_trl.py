@@ -208,7 +208,7 @@ class Bench:
                 "max_new_tokens": workload.max_new_tokens,
                 "penalize_truncation": False,
             },
-            "scheduler": {"filter_equal_rewards": False},
+            "scheduler": {"group_filter": []},
             "rollout": {"slots": 256},
             "trainer": {
                 "steps": self._steps,

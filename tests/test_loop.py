@@ -17,6 +17,7 @@ from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.observe.recorder import Recorder
 from penstock.ports import Work
+from penstock.scheduler.filters import Drop, FilterFailed, FinishedGroup, Keep
 from penstock.scheduler.patience import NothingToLearn, OutOfTasks, Patience, TooManyFailures
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
@@ -172,7 +173,40 @@ def test_nothing_to_learn_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as failure:
         run_virtual(run.go())
     root = _root(failure.value)
-    assert isinstance(root, NothingToLearn) and "all rewards are 0" in str(root)
+    assert isinstance(root, NothingToLearn) and " by zero_variance (all rewards are 0). The task" in str(root)
+    (alarm,) = [event["reason"] for event in run.events() if event["event"] == "alarm"]
+    assert alarm.startswith("filter: 5 groups in a row were filtered: 5 by zero_variance")
+
+
+def test_dropped_groups_are_replaced(tmp_path: Path) -> None:
+    def hard_tasks(work: Work) -> tuple[float, list[float]]:
+        solved = work.task.purpose == "eval" or work.task.index % 3 == 0
+        return 0.1, [float(solved), 0.0, 0.0, 0.0][: len(work.leases)]
+
+    run = Run(tmp_path, config(), hard_tasks)
+    run_virtual(run.go())
+    counts = run.scheduler.ledger.counts()
+    assert counts["trained"] == 5 * 8 * 4
+    assert counts["filtered"] >= 2 * counts["trained"] - 3 * 4
+    assert all(group % 3 == 0 for group in run.trainer.trained)
+
+
+class Broken:
+    """A filter that cannot decide."""
+
+    def decide(self, group: FinishedGroup) -> Keep | Drop:
+        raise KeyError("difficulty")
+
+
+def test_a_filter_that_raises_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(scheduler={"group_filter": f"{__name__}:Broken"}), mixed(7))
+    with pytest.raises(ExceptionGroup) as failure:
+        run_virtual(run.go())
+    root = _root(failure.value)
+    assert isinstance(root, FilterFailed) and "Broken raised KeyError on" in str(root)
+    assert run.trainer.trained == []
+    run.scheduler.ledger.check()
+    assert set(run.states().values()) <= {"pending", "cancelled"}
 
 
 def test_an_evaluation_may_take_long_as_long_as_it_gets_on(tmp_path: Path) -> None:
@@ -186,7 +220,7 @@ def test_an_evaluation_may_take_long_as_long_as_it_gets_on(tmp_path: Path) -> No
 
 
 def test_zero_staleness_is_on_policy(tmp_path: Path) -> None:
-    scheduler = {"max_staleness": 0, "filter_equal_rewards": False, "trigger": {"min_samples": 8}}
+    scheduler = {"max_staleness": 0, "group_filter": [], "trigger": {"min_samples": 8}}
     run = Run(tmp_path, config(scheduler=scheduler), mixed(1))
     run_virtual(run.go())
     assert run.scheduler.ledger.counts()["discarded_stale"] == 0

@@ -49,6 +49,7 @@ EXCEPTIONS = {
     "control/bus.py:run": "silence of the other sides is what heartbeats are for",
     "envs/agents.py:excuse": COROUTINE,
     "envs/calls.py:call_async": "the lease of the episode bounds its caller",
+    "envs/watched.py:_later": "the lease of the episode bounds its caller",
     "loop.py:train": TASK,
     "processes/attaching.py:attend": LIFE,
     "processes/controller.py:save_last": TASK,

@@ -122,6 +122,7 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
     if state is not None and task.purpose == "train":
         system.recorder.played(task.tag, episodes)
     system.settle()
+    system.tell()
 
 
 async def train(system: System, swaps: Swaps) -> None:
@@ -142,8 +143,7 @@ async def train(system: System, swaps: Swaps) -> None:
             await swaps.put((system.num_steps, handle))
         scheduler = system.scheduler
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
-        for alarm in (*learner.alarms, *scheduler.take_alarms()):
-            system.recorder.event("alarm", reason=alarm)
+        system.tell(learner.alarms)
         if system.num_steps % settings.checkpoint_every == 0:
             await checkpoint(system)
     if not system.is_saved:

@@ -62,6 +62,11 @@ class System:
         self.settle()
         self.num_steps += 1
 
+    def tell(self, alarms: Sequence[str] = ()) -> None:
+        """Of these alarms, and of the scheduler's own."""
+        for reason in (*alarms, *self.scheduler.take_alarms()):
+            self.recorder.event("alarm", reason=reason)
+
     def settle(self) -> None:
         """The pool's index follows the scheduler in what became of groups."""
         if ended := self.scheduler.take_ended():

@@ -24,7 +24,8 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", "running", processes={"controller": controller})
     for step in (1, 2, 3):
         totals = {"episodes_total": 8 * step, "trainer_busy_s": 0.5 * step, "num_trainers": 1}
-        take_step(run_dir, step, ledger={"trained": 8 * step}, staleness_mean=0.5, **totals)
+        dropped = {"zero_variance: all rewards are 0": 4 * step, "mine: too odd": step}
+        take_step(run_dir, step, ledger={"trained": 8 * step}, staleness_mean=0.5, groups_dropped=dropped, **totals)
     for number in range(3):
         decide(run_dir, "dispatch", f"number {number}", moment=float(number))
     decide(run_dir, "trigger", "count: 7 groups ready", moment=1.5, groups=7)
@@ -43,8 +44,17 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
         ("dispatch", "number 2"),
     ]
     assert document["alarms"][0]["reason"] == "starvation: group 3 waits"
+    assert document["groups_dropped"] == {"zero_variance: all rewards are 0": 12, "mine: too odd": 3}
     text = penstock("status", run_dir).stdout
-    for words in ("running", "3/9", "count: 7 groups ready", "starvation", "checkpoints/step_2", "penstock stop"):
+    for words in (
+        "running",
+        "3/9",
+        "count: 7 groups ready",
+        "starvation",
+        "checkpoints/step_2",
+        "12 groups  zero_variance: all rewards are 0",
+        "penstock stop",
+    ):
         assert words in text
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.observe import steps
-from penstock.observe.recorder import Recorder
+from penstock.observe.recorder import MAX_REASONS, OTHER_REASONS, Recorder
 from penstock.observe.view import Plan, RunView
 from penstock.types import LearnerState
 
@@ -37,6 +37,20 @@ def test_totals_go_on_with_another_controller_and_another_server(tmp_path: Path)
     assert (first["generator_busy_s"], second["generator_busy_s"]) == (3.0, 6.0)
     assert (first["tokens_trained_total"], second["tokens_trained_total"]) == (10.0, 20.0)
     assert second["cpu_s"] > 6.0 and second["num_servers"] == 1
+
+
+def test_drops_are_counted_by_filter_and_reason(tmp_path: Path) -> None:
+    for life in range(2):
+        recorder = Recorder(tmp_path)
+        recorder.decision("filter", "kept", {"group": 1})
+        for number in range(MAX_REASONS + 5):
+            recorder.decision("filter", f"reason {number}", {"group": number, "dropped_by": "mine"})
+        step(recorder, life + 1)
+        recorder.close()
+    dropped = steps.read(tmp_path)[-1]["groups_dropped"]
+    assert dropped["mine: reason 0"] == 2
+    assert dropped[OTHER_REASONS] == 2 * 5
+    assert len(dropped) == MAX_REASONS + 1
 
 
 def test_steps_taken_again_replace_those_lost() -> None:

@@ -16,7 +16,7 @@ from penstock.types import EpisodeId, PayloadRef, SegmentGrant
 
 SETTINGS: dict[str, Any] = {
     "env": {"group_size": 2, "max_new_tokens": 8},
-    "scheduler": {"max_running": 4, "segment_length": 3, "filter_equal_rewards": False, "trigger": {"min_samples": 2}},
+    "scheduler": {"max_running": 4, "segment_length": 3, "group_filter": [], "trigger": {"min_samples": 2}},
     "trainer": {"groups_per_step": 4},
 }
 REF = PayloadRef(file="none", offset=0, length=0, crc32=0)

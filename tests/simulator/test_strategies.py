@@ -21,7 +21,7 @@ def config(**changes: Any) -> Config:
         "env": {"group_size": 4},
         "rollout": {"servers": 2, "slots": 16},
         "trainer": {"groups_per_step": 16},
-        "scheduler": {"filter_equal_rewards": False, "trigger": {"min_samples": 16}},
+        "scheduler": {"group_filter": [], "trigger": {"min_samples": 16}},
         "simulator": {
             "engine": {"step_s": 0.01, "sequence_s": 0.0, "prefill_token_s": 0.0, "update_s": 0.0},
             "trainer": {"token_s": 0.0, "step_s": 0.0},
@@ -90,7 +90,7 @@ def test_nothing_beats_the_limit_where_answers_are_cut_or_groups_filtered() -> N
     )
     assert 0.9 < measures(cut)["configured"].efficiency < 1.03
     long_ones_earn_nothing = config(
-        scheduler={"max_staleness": 4, "filter_equal_rewards": True},
+        scheduler={"max_staleness": 4, "group_filter": "zero_variance"},
         simulator={"workload": LONG_TAIL | {"runaway_share": 0.2}, "trainer": {"token_s": 1.5e-3}, "steps": 30},
     )
     assert measures(long_ones_earn_nothing)["asynchronous"].efficiency < 1.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,6 +24,10 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+env_app = typer.Typer(help="Try an environment.", no_args_is_help=True)
+app.add_typer(env_app, name="env")
+
+PolicyName = Literal["random", "scripted", "human", "openai"]
 RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, the unique beginning of one, or a directory.")]
@@ -134,6 +138,28 @@ def envs(
     from penstock.cli import envs as command
 
     command.show(directory)
+
+
+@env_app.command("try")
+def env_try(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What env.name takes, or a configuration file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    policy: Annotated[
+        PolicyName | None,
+        typer.Option(help="Who plays; the environment's own demonstrate() where there is one, else chance."),
+    ] = None,
+    task: Annotated[int, typer.Option(min=0, help="Its number among the training tasks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the environment, and of a random policy.")] = 0,
+    base_url: Annotated[str | None, typer.Option(metavar="URL", help="Of an OpenAI endpoint.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its name at the endpoint; the first there by default.")] = None,
+) -> None:
+    """Play one episode in the terminal, and see what a policy would see."""
+    from penstock.cli import env_try as command
+
+    code = command.try_environment(
+        name, overrides or [], policy=policy, task=task, seed=seed, base_url=base_url, model=model
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

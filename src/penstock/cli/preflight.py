@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.envs.registry import locate
 from penstock.model.files import has_weights, weights_bytes
+from penstock.scheduler.filters import FilterChain
 from penstock.scheduler.length.predictor import length_predictor
 from penstock.supervisor.run_directory import existing_parent
 from penstock.supervisor.runtime import runtime_path
@@ -38,6 +39,7 @@ def check(config: Config) -> None:
     earlier = config.scheduler.length.learn_from
     if earlier is not None and not (Path(earlier) / "pool" / "index").is_dir():
         raise Refused(f"scheduler.length.learn_from: {earlier} is not the directory of a run: it has no pool/index")
+    FilterChain(config.scheduler.group_filter)
     if config.scheduler.dispatch.policy in ("sjf", "ljf"):
         check_predictor(config)
     if config.rollout.engine != "penstock" and not config.rollout.urls:

@@ -81,6 +81,7 @@ def status(run_dir: Path) -> Document:
         "processes": processes(short.get("status", UNKNOWN), state, events),
         "progress": progress(view),
         "ledger": view.latest.get("ledger", {}),
+        "groups_dropped": view.latest.get("groups_dropped", {}),
         "evaluations": view.evaluations,
         "tags": view.tags,
         "checkpoint": view.checkpoint,

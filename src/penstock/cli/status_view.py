@@ -95,6 +95,8 @@ def _progress(status: Document) -> Table:
     for tag, found in status["tags"].items() if len(status["tags"]) > 1 else ():
         rewards = f"reward {number(found['reward'])}, held out {number((found['held_out'] or {}).get('reward'))}"
         table.add_row(tag, f"{rewards}, {count(found['response_tokens'])} tokens an answer")
+    for reason, dropped in sorted(status["groups_dropped"].items(), key=lambda item: -item[1]):
+        table.add_row("filtered", f"{dropped} groups  {reason}")
     if status["checkpoint"]:
         table.add_row("checkpoint", status["checkpoint"])
     return table

@@ -15,6 +15,7 @@ from penstock.config.objective import CanaryConfig, CriticConfig, LoraConfig, Ma
 from penstock.config.scheduling import (
     DispatchConfig,
     FeedbackConfig,
+    GroupFilterConfig,
     LengthConfig,
     SchedulerConfig,
     TriggerConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "EnvironmentConfig",
     "Environments",
     "FeedbackConfig",
+    "GroupFilterConfig",
     "LengthConfig",
     "LoraConfig",
     "MasteredConfig",

@@ -193,7 +193,7 @@ def _keys_at(location: Sequence[str]) -> list[str]:
 def _fields_at(location: Sequence[str]) -> dict[str, FieldInfo]:
     """The settings of a section; none if it is none."""
     model: type[BaseModel] = Config
-    parts = iter(location)
+    parts = (part for part in location if not part.isdigit())  # a place in a list of sections
     for part in parts:
         field = model.model_fields.get(part)
         candidates = [] if field is None else [field.annotation, *get_args(field.annotation)]

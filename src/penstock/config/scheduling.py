@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.config.section import Section
 
@@ -117,8 +117,17 @@ class TriggerConfig(Section):
         return self.min_samples or min(MIN_SAMPLES, step)
 
 
+class GroupFilterConfig(Section):
+    """Which groups are not worth training."""
+
+    name: str
+    """`zero_variance`, `over_long`, `stop_reason`, `score_range`, or `package.module:Class`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the filter."""
+
+
 class SchedulerConfig(Section):
-    """Admission, order, segments, trigger."""
+    """Admission, order, segments, trigger, filters."""
 
     mode: Mode = "asynchronous"
     """`asynchronous`: generation and training overlap, as far as `max_staleness` allows. `one_step_off`: the next batch
@@ -143,8 +152,10 @@ class SchedulerConfig(Section):
     global_max_length: int | None = Field(None, ge=1)
     """Tokens an episode may generate over all its turns and segments; what reaches it is truncated. None leaves
     env.max_turns * env.max_new_tokens."""
-    filter_equal_rewards: bool = True
-    """Drop groups whose rewards are all equal: their advantages are zero."""
+    group_filter: list[GroupFilterConfig] = Field([GroupFilterConfig(name="zero_variance")])
+    """Filters that whole groups must pass to be trained: a name, {name, options}, or a list of these, of which the
+    first to drop a group decides. [] trains all. `zero_variance`: drops groups whose rewards are all equal, since their
+    advantages are zero."""
     max_filtered_in_a_row: int = Field(1000, ge=1)
     """This many filtered groups without a trainable one in between end the run: there is nothing to learn."""
     dispatch: DispatchConfig = DispatchConfig()
@@ -157,9 +168,20 @@ class SchedulerConfig(Section):
         return self.trigger.use if self.mode == "asynchronous" else "batch"
 
     @property
+    def drops_equal_rewards(self) -> bool:
+        """Groups whose rewards are all equal are not trained."""
+        return any(each.name == "zero_variance" for each in self.group_filter)
+
+    @property
     def alternates(self) -> bool:
         """Generation stands still while the learner trains."""
         return self.mode in ("synchronous", "colocated")
+
+    @field_validator("group_filter", mode="before")
+    @classmethod
+    def _each_named(cls, given: Any) -> Any:
+        several = given if isinstance(given, list) else [given]
+        return [{"name": each} if isinstance(each, str) else each for each in several]
 
     @model_validator(mode="after")
     def _consistent(self) -> SchedulerConfig:
@@ -181,6 +203,9 @@ class SchedulerConfig(Section):
             raise ValueError(f"trigger.use step belongs to mode asynchronous: {self.mode} trains whole batches")
         if self.max_segment_count is not None and self.segment_length is None:
             raise ValueError("max_segment_count means nothing without segment_length: set both, or neither")
+        names = [each.name for each in self.group_filter]
+        if len(set(names)) != len(names):
+            raise ValueError(f"group_filter names a filter twice: {', '.join(names)}")
         length, whole = self.segment_length, self.global_max_length
         if length is not None and whole is not None and length > whole:
             raise ValueError(f"segment_length ({length}) is longer than global_max_length ({whole})")

@@ -286,14 +286,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.env.group_size == 1 and self.scheduler.filter_equal_rewards:
+        if self.env.group_size == 1 and self.scheduler.drops_equal_rewards:
             raise ValueError(
                 "env.group_size 1 leaves every group with equal rewards and nothing to train on: use at least 2"
             )
-        if self.trainer.critic is not None and self.scheduler.filter_equal_rewards:
+        if self.trainer.critic is not None and self.scheduler.drops_equal_rewards:
             raise ValueError(
-                "trainer.critic learns from groups of equal rewards too, which scheduler.filter_equal_rewards drops: "
-                "set it to false"
+                "trainer.critic learns from groups of equal rewards too, which scheduler.group_filter zero_variance "
+                "drops: set it to []"
             )
         restricted = self.env.top_p < 1 or self.env.top_k > 0
         if restricted and self.trainer.objective.name not in UNCORRECTED:

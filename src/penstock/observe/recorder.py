@@ -15,6 +15,10 @@ from penstock.observe.jsonl import JsonLinesWriter
 from penstock.observe.trackers import Tracker
 from penstock.types import BusySpan, EpisodeSummary, LearnerState, Task
 
+MAX_REASONS = 32
+"""For which groups were dropped, that are counted each by itself."""
+OTHER_REASONS = "other reasons"
+
 
 @dataclass(slots=True)
 class _Process:
@@ -65,11 +69,16 @@ class Recorder:
         self._tokens_masked = float(self._before.get("tokens_masked_total", 0.0))
         self._skipped: Counter[str] = Counter(self._before.get("samples_unusable", {}))
         """Samples that could not be trained, by reason."""
+        self._dropped: Counter[str] = Counter(self._before.get("groups_dropped", {}))
+        """Groups that a filter dropped, by filter and reason."""
 
     def event(self, event: str, **details: Any) -> None:
         self._events.write({"time": time.time(), "event": event, **details})
 
     def decision(self, decider: str, reason: str, inputs: Mapping[str, Any]) -> None:
+        if "dropped_by" in inputs:
+            why = f"{inputs['dropped_by']}: {reason}"
+            self._dropped[why if why in self._dropped or len(self._dropped) < MAX_REASONS else OTHER_REASONS] += 1
         self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
 
     def joined(self, name: str, role: str, *, url: str = "") -> None:
@@ -148,6 +157,7 @@ class Recorder:
             "num_trainers": len(self._of("trainer")),
             **scheduling,
             "samples_unusable": dict(self._skipped),
+            "groups_dropped": dict(self._dropped),
             "ledger": ledger,
         }
         self._metrics.write(line)

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from penstock.scheduler.filters import Dropped
+
+NUM_REASONS = 5
+"""For which groups were dropped, that a message names."""
+WORTH_TELLING = 0.1
+"""Of the filtered groups in a row that end a run: then it is worth an alarm."""
+
 
 class NothingToLearn(RuntimeError):
     """Group after group was filtered; the message says what to change."""
@@ -32,7 +41,9 @@ class Patience:
 
     def __init__(self, *, max_filtered: int) -> None:
         self._max_filtered = max_filtered
-        self._failed = self._filtered = 0
+        self._failed = 0
+        self._dropped: Counter[Dropped] = Counter()
+        """Since the last group that was kept."""
 
     def played(self) -> None:
         """A group was played to its end."""
@@ -40,7 +51,7 @@ class Patience:
 
     def kept(self) -> None:
         """There was something to learn from a group."""
-        self._filtered = 0
+        self._dropped.clear()
 
     def failed(self, error: str) -> Exception | None:
         """A group was given up."""
@@ -49,13 +60,27 @@ class Patience:
             return None
         return TooManyFailures(f"{self._failed} groups in a row failed; the last error was: {error}")
 
-    def filtered(self, reason: str) -> Exception | None:
-        """A group had nothing to learn from."""
-        self._filtered += 1
-        if self._filtered < self._max_filtered:
+    def filtered(self, dropped: Dropped) -> Exception | None:
+        """A group was dropped by a filter."""
+        self._dropped[dropped] += 1
+        if self._dropped.total() < self._max_filtered:
             return None
         return NothingToLearn(
-            f"{self._filtered} groups in a row were filtered, the last because {reason}: the task is too hard or too "
-            "easy for this policy. Warm-start it longer or shorter, change the task, or set "
-            "scheduler.filter_equal_rewards=false or a larger scheduler.max_filtered_in_a_row"
+            f"{self._filtered_so_far}. The task is too hard or too easy for this policy, or the filter too strict: "
+            "warm-start it longer or shorter, change the task, or set scheduler.group_filter=[] or a larger "
+            "scheduler.max_filtered_in_a_row"
         )
+
+    def alarm(self) -> str | None:
+        """What will end the run if it goes on."""
+        if self._dropped.total() < WORTH_TELLING * self._max_filtered:
+            return None
+        return f"{self._filtered_so_far}; scheduler.max_filtered_in_a_row is {self._max_filtered}"
+
+    @property
+    def _filtered_so_far(self) -> str:
+        commonest = self._dropped.most_common(NUM_REASONS)
+        reasons = [f"{count} by {dropped.name} ({dropped.reason})" for dropped, count in commonest]
+        if rest := self._dropped.total() - sum(count for _, count in commonest):
+            reasons.append(f"{rest} for other reasons")
+        return f"{self._dropped.total()} groups in a row were filtered: {', '.join(reasons)}"

@@ -16,7 +16,7 @@ from penstock.config import Config
 from penstock.ports import EndedGroup, GroupRecord, Work
 from penstock.scheduler.dispatcher import Assignment, Demand, Dispatcher
 from penstock.scheduler.evaluation import Evaluations, Played
-from penstock.scheduler.filters import Drop, DropEqualRewards, GroupFilter, KeepAll
+from penstock.scheduler.filters import FilterChain, FilterFailed, FinishedGroup
 from penstock.scheduler.foresight import Background, Foresight, Record
 from penstock.scheduler.ledger import FINAL, Ledger
 from penstock.scheduler.live import LiveGroup
@@ -72,7 +72,7 @@ class Scheduler:
         self._next_group = 0
         self._dispatcher = Dispatcher(config, self._groups, now=now)
         self._foresight = Foresight(config, self._groups, record=record, background=background)
-        self._filter: GroupFilter = DropEqualRewards() if settings.filter_equal_rewards else KeepAll()
+        self._filters = FilterChain(settings.group_filter)
         self._supply = Supply(config)
         self._ended: list[EndedGroup] = []
         self._replayed: list[tuple[int, Task]] = []
@@ -289,16 +289,24 @@ class Scheduler:
     def _rewarded(self, group: LiveGroup) -> EpisodeState:
         """A training group is whole."""
         self._learn_lengths(group)
-        verdict = self._filter.decide(group.summaries)
-        if isinstance(verdict, Drop):
-            self._record("filter", verdict.reason, {"group": group.number})
+        try:
+            dropped = self._filters.decide(FinishedGroup(task=group.task, episodes=group.summaries))
+        except FilterFailed as failure:
+            self._give_up(failure)
+            self._dispatcher.stop_playing(group)
+            self._play_anew(group)  # should the run go on one day with another filter
+            return EpisodeState.PENDING
+        if dropped is not None:
+            self._record("filter", dropped.reason, {"group": group.number, "dropped_by": dropped.name})
             group.ledger.move(group.number, range(group.size), EpisodeState.FILTERED)
             self._leave(group, EpisodeState.FILTERED)
-            self._give_up(self._patience.filtered(verdict.reason))
+            self._give_up(self._patience.filtered(dropped))
+            self._alarms.update("filter", self._patience.alarm())
             self._notify_trainer()
             return EpisodeState.FILTERED
         self._record("filter", "kept", {"group": group.number})
         self._patience.kept()
+        self._alarms.update("filter", None)
         self._dispatcher.stop_playing(group)
         if self._supply.has_outlived(group):
             self._play_anew(group)
@@ -425,11 +433,16 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must know beside the pool's index; plain values."""
-        return {"next_group": self._next_group, "feedback": self._supply.feedback.state_dict()}
+        return {
+            "next_group": self._next_group,
+            "feedback": self._supply.feedback.state_dict(),
+            "filters": self._filters.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a saved state."""
         self._supply.feedback.load_state_dict(state["feedback"])
+        self._filters.load_state_dict(state["filters"])
 
     def take_up(self, records: Iterable[GroupRecord], task: Callable[[GroupRecord], Task]) -> None:
         """Go on where another controller was: ledger and queues of a new scheduler, from what the pool knows. Groups

@@ -20,6 +20,7 @@ from penstock.types import (
     Sampling,
     SegmentGrant,
     Task,
+    TrajectoryStatus,
     WeightsHandle,
 )
 
@@ -115,12 +116,13 @@ def played(
     policy_version: int = NO_VERSION,
     seconds: float = 0.0,
     response_tokens: int = 8,
+    status: TrajectoryStatus = "completed",
     error: str | None = None,
 ) -> EpisodeSummary:
     """The summary of an episode that ended well, or with `error`."""
     return EpisodeSummary(
         episode=episode,
-        status="failed" if error else "completed",
+        status="failed" if error else status,
         reward=reward,
         num_turns=1,
         prompt_tokens=8,

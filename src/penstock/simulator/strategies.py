@@ -86,7 +86,7 @@ def closed_set(config: Config, workload: Workload, policy: str, num_groups: int)
     simulator = config.simulator.model_copy(update={"steps": 1, "warmup_steps": 0})
     trainer = config.trainer.model_copy(update={"groups_per_step": num_groups})
     dispatch = config.scheduler.dispatch.model_copy(update={"look_ahead": None})
-    scheduler = config.scheduler.model_copy(update={"filter_equal_rewards": False, "dispatch": dispatch})
+    scheduler = config.scheduler.model_copy(update={"group_filter": [], "dispatch": dispatch})
     changed = config.model_copy(update={"simulator": simulator, "trainer": trainer, "scheduler": scheduler})
     return _combine(changed, workload, "synchronous", policy, "batch").config
 

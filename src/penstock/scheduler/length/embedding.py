@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.config import ConfigError
+from penstock.config.imports import import_named
 from penstock.scheduler.length import ngrams
 
 Embedding = Callable[[Sequence[str]], npt.NDArray[np.float32]]
@@ -24,18 +22,9 @@ def embedding(name: str) -> Embedding:
     """`ngrams`, or `package.module:function`. Raises `ConfigError`, whatever goes wrong in the user's module."""
     if name == "ngrams":
         return ngrams.embed
-    module_name, separator, function_name = name.partition(":")
-    if not separator:
+    if ":" not in name:
         raise ConfigError(f"unknown {KEY} {name!r}: it is ngrams, or package.module:function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:
-        raise ConfigError(
-            f"{KEY} {name!r} cannot be imported: {type(error).__name__}: {error}; it names a function from a list of "
-            "texts to an array [n, d], in a module that is installed or in the working directory"
-        ) from error
+    function = import_named(KEY, name, wanted="a function from a list of texts to an array [n, d]")
     if not callable(function):
         raise ConfigError(f"{KEY} {name!r} is not a function")
     return _checked(name, function)
