@@ -98,7 +98,7 @@ def test_an_episode_is_shown_turn_by_turn(file: Path, name: str) -> None:
     result = try_it(file, name, "--seed", "5", "env.options.goal=2")
     assert result.exit_code == 0, result.output
     shown = [re.sub(r"\s+", " ", line) for line in result.stdout.splitlines()]
-    assert shown[0].endswith(f"my_env.py:{name} task seed/train/0 seed 5 policy scripted")
+    assert shown[0].endswith(f"my_env.py:{name} task seed/{name}/0 seed 5 policy scripted")
     assert shown[1:-1] == [
         "observation │ seed 5: count to 2, für Ünicode",
         "action │ 1",
