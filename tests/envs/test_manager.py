@@ -111,7 +111,7 @@ def test_an_environment_that_hangs_is_cut_at_its_deadline(chat: ChatTokenizer) -
     trajectories = play(chat, ["ok", "ok"], make=Hangs, job=work(deadline_s=0.05))  # type: ignore[arg-type]
     assert [t.status for t in trajectories] == ["failed", "failed"]
     assert "train/1/0/0 of t waited" in str(trajectories[0].error)
-    assert "for its next observation, held by its environment" in str(trajectories[0].error)
+    assert "for its next observation, held by Hangs.step" in str(trajectories[0].error)
 
 
 def test_a_long_answer_asks_for_segments_within_one_budget(chat: ChatTokenizer) -> None:

@@ -112,6 +112,7 @@ class Stage:
         worker = Worker(self.config, name, self.directory, self.tasks, Servers([]))
         peer = Peer(str(self.directory), name, worker.handle)
         worker.manager = EnvManager(self.config, make=self.make, policy=self.policy, grants=worker, chat=self.chat)
+        self.tasks.create_task(worker.manager.run_rollout_loop(worker.jobs()))
         self.workers[name] = worker
         self.peers[name] = peer, self.tasks.create_task(peer.run())
         hello = Hello(role="env", name=name, nonce="", pid=0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.envs.registry import locate
+from penstock.envs.rewards.reward import locate_reward
 from penstock.model.files import has_weights, weights_bytes
 from penstock.scheduler.length.predictor import length_predictor
 from penstock.supervisor.run_directory import existing_parent
@@ -33,6 +34,8 @@ def check(config: Config) -> None:
     if config.model.path != "tiny":
         check_model(Path(config.model.path))
     locate(config.env.name)
+    if config.env.reward is not None:
+        locate_reward(config.env.reward)
     check_packages(config)
     check_room(config)
     for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
@@ -56,6 +59,8 @@ def check_packages(config: Config) -> None:
     packages = {"tensorboard": "tensorboardX", "wandb": "wandb"}
     needed += [("observe.trackers", packages[tracker], tracker) for tracker in config.observe.trackers]
     needed += [("data.source", "reasoning_gym", "tasks")] if config.data.source == "reasoning_gym" else []
+    rewards = {"math": ("math_verify", "math"), "judge": ("openai", "judge")}
+    needed += [("env.reward", *rewards[config.env.reward])] if config.env.reward in rewards else []
     for key, package, extra in needed:
         if find_spec(package) is None:
             raise Refused(f"{key} needs the package {package}: pip install 'penstock[{extra}]'")

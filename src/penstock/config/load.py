@@ -100,19 +100,21 @@ def _resolve(document: dict[str, Any], overrides: Sequence[str], path: Path) -> 
         if secret := os.environ.get(variable):
             section, _, key = name.partition(".")
             tree = _merge({section: {key: secret}}, tree)
-    return _validate(_with_absolute_file(tree, path), changed, path)
+    for key in ("name", "reward"):
+        tree = _with_absolute_file(tree, key, path)
+    return _validate(tree, changed, path)
 
 
-def _with_absolute_file(tree: dict[str, Any], path: Path) -> dict[str, Any]:
-    """An environment's file is looked for beside the configuration, then in the working directory; every process of the
-    run gets to know where it is."""
+def _with_absolute_file(tree: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """An environment's file, or a reward's, is looked for beside the configuration, then in the working directory;
+    every process of the run gets to know where it is."""
     section = tree.get("env")
-    name = section.get("name") if isinstance(section, dict) else None
+    name = section.get(key) if isinstance(section, dict) else None
     file, _, class_name = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     if not file.endswith(".py"):
         return tree
     beside = path.parent / file
-    return _merge(tree, {"env": {"name": f"{(beside if beside.is_file() else Path(file)).absolute()}:{class_name}"}})
+    return _merge(tree, {"env": {key: f"{(beside if beside.is_file() else Path(file)).absolute()}:{class_name}"}})
 
 
 def _validate(tree: dict[str, Any], overrides: dict[str, Any], path: Path) -> Config:

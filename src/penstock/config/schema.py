@@ -11,7 +11,7 @@ from penstock.config.objective import UNCORRECTED, CanaryConfig, CriticConfig, L
 from penstock.config.scheduling import SchedulerConfig
 from penstock.config.section import Section
 from penstock.config.simulation import SimulatorConfig
-from penstock.types import UpdateMode
+from penstock.types import Formulation, UpdateMode
 
 
 class TinyModelConfig(Section):
@@ -95,8 +95,21 @@ class EnvConfig(Section):
     """Environment worker processes that the run starts. With 0 it waits for others to attach:
     `python my_env.py serve --run RUN`."""
     max_turns: int = Field(1, ge=1)
+    """Steps of an episode at most (`max_steps` elsewhere)."""
     max_new_tokens: int = Field(64, ge=1)
     """Per turn."""
+    formulation: Formulation = "trajectory"
+    """What is trained as one sample: an episode as a whole, or each of its turns with all that came before as its
+    prompt. Turns share the advantage of their episode."""
+    reward: str | None = None
+    """What scores the policy's last answer, instead of the environment: `math`, `format`, `code`, `judge`,
+    `path/to/file.py:Class` or `package.module:Class`; a function will do too. None: the environment itself does."""
+    reward_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reward."""
+    reward_workers: int = Field(2, ge=1)
+    """Processes of each environment worker that compute rewards."""
+    reward_timeout_s: float = Field(30.0, gt=0)
+    """For one reward. A process that takes longer is killed."""
     penalize_truncation: bool = True
     """An action cut at `max_new_tokens` earns nothing (as in UloRL, arXiv 2507.19766): otherwise partial credit can
     teach a policy never to end."""
@@ -108,6 +121,10 @@ class EnvConfig(Section):
     eval_temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
     episode_timeout_s: float = Field(120.0, gt=0)
+    """For an episode's generation and its environment; waiting for a place to generate costs nothing."""
+    turn_timeout_s: float | None = Field(None, gt=0)
+    """For each turn of it: an answer, and the environment's step. For the reset as much. None: as long as the episode
+    may last."""
     max_attempts: int = Field(3, ge=1)
     """An episode whose environment fails is tried this often before its group is given up."""
 
@@ -301,6 +318,11 @@ class Config(Section):
             raise ValueError(
                 "trainer.critic learns from groups of equal rewards too, which scheduler.filter_equal_rewards drops: "
                 "set it to false"
+            )
+        if self.env.formulation == "step" and (self.trainer.critic or "samples" in self.trainer.scale_learning_rate):
+            raise ValueError(
+                "env.formulation step shares a group's advantages among turns and makes as many samples as there are "
+                "turns: use it without trainer.critic and without `samples` in trainer.scale_learning_rate"
             )
         restricted = self.env.top_p < 1 or self.env.top_k > 0
         if restricted and self.trainer.objective.name not in UNCORRECTED:
