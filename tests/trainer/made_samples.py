@@ -6,7 +6,6 @@ import numpy as np
 
 from penstock.types import Sample
 
-
 EPISODES = itertools.count()
 """Unless a test says otherwise, every sample is an episode of its own."""
 

@@ -117,8 +117,7 @@ class EnvManager:
         finally:
             for episode in episodes:
                 episode.abort()
-                if episode.world is not None:
-                    await episode.world.close()
+            await _close_all([episode.world for episode in episodes if episode.world is not None])
 
     def _episodes(self, work: Work, ended: Ended) -> list[Episode]:
         bounds = replace(self._bounds, max_new_tokens=work.sampling.max_new_tokens)
@@ -338,3 +337,15 @@ class EnvManager:
         grants = [episode.within_budget(grant)]
         (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
         return segment
+
+
+async def _close_all(worlds: Sequence[World]) -> None:
+    """All of them, also if this is cancelled meanwhile."""
+    cancelled: asyncio.CancelledError | None = None
+    for world in worlds:
+        try:
+            await world.close()
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
