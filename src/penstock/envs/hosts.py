@@ -48,7 +48,12 @@ class Host:
     @property
     def is_sound(self) -> bool:
         """It lives, and no call to it was given up."""
-        return not self._killed and self._process.returncode is None
+        return not self._killed and not self.is_gone
+
+    @property
+    def is_gone(self) -> bool:
+        """The process has ended."""
+        return self._process.returncode is not None
 
     @classmethod
     async def start(cls) -> Host:
@@ -97,7 +102,9 @@ class Host:
 
     async def _end(self) -> str:
         async with deadline(END_S, waiter="penstock.envs.hosts", resource="the end of a process", holder="the system"):
-            code = await self._process.wait()
+            await self._process.communicate()  # its pipes too
+        code = self._process.returncode
+        assert code is not None, "it has ended"
         return signal.Signals(-code).name if code < 0 else f"exit {code}"
 
     def kill(self) -> None:
@@ -120,7 +127,7 @@ class Hosts:
         self._free = asyncio.Semaphore(limit)
         self._limit, self._prepare = limit, prepare
         self._idle: list[Host] = []
-        self.num_lost = 0
+        self._lost: list[Host] = []
         """That were killed, or died."""
 
     @asynccontextmanager
@@ -137,27 +144,33 @@ class Hosts:
         with patient(PLACE_S, waiter=waiter, resource="a process", holder=f"{self._limit} others"):
             await self._free.acquire()
         try:
-            self._idle = [host for host in self._idle if host.is_sound]
-            return self._idle.pop() if self._idle else await self._start()
+            while self._idle:
+                host = self._idle.pop()
+                if host.is_sound:
+                    return host
+                self._lost.append(host)
+            return await self._start()
         except BaseException:
             self._free.release()
             raise
 
     async def _start(self) -> Host:
+        self._lost = [host for host in self._lost if not host.is_gone]
         async with deadline(START_S, waiter="penstock.envs.hosts", resource="a new process", holder="what it imports"):
             host = await Host.start()
-            if self._prepare is not None:
-                await self._prepare(host)
+            try:
+                if self._prepare is not None:
+                    await self._prepare(host)
+            except BaseException:
+                self._lost.append(host)
+                raise
         return host
 
     def give_back(self, host: Host) -> None:
         self._free.release()
-        if host.is_sound:
-            self._idle.append(host)
-        else:
-            self.num_lost += 1
+        (self._idle if host.is_sound else self._lost).append(host)
 
     async def close(self) -> None:
         """End those that nobody has. Who still has one kills it, or it ends with this process."""
-        while self._idle:
-            await self._idle.pop().close()
+        for host in (*self._idle, *self._lost):
+            await host.close()

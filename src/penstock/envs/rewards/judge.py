@@ -61,6 +61,10 @@ class Judge:
         finally:
             self._places.release()
 
+    async def close(self) -> None:
+        """End its connections."""
+        await self._client.close()
+
     async def _ask(self, question: str) -> str:
         reply = await self._client.chat.completions.create(
             model=self._model,

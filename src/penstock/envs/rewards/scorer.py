@@ -88,8 +88,10 @@ class Scorer:
         await host.make(MAKER, self.name, self._options)
 
     async def close(self) -> None:
-        """End the reward workers."""
+        """End the reward workers, and what the reward itself holds."""
         await self._hosts.close()
+        if is_async(self._reward) and hasattr(self._reward, "close"):
+            await self._reward.close()
 
 
 @asynccontextmanager
