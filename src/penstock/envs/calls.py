@@ -79,8 +79,9 @@ class Places:
 class World:
     """The environment of one episode.
 
-    One that says `blocking = True` gets a thread per call, up to `max_concurrent` at once if it says that too; one that
-    says `isolated = True` a process of its own; others run on the event loop, where they must not hold others up.
+    One that says `blocking = True` gets a thread per call, one that says `isolated = True` a process of its own; others
+    run on the event loop, where they must not hold others up. With `max_concurrent` a class says how many calls, or
+    processes, there may be at once.
     """
 
     def __init__(self, make: Callable[[], Any], *, name: str, task_id: str, places: Places) -> None:
@@ -108,9 +109,6 @@ class World:
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """Every call is made inside one; waiting for it costs an episode none of its time."""
-        if not getattr(self._env, "blocking", False):
-            yield
-            return
         async with self._places.one(type(self._env), waiter=self._task_id):
             yield
 

@@ -63,7 +63,7 @@ def test_whatever_a_program_starts_ends_with_it(tmp_path: Path, monkeypatch: pyt
     """Some of it in sessions of its own; and nothing is left on the disk."""
     if not sandbox.has_namespaces():
         pytest.skip("this machine permits no namespaces")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
     seconds = f"36{os.getpid()}"
     program = (
         "import subprocess\n"

@@ -6,7 +6,6 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.envs import sandbox
@@ -71,7 +70,7 @@ class Code:
         return ran.returncode == 0 and _lines(ran.stdout) == _lines(expected)
 
     def _run(self, program: str, *, stdin: str) -> Outcome:
-        with TemporaryDirectory(prefix="penstock-code-", ignore_cleanup_errors=True) as directory:
+        with sandbox.scratch() as directory:
             (Path(directory) / PROGRAM).write_text(program)
             return sandbox.run(sandbox.python(PROGRAM), cwd=Path(directory), stdin=stdin, limits=self._limits)
 
