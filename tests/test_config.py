@@ -164,6 +164,19 @@ def test_the_key_comes_from_the_environment_and_is_not_shown(file: Path, monkeyp
     assert "alibaba" not in repr(config)
 
 
+def test_a_rewards_file_is_looked_for_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "run.yaml").write_text("env: {reward: 'mine.py:Length', name: 'mine.py:World'}\n")
+    env = load_config(tmp_path / "run.yaml").env
+    assert (env.reward, env.name) == (f"{tmp_path}/mine.py:Length", f"{tmp_path}/mine.py:World")
+
+
+@pytest.mark.parametrize("setting", ["trainer.critic={}", "trainer.scale_learning_rate=[samples]"])
+def test_turns_as_samples_are_refused_where_their_number_matters(file: Path, setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"env\.formulation step shares a group's advantages"):
+        load_config(file, [setting, "env.formulation=step", "scheduler.filter_equal_rewards=false"])
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
 def test_examples_are_valid(path: Path) -> None:
     assert isinstance(load_config(path), Config)

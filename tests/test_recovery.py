@@ -40,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "colocated": {"mode": "colocated", "max_staleness": 1, "over_sampling": 1.5},
 }
 
-Victim = Literal["trainer", "controller", "both"]
+Victim = Literal["trainer", "controller", "both", "worker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,13 @@ class Run:
                 await asyncio.wait([life], timeout=death.after_s)
                 if life.done():
                     break
-                if death.victim != "controller":
+                if death.victim in ("trainer", "both"):
                     self.trainer.kill()
-                if death.victim != "trainer":
+                if death.victim in ("controller", "both"):
                     await self._kill(life)
                     life = self._begin()
+                if death.victim == "worker":
+                    self._lose_worker()
             await life
         self.close()
 
@@ -116,7 +118,10 @@ class Run:
         scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, record=lambda *decision: None)
         held_out = [NumberedTasks("eval").task(index) for index in range(self.settings.data.eval_tasks)]
         self.workers = ModelledWorkers(
-            self.play, lambda *played: loop.collect(self.system, *played), lambda: self.servers.version
+            play,
+            lambda *played: loop.collect(self.system, *played),
+            lambda: self.servers.version,
+            generated=lambda *rewarding: self.system.scheduler.generated(*rewarding),
         )
         self.system = loop.System(
             config=self.settings,
@@ -132,6 +137,12 @@ class Run:
         )
         scheduler.worker_joined("env-0", 1000)
         return asyncio.create_task(loop.run(self.system))
+
+    def _lose_worker(self) -> None:
+        """What it played, and whatever rewards it was computing, is gone; another one comes."""
+        self.workers.cancel([GroupAttempt(group, 0) for group in self.workers.playing])
+        self.system.scheduler.worker_lost("env-0")
+        self.system.scheduler.worker_joined("env-0", 1000)
 
     async def _kill(self, life: asyncio.Task[None]) -> None:
         """Nothing that it was about to do happens; what others were asked to do does."""
@@ -266,7 +277,7 @@ def deaths(*victims: Victim) -> st.SearchStrategy[list[Death]]:
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=40, deadline=None)
-@given(deaths("trainer", "controller", "both"))
+@given(deaths("trainer", "controller", "both", "worker"))
 def test_whoever_dies_nothing_is_lost_or_trained_twice(mode: str, who: list[Death]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         run = Run(Path(directory), config(**MODES[mode]))

@@ -102,3 +102,24 @@ def test_a_prompt_without_an_answer_is_one_open_turn() -> None:
     turn = Turn(observation_ids=[1, 2], segments=[])
     whole = Trajectory(episode=episode, task_id="t", turns=[turn], reward=0.0, status="completed")
     assert Trajectory.unflatten(whole.flatten(), episode=episode, task_id="t", ended=False).turns == [turn]
+
+
+@given(turns=st.lists(turns, max_size=4))
+def test_turns_as_samples_of_their_own(turns: list[Turn]) -> None:
+    """Each is trained once, with all that came before as its prompt."""
+    trajectory = Trajectory(
+        episode=EpisodeId("train", 1, 2, 0), task_id="t", turns=turns, reward=1.0, status="completed"
+    )
+    whole, parts = trajectory.flatten(), trajectory.formulate("step")
+    assert [fields(sample) for sample in trajectory.formulate("trajectory")] == [fields(whole)]
+    assert len(parts) == len(turns)
+    trained = np.zeros_like(whole.loss_mask)
+    for part in parts:
+        length = len(part.token_ids)
+        assert part.token_ids.tolist() == whole.token_ids[:length].tolist()
+        here = part.loss_mask == 1
+        assert not trained[:length][here].any()
+        trained[:length] += part.loss_mask
+        for column in ("logprobs", "versions"):
+            assert getattr(part, column)[here].tolist() == getattr(whole, column)[:length][here].tolist()
+    assert trained.tolist() == whole.loss_mask.tolist()

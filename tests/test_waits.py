@@ -39,6 +39,9 @@ LIFE = "it is the process's whole life"
 COROUTINE = "what it is handed is a coroutine, whose own waits are held to this rule"
 TASK = "the task's own waits are held to this rule"
 
+LEASE = "the lease of the episode bounds its caller"
+CALLER = "whoever called from another process has a deadline, and kills this one"
+IDLE = "it has nothing to play until it is told to"
 BOUNDED = "it has an end of its own"
 WAKEUP = "the scheduler's own helper: one timer watches over all its waits, and reports them"
 
@@ -48,13 +51,18 @@ EXCEPTIONS = {
     "control/bus.py:_listen": "silence of the other side is what heartbeats are for",
     "control/bus.py:run": "silence of the other sides is what heartbeats are for",
     "envs/agents.py:excuse": COROUTINE,
-    "envs/calls.py:call_async": "the lease of the episode bounds its caller",
-    "envs/watched.py:_later": "the lease of the episode bounds its caller",
+    "envs/watched.py:_later": LEASE,
+    "envs/calls.py:_call": LEASE,
+    "envs/hosted.py:_awaited": CALLER,
+    "envs/isolated.py:_ended": CALLER,
+    "envs/manager.py:run_rollout_loop": IDLE,
+    "envs/threads.py:in_thread": LEASE,
     "loop.py:train": TASK,
     "processes/attaching.py:attend": LIFE,
     "processes/controller.py:save_last": TASK,
     "processes/controller.py:serve": LIFE,
     "processes/controller.py:work": TASK,
+    "processes/env.py:jobs": IDLE,
     "processes/env.py:play": LIFE,
     "processes/listening.py:listening": BOUNDED,
     "processes/member.py:first": LIFE,

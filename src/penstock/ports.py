@@ -47,8 +47,8 @@ class Environment(Protocol):
         """Start over. Returns (observation, info)."""
         ...
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act. Returns (observation, reward, terminated, truncated, info)."""
+    def step(self, action: str) -> tuple[str, float | None, bool, bool, dict[str, Any]]:
+        """Act. Returns (observation, reward, terminated, truncated, info). No reward: `env.reward` gives it."""
         ...
 
 

@@ -14,7 +14,7 @@ than a frozen dataclass. One word per idea:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -29,6 +29,12 @@ Purpose = Literal["train", "eval"]
 
 FinishReason = Literal["stop", "length", "abort"]
 TrajectoryStatus = Literal["completed", "truncated", "aborted", "failed"]
+StopReason = Literal["terminated", "truncated", "max_turns", "max_length"]
+"""Why an episode went no further: its world ended; its environment cut it short; it had no turn left (`env.max_turns`);
+an answer, or what it had to answer, was too long."""
+Formulation = Literal["trajectory", "step"]
+"""What becomes a training sample: an episode as a whole, or each of its turns with all that came before as its
+prompt."""
 
 UpdateMode = Literal["in_place", "retract", "drain"]
 """What becomes of running answers when new weights come: they go on over their keys and values, or have these computed
@@ -195,6 +201,8 @@ class Trajectory:
     turns: list[Turn]
     reward: float
     status: TrajectoryStatus
+    stop_reason: StopReason | None = None
+    """None if it did not end in its environment, or if that is not known any more."""
     error: str | None = None
     started_at: float = 0.0
     finished_at: float = 0.0
@@ -207,6 +215,7 @@ class Trajectory:
         return EpisodeSummary(
             episode=self.episode,
             status=self.status,
+            stop_reason=self.stop_reason,
             reward=self.reward,
             num_turns=len(self.turns),
             prompt_tokens=sum(len(turn.observation_ids) for turn in self.turns),
@@ -231,6 +240,19 @@ class Trajectory:
             turns.append(Turn(observation_ids=sample.token_ids[seen:].tolist(), segments=[]))
         status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"
         return cls(episode=episode, task_id=task_id, turns=turns, reward=sample.reward, status=status)
+
+    def formulate(self, formulation: Formulation) -> list[Sample]:
+        """As training samples. All of an episode have its reward."""
+        parts = [self] if formulation == "trajectory" else self._turn_by_turn()
+        return [part.flatten() for part in parts]
+
+    def _turn_by_turn(self) -> Iterator[Trajectory]:
+        """Every turn as a trajectory of its own: all that came before is part of what it answers."""
+        context: list[int] = []
+        for turn in self.turns:
+            context += turn.observation_ids
+            yield replace(self, turns=[Turn(observation_ids=list(context), segments=turn.segments)])
+            context += [token for segment in turn.segments for token in segment.token_ids]
 
     def flatten(self) -> Sample:
         """Token-level view for training: observations masked out, actions kept."""
@@ -264,7 +286,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trajectory as the trainer sees it. All four arrays have length T = prompt + response tokens."""
+    """A trajectory, or a turn of one, as the trainer sees it. All arrays have length T = prompt + response tokens."""
 
     group: int
     episode: int
@@ -324,6 +346,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest and newest policy_version among the sampled tokens; NO_VERSION if there are none."""
     version_max: int
     seconds: float
+    stop_reason: StopReason | None = None
     error: str | None = None
     text: str | None = None
     """Decoded last action; only asked for where people read it (evaluation)."""

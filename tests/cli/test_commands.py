@@ -54,6 +54,8 @@ def test_dry_run_knows_the_environments(config: Path) -> None:
         ("model.path=/no/such/model", "there is no directory"),
         ("model.path=/", "no config.json"),
         ("env.name=singel_turn", "single_turn"),
+        ("env.reward=maths", "did you mean math?"),
+        ("env.reward=nowhere.py:Reward", "there is no"),
     ],
 )
 def test_what_cannot_run_here_is_refused_before_anything_is_created(

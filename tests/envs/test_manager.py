@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from penstock.config import Config
 from penstock.envs.guess_number import GuessNumber
-from penstock.envs.manager import EnvManager
+from penstock.envs.manager import EnvManager, Job
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, Work
 from penstock.rollout.scripted import ScriptedPolicy
+from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import leased
-from penstock.types import Sampling, SegmentGrant, Task, Trajectory
+from penstock.types import EpisodeId, Sampling, SegmentGrant, Task, Trajectory
 
 
 class Always:
@@ -30,6 +31,9 @@ class Always:
         assert num_tokens == so_far.summary().response_tokens
         self.asked.append((unfinished, num_tokens))
         return SegmentGrant(episode=so_far.episode, max_tokens=self.max_tokens)
+
+    def generated(self, episode: EpisodeId, *, num_tokens: int) -> None:
+        """Nobody else waits."""
 
 
 def work(size: int = 2, *, max_new_tokens: int = 8, grant: int = 8, deadline_s: float = 5.0, seed: int = 7) -> Work:
@@ -67,7 +71,7 @@ def play(
         policy = ScriptedPolicy([chat.encode(answer) + end for answer in answers], policy_version=3)
     manager = EnvManager(config or Config(), make=make, policy=policy, grants=grants or Always(), chat=chat)
     ended: list[Trajectory] = []
-    asyncio.run(manager.play(job or work(), lambda trajectory, text: ended.append(trajectory)))
+    run_virtual(manager.play(job or work(), lambda trajectory, text: ended.append(trajectory)))
     return sorted(ended, key=lambda trajectory: trajectory.episode)
 
 
@@ -111,7 +115,7 @@ def test_an_environment_that_hangs_is_cut_at_its_deadline(chat: ChatTokenizer) -
     trajectories = play(chat, ["ok", "ok"], make=Hangs, job=work(deadline_s=0.05))  # type: ignore[arg-type]
     assert [t.status for t in trajectories] == ["failed", "failed"]
     assert "train/1/0/0 of t waited" in str(trajectories[0].error)
-    assert "for its next observation, held by its environment" in str(trajectories[0].error)
+    assert "for its next observation, held by Hangs.step" in str(trajectories[0].error)
 
 
 def test_a_long_answer_asks_for_segments_within_one_budget(chat: ChatTokenizer) -> None:
@@ -188,3 +192,66 @@ def test_the_games_expert_always_finds_the_number() -> None:
         while not done:
             _, reward, done, _, _ = game.step(game.demonstrate())
         assert reward == 1.0
+
+
+class Slow(Echo):
+    """Every step takes its time, and there is always another."""
+
+    async def step(self, action: str) -> Any:  # type: ignore[override]
+        await asyncio.sleep(3.0)
+        return "again", 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(("turn_timeout_s", "num_turns"), [(None, 4), (4.0, 4), (2.0, 1)])
+def test_a_turn_has_a_deadline_of_its_own(chat: ChatTokenizer, turn_timeout_s: float | None, num_turns: int) -> None:
+    config = Config.model_validate({"env": {"max_turns": 8, "turn_timeout_s": turn_timeout_s}})
+    (trajectory,) = play(chat, ["ok"] * 8, make=Slow, config=config, job=work(1, deadline_s=10.0))  # type: ignore[arg-type]
+    assert trajectory.status == "failed" and len(trajectory.turns) == num_turns
+    assert f"waited {2 if turn_timeout_s == 2.0 else 1} s for its next observation" in str(trajectory.error)
+
+
+class Ending(Echo):
+    """Ends as it is told."""
+
+    def __init__(self, task: Task, *, terminated: bool, truncated: bool) -> None:
+        super().__init__(task)
+        self._end = terminated, truncated
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 1.0, *self._end, {}
+
+
+@pytest.mark.parametrize(
+    ("terminated", "truncated", "answer", "status", "stop_reason"),
+    [
+        (True, False, "ok", "completed", "terminated"),
+        (True, True, "ok", "completed", "terminated"),
+        (False, True, "ok", "truncated", "truncated"),
+        (False, False, "ok", "truncated", "max_turns"),
+        (True, False, "a" * 20, "truncated", "max_length"),
+    ],
+)
+def test_why_an_episode_went_no_further(
+    chat: ChatTokenizer, terminated: bool, truncated: bool, answer: str, status: str, stop_reason: str
+) -> None:
+    (trajectory,) = play(
+        chat, [answer], make=lambda task: Ending(task, terminated=terminated, truncated=truncated), job=work(1)
+    )
+    summary = trajectory.summary()
+    assert (summary.status, summary.stop_reason) == (trajectory.status, trajectory.stop_reason) == (status, stop_reason)
+
+
+def test_a_loop_plays_until_there_is_nothing_more(chat: ChatTokenizer) -> None:
+    ended: list[Trajectory] = []
+
+    async def jobs() -> AsyncIterator[Job]:
+        for group in range(3):
+            job = leased(range(2), group=group, max_tokens=8, sampling=Sampling(max_new_tokens=8))
+            yield Job(work=job, ended=lambda trajectory, text: ended.append(trajectory))
+
+    policy = ScriptedPolicy(lambda prompt, seed: [*chat.encode("ok"), chat.eos_ids[0]])
+    manager = EnvManager(Config(), make=Echo, policy=policy, grants=Always(), chat=chat)
+    run_virtual(manager.run_rollout_loop(jobs()))
+    assert {(trajectory.episode.group, trajectory.episode.episode) for trajectory in ended} == {
+        (group, member) for group in range(3) for member in range(2)
+    }

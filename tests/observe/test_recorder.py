@@ -53,6 +53,17 @@ def test_drops_are_counted_by_filter_and_reason(tmp_path: Path) -> None:
     assert len(dropped) == MAX_REASONS + 1
 
 
+def test_what_environment_workers_count_goes_on_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        recorder = Recorder(tmp_path)
+        recorder.joined("env-0", "env")
+        recorder.heartbeat("env-0", cpu_s=0.0, busy_s=0.0, counters={"drifts": 2.0, "scored": 5.0}, spans=())
+        step(recorder, 1)
+        recorder.close()
+    (last,) = steps.read(tmp_path)
+    assert (last["drifts_total"], last["scored_total"], last["score_timeouts_total"]) == (4.0, 10.0, 0.0)
+
+
 def test_steps_taken_again_replace_those_lost() -> None:
     lines = [line(1), line(2), line(3), line(4), line(3, again=True), line(4, again=True), line(5)]
     assert steps.surviving(lines) == [line(1), line(2), line(3, again=True), line(4, again=True), line(5)]

@@ -15,6 +15,7 @@ from penstock.control.messages import (
     AnyMessage,
     DataGenerated,
     EpisodesEnded,
+    EpisodesGenerated,
     Grant,
     GrantRequest,
     Hello,
@@ -22,6 +23,7 @@ from penstock.control.messages import (
     Welcome,
 )
 from penstock.envs.manager import EnvManager, MakeEnvironment
+from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.ports import SavedEpisode
@@ -50,6 +52,7 @@ class Controller:
     """Collects what workers send, in order too."""
 
     generated: asyncio.Queue[DataGenerated] = field(default_factory=asyncio.Queue)
+    generating_ended: asyncio.Queue[EpisodesGenerated] = field(default_factory=asyncio.Queue)
     ended: asyncio.Queue[EpisodesEnded] = field(default_factory=asyncio.Queue)
     requests: asyncio.Queue[GrantRequest] = field(default_factory=asyncio.Queue)
     reports: list[str] = field(default_factory=list)
@@ -61,6 +64,8 @@ class Controller:
                 return Welcome(server_urls=[])
             case DataGenerated():
                 self.generated.put_nowait(message)
+            case EpisodesGenerated():
+                self.generating_ended.put_nowait(message)
             case EpisodesEnded():
                 self.ended.put_nowait(message)
             case GrantRequest():
@@ -111,7 +116,11 @@ class Stage:
         """A worker starts; the bus knows it when this returns."""
         worker = Worker(self.config, name, self.directory, self.tasks, Servers([]))
         peer = Peer(str(self.directory), name, worker.handle)
-        worker.manager = EnvManager(self.config, make=self.make, policy=self.policy, grants=worker, chat=self.chat)
+        scorers = Scorers(self.config)
+        worker.manager = EnvManager(
+            self.config, make=self.make, policy=self.policy, grants=worker, chat=self.chat, scorers=scorers
+        )
+        self.tasks.create_task(worker.manager.run_rollout_loop(worker.jobs()))
         self.workers[name] = worker
         self.peers[name] = peer, self.tasks.create_task(peer.run())
         hello = Hello(role="env", name=name, nonce="", pid=0)

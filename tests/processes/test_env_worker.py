@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,44 @@ async def test_a_closed_worker_reports_nothing_and_plays_nothing(tmp_path: Path)
         stage.workers["env-0"].close()
         await stage.start("env-0", job(2))
         assert stage.controller.generated.empty() and len(OneByOne.gates) == 2
+
+
+async def gated(answer: str, payload: Mapping[str, Any]) -> float:
+    """A reward that waits to be told."""
+    gate = asyncio.Event()
+    OneByOne.gates.append(gate)
+    await gate.wait()
+    return 0.5
+
+
+async def test_the_controller_hears_when_only_rewards_are_missing(tmp_path: Path) -> None:
+    OneByOne.gates = []
+    config = Config.model_validate({"env": {"reward": f"{__name__}:gated"}})
+    async with working(tmp_path, config=config) as stage:
+        await stage.start("env-0", job(1, members=range(4), group_size=4))
+        generated = await stage.controller.generating_ended.get()
+        assert [str(episode) for episode in generated.episodes] == [f"train/1/{member}/0" for member in range(4)]
+        assert generated.num_tokens == [3] * 4
+        for gate in OneByOne.gates:
+            gate.set()
+        played = await stage.controller.generated.get()
+        assert [episode.reward for episode in played.episodes] == [0.5] * 4
+        assert stage.controller.reports == ["Hello", "TaskRequest", "EpisodesGenerated", "DataGenerated"]
+        assert stage.workers["env-0"].telemetry().counters == {"episodes": 4, "drifts": 0, "scored": 4}
+
+
+async def test_turns_are_samples_of_their_own_if_that_is_asked_for(tmp_path: Path) -> None:
+    class Twice(Quick):
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            return "again", 1.0, False, False, {}
+
+    config = Config.model_validate({"env": {"formulation": "step", "max_turns": 2}})
+    async with working(tmp_path, Twice, config=config) as stage:
+        await stage.start("env-0", job(1))
+        for _ in range(2):
+            await stage.grant("env-0", await stage.controller.requests.get(), 8)
+        played = await stage.controller.generated.get()
+    assert [episode.num_turns for episode in played.episodes] == [2, 2]
+    assert played.ref is not None
+    samples = PayloadReader(tmp_path).read(played.ref)
+    assert [(sample.episode, sample.reward) for sample in samples] == [(0, 2.0), (0, 2.0), (1, 2.0), (1, 2.0)]

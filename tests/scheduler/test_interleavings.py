@@ -65,6 +65,8 @@ class Play:
         self.generating: dict[EpisodeId, int] = {}
         """Episodes that hold a grant, with the version served when they got it."""
         self.waiting: set[EpisodeId] = set()
+        self.rewarding: dict[EpisodeId, int] = {}
+        """Episodes that have generated everything, with the version that did."""
         self.ended: dict[int, dict[int, EpisodeSummary]] = {}
         self.trained: set[tuple[int, int]] = set()
         self.versions: dict[tuple[int, int], int] = {}
@@ -126,10 +128,19 @@ class Play:
         saved = REF if self.draw.draw(st.booleans()) else None
         self.scheduler.request_grant(episode, unfinished=True, num_tokens=8, saved=saved)
 
+    def generate_all(self) -> None:
+        """A member said its last word; its reward is still being computed."""
+        episode = self.pick(self.generating)
+        self.rewarding[episode] = self.generating.pop(episode)
+        self.scheduler.generated([episode], [8])
+
     def end(self, *, error: str | None = None) -> None:
         """A member ends; with it perhaps its group."""
-        episode = min(self.generating) if self.closing else self.pick(self.generating)
-        summary = self._summary(episode, version=self.generating.pop(episode), error=error)
+        playing = self.generating | self.rewarding
+        episode = min(playing) if self.closing else self.pick(playing)
+        summary = self._summary(episode, version=playing[episode], error=error)
+        self.generating.pop(episode, None)
+        self.rewarding.pop(episode, None)
         ended = self.ended.setdefault(episode.group, {})
         ended[episode.episode] = summary
         if error:
@@ -143,9 +154,11 @@ class Play:
 
     def _forget(self, group: int) -> None:
         self.works.pop(group, None)
-        self.past += [episode for episode in (*self.generating, *self.waiting) if episode.group == group]
+        played_ = (*self.generating, *self.rewarding, *self.waiting)
+        self.past += [episode for episode in played_ if episode.group == group]
         self.ended.pop(group, None)
         self.generating = {e: v for e, v in self.generating.items() if e.group != group}
+        self.rewarding = {e: v for e, v in self.rewarding.items() if e.group != group}
         self.waiting = {e for e in self.waiting if e.group != group}
 
     def crash(self) -> None:
@@ -164,6 +177,7 @@ class Play:
         assert self.scheduler.finish(episode.group, REF, [summary]) is None
         self.scheduler.ended(episode.group, [summary], [REF])
         self.scheduler.request_grant(episode, unfinished=True, num_tokens=8)
+        self.scheduler.generated([episode], [8])
         assert before == (self.scheduler.ledger.counts(), self.scheduler.num_in_flight)
 
     async def train(self) -> None:
@@ -190,7 +204,9 @@ class Play:
     def actions(self) -> list[str]:
         possible = ["fill", "dispatch", "wait"]
         if self.generating:
-            possible += ["cut", "end", "end", "end", "fail"]
+            possible += ["cut", "generate all"]
+        if self.generating or self.rewarding:
+            possible += ["end", "end", "end", "fail"]
         if self.works:
             possible += ["crash"]
         if self.past:
@@ -205,6 +221,8 @@ class Play:
                 await self.dispatch()
             case "cut":
                 self.cut()
+            case "generate all":
+                self.generate_all()
             case "end":
                 self.end()
             case "fail":
@@ -227,6 +245,7 @@ class Play:
         assert scheduler._dispatcher.places.free_grants == 7 - len(self.generating)
         counts = scheduler.ledger.counts()
         assert counts["unfinished"] == len(self.waiting)
+        assert counts["rewarding"] == len(self.rewarding)
         assert counts["trained"] + counts["training"] == len(self.trained)
 
     async def finish_everything(self) -> None:
@@ -240,7 +259,7 @@ class Play:
                 return
             await self.fill()
             await self.dispatch()
-            while self.generating:
+            while self.generating or self.rewarding:
                 self.end()
             await self.train()
             await asyncio.sleep(1.0)

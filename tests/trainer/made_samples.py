@@ -1,8 +1,13 @@
 """Samples made by hand."""
 
+import itertools
+
 import numpy as np
 
 from penstock.types import Sample
+
+EPISODES = itertools.count()
+"""Unless a test says otherwise, every sample is an episode of its own."""
 
 
 def make_sample(
@@ -11,7 +16,7 @@ def make_sample(
     prompt: list[int],
     response: list[int],
     reward: float,
-    episode: int = 0,
+    episode: int | None = None,
     logprob: float = -4.6,
     versions: list[int] | None = None,
 ) -> Sample:
@@ -19,7 +24,7 @@ def make_sample(
     mask = np.asarray([0] * len(prompt) + [1] * len(response), dtype=np.uint8)
     return Sample(
         group=group,
-        episode=episode,
+        episode=next(EPISODES) if episode is None else episode,
         reward=reward,
         truncated=False,
         token_ids=np.asarray(prompt + response, dtype=np.int32),

@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from made_samples import make_sample
+from made_samples import EPISODES, make_sample
 
 from penstock.trainer.prepare import prepare
 from penstock.types import Sample
@@ -11,7 +11,7 @@ GOOD = make_sample(0, prompt=[5, 6], response=[7, 8], reward=1.0)
 
 
 def changed(**fields: object) -> Sample:
-    return dataclasses.replace(GOOD, **fields)
+    return dataclasses.replace(GOOD, **{"episode": next(EPISODES), **fields})
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,11 @@ def test_what_cannot_be_trained_is_counted_and_left_out(sample: Sample, reason: 
 def test_nothing_left_is_an_empty_batch() -> None:
     batch, skipped = prepare([changed(reward=float("nan"))], normalize=True)
     assert len(batch) == 0 and skipped == {"nonfinite_reward": 1}
+
+
+def test_turns_share_the_advantage_of_their_episode() -> None:
+    """However many there are: the mean is that of the episodes."""
+    talkative = [make_sample(0, prompt=[5] * turn, response=[7], reward=1.0, episode=0) for turn in (1, 3, 5)]
+    terse = make_sample(0, prompt=[5], response=[7], reward=0.0, episode=1)
+    batch, _ = prepare([*talkative, terse], normalize=False)
+    assert batch["advantages"].tolist() == [0.5, 0.5, 0.5, -0.5]

@@ -20,16 +20,17 @@ from penstock.cli.refusal import refuse
 from penstock.config import Config, ConfigError, EnvironmentConfig, default_config, load_config
 from penstock.data.sources import open_tasks
 from penstock.deadline import deadline
-from penstock.envs.calls import call_async, check_reward
+from penstock.envs.calls import Places, World
 from penstock.envs.manager import EnvManager
 from penstock.envs.players import Chance, Demonstrator, Endpoint, Person, PlayedBy, Player
 from penstock.envs.registry import environment_maker, is_agent, resolve
+from penstock.envs.rewards.scorer import scoring
 from penstock.envs.watched import Told, Watched
 from penstock.model.spelled import byte_tokenizer
 from penstock.ports import Environment, Work
 from penstock.processes.env import gateway_for_agents
 from penstock.supervisor.child import CONFIG_ERROR, leaf
-from penstock.types import Sampling, SegmentGrant, Task, Trajectory
+from penstock.types import EpisodeId, Sampling, SegmentGrant, Task, Trajectory
 
 PolicyName = Literal["random", "scripted", "human", "openai"]
 
@@ -116,7 +117,7 @@ class Theatre:
         env = self._make(task)
         try:
             if is_agent(self._kind) and self._endpoint is not None:
-                return await self._play_elsewhere(env, self._endpoint)
+                return await self._play_elsewhere(env, task, self._endpoint)
             trajectory = await self._play_here(env, task)
         finally:
             if self._endpoint is not None:
@@ -124,12 +125,12 @@ class Theatre:
         self._terminal.conclude(trajectory)
         return int(trajectory.status == "failed")
 
-    async def _play_elsewhere(self, env: Environment, endpoint: Endpoint) -> int:
+    async def _play_elsewhere(self, env: Environment, task: Task, endpoint: Endpoint) -> int:
         """An agent speaks to an endpoint by itself, as it would without us."""
+        world = World(lambda: env, name=self._config.env.name, task_id=task.task_id, places=Places())
         timeout_s = self._config.env.episode_timeout_s
         async with deadline(timeout_s, waiter="the episode", resource="the end of play", holder="its agent"):
-            reward = await call_async(env, "play", await endpoint.describe(), self._seed)
-        check_reward(reward)
+            reward = await world.play(await endpoint.describe(), self._seed)
         self._terminal.stepped(reward, True, False, {})
         return 0
 
@@ -137,7 +138,7 @@ class Theatre:
         ended: list[Trajectory] = []
         config, chat = self._config, byte_tokenizer()
         watched: Any = Impatient(env, self._terminal, seconds=config.env.episode_timeout_s)
-        async with gateway_for_agents(config, [self._kind], chat) as gateway:
+        async with gateway_for_agents(config, [self._kind], chat) as gateway, scoring(config) as scorers:
             manager = EnvManager(
                 config,
                 make=lambda _: watched,
@@ -145,6 +146,7 @@ class Theatre:
                 grants=Granting(),
                 chat=chat,
                 gateway=gateway,
+                scorers=scorers,
             )
             await manager.play(self._work(task), lambda trajectory, _: ended.append(trajectory))
         return ended[0]
@@ -179,6 +181,9 @@ class Granting:
 
     async def request(self, so_far: Trajectory, *, unfinished: bool, num_tokens: int) -> SegmentGrant:
         return SegmentGrant(episode=so_far.episode, max_tokens=UNBOUNDED)
+
+    def generated(self, episode: EpisodeId, *, num_tokens: int) -> None:
+        """Nobody waits for its place."""
 
 
 class Impatient(Watched):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.envs.registry import locate
+from penstock.envs.rewards.reward import locate_reward
 from penstock.model.files import has_weights, weights_bytes
 from penstock.scheduler.filters import FilterChain
 from penstock.scheduler.length.predictor import length_predictor
@@ -50,10 +51,12 @@ def check(config: Config) -> None:
 
 
 def check_environments(config: Config) -> None:
-    """Whether all environments and the files of their tasks are there."""
+    """Whether all environments, their rewards and the files of their tasks are there."""
     for name in config.environments.names:
         locate(name)
     for key, settings in config.environments.by_key().items():
+        if settings.reward is not None:
+            locate_reward(settings.reward)
         data = settings.data
         for name, path in (("path", data.path), ("eval_path", data.eval_path)):
             if data.has_rows and path is not None and not Path(path).exists():
@@ -69,6 +72,9 @@ def check_packages(config: Config) -> None:
     sources = {settings.data.source for settings in config.environments.by_key().values()}
     extras = {"reasoning_gym": ("reasoning_gym", "tasks"), "huggingface": ("datasets", "huggingface")}
     needed += [("data.source", *extras[source]) for source in sorted(sources & extras.keys())]
+    rewards = {settings.reward for settings in config.environments.by_key().values()}
+    libraries = {"math": ("math_verify", "math"), "judge": ("openai", "judge")}
+    needed += [("env.reward", *libraries[reward]) for reward in sorted(libraries) if reward in rewards]
     for key, package, extra in needed:
         if find_spec(package) is None:
             raise Refused(f"{key} needs the package {package}: pip install 'penstock[{extra}]'")

@@ -14,12 +14,18 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from penstock.config.section import Section
-from penstock.types import Purpose, Task
+from penstock.types import Formulation, Purpose, Task
 
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}")
 FILE_SOURCES = ("jsonl", "parquet", "huggingface")
 OF_SOURCE = ("dataset", "options", "path", "split", "mode", "epochs", "keys", "eval_path", "eval_split")
-BELONGING = {"name": ("options",), "dataset": ("options",), "path": ("eval_path",), "source": OF_SOURCE}
+BELONGING = {
+    "name": ("options", "reward", "reward_options"),
+    "reward": ("reward_options",),
+    "dataset": ("options",),
+    "path": ("eval_path",),
+    "source": OF_SOURCE,
+}
 """Whoever gives the first does not inherit the others."""
 
 
@@ -84,8 +90,19 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_turns: int = Field(1, ge=1)
+    """Steps of an episode at most (`max_steps` elsewhere)."""
     max_new_tokens: int = Field(64, ge=1)
     """Per turn."""
+    turn_timeout_s: float | None = Field(None, gt=0)
+    """For each turn: an answer, and the environment's step. For the reset as much. None: as long as the episode may
+    last."""
+    reward: str | None = None
+    """What scores the policy's last answer, instead of the environment: `math`, `format`, `code`, `judge`,
+    `path/to/file.py:Class` or `package.module:Class`; a function will do too. None: the environment itself does."""
+    reward_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reward."""
+    reward_timeout_s: float = Field(30.0, gt=0)
+    """For one reward. A process that takes longer is killed."""
     penalize_truncation: bool = True
     """An action cut at `max_new_tokens` earns nothing (as in UloRL, arXiv 2507.19766): otherwise partial credit can
     teach a policy never to end."""
@@ -118,12 +135,18 @@ class EnvConfig(EnvironmentConfig):
     workers: int = Field(1, ge=0)
     """Environment worker processes that the run starts. With 0 it waits for others to attach:
     `python my_env.py serve --run RUN`."""
+    formulation: Formulation = "trajectory"
+    """What is trained as one sample: an episode as a whole, or each of its turns with all that came before as its
+    prompt. Turns share the advantage of their episode."""
+    reward_workers: int = Field(2, ge=1)
+    """Processes of each environment worker that compute rewards, for each kind of reward."""
     temperature: float = Field(1.0, ge=1e-3)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     """Keep only the likeliest tokens while sampling for training; 1 and 0 keep all. An objective that divides by the
     engine's probabilities refuses either: they are those of the whole vocabulary."""
     episode_timeout_s: float = Field(120.0, gt=0)
+    """For an episode's generation and its environment; waiting for a place to generate costs nothing."""
     max_attempts: int = Field(3, ge=1)
     """An episode whose environment fails is tried this often before its group is given up."""
     seeds: Literal["hashed", "arithmetic"] = "hashed"

@@ -100,12 +100,12 @@ def _resolve(document: dict[str, Any], overrides: Sequence[str], path: Path) -> 
         if secret := os.environ.get(variable):
             section, _, key = name.partition(".")
             tree = _merge({section: {key: secret}}, tree)
-    return _validate(_with_absolute_file(tree, path), changed, path)
+    return _validate(_with_absolute_files(tree, path), changed, path)
 
 
-def _with_absolute_file(tree: dict[str, Any], path: Path) -> dict[str, Any]:
-    """An environment's file is looked for beside the configuration, then in the working directory; every process of the
-    run gets to know where it is."""
+def _with_absolute_files(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    """An environment's file, or a reward's, is looked for beside the configuration, then in the working directory;
+    every process of the run gets to know where it is."""
     sections = {name: section for name in ("env", "validation") if isinstance(section := tree.get(name), dict)}
     return tree | {name: _with_absolute_names(section, path) for name, section in sections.items()}
 
@@ -113,10 +113,11 @@ def _with_absolute_file(tree: dict[str, Any], path: Path) -> dict[str, Any]:
 def _with_absolute_names(section: dict[str, Any], path: Path) -> dict[str, Any]:
     """A section that describes an environment, or a mixture of them."""
     changed = dict(section)
-    file, _, class_name = name.rpartition(":") if isinstance(name := section.get("name"), str) else ("", "", "")
-    if file.endswith(".py"):
-        beside = path.parent / file
-        changed["name"] = f"{(beside if beside.is_file() else Path(file)).absolute()}:{class_name}"
+    for key in ("name", "reward"):
+        file, _, class_name = name.rpartition(":") if isinstance(name := section.get(key), str) else ("", "", "")
+        if file.endswith(".py"):
+            beside = path.parent / file
+            changed[key] = f"{(beside if beside.is_file() else Path(file)).absolute()}:{class_name}"
     if isinstance(mixture := section.get("mixture"), dict):
         changed["mixture"] = {
             tag: _with_absolute_names(entry, path) if isinstance(entry, dict) else entry

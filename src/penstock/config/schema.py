@@ -295,6 +295,11 @@ class Config(Section):
                 "trainer.critic learns from groups of equal rewards too, which scheduler.group_filter zero_variance "
                 "drops: set it to []"
             )
+        if self.env.formulation == "step" and (self.trainer.critic or "samples" in self.trainer.scale_learning_rate):
+            raise ValueError(
+                "env.formulation step shares a group's advantages among turns and makes as many samples as there are "
+                "turns: use it without trainer.critic and without `samples` in trainer.scale_learning_rate"
+            )
         restricted = self.env.top_p < 1 or self.env.top_k > 0
         if restricted and self.trainer.objective.name not in UNCORRECTED:
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.deadline import deadline, holding
 from penstock.envs.episode import Episode
 from penstock.model.chat import ChatTokenizer
-from penstock.types import Endpoint, FinishReason, Segment, VersionSpan, add_spans
+from penstock.types import Endpoint, FinishReason, Segment, StopReason, VersionSpan, add_spans
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
@@ -71,6 +71,8 @@ class Conversation:
         """Why something was refused, because no turn or no token was left."""
         self.cut = False
         """The last answer ended at a limit."""
+        self.stop_reason: StopReason = "terminated"
+        """Why it goes no further, if its agent says nothing more."""
 
     @property
     def name(self) -> str:
@@ -85,12 +87,28 @@ class Conversation:
         """The tokens of a conversation up to where the assistant speaks; recorded ones as far as it repeats them."""
         known = len(self._history)
         asked = _plain(messages)
-        if not known or asked[:known] != self._history:
+        if not known or not _same(asked[:known], self._history):
             return self._chat.prompt(messages, **settings)
         if len(asked) == known:
             raise Diverged("the conversation ends with the assistant's own words: say something to it first")
         ended = self._episode.context[-1] in self._chat.eos_ids
+        self._episode.num_drifts += self._has_drifted(asked[known - 1])
         return self._episode.context + self._chat.continuation(messages[known:], ended=ended, **settings)
+
+    def _has_drifted(self, answer: Message) -> bool:
+        """Whether the tokens of the latest answer, as its agent shows it back, are others than those recorded."""
+        said = [token for segment in self._episode.turns[-1].segments for token in segment.token_ids]
+        shown = self._chat.encode(answer.get("content") or "")
+        return shown != [token for token in said if token not in self._chat.eos_ids]
+
+    def _healed(self, prompt_ids: list[int]) -> list[int] | None:
+        """The recorded tokens, and what the prompt adds to their text; None if it does not begin with that."""
+        known = self._chat.decode(self._episode.context, skip_special=False)
+        text = self._chat.decode(prompt_ids, skip_special=False)
+        if not known or not text.startswith(known) or len(text) == len(known):
+            return None
+        self._episode.num_drifts += 1
+        return self._episode.context + self._chat.encode(text[len(known) :])
 
     async def answer(
         self, prompt_ids: list[int], max_tokens: int, messages: Sequence[Message] | None = None
@@ -102,18 +120,21 @@ class Conversation:
         ):
             episode, known = self._episode, len(self._episode.context)
             episode.bounds = self._bounds
-            if prompt_ids[:known] != episode.context or len(prompt_ids) == known:
+            if prompt_ids[:known] != episode.context:
+                prompt_ids = self._healed(prompt_ids) or []
+            if len(prompt_ids) <= known:
                 raise Diverged(
-                    "the prompt does not begin with what was said so far, token by token: an episode is one "
+                    "the prompt does not begin with what was said so far: an episode is one "
                     "conversation that only grows; branches and rewritten histories cannot be trained as one"
                 )
             limit = min(max_tokens, episode.turn_budget, self._max_context - len(prompt_ids))
             if len(episode.turns) >= self._max_turns:
-                raise self._end(f"the episode has had its {self._max_turns} turns (env.max_turns)")
+                raise self._end("max_turns", f"the episode has had its {self._max_turns} turns (env.max_turns)")
             if limit < 1:
                 raise self._end(
+                    "max_length",
                     f"{len(prompt_ids)} prompt tokens leave no room to answer within model.max_context "
-                    f"{self._max_context} and the episode's budget"
+                    f"{self._max_context} and the episode's budget",
                 )
             episode.bounds = replace(self._bounds, max_new_tokens=limit)
             episode.open_turn(prompt_ids[known:])
@@ -124,6 +145,7 @@ class Conversation:
                 episode.forget_turn()
                 raise
             self.cut = not finished
+            self.stop_reason = "max_length" if self.cut else "terminated"
             said = _joined(episode.turns[-1].segments, "stop" if finished else "length")
             episode.text = self._chat.decode(said.token_ids)
             self._history = []
@@ -131,8 +153,8 @@ class Conversation:
                 self._history = [*_plain(messages), {"role": "assistant", "content": episode.text}]
             return said
 
-    def _end(self, why: str) -> Over:
-        self.over = why
+    def _end(self, reason: StopReason, why: str) -> Over:
+        self.stop_reason, self.over = reason, why
         return Over(why)
 
 
@@ -183,6 +205,17 @@ def _joined(segments: Sequence[Segment], reason: FinishReason) -> Segment:
         spans=spans,
         finish_reason=reason,
     )
+
+
+def _same(asked: Sequence[Message], history: Sequence[Message]) -> bool:
+    """But for spaces around answers, which some clients cut off."""
+    return len(asked) == len(history) and all(map(_matches, asked, history))
+
+
+def _matches(asked: Message, known: Message) -> bool:
+    if known.get("role") != "assistant" or not isinstance(asked.get("content"), str):
+        return asked == known
+    return {**asked, "content": asked["content"].strip()} == {**known, "content": known["content"].strip()}
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:

@@ -1,41 +1,214 @@
-"""Calls into environments, which are not ours: sync, async or blocking, and whatever they return is checked."""
+"""Calls into environments, which are not ours: on the event loop, in threads or in other processes.
+
+Whatever they raise or return that no environment may is an `EpisodeFailure` that names environment, method and task.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import numbers
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.config import ConfigError
+from penstock.deadline import deadline, patient
+from penstock.envs.isolated import IsolatedEnvironment
+from penstock.envs.threads import in_thread
+from penstock.types import Endpoint
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CLOSE_S = 5.0
+"""For an environment to put its things away."""
+PLACE_S = 600.0
+"""After so long a wait for a place among those of one class is reported; those who hold one have deadlines."""
+
+
+SHOWN_CHARACTERS = 120
+"""Of what a method returned instead of what it should."""
 
 
 class EpisodeFailure(RuntimeError):
     """An episode cannot go on; becomes the `error` of its trajectory."""
 
 
-def call(env: object, method: str, *args: Any) -> Any:
-    """What the method returns, or an awaitable of it. Environments that declare `blocking = True` get a thread."""
-    bound = getattr(env, method)
-    return asyncio.to_thread(bound, *args) if getattr(env, "blocking", False) else bound(*args)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of an action."""
+
+    observation: str
+    reward: float | None
+    """None: the environment leaves it to `env.reward`."""
+    terminated: bool
+    """The world came to an end."""
+    truncated: bool
+    """The environment would not go on, though its world could."""
 
 
-async def call_async(env: object, method: str, *args: Any) -> Any:
-    """What the method returns in the end."""
-    result = call(env, method, *args)
-    return await result if inspect.isawaitable(result) else result
+class Places:
+    """How many calls into environments of one class may run at once: what the class says in `max_concurrent`."""
+
+    def __init__(self) -> None:
+        self._free: dict[type, asyncio.Semaphore] = {}
+
+    @asynccontextmanager
+    async def one(self, kind: type, *, waiter: str) -> AsyncIterator[None]:
+        """For the length of the body."""
+        limit: int | None = getattr(kind, "max_concurrent", None)
+        if limit is None:
+            yield
+            return
+        free = self._free.setdefault(kind, asyncio.Semaphore(limit))
+        with patient(
+            PLACE_S, waiter=waiter, resource=f"a place in {kind.__name__}", holder=f"{limit} others (max_concurrent)"
+        ):
+            await free.acquire()
+        try:
+            yield
+        finally:
+            free.release()
 
 
-def check_observation(observation: object) -> str:
+class World:
+    """The environment of one episode.
+
+    One that says `blocking = True` gets a thread per call, one that says `isolated = True` a process of its own; others
+    run on the event loop, where they must not hold others up. With `max_concurrent` a class says how many calls, or
+    processes, there may be at once.
+    """
+
+    def __init__(self, make: Callable[[], Any], *, name: str, task_id: str, places: Places) -> None:
+        self._task_id, self._places = task_id, places
+        self._name = name
+        self._closed = False
+        self._env: Any = None
+        with self._blamed("__init__"):
+            self._env = make()
+        self._name = getattr(self._env, "class_name", type(self._env).__name__)
+
+    @property
+    def is_agent(self) -> bool:
+        """It brings its own loop."""
+        return hasattr(self._env, "play")
+
+    @property
+    def is_isolated(self) -> bool:
+        return isinstance(self._env, IsolatedEnvironment)
+
+    def holder(self, method: str) -> str:
+        """Who holds what is waited for, while that method runs."""
+        return f"{self._name}.{method}"
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Every call is made inside one; waiting for it costs an episode none of its time."""
+        async with self._places.one(type(self._env), waiter=self._task_id):
+            yield
+
+    async def enter(self) -> None:
+        """Wait for its process, if it has one."""
+        if isinstance(self._env, IsolatedEnvironment):
+            await self._env.enter()
+
+    async def reset(self, seed: int) -> str:
+        """The first observation."""
+        with self._blamed("reset"):
+            return _first_observation(await self._call("reset", seed))
+
+    async def step(self, action: str) -> Outcome:
+        with self._blamed("step"):
+            return _outcome(await self._call("step", action))
+
+    async def play(self, llm: Endpoint, seed: int) -> float:
+        """Of an agent: the reward."""
+        with self._blamed("play"):
+            return checked_reward(await self._call("play", llm, seed))
+
+    async def close(self) -> None:
+        """Once; an environment without `close` has nothing to put away. What goes wrong is told, and harms nobody."""
+        if self._closed or not hasattr(self._env, "close"):
+            return
+        self._closed = True
+        try:
+            async with deadline(CLOSE_S, waiter=self._task_id, resource="its end", holder=self.holder("close")):
+                with self._blamed("close"):
+                    await self._call("close")
+        except (EpisodeFailure, TimeoutError) as error:
+            logger.warning("%s", error)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        function = getattr(self._env, method)
+        if getattr(self._env, "blocking", False) and not inspect.iscoroutinefunction(function):
+            return await in_thread(function, *args, name=self.holder(method))
+        result = function(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    @contextmanager
+    def _blamed(self, method: str) -> Iterator[None]:
+        """The boundary to code that is not ours: it may raise anything at all."""
+        where = f"{self.holder(method)} of {self._task_id}"
+        try:
+            yield
+        except (ConfigError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except EpisodeFailure as error:
+            raise EpisodeFailure(f"{where}: {error}") from None
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            raise EpisodeFailure(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancels this very task, instead of something in it having said so."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _first_observation(result: object) -> str:
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise EpisodeFailure(f"returned {_shown(result)}, not (observation, info)")
+    return _checked_observation(result[0])
+
+
+def _outcome(result: object) -> Outcome:
+    if not isinstance(result, tuple | list) or len(result) != 5:
+        raise EpisodeFailure(f"returned {_shown(result)}, not (observation, reward, terminated, truncated, info)")
+    observation, reward, terminated, truncated, _ = result
+    return Outcome(
+        observation=_checked_observation(observation),
+        reward=None if reward is None else checked_reward(reward),
+        terminated=_checked_flag("terminated", terminated),
+        truncated=_checked_flag("truncated", truncated),
+    )
+
+
+def _shown(result: object) -> str:
+    return repr(result)[:SHOWN_CHARACTERS]
+
+
+def _checked_observation(observation: object) -> str:
     if not isinstance(observation, str):
-        raise EpisodeFailure(f"the environment's observation is a {type(observation).__name__}, not a string")
+        raise EpisodeFailure(f"the observation is a {type(observation).__name__}, not a string")
     return observation
 
 
-def check_step(observation: object, reward: object) -> None:
-    check_observation(observation)
-    check_reward(reward)
+def _checked_flag(name: str, flag: object) -> bool:
+    """Any boolean, numpy's too."""
+    if type(flag).__name__ not in ("bool", "bool_"):
+        raise EpisodeFailure(f"{name} is {flag!r}, not a boolean")
+    return bool(flag)
 
 
-def check_reward(reward: object) -> None:
+def checked_reward(reward: object) -> float:
+    """Any finite real number. Raises `EpisodeFailure`."""
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise EpisodeFailure(f"the environment's reward is {reward!r}, not a finite number")
+        raise EpisodeFailure(f"the reward is {reward!r}, not a finite number")
+    return float(reward)

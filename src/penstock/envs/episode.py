@@ -7,35 +7,59 @@ that goes on with the episode starts the count anew.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
+from penstock.envs.calls import World
+from penstock.envs.drift import unsaid
+from penstock.envs.rewards.scorer import Scorer
 from penstock.scheduler.segments import SegmentDecision, SegmentPolicy
-from penstock.types import EpisodeLease, Sampling, Segment, SegmentGrant, Trajectory, TrajectoryStatus, Turn
+from penstock.types import (
+    EpisodeLease,
+    Sampling,
+    Segment,
+    SegmentGrant,
+    StopReason,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """The books of one. `on_end` is called exactly once, unless the episode is cancelled."""
+    """The books of one. `on_end` is called exactly once, whatever happens."""
 
     lease: EpisodeLease
     grant: SegmentGrant
     task_id: str
     settings: EnvironmentConfig
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    """Of the task."""
+    scorer: Scorer | None = None
+    """Gives the reward; None: the environment does."""
     sampling: Sampling
     bounds: SegmentPolicy
     on_end: Callable[[Episode], None]
     started_at: float = field(default_factory=time.time)
     remaining_s: float = 0.0
     """What is left of the lease's time. Waiting for a grant costs none: that is the scheduler's time."""
-    env: Any = None
-    """The environment, once it is made."""
-    observation: str = ""
+    turn_timeout_s: float = math.inf
+    """For what happens until the first answer is asked for, and for every turn since."""
+    turn_remaining_s: float = math.inf
+    """What is left of that in the open turn."""
+    world: World | None = None
+    """Its environment, once it is made."""
+    said: list[str] = field(default_factory=list)
+    """Observations and answers so far, in turns, as the environment shows and hears them."""
+    num_drifts: int = 0
+    """How often text of answers came back that had to be replaced by their recorded tokens."""
     context: list[int] = field(default_factory=list)
     """Every token so far: observations and actions."""
     turns: list[Turn] = field(default_factory=list)
@@ -45,12 +69,19 @@ class Episode:
     reward: float = 0.0
     text: str = ""
     status: TrajectoryStatus = "completed"
+    stop_reason: StopReason | None = None
     error: str | None = None
     ended: bool = False
     """Nothing more will happen: played to its end, or failed."""
 
     def __post_init__(self) -> None:
         self.remaining_s = self.lease.deadline_s
+        self.turn_remaining_s = self.turn_timeout_s
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.lease.episode} of {self.task_id}"
 
     @property
     def turn_segments(self) -> int:
@@ -75,6 +106,21 @@ class Episode:
         self.turns.append(Turn(observation_ids=observation_ids, segments=[]))
         self.context += observation_ids
         self.turn_tokens = 0
+        self.turn_remaining_s = self.turn_timeout_s
+
+    def news(self, observation: str) -> str:
+        """What of an observation the policy has not seen: some environments show all that was said, once more."""
+        new = unsaid(observation, self.said)
+        if new is None:
+            return observation
+        self.num_drifts += 1
+        return new
+
+    def stop(self, reason: StopReason) -> None:
+        """It goes no further."""
+        self.stop_reason = reason
+        if reason != "terminated":
+            self.status = "truncated"
 
     def forget_turn(self) -> None:
         """As if the open turn had never been."""
@@ -115,6 +161,12 @@ class Episode:
             self.status, self.error = "failed", f"{type(error).__name__}: {error}"
             self.end()
 
+    def abort(self) -> None:
+        """Nobody plays it any more."""
+        if not self.ended:
+            self.status, self.error = "aborted", "it was given up"
+            self.end()
+
     def end(self) -> None:
         if not self.ended:
             self.ended = True
@@ -137,6 +189,7 @@ class Episode:
             turns=self.turns,
             reward=self.reward,
             status=self.status,
+            stop_reason=self.stop_reason,
             error=self.error,
             started_at=self.started_at,
             finished_at=time.time(),
@@ -155,14 +208,15 @@ def contained_together(episodes: Sequence[Episode]) -> Iterator[None]:
 
 @asynccontextmanager
 async def spending(episodes: Sequence[Episode], *, resource: str, holder: str) -> AsyncIterator[None]:
-    """Charge the body's time to the leases of `episodes`; `Stalled` when one of them has none left."""
+    """Charge the body's time to leases and turns of `episodes`; `Stalled` when one of them has none left."""
     now = asyncio.get_running_loop().time
     started = now()
-    waiter = f"{episodes[0].lease.episode} of {episodes[0].task_id}"
-    remaining_s = min(episode.remaining_s for episode in episodes)
+    remaining_s = min(min(episode.remaining_s, episode.turn_remaining_s) for episode in episodes)
     try:
-        async with deadline(remaining_s, waiter=waiter, resource=resource, holder=holder):
+        async with deadline(remaining_s, waiter=episodes[0].name, resource=resource, holder=holder):
             yield
     finally:
+        spent_s = now() - started
         for episode in episodes:
-            episode.remaining_s -= now() - started
+            episode.remaining_s -= spent_s
+            episode.turn_remaining_s -= spent_s

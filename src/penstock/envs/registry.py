@@ -18,6 +18,9 @@ from penstock.envs.discovery import Unreadable, defines, read_file
 from penstock.ports import Environment
 from penstock.types import Purpose, Task
 
+FILE_MODULE = "penstock_environment_"
+"""What modules made from files are called, before their file's own name."""
+
 _BUILT_IN = {
     "single_turn": ("penstock.envs.single_turn:SingleTurn", "one question, one answer, scored by the task's own rule"),
     "guess_number": ("penstock.envs.guess_number:GuessNumber", "find a number from higher/lower hints, several turns"),
@@ -64,7 +67,7 @@ def _check_file(name: str, file: str, class_name: str) -> None:
 
 
 def _check_module(name: str, module_name: str, class_name: str) -> None:
-    _import_from(Path.cwd())
+    import_from(Path.cwd())
     try:
         found = importlib.util.find_spec(module_name)
     except (ImportError, ValueError) as error:
@@ -73,7 +76,8 @@ def _check_module(name: str, module_name: str, class_name: str) -> None:
         raise ConfigError(f"env.name {name!r}: there is no module {module_name} here or among the installed packages")
 
 
-def _import_from(directory: Path) -> None:
+def import_from(directory: Path) -> None:
+    """It counts as a place to import from."""
     if str(directory) not in sys.path:
         sys.path.insert(0, str(directory))
 
@@ -87,7 +91,7 @@ def resolve(name: str) -> type[Environment]:
     """The class behind a name or an import path. Raises `ConfigError`, whatever goes wrong in the user's module."""
     where, class_name = locate(name)
     try:
-        module = _load_file(Path(where).absolute()) if is_file(where) else importlib.import_module(where)
+        module = load_file(Path(where).absolute()) if is_file(where) else importlib.import_module(where)
         found: Any = getattr(module, class_name)
     except Exception as error:
         raise ConfigError(f"env.name {name!r} cannot be imported: {type(error).__name__}: {error}") from error
@@ -97,6 +101,8 @@ def resolve(name: str) -> type[Environment]:
             f"env.name {name!r} is not a class with reset(seed) and step(action), nor one with play(llm, seed)"
         )
     _check_play(name, found)
+    if getattr(found, "isolated", False) and hasattr(found, "play"):
+        raise ConfigError(f"env.name {name!r}: an agent cannot be `isolated`: declare `blocking = True`")
     return found
 
 
@@ -112,10 +118,10 @@ def _check_play(name: str, found: Any) -> None:
 
 
 @functools.cache
-def _load_file(file: Path) -> ModuleType:
+def load_file(file: Path) -> ModuleType:
     """As a module of its own; what lies beside it can be imported, as if it were run as a script."""
-    _import_from(file.parent)
-    spec = importlib.util.spec_from_file_location(f"penstock_environment_{file.stem}", file)
+    import_from(file.parent)
+    spec = importlib.util.spec_from_file_location(FILE_MODULE + file.stem, file)
     assert spec is not None and spec.loader is not None, "it ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -123,16 +129,21 @@ def _load_file(file: Path) -> ModuleType:
     return module
 
 
-def maker_by_tag(config: Config, kinds: Mapping[str, type[Environment]] | None = None) -> Callable[[Task], Environment]:
-    """Makes the environment that a task's tag asks for; `kinds` are the classes that are known already, by name."""
+def maker_by_tag(
+    config: Config,
+    kinds: Mapping[str, type[Environment]] | None = None,
+    maker: Callable[[EnvironmentConfig, type[Environment]], Callable[[Task], Environment]] | None = None,
+) -> Callable[[Task], Environment]:
+    """Makes the environment that a task's tag asks for; `kinds` are the classes that are known already, by name.
+    `maker`: `environment_maker`, or another way."""
     environments, known = config.environments, kinds or {}
 
     @functools.cache
-    def maker(tag: str, purpose: Purpose) -> Callable[[Task], Environment]:
+    def made(tag: str, purpose: Purpose) -> Callable[[Task], Environment]:
         settings = environments.find(tag, purpose)
-        return environment_maker(settings, known.get(settings.name))
+        return (maker or environment_maker)(settings, known.get(settings.name) or resolve(settings.name))
 
-    return lambda task: maker(task.tag, task.purpose)(task)
+    return lambda task: made(task.tag, task.purpose)(task)
 
 
 def environment_maker(

@@ -107,8 +107,9 @@ def run(
 
 
 def python(*arguments: str) -> list[str]:
-    """A command line for this interpreter, with the standard library alone, which also starts fastest."""
-    return [sys.executable, "-I", "-S", *arguments]
+    """A command line for this interpreter, isolated from the user's environment and packages; with `-S` among the
+    arguments from all installed ones too, and started in half the time."""
+    return [sys.executable, "-I", *arguments]
 
 
 def scratch() -> TemporaryDirectory[str]:

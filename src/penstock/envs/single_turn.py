@@ -6,14 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import reasoning_gym
-
 from penstock.config import ConfigError
 from penstock.types import Task
 
 
 class SingleTurn:
-    """Shows the task's question and scores the answer with the rule of the dataset it came from."""
+    """Shows the task's question, and scores the answer with the rule of the reasoning-gym dataset that it came from. Of
+    other tasks the reward is left to `env.reward`."""
 
     def __init__(self, task: Task, *, prompt: str = "{question}", full_marks_only: bool = False) -> None:
         """`prompt` is a format string over the task's payload, e.g. `"{metadata[word]}"`. With `full_marks_only` an
@@ -22,7 +21,8 @@ class SingleTurn:
         self._entry = task.payload
         self._prompt = prompt
         self._full_marks_only = full_marks_only
-        self._score = _scorer(self._entry["metadata"]["source_dataset"])
+        dataset = self._entry.get("metadata", {}).get("source_dataset")
+        self._score = _scorer(dataset) if dataset is not None else None
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         try:
@@ -33,10 +33,12 @@ class SingleTurn:
                 f"{', '.join(self._entry)}: {type(error).__name__} {error}"
             ) from None
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[str, float | None, bool, bool, dict[str, Any]]:
+        info = {"expected": self._entry.get("answer")}
+        if self._score is None:
+            return "", None, True, False, info
         score = float(self._score(action, self._entry))
-        reward = float(score == 1.0) if self._full_marks_only else score
-        return "", reward, True, False, {"expected": self._entry["answer"]}
+        return "", float(score == 1.0) if self._full_marks_only else score, True, False, info
 
     def demonstrate(self) -> str:
         """The right answer."""
@@ -45,5 +47,11 @@ class SingleTurn:
 
 @functools.cache
 def _scorer(dataset: str) -> Callable[[str, dict[str, Any]], float]:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise ConfigError(
+            f"the rule of {dataset} needs the package reasoning-gym: pip install 'penstock[tasks]'"
+        ) from None
     score: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(dataset)
     return score

@@ -143,6 +143,7 @@ class Recorder:
             **self._evaluated,
             "tokens_generated_total": self._before.get("tokens_generated_total", 0.0)
             + sum(process.counters["tokens"] for process in self._of("rollout")),
+            **{f"{name}_total": self._total(name, of="env") for name in ("drifts", "scored", "score_timeouts")},
             "tokens_trained_total": self._tokens_trained,
             "tokens_masked_total": self._tokens_masked,
             "tokens_masked_share": self._tokens_masked / max(self._tokens_trained + self._tokens_masked, 1.0),
@@ -209,6 +210,11 @@ class Recorder:
 
     def _of(self, role: str) -> list[_Process]:
         return [process for process in self._processes.values() if process.role == role]
+
+    def _total(self, name: str, *, of: str) -> float:
+        """What processes of that role count, earlier lives of the run included."""
+        before: float = self._before.get(f"{name}_total", 0.0)
+        return before + sum(process.counters[name] for process in self._of(of))
 
     def _busy_s(self, role: str) -> float:
         return sum(process.busy_s for process in self._of(role))

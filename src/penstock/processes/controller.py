@@ -16,6 +16,7 @@ from penstock.control.messages import (
     AnyMessage,
     DataGenerated,
     EpisodesEnded,
+    EpisodesGenerated,
     Goodbye,
     GrantRequest,
     Heartbeat,
@@ -105,6 +106,8 @@ class Controller:
                 self.system.scheduler.request_grant(
                     grant.episode, unfinished=grant.unfinished, num_tokens=grant.num_tokens, saved=grant.saved
                 )
+            case EpisodesGenerated(episodes=members, num_tokens=num_tokens) if self.system:
+                self.system.scheduler.generated(members, num_tokens)
             case EpisodesEnded(group=group, episodes=episodes, saved=saved) if self.system:
                 self.system.scheduler.ended(group, episodes, saved)
                 self.system.settle()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.control.messages import (
     Cancel,
     DataGenerated,
     EpisodesEnded,
+    EpisodesGenerated,
     Goodbye,
     Grant,
     GrantRequest,
@@ -27,17 +28,19 @@ from penstock.control.messages import (
 )
 from penstock.deadline import Stalled, deadline
 from penstock.envs.agents import Gateway
-from penstock.envs.manager import EnvManager
-from penstock.envs.registry import is_agent, maker_by_tag, resolve
+from penstock.envs.isolated import making
+from penstock.envs.manager import EnvManager, Job
+from penstock.envs.registry import is_agent, resolve
+from penstock.envs.rewards.scorer import scoring
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, Work
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
 from penstock.processes.playing import PlayedGroup
-from penstock.processes.saved import Recalled, SavedEpisodes
+from penstock.processes.saved import SavedEpisodes
 from penstock.rollout.servers import Servers
 from penstock.supervisor.child import Child
-from penstock.types import EpisodeId, GroupAttempt, SegmentGrant, Trajectory
+from penstock.types import EpisodeId, GroupAttempt, PayloadRef, SegmentGrant, Trajectory
 
 GRANT_TIMEOUT_S = 3600.0
 """For the next grant of an open episode: where phases alternate, a phase of training may lie in between."""
@@ -59,7 +62,10 @@ class Worker:
         self._cancelled: OrderedDict[int, int] = OrderedDict()
         """Highest cancelled attempt of the groups cancelled last."""
         self._open: set[asyncio.Task[None]] = set()
-        """Groups being played or reported."""
+        """Reports on their way."""
+        self._jobs: asyncio.Queue[Job | None] = asyncio.Queue()
+        self._generated: dict[GroupAttempt, dict[EpisodeId, int]] = {}
+        """Members that said their last word since the last report, and the tokens of each."""
         self._tasks = tasks
         self._closed = False
         self.manager: EnvManager | None = None
@@ -113,6 +119,23 @@ class Worker:
         finally:
             del self._grants[episode]
 
+    def generated(self, episode: EpisodeId, *, num_tokens: int) -> None:
+        """`Grants` of the EnvManager. Members that come here in one turn of the event loop are reported together."""
+        attempt = GroupAttempt(episode.group, episode.attempt)
+        if attempt not in self._generated:
+            self._generated[attempt] = {}
+            self._spawn(self._report_generated(attempt), name=f"generated-{episode.group}")
+        self._generated[attempt][episode] = num_tokens
+
+    async def _report_generated(self, attempt: GroupAttempt) -> None:
+        members = self._generated.pop(attempt)
+        await self.ask(EpisodesGenerated(worker=self._name, episodes=list(members), num_tokens=list(members.values())))
+
+    async def jobs(self) -> AsyncIterator[Job]:
+        """What the scheduler hands out, until this worker closes."""
+        while (job := await self._jobs.get()) is not None:
+            yield job
+
     def _start(self, work: Work) -> None:
         """Play members of a group, perhaps of one whose probe was played here before."""
         number, attempt = work.group, work.attempt
@@ -138,14 +161,25 @@ class Worker:
         if group.whole or group.failed:
             self._spawn(self._report(group), name=f"report-{number}")
         else:
-            group.tasks.add(self._spawn(self._play(group, saved), name=f"group-{number}"))
+            self._jobs.put_nowait(
+                Job(
+                    work=saved.work,
+                    begun=saved.begun,
+                    started=partial(self._started, group),
+                    ended=partial(self._ended, group),
+                )
+            )
 
-    async def _play(self, group: PlayedGroup, saved: Recalled) -> None:
-        assert self.manager is not None
-        await self.manager.play(saved.work, lambda *played: self._ended(group, *played), begun=saved.begun)
+    def _started(self, group: PlayedGroup, task: asyncio.Task[None]) -> None:
+        """`task` plays members of the group, unless nobody waits for them any more."""
+        group.tasks.add(task)
+        if self._groups.get(group.number) is not group:
+            group.stop()
 
     def _ended(self, group: PlayedGroup, trajectory: Trajectory, text: str) -> None:
         """A member ended. All that do so in one turn of the event loop are reported together."""
+        if self._groups.get(group.number) is not group:
+            return  # cancelled or closed meanwhile
         group.keep(trajectory, text)
         group.unreported.append(trajectory.episode.episode)
         self.num_played += 1
@@ -171,7 +205,9 @@ class Worker:
 
     async def _report_whole(self, group: PlayedGroup) -> None:
         members = group.members
-        ref = None if group.failed or group.keep_text else self._saved.append(group.samples(members))
+        ref: PayloadRef | None = None
+        if not group.failed and not group.keep_text:
+            ref = self._saved.append(group.formulated(self._config.env.formulation))
         await self.ask(DataGenerated(worker=self._name, group=group.number, ref=ref, episodes=group.summaries(members)))
 
     def _spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
@@ -188,21 +224,28 @@ class Worker:
 
     def abandoned(self) -> None:
         """The controller died, and what it had asked for is forgotten: another one will ask again."""
-        for task in self._open:
-            task.cancel()
-        self._groups.clear()
+        self._give_up()
         self._cancelled.clear()
 
     def telemetry(self) -> Telemetry:
-        return Telemetry(progress=self.num_played, counters={"episodes": self.num_played})
+        counts = self.manager.counts() if self.manager is not None else {}
+        return Telemetry(progress=self.num_played, counters={"episodes": self.num_played, **counts})
 
     def close(self) -> None:
         """Give up what is being played or reported; what is still asked for is not played."""
         self._closed = True
-        self._groups.clear()
+        self._give_up()
+        self._jobs.put_nowait(None)
+        self._saved.close()
+
+    def _give_up(self) -> None:
+        """Nobody waits for what is being played or reported."""
+        groups, self._groups = list(self._groups.values()), {}
+        self._generated.clear()
+        for group in groups:
+            group.stop()
         for task in self._open:
             task.cancel()
-        self._saved.close()
 
     async def ask(self, message: AnyMessage) -> None:
         """Tell the controller, and wait until it has acted."""
@@ -227,11 +270,13 @@ async def play(
 ) -> None:
     """Play what the controller gives out, in environments of `kinds` (by name), until told to stop. `joined` is called
     once it knows of this worker."""
-    # Blocking environments and agents hold a thread per call or per episode; threads are made as they are needed.
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(config.max_open, thread_name_prefix="blocking"))
-    make = maker_by_tag(config, kinds)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
-    async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, kinds.values(), chat) as gateway:
+    async with (
+        making(config, kinds) as make,
+        scoring(config) as scorers,
+        gateway_for_agents(config, kinds.values(), chat) as gateway,
+        asyncio.TaskGroup() as tasks,
+    ):
         servers = Servers(
             [],
             engine=config.rollout.engine,
@@ -239,7 +284,10 @@ async def play(
             timeout_s=config.rollout.request_timeout_s,
         )
         worker = Worker(config, child.name, child.run_dir / "pool", tasks, servers)
-        worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat, gateway=gateway)
+        manager = worker.manager = EnvManager(
+            config, make=make, policy=servers, grants=worker, chat=chat, gateway=gateway, scorers=scorers
+        )
+        tasks.create_task(manager.run_rollout_loop(worker.jobs()))
         async with membership(
             child,
             config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from penstock.types import EpisodeSummary, Sample, Trajectory
+from penstock.types import EpisodeSummary, Formulation, Sample, Trajectory
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,7 +43,13 @@ class PlayedGroup:
         """A member ended."""
         self._ended[trajectory.episode.episode] = trajectory, text
 
+    def formulated(self, formulation: Formulation) -> list[Sample]:
+        """All members, as they are trained."""
+        ended = [self._ended[member][0] for member in self.members]
+        return [sample for trajectory in ended for sample in trajectory.formulate(formulation)]
+
     def samples(self, members: list[int]) -> list[Sample]:
+        """One each, whole."""
         return [self._ended[member][0].flatten() for member in members]
 
     def summaries(self, members: list[int]) -> list[EpisodeSummary]:

@@ -22,11 +22,11 @@ NEXT: Mapping[S, frozenset[S]] = {
     S.PENDING: frozenset({S.LEASED}) | _LEAVES,
     S.LEASED: frozenset({S.PENDING, S.UNFINISHED, S.REWARDING, S.READY, S.DISCARDED_SURPLUS}) | _LEAVES,
     S.UNFINISHED: frozenset({S.LEASED, S.PENDING, S.READY}) | _LEAVES,
-    S.REWARDING: frozenset({S.READY}) | _LEAVES,
+    S.REWARDING: frozenset({S.PENDING, S.READY}) | _LEAVES,
     S.READY: frozenset({S.TRAINING, S.PENDING, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS}) | _LEAVES,
     S.TRAINING: frozenset({S.TRAINED, S.READY}) | _LEAVES,
 }
-"""Legal transitions. LEASED, UNFINISHED or READY -> PENDING reissues a lost, failed or restarted attempt;
+"""Legal transitions. LEASED, UNFINISHED, REWARDING or READY -> PENDING reissues a lost, failed or restarted attempt;
 UNFINISHED -> READY: an agent did not wait for the rest of an answer; TRAINING -> READY rewinds a lost trainer."""
 
 

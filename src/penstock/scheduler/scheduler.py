@@ -224,6 +224,24 @@ class Scheduler:
         self._dispatcher.push_grant(episode)
         self._progress.changed(self._runnable)
 
+    def generated(self, episodes: Sequence[EpisodeId], num_tokens: Sequence[int]) -> None:
+        """Members of one attempt have said their last word: while their rewards are computed, others generate."""
+        group = self._dispatcher.playing(episodes[0].group, episodes[0].attempt) if episodes else None
+        if group is None:
+            return
+        leased = group.ledger.members(group.number, EpisodeState.LEASED)
+        members = [episode.episode for episode in episodes if episode.episode in leased]
+        self._dispatcher.places.stop(group, members)
+        group.ledger.move(group.number, members, EpisodeState.REWARDING)
+        if members:
+            self._push_rest(group, num_tokens[0])
+        self._progress.changed(self._runnable)
+
+    def _push_rest(self, group: LiveGroup, probe_tokens: int) -> None:
+        """The first member of a group has shown how long its answers are; whoever was held back may run."""
+        if group.ledger.members(group.number, EpisodeState.PENDING):
+            self._dispatcher.push_rest(group, probe_tokens)
+
     def ended(self, number: int, summaries: Sequence[EpisodeSummary], saved: Sequence[PayloadRef | None]) -> None:
         """Members that ended before their group was whole, a probe among them; their tokens stay with the worker."""
         group = self._dispatcher.playing(number, summaries[0].episode.attempt) if summaries else None
@@ -236,9 +254,10 @@ class Scheduler:
         if error := _first_error(summaries):
             self._fail(group, error)
         else:
+            rewarded = group.ledger.members(number, EpisodeState.REWARDING)
             self._finish_members(group, members)
-            if group.ledger.members(number, EpisodeState.PENDING):
-                self._dispatcher.push_rest(group, summaries[0].response_tokens)
+            if not rewarded:  # else whoever was held back runs since its probe was generated
+                self._push_rest(group, summaries[0].response_tokens)
         self._progress.changed(self._runnable)
 
     def finish(self, number: int, ref: PayloadRef | None, summaries: Sequence[EpisodeSummary]) -> EpisodeState | None:

@@ -29,6 +29,9 @@ Play = Callable[[Work], tuple[float, list[float]]]
 
 Collect = Callable[[int, PayloadRef | None, Sequence[EpisodeSummary]], None]
 
+Generated = Callable[[Sequence[EpisodeId], Sequence[int]], None]
+"""(episodes, tokens of each)"""
+
 
 T = TypeVar("T")
 
@@ -48,8 +51,16 @@ class NumberedTasks:
 class ModelledWorkers:
     """`Workers` that finish a group after the time `play` says, with the version served when it started."""
 
-    def __init__(self, play: Play, collect: Collect, served_version: Callable[[], int]) -> None:
-        self._play, self._collect, self._served_version = play, collect, served_version
+    def __init__(
+        self,
+        play: Play,
+        collect: Collect,
+        served_version: Callable[[], int],
+        *,
+        generated: Generated = lambda episodes, num_tokens: None,
+    ) -> None:
+        """`generated` hears of a group after half its time: the other half is spent on its rewards."""
+        self._play, self._collect, self._served_version, self._generated = play, collect, served_version, generated
         self.playing: dict[int, asyncio.Task[None]] = {}
         self.num_started = 0
         self.versions: dict[int, int] = {}
@@ -71,7 +82,9 @@ class ModelledWorkers:
     async def _run(self, group: int, work: Work) -> None:
         version = self.versions[group] = self._served_version()
         seconds, rewards = self._play(work)
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(seconds / 2)
+        self._generated(work.episodes, [8] * len(work.episodes))
+        await asyncio.sleep(seconds / 2)
         self.playing.pop(group, None)
         summaries = [
             played(episode, reward=reward, policy_version=version, seconds=seconds)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.groups.batch import Batch
 from penstock.trainer.advantages import group_advantages
@@ -22,16 +23,15 @@ def prepare(
     """The batch for `Learner.accumulate`, and how many samples were left out by reason.
 
     A sample that is left out takes no part in its group's mean either. Longer ones than `max_context` tokens are.
+    Samples of one episode (its turns) share its advantage.
     """
     reasons = [_unusable(sample, max_context) for sample in samples]
     kept = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]
-    groups = [sample.group for sample in kept]
-    advantages = group_advantages([sample.reward for sample in kept], groups, normalize=normalize)
     batch = Batch(
         columns={
-            "advantages": advantages,
+            "advantages": _advantages(kept, normalize=normalize),
             "rewards": np.asarray([sample.reward for sample in kept], dtype=np.float32),
-            "groups": np.asarray(groups, dtype=np.int64),
+            "groups": np.asarray([sample.group for sample in kept], dtype=np.int64),
         },
         values={
             "token_ids": [sample.token_ids for sample in kept],
@@ -41,6 +41,15 @@ def prepare(
         },
     )
     return batch, dict(Counter(reason for reason in reasons if reason is not None))
+
+
+def _advantages(samples: Sequence[Sample], *, normalize: bool) -> npt.NDArray[np.float32]:  # [n]
+    """Episodes are compared, however many samples each of them has become."""
+    episodes: dict[tuple[int, int], int] = {}
+    places = [episodes.setdefault((sample.group, sample.episode), len(episodes)) for sample in samples]
+    rewards = np.zeros(len(episodes))
+    rewards[places] = [sample.reward for sample in samples]
+    return group_advantages(rewards, [group for group, _ in episodes], normalize=normalize)[places]
 
 
 def _unusable(sample: Sample, max_context: int | None) -> str | None:

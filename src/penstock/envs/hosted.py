@@ -1,0 +1,130 @@
+"""The far side of `hosts.py`: holds one object, calls its methods when told to, answers on its standard output.
+
+    frame = u32 length, big-endian | msgpack of a request or an answer
+
+Whatever the object prints goes to standard error. The end of the requests is the end of this process, whatever it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import queue
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+from penstock.config import ConfigError
+
+LENGTH = struct.Struct(">I")
+
+
+class Make(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Let go of what is held, and hold `maker(*args)` from now on."""
+
+    maker: str
+    """`package.module:function`."""
+    args: list[Any]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Call a method of what is held."""
+
+    method: str
+    args: list[Any]
+
+
+class Returned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What it returned; nothing for `Make`."""
+
+    value: Any = None
+
+
+class Raised(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What it raised."""
+
+    kind: str
+    message: str
+    is_config: bool
+    """A ConfigError."""
+
+
+Request = Make | Call
+Answer = Returned | Raised
+
+
+def frame(message: Request | Answer) -> bytes:
+    """As it goes through the pipe. Numbers of numpy become plain ones."""
+    body = msgspec.msgpack.encode(message, enc_hook=_plain)
+    return LENGTH.pack(len(body)) + body
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot leave its process")
+
+
+class Hosted:
+    """The object, and how to call it."""
+
+    def __init__(self) -> None:
+        self._held: Any = None
+        self._loop = asyncio.Runner()
+
+    def answer(self, request: Request) -> bytes:
+        """It is our guest who runs here: whatever it raises is its answer."""
+        try:
+            return frame(Returned(value=self._act(request)))
+        except BaseException as error:
+            is_config = isinstance(error, ConfigError)
+            return frame(Raised(kind=type(error).__name__, message=str(error), is_config=is_config))
+
+    def _act(self, request: Request) -> Any:
+        if isinstance(request, Call):
+            result = getattr(self._held, request.method)(*request.args)
+            return self._loop.run(_awaited(result)) if inspect.isawaitable(result) else result
+        self._held = None
+        self._held = _find(request.maker)(*request.args)
+        return None
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _find(maker: str) -> Callable[..., Any]:
+    import importlib
+
+    module, _, name = maker.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def read_requests(source: BinaryIO, requests: queue.Queue[Request]) -> None:
+    """Until there are no more. Then nobody waits for an answer either."""
+    decoder = msgspec.msgpack.Decoder(Request)
+    while prefix := source.read(LENGTH.size):
+        requests.put(decoder.decode(source.read(*LENGTH.unpack(prefix))))
+    os._exit(0)
+
+
+def main() -> None:
+    source, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    requests: queue.Queue[Request] = queue.Queue()
+    threading.Thread(target=read_requests, args=(source, requests), daemon=True).start()
+    hosted = Hosted()
+    while True:
+        answers.write(hosted.answer(requests.get()))
+
+
+if __name__ == "__main__":
+    main()

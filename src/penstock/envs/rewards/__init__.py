@@ -1,0 +1,1 @@
+"""What an answer is worth, where the environment itself does not say."""

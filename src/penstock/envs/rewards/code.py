@@ -1,0 +1,86 @@
+"""Programs, by the tests of their tasks, in a sandbox."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.envs import sandbox
+from penstock.envs.rewards.reward import RewardResult, field_of
+from penstock.envs.sandbox import Limits, Outcome
+
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+PROGRAM = "program.py"
+
+
+class Code:
+    """Runs the last fenced block of Python in the answer, or all of it, against the task's tests.
+
+    Tests are Python that follows the program (asserts, say), or a list of `{"input": ..., "output": ...}`: what the
+    program reads, and what it must print. They are a measure, not a lock: a program that sets out to fool the tests it
+    runs beside may succeed.
+    """
+
+    timeout_reward = 0.0
+
+    def __init__(
+        self,
+        *,
+        tests_key: str = "tests",
+        partial: bool = False,
+        wall_s: float = 10.0,
+        cpu_s: int = 5,
+        memory_mb: int = 512,
+        max_processes: int = 32,
+        file_mb: int = 16,
+    ) -> None:
+        """`partial`: the share of the listed tests that pass, instead of 1 for all and 0 for less. The limits hold for
+        every run of the program (see `penstock.envs.sandbox`)."""
+        self._tests_key, self._partial = tests_key, partial
+        self._limits = Limits(
+            wall_s=wall_s,
+            cpu_s=cpu_s,
+            memory_bytes=memory_mb << 20,
+            max_processes=max_processes,
+            file_bytes=file_mb << 20,
+        )
+
+    def score(self, answer: str, payload: Mapping[str, Any]) -> RewardResult:
+        program, tests = program_of(answer), field_of(payload, self._tests_key)
+        passed = [self._holds(program, tests)] if isinstance(tests, str) else self._passed(program, tests)
+        share = sum(passed) / len(passed)
+        return RewardResult(reward=share if self._partial else float(share == 1.0), parts={"tests_passed": share})
+
+    def _holds(self, program: str, tests: str) -> bool:
+        """Whether program and tests run to their end: it says so with a word that neither knows."""
+        word = secrets.token_hex(16)
+        ran = self._run(f"{program}\n\n{tests}\n\nprint(input())\n", stdin=word)
+        return ran.returncode == 0 and ran.stdout.rstrip().endswith(word)
+
+    def _passed(self, program: str, tests: Any) -> list[bool]:
+        if not isinstance(tests, list) or not tests or not all(isinstance(test, dict) for test in tests):
+            raise ValueError(f"{self._tests_key} is neither Python nor a list of input and output: {str(tests)[:80]}")
+        return [self._prints(program, str(field_of(t, "input")), str(field_of(t, "output"))) for t in tests]
+
+    def _prints(self, program: str, given: str, expected: str) -> bool:
+        ran = self._run(program, stdin=given)
+        return ran.returncode == 0 and _lines(ran.stdout) == _lines(expected)
+
+    def _run(self, program: str, *, stdin: str) -> Outcome:
+        with sandbox.scratch() as directory:
+            (Path(directory) / PROGRAM).write_text(program)
+            return sandbox.run(sandbox.python(PROGRAM), cwd=Path(directory), stdin=stdin, limits=self._limits)
+
+
+def program_of(answer: str) -> str:
+    """The last fenced block of Python, else all of it."""
+    blocks: list[str] = FENCED.findall(answer)
+    return blocks[-1] if blocks else answer
+
+
+def _lines(text: str) -> list[str]:
+    """Spaces at the ends of lines do not matter, nor do empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

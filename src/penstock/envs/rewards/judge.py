@@ -1,0 +1,92 @@
+"""What a model behind an OpenAI endpoint thinks of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config import ConfigError
+from penstock.deadline import patient
+
+PROMPT = """Judge how good the answer to a question is.
+
+Question: {question}
+
+Answer: {answer}
+
+Reply with one line, `Score: X`, with X from 0 (useless) to {best:g} (perfect)."""
+SCORE = re.compile(r"score\W*?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+PLACE_S = 600.0
+"""After so long a wait for a place among the calls to the endpoint is reported."""
+
+
+class Judge:
+    """Its score, between 0 and 1."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        base_url: str | None = None,
+        api_key_variable: str = "OPENAI_API_KEY",
+        prompt: str = PROMPT,
+        best: float = 10.0,
+        max_tokens: int = 256,
+        timeout_s: float = 20.0,
+        max_retries: int = 3,
+        max_concurrent: int = 32,
+    ) -> None:
+        """`prompt`: a format string over the task's payload, `answer` and `best`. The judge ends its reply with `Score:
+        X`, X from 0 to `best`. `api_key_variable`: the environment variable that has the key. `timeout_s`: of one call;
+        what fails for a moment is asked again, up to `max_retries` times."""
+        try:
+            import openai
+        except ImportError:
+            raise ConfigError("env.reward judge needs the package openai: pip install 'penstock[judge]'") from None
+        key = os.environ.get(api_key_variable)
+        if not key:
+            raise ConfigError(f"env.reward judge: the environment variable {api_key_variable} has no key")
+        self._client = openai.AsyncOpenAI(api_key=key, base_url=base_url, timeout=timeout_s, max_retries=max_retries)
+        self._model, self._prompt, self._best, self._max_tokens = model, prompt, best, max_tokens
+        self._places = asyncio.Semaphore(max_concurrent)
+
+    async def score(self, answer: str, payload: Mapping[str, Any]) -> float:
+        with patient(PLACE_S, waiter="a reward", resource="a place among its calls", holder="the judge"):
+            await self._places.acquire()
+        try:
+            return self._read(await self._ask(self._question(answer, payload)))
+        finally:
+            self._places.release()
+
+    async def close(self) -> None:
+        """End its connections."""
+        await self._client.close()
+
+    async def _ask(self, question: str) -> str:
+        reply = await self._client.chat.completions.create(
+            model=self._model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=self._max_tokens,
+            temperature=0.0,
+        )
+        return reply.choices[0].message.content or ""
+
+    def _question(self, answer: str, payload: Mapping[str, Any]) -> str:
+        try:
+            return self._prompt.format_map({**payload, "answer": answer, "best": self._best})
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"env.reward_options prompt does not fit the task, which has {', '.join(sorted(payload))}: {error}"
+            ) from None
+
+    def _read(self, reply: str) -> float:
+        found = SCORE.findall(reply)
+        if not found:
+            raise ValueError(f"the judge gave no score: {reply[:200]!r}")
+        score = float(found[-1])
+        if not 0 <= score <= self._best:
+            raise ValueError(f"the judge gave {score:g}, and {self._best:g} is the best there is")
+        return score / self._best

@@ -1,0 +1,112 @@
+"""A judge behind a real HTTP server that speaks as OpenAI's does, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.envs.rewards.judge import Judge
+
+
+class Server(ThreadingHTTPServer):
+    """Replies with these, in order; a number is a status."""
+
+    replies: Iterator[str | int]
+    asked: list[dict[str, Any]]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append(body | {"key": self.headers["authorization"]})
+        reply = next(self.server.replies)
+        if isinstance(reply, int):
+            self._send(reply, {"error": {"message": "later"}})
+            return
+        message = {"role": "assistant", "content": reply}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        self._send(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.send_header("retry-after", "0")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def judging(*replies: str | int, **options: Any) -> Iterator[tuple[Judge, list[dict[str, Any]]]]:
+    """A judge, and what it is asked."""
+    with Server(("127.0.0.1", 0), Handler) as server:
+        server.replies, server.asked = iter(replies), []
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+            yield Judge(model="m", base_url=url, api_key_variable="JUDGE_KEY", **options), server.asked
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+
+
+TASK = {"question": "What is 2+2?"}
+
+
+async def test_its_last_score_counts() -> None:
+    with judging("Score: 2? No.\n**Score**: 7.5") as (judge, asked):
+        assert await judge.score("It is 4.", TASK) == 0.75
+        await judge.close()
+    (request,) = asked
+    assert request["key"] == "Bearer secret" and request["temperature"] == 0.0
+    content = request["messages"][0]["content"]
+    assert "What is 2+2?" in content and "It is 4." in content
+
+
+async def test_what_fails_for_a_moment_is_asked_again() -> None:
+    with judging(503, 429, "Score: 10") as (judge, asked):
+        assert await judge.score("4", TASK) == 1.0
+        await judge.close()
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"), [("Nice.", "gave no score: 'Nice.'"), ("Score: 11", "gave 11, and 10 is")]
+)
+async def test_what_is_no_score_is_named(reply: str, reason: str) -> None:
+    with judging(reply) as (judge, _):
+        with pytest.raises(ValueError, match=reason):
+            await judge.score("4", TASK)
+        await judge.close()
+
+
+async def test_a_prompt_that_does_not_fit_is_named() -> None:
+    with judging() as (judge, _):
+        with pytest.raises(ValueError, match="does not fit the task, which has index: 'question'"):
+            await judge.score("4", {"index": 1})
+        await judge.close()
+
+
+def test_without_a_key_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="the environment variable JUDGE_KEY has no key"):
+        Judge(model="m", api_key_variable="JUDGE_KEY")

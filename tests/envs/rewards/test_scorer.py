@@ -1,0 +1,164 @@
+"""Rewards by name or path, and the processes that compute them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.config import Config, ConfigError, EnvConfig
+from penstock.envs.rewards.reward import RewardResult, locate_reward, make_reward
+from penstock.envs.rewards.scorer import RewardFailure, Scorer, scoring
+
+
+class Letters:
+    """As many as there are; some answers do harm."""
+
+    def __init__(self, *, letter: str = "a") -> None:
+        self._letter = letter
+
+    def score(self, answer: str, payload: Mapping[str, Any]) -> Any:
+        match answer:
+            case "hangs":
+                time.sleep(60)
+            case "crashes":
+                os._exit(9)
+            case "raises":
+                raise KeyError(payload["name"])
+            case "nan":
+                return float("nan")
+            case "numpy":
+                return np.float32(0.5)
+            case "pid":
+                return os.getpid()
+            case "parts":
+                return RewardResult(reward=1.0, parts={"style": 0.25})
+        return float(answer.count(self._letter))
+
+
+class Forgiving(Letters):
+    """An answer that takes too long is the policy's own fault."""
+
+    timeout_reward = 0.0
+
+
+def length(answer: str, payload: Mapping[str, Any], *, best: int = 10) -> float:
+    return len(answer) / best
+
+
+async def asks_others(answer: str, payload: Mapping[str, Any]) -> float:
+    if answer == "hangs":
+        await asyncio.Event().wait()
+    return 0.5
+
+
+@asynccontextmanager
+async def scorer_of(reward: str, **settings: Any) -> AsyncIterator[Scorer]:
+    config = Config(env=EnvConfig(reward=f"{__name__}:{reward}", **settings))
+    async with scoring(config) as scorers:
+        scorer = scorers.of(config.env)
+        assert scorer is not None
+        yield scorer
+        assert scorers.counts() == scorer.counts
+
+
+async def score(scorer: Scorer, answer: str) -> float:
+    return await scorer.score(answer, {"name": "x"}, waiter="train/1/0/0 of t")
+
+
+@pytest.mark.integration
+async def test_a_reward_worker_that_fails_is_replaced() -> None:
+    async with scorer_of("Letters", reward_timeout_s=1.0, reward_options={"letter": "b"}) as scorer:
+        assert await score(scorer, "abba") == 2.0
+        assert await score(scorer, "numpy") == 0.5
+        assert await score(scorer, "parts") == 1.0
+        first = await score(scorer, "pid")
+        assert first != os.getpid()
+        for answer, reason in {
+            "hangs": "no score within env.reward_timeout_s (1 s)",
+            "crashes": "HostLost: its process ended: exit 9",
+            "raises": "KeyError: 'x'",
+            "nan": "the reward is nan, not a finite number",
+        }.items():
+            with pytest.raises(RewardFailure) as failure:
+                await score(scorer, answer)
+            assert reason in str(failure.value)
+        assert await score(scorer, "bob") == 2.0
+        assert await score(scorer, "pid") != first
+        assert scorer.counts["score_timeouts"] == 1 and scorer.counts["reward_style"] == 0.25
+
+
+@pytest.mark.integration
+async def test_one_that_hangs_holds_nobody_else_up() -> None:
+    async with scorer_of("Forgiving", reward_timeout_s=3.0, reward_workers=2) as scorer:
+        await asyncio.gather(score(scorer, "a"), score(scorer, "a"))  # both are there
+        hanging = asyncio.create_task(score(scorer, "hangs"))
+        started = time.monotonic()
+        assert await asyncio.gather(*(score(scorer, "a") for _ in range(20))) == [1.0] * 20
+        assert time.monotonic() - started < 2.5
+        assert await hanging == 0.0, "that is what it is worth"
+
+
+@pytest.mark.integration
+async def test_no_reward_worker_outlives_its_scorer() -> None:
+    async with scorer_of("Letters", reward_workers=1) as scorer:
+        pid = int(await score(scorer, "pid"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.integration
+async def test_a_function_will_do() -> None:
+    async with scorer_of("length", reward_options={"best": 4}) as scorer:
+        assert await score(scorer, "abc") == 0.75
+
+
+async def test_a_reward_that_asks_others_stays_on_the_loop() -> None:
+    async with scorer_of("asks_others", reward_timeout_s=0.02) as scorer:
+        assert await score(scorer, "a") == 0.5
+        with pytest.raises(RewardFailure, match="no score within"):
+            await score(scorer, "hangs")
+
+
+@pytest.mark.integration
+async def test_a_power_tower_is_worth_nothing() -> None:
+    """Nothing interrupts it but the end of its process."""
+    config = Config(env=EnvConfig(reward="math", reward_timeout_s=3.0))
+    async with scoring(config) as scorers:
+        scorer = scorers.of(config.env)
+        assert scorer is not None
+        assert await scorer.score("$9^{9^{9^{9}}}$", {"answer": "3"}, waiter="t") == 0.0
+        assert await scorer.score("\\boxed{3}", {"answer": "3"}, waiter="t") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("maths", "did you mean math?"),
+        ("nothing_like_it", "known are math, format, code, judge"),
+        ("nowhere_at_all:Reward", "there is no nowhere_at_all"),
+        ("missing.py:Reward", "there is no missing.py"),
+    ],
+)
+def test_a_name_that_means_nothing_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        locate_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (f"{__name__}:Letters", {"colour": 1}, r"env\.reward_options .* do not fit"),
+        (f"{__name__}:Nothing", {}, "cannot be used: AttributeError"),
+        (f"{__name__}:Mapping", {}, r"do not fit|neither a function nor a class with score"),
+    ],
+)
+def test_what_is_no_reward_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_reward(name, options)

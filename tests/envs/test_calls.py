@@ -1,0 +1,175 @@
+"""Whatever an environment does that it may not, the failure names environment, method and task."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.config import ConfigError
+from penstock.envs.calls import EpisodeFailure, Outcome, Places, World
+from penstock.envs.threads import in_thread
+
+
+class Echo:
+    """Returns what it is told to."""
+
+    def __init__(self, *, reset: Any = ("hello", {}), step: Any = ("", 1.0, True, False, {})) -> None:
+        self._reset, self._step = reset, step
+
+    def reset(self, seed: int) -> Any:
+        return self._reset
+
+    def step(self, action: str) -> Any:
+        return self._step() if callable(self._step) else self._step
+
+
+def world(make: Callable[[], Any], places: Places | None = None) -> World:
+    return World(make, name="echo", task_id="t/1", places=places or Places())
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def act() -> Any:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (None, "returned None, not (observation, reward, terminated, truncated, info)"),
+        (("", 1.0, True, {}), "returned ('', 1.0, True, {}), not (observation,"),
+        ((b"", 1.0, True, False, {}), "the observation is a bytes, not a string"),
+        (("", float("nan"), True, False, {}), "the reward is nan, not a finite number"),
+        (("", "1", True, False, {}), "the reward is '1', not a finite number"),
+        (("", 1.0, "no", False, {}), "terminated is 'no', not a boolean"),
+        (("", 1.0, True, None, {}), "truncated is None, not a boolean"),
+        (raising(KeyError("answer")), "KeyError: 'answer'"),
+        (raising(SystemExit(3)), "SystemExit: 3"),
+        (raising(StopIteration()), "RuntimeError: coroutine raised StopIteration"),
+        (raising(asyncio.CancelledError()), "CancelledError: "),
+        (raising(TimeoutError("its own")), "TimeoutError: its own"),
+    ],
+)
+async def test_a_bad_step_is_blamed(step: Any, reason: str) -> None:
+    with pytest.raises(EpisodeFailure) as failure:
+        await world(lambda: Echo(step=step)).step("ok")
+    assert str(failure.value).startswith(f"Echo.step of t/1: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("reset", "reason"),
+    [
+        ("hello", "returned 'hello', not (observation, info)"),
+        ((None, None), "the observation is a NoneType, not a string"),
+    ],
+)
+async def test_a_bad_reset_is_blamed(reset: Any, reason: str) -> None:
+    with pytest.raises(EpisodeFailure) as failure:
+        await world(lambda: Echo(reset=reset)).reset(1)
+    assert str(failure.value) == f"Echo.reset of t/1: {reason}"
+
+
+def test_what_cannot_be_made_is_blamed() -> None:
+    with pytest.raises(EpisodeFailure, match=r"echo.__init__ of t/1: OSError: no sandbox left"):
+        world(raising(OSError("no sandbox left")))
+
+
+def test_a_wrong_configuration_is_nobodys_failure() -> None:
+    with pytest.raises(ConfigError):
+        world(raising(ConfigError("env.options")))
+
+
+async def test_numbers_of_numpy_will_do() -> None:
+    step = ("more", np.float32(0.5), np.bool_(False), np.bool_(True), {"any": object()})
+    outcome = await world(lambda: Echo(step=step)).step("ok")
+    assert outcome == Outcome(observation="more", reward=0.5, terminated=False, truncated=True)
+
+
+async def test_cancelling_is_not_the_environments_doing() -> None:
+    class Waits(Echo):
+        async def step(self, action: str) -> Any:
+            await asyncio.Event().wait()
+
+    playing = asyncio.create_task(world(Waits).step("ok"))
+    await asyncio.sleep(0)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+
+
+class Closing(Echo):
+    """Counts how often it is closed."""
+
+    num_closed = 0
+
+    def close(self) -> None:
+        Closing.num_closed += 1
+        raise OSError("already gone")
+
+
+async def test_closing_happens_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    closing = world(Closing)
+    await closing.close()
+    await closing.close()
+    assert Closing.num_closed == 1
+    assert "Closing.close of t/1: OSError: already gone" in caplog.text
+
+
+class Blocking(Echo):
+    """Its steps block a thread, two at once."""
+
+    blocking = True
+    max_concurrent = 2
+    running = 0
+    most = 0
+    gate = threading.Event()
+
+    def step(self, action: str) -> Any:
+        cls = type(self)
+        cls.running += 1
+        cls.most = max(cls.most, cls.running)
+        self.gate.wait(0.02)
+        cls.running -= 1
+        return "", 1.0, True, False, {}
+
+
+async def test_blocking_environments_share_their_places() -> None:
+    places = Places()
+
+    async def play() -> None:
+        blocking = world(Blocking, places)
+        async with blocking.place():
+            await blocking.step("ok")
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(8):
+            tasks.create_task(play())
+    assert Blocking.most == 2
+
+
+async def test_an_asynchronous_method_of_a_blocking_environment_stays_on_the_loop() -> None:
+    class Both(Blocking):
+        async def step(self, action: str) -> Any:
+            return threading.current_thread().name, 1.0, True, False, {}
+
+    assert (await world(Both).step("ok")).observation == threading.current_thread().name
+
+
+async def test_whoever_gives_up_on_a_thread_goes_on() -> None:
+    gate = threading.Event()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await in_thread(gate.wait, name="hangs")
+    assert time.monotonic() - started < 5
+    hanging = [thread for thread in threading.enumerate() if thread.name == "hangs"]
+    assert [thread.daemon for thread in hanging] == [True], "it keeps no process from ending"
+    gate.set()
+    hanging[0].join()

@@ -1,0 +1,34 @@
+"""One question, one answer, scored by the rule of the dataset, or by nobody here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_manager import play, work
+
+from penstock.envs.single_turn import SingleTurn
+from penstock.model.chat import ChatTokenizer
+from penstock.types import Task
+
+
+def task(**payload: Any) -> Task:
+    return Task(task_id="t", tag="train", index=0, payload={"question": "2+2?", "answer": "4", **payload})
+
+
+def test_a_task_of_reasoning_gym_has_its_own_rule() -> None:
+    world = SingleTurn(task(metadata={"source_dataset": "simple_equations"}))
+    assert world.reset(1)[0] == "2+2?"
+    assert (world.step("4")[1], world.step("5")[1]) == (1.0, 0.0)
+
+
+def test_of_any_other_task_it_gives_no_reward(chat: ChatTokenizer) -> None:
+    (trajectory,) = play(chat, ["4"], make=lambda _: SingleTurn(task()), job=work(1))  # type: ignore[arg-type]
+    assert trajectory.status == "failed"
+    assert "SingleTurn.step of t: no reward: set env.reward" in str(trajectory.error)
+
+
+@pytest.mark.parametrize("name", ["text_that_no_dataset_has"])
+def test_an_unknown_dataset_is_named(name: str) -> None:
+    with pytest.raises(Exception, match=name):
+        SingleTurn(task(metadata={"source_dataset": name}))
