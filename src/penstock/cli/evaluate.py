@@ -33,6 +33,8 @@ def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: str | None, ru
     except ConfigError as error:
         return refuse(error, CONFIG_ERROR)
     try:
+        if json is not None and not json.absolute().parent.is_dir():
+            raise Refused(f"--json: there is no directory {json.parent}")
         if checkpoint is not None:
             config = with_policy(config, model_in(checkpoint, runs_dir))
         if not config.validation_tasks:
