@@ -27,13 +27,13 @@ def test_a_mixture_is_trained_validated_and_evaluated(tmp_path: Path) -> None:
     assert played["game"] > played["words"] > 0
 
     command = [sys.executable, "-m", "penstock.cli.main", "eval", str(run_dir / "config.yaml")]
-    changes = ["--checkpoint", str(run_dir), f"runs_dir={tmp_path / 'evaluations'}", "run_id=again"]
-    again = subprocess.run([*command, *changes], capture_output=True, text=True, timeout=240)
+    results = tmp_path / "found.json"
+    words = ["--checkpoint", str(run_dir), "--json", str(results), f"runs_dir={tmp_path / 'evaluations'}"]
+    again = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "pass@4" in again.stdout
-    found = json.loads((tmp_path / "evaluations" / "again" / "evaluation.json").read_text())
+    found, eval_dir = json.loads(results.read_text()), only_run(tmp_path / "evaluations")
+    assert found == json.loads((eval_dir / "evaluation.json").read_text())
     assert found["reward"] == evaluations[-1]["reward"], "the same tasks, seeds and weights"
-    assert (
-        found["tags"].keys() == {"game", "words"}
-        and not (tmp_path / "evaluations" / "again" / "metrics.jsonl").read_text()
-    )
+    assert found["tags"].keys() == {"game", "words"}
+    assert not (eval_dir / "metrics.jsonl").read_text(), "nothing was trained"
