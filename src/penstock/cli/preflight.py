@@ -51,7 +51,7 @@ def check_environments(config: Config) -> None:
     """Whether all environments and the files of their tasks are there."""
     for name in config.environments.names:
         locate(name)
-    for key, settings in config.environments.by_key().items():
+    for key, settings in config.environments.by_key.items():
         data = settings.data
         for name, path in (("path", data.path), ("eval_path", data.eval_path)):
             if data.has_rows and path is not None and not Path(path).exists():
@@ -64,7 +64,7 @@ def check_packages(config: Config) -> None:
     needed = [("trainer.lora", "peft", "lora")] if config.trainer.lora is not None else []
     packages = {"tensorboard": "tensorboardX", "wandb": "wandb"}
     needed += [("observe.trackers", packages[tracker], tracker) for tracker in config.observe.trackers]
-    sources = {settings.data.source for settings in config.environments.by_key().values()}
+    sources = {settings.data.source for settings in config.environments.by_key.values()}
     extras = {"reasoning_gym": ("reasoning_gym", "tasks"), "huggingface": ("datasets", "huggingface")}
     needed += [("data.source", *extras[source]) for source in sorted(sources & extras.keys())]
     for key, package, extra in needed:
