@@ -42,7 +42,7 @@ def test_entries_are_made_whole(tmp_path: Path) -> None:
 
 def test_validation_falls_back_to_what_is_trained_under_the_same_tag(tmp_path: Path) -> None:
     environments = load(tmp_path, MIXTURE).environments
-    assert list(environments.eval) == ["sums", "hard"]
+    assert list(environments.eval) == ["sums", "hard"] and "validation.mixture.hard" in environments.by_key
     sums, hard = environments.eval["sums"], environments.eval["hard"]
     assert (sums.max_new_tokens, sums.data.dataset, sums.data.eval_tasks) == (8, "basic_arithmetic", 5)
     assert (hard.max_turns, hard.max_new_tokens, hard.data.dataset) == (1, 64, "spell_backward")
@@ -55,7 +55,7 @@ def test_a_configuration_that_was_written_down_means_the_same(tmp_path: Path) ->
 
 def test_one_environment_has_one_tag(tmp_path: Path) -> None:
     environments = load(tmp_path, {"env": {"name": "some.module:Maze", "max_turns": 2}}).environments
-    assert list(environments.train) == list(environments.eval) == ["Maze"]
+    assert list(environments.train) == list(environments.eval) == ["Maze"] and list(environments.by_key) == ["env"]
     assert environments.find("anything").max_turns == 2
 
 

@@ -126,3 +126,18 @@ def test_a_detached_resume_outlives_the_session_it_was_given_in(run_dir: Path) -
         assert time.monotonic() < give_up, log.read_text()
         time.sleep(0.02)
     assert state_of(run_dir)["lives"] == 2
+
+
+def test_a_run_is_not_resumed_on_changed_data(tmp_path: Path) -> None:
+    file = tmp_path / "words.jsonl"
+    file.write_text('{"question": "a"}\n')
+    data = {"source": "jsonl", "path": str(file), "eval_path": str(file)}
+    config = Config.model_validate({"runs_dir": str(tmp_path), "run_id": "mine", "data": data})
+    with open_run(config) as run:
+        run.record.move(RunState.FAILED, actor="test", reason="it broke")
+    change_state(run.run_dir, supervisor=state_of(run.run_dir)["supervisor"] | {"start_ticks": 1})
+    file.write_text('{"question": "b"}\n')
+    result = penstock("resume", run.run_dir)
+    assert result.exit_code == 2 and result.stderr.count("error") == 1
+    assert f"{file} has changed since the run was begun" in result.stderr
+    assert state_of(run.run_dir)["lives"] == 1

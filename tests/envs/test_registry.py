@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import ConfigError
-from penstock.envs.registry import available, locate, resolve
+from penstock.config import Config, ConfigError
+from penstock.envs.registry import available, locate, maker_by_tag, resolve
+from penstock.types import Task
 
 
 class Plain:
@@ -56,3 +57,36 @@ def test_a_module_in_the_working_directory_is_found_without_being_imported(
 def test_mistakes_are_named(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(name)
+
+
+class Quiz:
+    """Needs a question and a level."""
+
+    def __init__(self, task: Task, *, level: int = 0) -> None:
+        self.question, self.level = task.payload["question"], level
+
+    def reset(self, seed: int) -> tuple[str, dict[str, object]]:
+        return self.question, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
+        return "", 0.0, True, False, {}
+
+
+def test_a_task_is_played_in_the_environment_of_its_tag_and_purpose() -> None:
+    quiz = {"name": f"{__name__}:Quiz"}
+    mixture = {"game": {"name": "guess_number"}, "quiz": quiz, "hard": quiz | {"options": {"level": 3}}}
+    validation = {"mixture": {"quiz": {"options": {"level": 9}}}}
+    make = maker_by_tag(Config.model_validate({"env": {"mixture": mixture}, "validation": validation}))
+    payload = {"question": "1+1"}
+    made = {tag: make(Task(task_id="t", tag=tag, index=0, payload=payload)) for tag in mixture}
+    assert type(made["game"]).__name__ == "GuessNumber"
+    assert isinstance(made["quiz"], Quiz) and made["quiz"].level == 0
+    assert isinstance(made["hard"], Quiz) and made["hard"].level == 3
+    validated = make(Task(task_id="t", tag="quiz", index=0, purpose="eval", payload=payload))
+    assert isinstance(validated, Quiz) and validated.level == 9
+
+
+def test_a_task_without_what_its_environment_needs_is_named() -> None:
+    make = maker_by_tag(Config.model_validate({"env": {"name": f"{__name__}:Quiz"}}))
+    with pytest.raises(ConfigError, match=r"task words/3 has no 'question', which .*Quiz needs; it has answer"):
+        make(Task(task_id="words/3", tag="Quiz", index=2, payload={"answer": "b"}))

@@ -51,7 +51,26 @@ def make_run(run_dir: Path, num_steps: int, *, status: str = "completed") -> Pat
     return run_dir
 
 
-def evaluate(run_dir: Path, when: str, reward: float) -> None:
+def evaluate(run_dir: Path, when: str, reward: float, *, step: int = 0, tags: tuple[str, ...] = ("spell",)) -> None:
+    """Every tag earns the same."""
     samples = [{"prompt": "spell\n[bold]ab", "expected": "ba", "answer": "ba", "reward": reward}]
-    record = {"event": "evaluation", "when": when, "reward": reward, "tasks": 1, "samples": samples}
-    jsonl.append(run_dir / "events.jsonl", {"time": STARTED, **record})
+    figures = {
+        "tasks": 1,
+        "reward": reward,
+        "pass_at": {"1": reward},
+        "response_tokens": 2.0,
+        "turns": 1.0,
+        "truncated": 0,
+        "failed": 0,
+    }
+    record = {"event": "evaluation", "when": when, "step": step, **figures, "tags": dict.fromkeys(tags, figures)}
+    jsonl.append(run_dir / "events.jsonl", {"time": STARTED, **record, "samples": samples})
+
+
+def mix(run_dir: Path) -> None:
+    """As if two environments had been trained."""
+    lines = jsonl.read(run_dir / "metrics.jsonl")
+    (run_dir / "metrics.jsonl").unlink()
+    for line in lines:
+        of_tags = {"reward/game": 0.5, "reward/words": 0.1, "reward/never": None, "response_length_mean/game": 7.0}
+        jsonl.append(run_dir / "metrics.jsonl", line | of_tags)

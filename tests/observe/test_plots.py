@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_run import evaluate, make_run
+from made_run import evaluate, make_run, mix
 
 from penstock.observe import plots
 from penstock.observe.reward_plot import smooth
@@ -18,6 +18,15 @@ def test_few_steps_make_pictures(tmp_path: Path, num_steps: int) -> None:
     drawn = plots.draw(run_dir)
     assert [path.name for path in drawn] == ["reward.png", "timeline.png"]
     assert all(path.stat().st_size > 5_000 for path in drawn)
+
+
+def test_a_mixture_with_validations_makes_a_picture(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, 30)
+    plain = plots.draw(run_dir)[0].stat().st_size
+    mix(run_dir)
+    for when, step in (("before", 0), ("step 10", 10), ("step 20", 20), ("after", 30)):
+        evaluate(run_dir, when, 0.01 * step, step=step, tags=("game", "words"))
+    assert plots.draw(run_dir)[0].stat().st_size > plain + 3_000
 
 
 def test_no_steps_make_no_pictures(tmp_path: Path) -> None:

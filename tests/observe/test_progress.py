@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from made_run import STARTED, evaluate, make_run
+from made_run import STARTED, evaluate, make_run, mix
 from rich.console import Console
 
 from penstock.observe import jsonl, progress, report, summary
-from penstock.observe.progress import Watched, clock, count, render_line, render_panel, sparkline
+from penstock.observe.progress import Watched, clock, count, held_out, render_line, render_panel, sparkline
 from penstock.observe.view import Plan, RunView
 
 URL = "http://127.0.0.1:34567"
@@ -166,6 +166,28 @@ def test_the_report_shows_answers_and_figures(tmp_path: Path) -> None:
         "completed after 0:40",
     ):
         assert part in text, part
+
+
+def test_a_mixture_is_shown_by_tag(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, 30)
+    mix(run_dir)
+    evaluate(run_dir, "before", 0.2, tags=("game", "words"))
+    evaluate(run_dir, "step 20", 0.4, step=20, tags=("game", "words"))
+    summary.write(run_dir)
+    view = Watched(run_dir, Plan(num_steps=30)).update()
+    assert view.tags["game"]["reward"] == 0.5 and view.tags["game"]["response_tokens"] == 7.0
+    assert view.tags["never"]["reward"] is None and view.tags["words"]["held_out"]["reward"] == 0.4
+    panel = text_of(render_panel(view, run_dir, now=STARTED))
+    assert "game 0.50   never -   words 0.10" in panel and "before 0.20   step 20 0.40" in panel
+    console = Console(file=io.StringIO(), width=80)
+    report.show(run_dir, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "held-out tasks, step 20" in text and "pass@1" in text and "all" in text
+
+
+def test_of_many_validations_the_first_and_the_latest_are_shown() -> None:
+    evaluations = {"before": 0.1} | {f"step {step}": step / 100 for step in range(10, 60, 10)}
+    assert held_out(evaluations) == "before 0.10   step 30 0.30   step 40 0.40   step 50 0.50"
 
 
 def test_numbers_are_short() -> None:

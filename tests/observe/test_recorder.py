@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from penstock.observe import steps
 from penstock.observe.recorder import MAX_REASONS, OTHER_REASONS, Recorder
 from penstock.observe.view import Plan, RunView
-from penstock.types import LearnerState
+from penstock.simulator.parts import played
+from penstock.types import EpisodeId, LearnerState, Task
 
 
 def beat(recorder: Recorder, name: str, *, busy_s: float, tokens: float) -> None:
@@ -75,3 +78,20 @@ def test_the_display_goes_back_with_the_trainer() -> None:
         view.see_step(line(number, reward=number / 10))
     view.see_step(line(3, reward=0.9))
     assert (view.step, list(view.rewards.values())) == (3, [0.1, 0.2, 0.9])
+
+
+def test_rewards_are_kept_by_tag_and_so_is_what_a_validation_found(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.played("game", [played(EpisodeId("game", 0, member, 0), reward=float(member)) for member in range(2)])
+    recorder.played("words", [played(EpisodeId("words", 1, 0, 0), reward=0.0, response_tokens=4)])
+    task = Task(task_id="t", tag="words", index=0, purpose="eval")
+    found = [[played(EpisodeId("words", 2, 0, 0), reward=0.7)]]
+    recorder.evaluated("step 20", 20, [task], found, num_shown=1, solved_at=1.0)
+    step(recorder, 21)
+    step(recorder, 22)
+    recorder.close()
+    first, second = steps.read(tmp_path)
+    assert (first["reward/game"], first["reward/words"], first["episodes/game"]) == (0.5, 0.0, 2)
+    assert first["response_length_mean/words"] == 4.0 and first["reward"] == pytest.approx(1 / 3)
+    assert (first["eval_step"], first["eval_reward"], first["eval_reward/words"]) == (20, 0.7, 0.7)
+    assert not any(key.startswith(("reward/", "eval_")) for key in second)

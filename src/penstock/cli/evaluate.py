@@ -15,7 +15,7 @@ from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import refuse
 from penstock.cli.runs import find
 from penstock.cli.train import carry_out, tell
-from penstock.config import Config, ConfigError, WarmStartConfig, load_config
+from penstock.config import Config, ConfigError, WarmStartConfig, load_config, parse_overrides
 from penstock.observe import jsonl, report, summary
 from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.ownership import Owned
@@ -29,10 +29,13 @@ RESULTS = "evaluation.json"
 def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: str | None, runs_dir: Path, json: Path | None) -> int:
     """Returns the exit code."""
     try:
-        config = load_config(path, overrides).model_copy(update={"pipeline": "eval"})
+        own_id = parse_overrides(overrides).get("run_id")  # one in the file is that of a training run
+        config = load_config(path, overrides).model_copy(update={"pipeline": "eval", "run_id": own_id})
     except ConfigError as error:
         return refuse(error, CONFIG_ERROR)
     try:
+        if json is not None and not json.absolute().parent.is_dir():
+            raise Refused(f"--json: there is no directory {json.parent}")
         if checkpoint is not None:
             config = with_policy(config, model_in(checkpoint, runs_dir))
         if not config.validation_tasks:

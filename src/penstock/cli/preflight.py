@@ -54,7 +54,7 @@ def check_environments(config: Config) -> None:
     """Whether all environments, their rewards and the files of their tasks are there."""
     for name in config.environments.names:
         locate(name)
-    for key, settings in config.environments.by_key().items():
+    for key, settings in config.environments.by_key.items():
         if settings.reward is not None:
             locate_reward(settings.reward)
         data = settings.data
@@ -69,10 +69,10 @@ def check_packages(config: Config) -> None:
     needed = [("trainer.lora", "peft", "lora")] if config.trainer.lora is not None else []
     packages = {"tensorboard": "tensorboardX", "wandb": "wandb"}
     needed += [("observe.trackers", packages[tracker], tracker) for tracker in config.observe.trackers]
-    sources = {settings.data.source for settings in config.environments.by_key().values()}
+    sources = {settings.data.source for settings in config.environments.by_key.values()}
     extras = {"reasoning_gym": ("reasoning_gym", "tasks"), "huggingface": ("datasets", "huggingface")}
     needed += [("data.source", *extras[source]) for source in sorted(sources & extras.keys())]
-    rewards = {settings.reward for settings in config.environments.by_key().values()}
+    rewards = {settings.reward for settings in config.environments.by_key.values()}
     libraries = {"math": ("math_verify", "math"), "judge": ("openai", "judge")}
     needed += [("env.reward", *libraries[reward]) for reward in sorted(libraries) if reward in rewards]
     for key, package, extra in needed:

@@ -94,7 +94,8 @@ def _progress(status: Document) -> Table:
         table.add_row("held out", held_out(status["evaluations"]))
     for tag, found in status["tags"].items() if len(status["tags"]) > 1 else ():
         rewards = f"reward {number(found['reward'])}, held out {number((found['held_out'] or {}).get('reward'))}"
-        table.add_row(tag, f"{rewards}, {count(found['response_tokens'])} tokens an answer")
+        length = found["response_tokens"]
+        table.add_row(tag, rewards + (f", {count(length)} tokens an answer" if length is not None else ""))
     for reason, dropped in sorted(status["groups_dropped"].items(), key=lambda item: -item[1]):
         table.add_row("filtered", f"{dropped} groups  {reason}")
     if status["checkpoint"]:

@@ -39,7 +39,7 @@ DETACH_S = 60.0
 def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) -> int:
     """Returns the exit code."""
     try:
-        config = load_config(path, overrides)
+        config = load_config(path, overrides).model_copy(update={"pipeline": "train"})
         if dry_run:
             for name in config.environments.names:
                 locate(name)

@@ -186,12 +186,17 @@ class Environments:
 
     train: Mapping[str, MixedConfig]
     eval: Mapping[str, TagConfig]
+    by_key: Mapping[str, TagConfig]
+    """By the dotted name under which each is configured."""
 
     @classmethod
     def of(cls, env: EnvConfig, data: DataConfig, validation: ValidationConfig) -> Environments:
         """Of the sections of a configuration."""
-        train = env.mixture or {tag_of(env.name): _only(env, data)}
-        return cls(train=train, eval=validation.mixture or train)
+        only = _only(env, data)
+        train = env.mixture or {tag_of(env.name): only}
+        trained = {f"env.mixture.{tag}": settings for tag, settings in env.mixture.items()} or {"env": only}
+        validated = {f"validation.mixture.{tag}": settings for tag, settings in validation.mixture.items()}
+        return cls(train=train, eval=validation.mixture or train, by_key=trained | validated)
 
     def tagged(self, purpose: Purpose) -> Mapping[str, TagConfig]:
         return self.train if purpose == "train" else self.eval
@@ -208,16 +213,7 @@ class Environments:
     @property
     def names(self) -> list[str]:
         """Of all environment classes."""
-        return list(dict.fromkeys(settings.name for settings in (*self.train.values(), *self.eval.values())))
-
-    def by_key(self) -> dict[str, TagConfig]:
-        """By the dotted name under which each is configured."""
-        if len(self.train) == 1 and self.eval is self.train:
-            return {"env": next(iter(self.train.values()))}
-        train: dict[str, TagConfig] = {f"env.mixture.{tag}": settings for tag, settings in self.train.items()}
-        if self.eval is self.train:
-            return train
-        return train | {f"validation.mixture.{tag}": settings for tag, settings in self.eval.items()}
+        return list(dict.fromkeys(settings.name for settings in self.by_key.values()))
 
 
 def tag_of(name: str) -> str:

@@ -255,7 +255,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _leave_room_for_prompts(self) -> Config:
-        for key, settings in self.environments.by_key().items():
+        for key, settings in self.environments.by_key.items():
             if settings.max_new_tokens >= self.model.max_context:
                 raise ValueError(
                     f"{key}.max_new_tokens ({settings.max_new_tokens}) must be smaller than "

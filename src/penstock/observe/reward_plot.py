@@ -60,7 +60,7 @@ def smooth(values: Floats) -> Floats:
 
 def _draw_tags(axes: Any, metrics: Sequence[Record]) -> None:
     """A mixture's tags, each smoothed."""
-    tags = sorted({key for line in metrics for key in line if key.startswith("reward/")})
+    tags = sorted({key for line in metrics for key in line if key.startswith("reward/") and line[key] is not None})
     for place, key in enumerate(tags if len(tags) > 1 else ()):
         points = [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
         steps, rewards = (np.asarray(column, dtype=np.float64) for column in zip(*points, strict=True))

@@ -100,7 +100,7 @@ class Scorers:
     def __init__(self, config: Config) -> None:
         """Raises `ConfigError`."""
         self._scorers: dict[bytes, Scorer] = {}
-        for settings in config.environments.by_key().values():
+        for settings in config.environments.by_key.values():
             if settings.reward is not None and _key(settings) not in self._scorers:
                 self._scorers[_key(settings)] = Scorer(settings, num_workers=config.env.reward_workers)
 
