@@ -25,7 +25,7 @@ LENGTH = struct.Struct(">I")
 
 
 class Make(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Let go of what is held, and hold `maker(*args)` from now on."""
+    """Hold `maker(*args)` from now on. Comes first, and once."""
 
     maker: str
     """`package.module:function`."""
@@ -89,7 +89,6 @@ class Hosted:
         if isinstance(request, Call):
             result = getattr(self._held, request.method)(*request.args)
             return self._loop.run(_awaited(result)) if inspect.isawaitable(result) else result
-        self._held = None
         self._held = _find(request.maker)(*request.args)
         return None
 

@@ -1,4 +1,4 @@
-"""Processes for code that may hang or crash: a few of them, each with one object at a time, replaced when they fail.
+"""Processes for code that may hang or crash: a few of them, each with an object of its own, replaced when they fail.
 
 A call that is given up takes its process with it; whoever comes next gets a new one. Nobody else notices. Processes
 see the end of their pipe when the one that started them is gone, however that ended.
@@ -122,8 +122,8 @@ class Host:
 class Hosts:
     """At most `limit` processes, started as they are needed, kept as long as they are sound."""
 
-    def __init__(self, limit: int, *, prepare: Callable[[Host], Awaitable[None]] | None = None) -> None:
-        """`prepare`: what is done with a new one."""
+    def __init__(self, limit: int, *, prepare: Callable[[Host], Awaitable[None]]) -> None:
+        """`prepare`: has a new one make its object. It has plenty of time, and costs no episode any."""
         self._free = asyncio.Semaphore(limit)
         self._limit, self._prepare = limit, prepare
         self._idle: list[Host] = []
@@ -159,8 +159,7 @@ class Hosts:
         async with deadline(START_S, waiter="penstock.envs.hosts", resource="a new process", holder="what it imports"):
             host = await Host.start()
             try:
-                if self._prepare is not None:
-                    await self._prepare(host)
+                await self._prepare(host)
             except BaseException:
                 self._lost.append(host)
                 raise

@@ -19,29 +19,29 @@ from penstock.types import Task
 
 NUM_PROCESSES = 8
 """At once in a worker, unless the class says otherwise in `max_concurrent`."""
-MAKER = f"{__name__}:make_inside"
+WORKSHOP = f"{__name__}:Workshop"
 
 
-class Inside:
-    """The environment, in the process that holds it. Its `info` may be anything, and stays there."""
+class Workshop:
+    """In the other process: imports the class once, then holds one environment after the other. An `info` may be
+    anything, and stays here."""
 
-    def __init__(self, environment: Any) -> None:
-        self._environment = environment
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self._make = environment_maker(EnvironmentConfig(name=name, options=options), resolve(name))
+        self._environment: Any = None
 
-    async def reset(self, seed: int) -> Any:
+    async def reset(self, task: dict[str, Any], seed: int) -> Any:
+        """Of a new environment."""
+        self._environment = self._make(msgspec.convert(task, Task))
         return _without_info(await _ended(self._environment.reset(seed)))
 
     async def step(self, action: str) -> Any:
         return _without_info(await _ended(self._environment.step(action)))
 
     async def close(self) -> None:
-        await _ended(self._environment.close())
-
-
-def make_inside(name: str, options: dict[str, Any], task: dict[str, Any]) -> Inside:
-    """Called in the process that is to hold it."""
-    config = EnvironmentConfig(name=name, options=options)
-    return Inside(environment_maker(config, resolve(name))(msgspec.convert(task, Task)))
+        if hasattr(self._environment, "close"):
+            await _ended(self._environment.close())
+        self._environment = None
 
 
 async def _ended(result: Any) -> Any:
@@ -55,10 +55,9 @@ def _without_info(result: Any) -> Any:
 class IsolatedEnvironment:
     """`Environment` in another process."""
 
-    def __init__(self, task: Task, *, name: str, kind: type, options: dict[str, Any], hosts: Hosts) -> None:
-        self.class_name = kind.__name__
-        self._task, self._name, self._options, self._hosts = task, name, options, hosts
-        self._closes = hasattr(kind, "close")
+    def __init__(self, task: Task, *, class_name: str, hosts: Hosts) -> None:
+        self.class_name = class_name
+        self._task, self._hosts = task, hosts
         self._host: Host | None = None
 
     async def enter(self) -> None:
@@ -66,8 +65,7 @@ class IsolatedEnvironment:
         self._host = await self._hosts.take(waiter=self._task.task_id)
 
     async def reset(self, seed: int) -> Any:
-        await self._entered.make(MAKER, self._name, self._options, msgspec.to_builtins(self._task))
-        return await self._entered.call("reset", seed)
+        return await self._entered.call("reset", msgspec.to_builtins(self._task), seed)
 
     async def step(self, action: str) -> Any:
         return await self._entered.call("step", action)
@@ -78,7 +76,7 @@ class IsolatedEnvironment:
         if host is None:
             return
         try:
-            if self._closes and host.is_sound:
+            if host.is_sound:
                 await host.call("close")
         finally:
             self._hosts.give_back(host)
@@ -95,19 +93,20 @@ async def making(
 ) -> AsyncIterator[Callable[[Task], Environment]]:
     """Makes the environment that a task's tag asks for, one per episode, of `kinds` (by name): here, or in processes
     that live as long as the body."""
-    hosts: dict[type, Hosts] = {}
+    hosts: list[Hosts] = []
 
     def maker(settings: EnvironmentConfig, kind: type[Environment]) -> Callable[[Task], Any]:
         if not getattr(kind, "isolated", False):
             return environment_maker(settings, kind)
-        own = hosts.setdefault(kind, Hosts(getattr(kind, "max_concurrent", NUM_PROCESSES)))
-        name = importable_name(kind)
-        return partial(IsolatedEnvironment, name=name, kind=kind, options=settings.options, hosts=own)
+        found = importable_name(kind), dict(settings.options)
+        own = Hosts(getattr(kind, "max_concurrent", NUM_PROCESSES), prepare=lambda host: host.make(WORKSHOP, *found))
+        hosts.append(own)
+        return partial(IsolatedEnvironment, class_name=kind.__name__, hosts=own)
 
     try:
         yield maker_by_tag(config, kinds, maker)
     finally:
-        for each in hosts.values():
+        for each in hosts:
             await each.close()
 
 
