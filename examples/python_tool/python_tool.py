@@ -10,7 +10,7 @@ from penstock.envs.sandbox import Limits, Outcome, python, run, scratch
 from penstock.types import Task
 
 LIMITS = Limits(wall_s=20.0, cpu_s=1, memory_bytes=256 << 20, max_processes=8, file_bytes=1 << 16)
-INTERPRETER = python("-c", 'import sys; exec(compile(sys.stdin.read(), "<tool>", "single"))')
+INTERPRETER = python("-S", "-c", 'import sys; exec(compile(sys.stdin.read(), "<tool>", "single"))')
 """As at the prompt of Python: the value of an expression is shown."""
 LONGEST_REPLY = 40
 """Characters that the policy sees of what the tool says."""

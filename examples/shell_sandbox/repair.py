@@ -77,7 +77,7 @@ class Repair:
     def _test(self) -> tuple[bool, str]:
         """Whether they pass, and what they say if not."""
         verdict = secrets.token_hex(8)
-        outcome = run(python("-c", TESTS), cwd=self._root, stdin=verdict, limits=LIMITS)
+        outcome = run(python("-S", "-c", TESTS), cwd=self._root, stdin=verdict, limits=LIMITS)
         passed = outcome.stdout.strip().endswith(verdict)
         report = "too slow" if outcome.exceeded else outcome.stderr.strip().rpartition("\n")[2]
         return passed, report or "the tests did not come to their end"

@@ -107,15 +107,14 @@ def run(
 
 
 def python(*arguments: str) -> list[str]:
-    """A command line for this interpreter, with the standard library alone, which also starts fastest."""
-    return [sys.executable, "-I", "-S", *arguments]
+    """A command line for this interpreter, isolated from the user's environment and packages; with `-S` among the
+    arguments from all installed ones too, and started in half the time."""
+    return [sys.executable, "-I", *arguments]
 
 
 def scratch() -> TemporaryDirectory[str]:
     """A directory for programs. What a process of a run leaves behind when it is killed goes with the run."""
-    return TemporaryDirectory(
-        prefix="sandbox-", dir=os.environ.get("PENSTOCK_RUNTIME_DIR"), ignore_cleanup_errors=True
-    )
+    return TemporaryDirectory(prefix="sandbox-", dir=os.environ.get("PENSTOCK_RUNTIME_DIR"), ignore_cleanup_errors=True)
 
 
 @functools.cache
