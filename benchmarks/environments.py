@@ -233,7 +233,8 @@ def play(watch_s: float) -> dict[str, float]:
     with TemporaryDirectory() as run_dir, TemporaryDirectory(dir="/dev/shm") as runtime_dir:
         prepare(config, Path(run_dir))
         Path(run_dir, "config.yaml").write_text(yaml.safe_dump(settings))
-        return uvloop.run(serve_and_watch(Path(run_dir), Path(runtime_dir), config, watch_s))
+        figures: dict[str, float] = uvloop.run(serve_and_watch(Path(run_dir), Path(runtime_dir), config, watch_s))
+        return figures
 
 
 def dataset_items_per_s(rounds: int) -> float:
