@@ -42,10 +42,6 @@ PERSON_S = 86_400.0
 LABEL_WIDTH = 13
 
 
-class NoSuchTask(ConfigError):
-    """The source ends before the task that was asked for."""
-
-
 def try_environment(
     name: str,
     overrides: Sequence[str],
@@ -88,7 +84,7 @@ def settings_of(name: str, overrides: Sequence[str], *, patient: bool) -> Config
 def _task(config: Config, index: int) -> Task:
     task = open_source(config.data, seed=config.seed, tag=TRAIN_TAG).task(index)
     if task is None:
-        raise NoSuchTask(f"data: there is no task {index}: the source has fewer")
+        raise ConfigError(f"data: there is no task {index}: the source has fewer")
     return task
 
 
@@ -121,20 +117,26 @@ class Theatre:
     async def _play_elsewhere(self, env: Environment, endpoint: Endpoint) -> int:
         """An agent speaks to an endpoint by itself, as it would without us."""
         timeout_s = self._config.env.episode_timeout_s
-        async with deadline(timeout_s, waiter="the episode", resource="the end of play", holder="its agent"):
-            reward = await call_async(env, "play", await endpoint.describe(), self._seed)
-        check_reward(reward)
-        self._terminal.stepped(reward, True, False, {})
+        try:
+            async with deadline(timeout_s, waiter="the episode", resource="the end of play", holder="its agent"):
+                check_reward(await call_async(self._watched(env), "play", await endpoint.describe(), self._seed))
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._terminal.failed(f"{type(error).__name__}: {error}")
+            return 1
         return 0
+
+    def _watched(self, env: Environment) -> Any:
+        return Impatient(env, self._terminal, seconds=self._config.env.episode_timeout_s)
 
     async def _play_here(self, env: Environment, task: Task) -> Trajectory:
         ended: list[Trajectory] = []
         config, chat = self._config, byte_tokenizer()
-        watched: Any = Impatient(env, self._terminal, seconds=config.env.episode_timeout_s)
         async with gateway_for_agents(config, self._kind, chat) as gateway:
             manager = EnvManager(
                 config,
-                make=lambda _: watched,
+                make=lambda _: self._watched(env),
                 policy=PlayedBy(self._player(env), chat),
                 grants=Granting(),
                 chat=chat,
@@ -256,7 +258,10 @@ class Terminal:
             "bold",
         )
         if summary.error is not None:
-            self._show("error", summary.error, "bold red")
+            self.failed(summary.error)
+
+    def failed(self, error: str) -> None:
+        self._show("error", error, "bold red")
 
     def _show(self, label: str, text: str, style: str = "") -> None:
         for number, line in enumerate(text.splitlines() or [""]):
