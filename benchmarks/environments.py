@@ -9,6 +9,8 @@ a turn on average, asynchronously, which asks for twice the turns that are wante
 A turn is an answer generated and an observation made of it. `overhead_ms_per_turn` is the worker's processor time over
 its turns, so it does not depend on how busy the machine is; `turns_per_s` is over wall time. `dataset_items_per_s` is
 over processor time: tasks taken from a JSON lines file of half a kilobyte a row, as the controller takes them.
+`dump_share` is what a real run that only plays the quickstart's tasks says of itself: processor time spent on writing
+its trajectories, over the time in which it played.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ OBSERVATION = "you see a door, a key and a lamp; what do you do? "
 START_S, SETTLE_S, WATCH_S = 60.0, 4.0, 20.0
 CORE = 0
 """Of the worker; everything else is elsewhere."""
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
 ITEMS, ITEM_TEXT = 100_000, "x" * 450
 
 
@@ -253,12 +256,23 @@ def dataset_items_per_s(rounds: int) -> float:
         return median(speeds)
 
 
+def dump_share(num_tasks: int) -> float:
+    """Of a whole run, with all its processes."""
+    with TemporaryDirectory() as runs_dir:
+        words = [f"runs_dir={runs_dir}", "run_id=dumped", f"synthesis.tasks={num_tasks}", "observe.progress=false"]
+        command = [sys.executable, "-m", "penstock.cli.main", "rollout", str(QUICKSTART), *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        summary = json.loads(Path(runs_dir, "dumped", "summary.json").read_text())
+        return float(summary["dump_share"])
+
+
 def main() -> None:
     options = arguments(__doc__ or "")
     others = os.sched_getaffinity(0) - {CORE}
     os.sched_setaffinity(0, others or {CORE})
     figures = play(WATCH_S / 4 if options.quick else WATCH_S)
     figures["dataset_items_per_s"] = dataset_items_per_s(rounds=5)
+    figures["dump_share"] = dump_share(num_tasks=512 if options.quick else 4096)
     publish("environments", figures, options.json)
 
 

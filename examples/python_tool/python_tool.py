@@ -37,7 +37,7 @@ class PythonTool:
         if not action.startswith(">"):
             return "", float(action.strip() == self._answer), True, False, info
         with scratch() as directory:
-            outcome = run(INTERPRETER, cwd=Path(directory), stdin=action[1:], limits=LIMITS)
+            outcome = run(INTERPRETER, cwd=Path(directory), stdin=f"{action[1:]}\n", limits=LIMITS)
         self._reply = reply_of(outcome)[:LONGEST_REPLY]
         return self._reply, 0.0, False, False, info
 

@@ -70,6 +70,12 @@ class Bytes(Good):
     def step(self, action):
         return b"bytes", 1.0, True, False, {}
 
+class Careless:
+    def __init__(self, task): pass
+
+    async def play(self, llm, seed):
+        return self.absent
+
 class Agent:
     def __init__(self, task): pass
 
@@ -140,19 +146,30 @@ def test_a_person_plays_and_may_leave(file: Path) -> None:
     [
         ("Raises", "AttributeError: 'Raises' object has no attribute 'absent'"),
         ("Raises", "my_env.py"),
-        ("Hangs", "Hangs.step has not returned after 0.1 s"),
-        ("Hangs", "time.sleep(60)"),
-        ("HangsAsleep", "s for its next observation, held by its environment"),
+        ("Careless", "AttributeError: 'Careless' object has no attribute 'absent'"),
         ("NotANumber", "nan"),
         ("OldGym", "('', 1.0, True, {})"),
         ("Bytes", "bytes, not a string"),
     ],
 )
 def test_a_bad_environment_fails_by_name(file: Path, name: str, message: str) -> None:
-    result = try_it(file, name, "env.episode_timeout_s=0.1")
+    result = try_it(file, name)
     assert result.exit_code == 1
     assert message in result.stdout
     assert "trajectory    │ failed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("Hangs", ["Hangs.step has not returned after 1 s", "time.sleep(60)"]),
+        ("HangsAsleep", ["s for its next observation, held by its environment"]),
+    ],
+)
+def test_where_an_environment_hangs_is_shown(file: Path, name: str, messages: list[str]) -> None:
+    result = try_it(file, name, "env.episode_timeout_s=1")
+    assert result.exit_code == 1
+    assert all(message in result.stdout for message in messages), result.stdout
 
 
 @pytest.mark.parametrize(
@@ -180,6 +197,13 @@ def test_an_endpoint_that_does_not_answer_is_named(file: Path) -> None:
     result = try_it(file, "Good", "--policy", "openai", "--base-url", "http://127.0.0.1:9/v1")
     assert result.exit_code == 1
     assert "http://127.0.0.1:9/v1/ does not answer: APIConnectionError" in result.stdout
+
+
+def test_an_agent_that_fails_against_an_endpoint_is_shown(file: Path) -> None:
+    result = try_it(file, "Careless", "--policy", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "any")
+    assert result.exit_code == 1
+    assert "play raised   │ Traceback" in result.stdout
+    assert "error         │ AttributeError: 'Careless' object has no attribute 'absent'" in result.stdout
 
 
 @pytest.mark.integration

@@ -43,10 +43,6 @@ PERSON_S = 86_400.0
 LABEL_WIDTH = 13
 
 
-class NoSuchTask(ConfigError):
-    """The source ends before the task that was asked for."""
-
-
 def try_environment(
     name: str,
     overrides: Sequence[str],
@@ -95,7 +91,7 @@ def unbounded(config: Config, played: EnvironmentConfig, *, patient: bool) -> Co
 def _task(config: Config, index: int) -> Task:
     task = open_tasks(config).task(index)
     if task is None:
-        raise NoSuchTask(f"data: there is no task {index}: the source has fewer")
+        raise ConfigError(f"data: there is no task {index}: the source has fewer")
     return task
 
 
@@ -127,21 +123,30 @@ class Theatre:
 
     async def _play_elsewhere(self, env: Environment, task: Task, endpoint: Endpoint) -> int:
         """An agent speaks to an endpoint by itself, as it would without us."""
-        world = World(lambda: env, name=self._config.env.name, task_id=task.task_id, places=Places())
+        world = World(lambda: self._watched(env), name=self._config.env.name, task_id=task.task_id, places=Places())
         timeout_s = self._config.env.episode_timeout_s
-        async with deadline(timeout_s, waiter="the episode", resource="the end of play", holder="its agent"):
-            reward = await world.play(await endpoint.describe(), self._seed)
-        self._terminal.stepped(reward, True, False, {})
+        try:
+            async with deadline(timeout_s, waiter="the episode", resource="the end of play", holder="its agent"):
+                await world.play(await endpoint.describe(), self._seed)
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._terminal.failed(f"{type(error).__name__}: {error}")
+            return 1
+        finally:
+            await world.close()
         return 0
+
+    def _watched(self, env: Environment) -> Any:
+        return Impatient(env, self._terminal, seconds=self._config.env.episode_timeout_s)
 
     async def _play_here(self, env: Environment, task: Task) -> Trajectory:
         ended: list[Trajectory] = []
         config, chat = self._config, byte_tokenizer()
-        watched: Any = Impatient(env, self._terminal, seconds=config.env.episode_timeout_s)
         async with gateway_for_agents(config, [self._kind], chat) as gateway, scoring(config) as scorers:
             manager = EnvManager(
                 config,
-                make=lambda _: watched,
+                make=lambda _: self._watched(env),
                 policy=PlayedBy(self._player(env), chat),
                 grants=Granting(),
                 chat=chat,
@@ -267,7 +272,10 @@ class Terminal:
             "bold",
         )
         if summary.error is not None:
-            self._show("error", summary.error, "bold red")
+            self.failed(summary.error)
+
+    def failed(self, error: str) -> None:
+        self._show("error", error, "bold red")
 
     def _show(self, label: str, text: str, style: str = "") -> None:
         for number, line in enumerate(text.splitlines() or [""]):

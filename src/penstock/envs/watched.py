@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 Told = Callable[[Any], None]
@@ -42,7 +43,8 @@ class Watched:
         self._env, self._audience = env, audience
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
+        found = getattr(self._env, name)
+        return partial(self._call, "play", told=self._tell_play) if name == "play" else found
 
     @property
     def class_name(self) -> str:
@@ -55,6 +57,9 @@ class Watched:
     def step(self, action: str) -> Any:
         self._audience.acted(action)
         return self._call("step", action, told=self._tell_step)
+
+    def _tell_play(self, reward: Any) -> None:
+        self._audience.stepped(reward, True, False, {})
 
     def _tell_reset(self, result: Any) -> None:
         if not _is_tuple(result, 2):

@@ -1,0 +1,102 @@
+"""The environments of the examples, played by hand: programs in a sandbox, and what becomes of bad ones."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import load_config
+from penstock.envs import sandbox
+from penstock.envs.registry import environment_maker
+from penstock.types import Task
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+TASK = Task(task_id="seed/train/0", tag="train", index=0)
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where scratch directories lie."""
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def make(example: str) -> Any:
+    return environment_maker(load_config(EXAMPLES / example / "run.yaml").env)(TASK)
+
+
+@pytest.mark.parametrize("example", ["python_tool", "shell_sandbox", "guess_number"])
+@pytest.mark.parametrize("seed", range(3))
+def test_its_own_expert_solves_it_and_nothing_is_left(example: str, seed: int, runtime: Path) -> None:
+    env, ended, reward = make(example), False, 0.0
+    env.reset(seed)
+    while not ended:
+        _, reward, terminated, truncated, _ = env.step(env.demonstrate())
+        ended = terminated or truncated
+    assert reward == 1.0
+    assert not list(runtime.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("action", "reply"),
+    [
+        (">6*7", "42"),
+        (">print('a'); print('b')", "a\nb"),
+        (">1/0", "ZeroDivisionError: division by zero"),
+        (">'x'*100", "'" + "x" * 39),
+        (">x=", "SyntaxError: invalid syntax"),
+        (">None", "nothing"),
+    ],
+)
+def test_the_tool_replies_as_a_prompt_does(action: str, reply: str) -> None:
+    env = make("python_tool")
+    env.reset(0)
+    assert env.step(action)[:4] == (reply, 0.0, False, False)
+
+
+def test_a_tool_call_without_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make("python_tool")
+    env.reset(0)
+    monkeypatch.setattr(inspect.getmodule(type(env)), "LIMITS", sandbox.Limits(wall_s=0.2))
+    assert env.step(">while True: pass")[0] == "killed: too slow"
+
+
+def test_a_wrong_answer_ends_it() -> None:
+    env = make("python_tool")
+    env.reset(0)
+    assert env.step("1")[1:3] == (0.0, True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo 'import os; os._exit(0)' > ops.py",
+        "rm ops.py",
+        "echo 'import sys; print(open(0).read())' > ops.py",
+        "sed -i s/a/b/g ops.py",
+        "while true; do sleep 1 & done",
+    ],
+)
+def test_what_is_no_repair_earns_nothing(command: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make("shell_sandbox")
+    monkeypatch.setattr(inspect.getmodule(type(env)), "LIMITS", sandbox.Limits(wall_s=1.0, max_processes=8))
+    env.reset(1)
+    for number in range(3):
+        observation, reward, terminated, _, _ = env.step(command)
+        assert (reward, terminated) == (0.0, number == 2)
+        assert observation
+    assert not list(runtime.iterdir())
+
+
+def test_a_second_command_may_repair_what_the_first_did_not() -> None:
+    env = make("shell_sandbox")
+    env.reset(1)
+    observation, _, terminated, _, _ = env.step("cat ops.py | head -c 9")
+    assert observation.startswith("def add(a\n") and " is " in observation
+    assert not terminated
+    assert env.step(env.demonstrate())[:3] == ("ok", 1.0, True)
