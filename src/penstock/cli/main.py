@@ -52,6 +52,30 @@ def train(
 
 
 @app.command()
+def rollout(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="Play with the newest checkpoint of this run (id or directory), or with this model."
+        ),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Play a whole dataset with a policy that does not change, and dump the trajectories. Nothing is trained."""
+    from penstock.cli import rollout as command
+
+    raise typer.Exit(
+        command.rollout(
+            config, overrides or [], checkpoint=checkpoint, runs_dir=runs_dir, detach=detach, dry_run=dry_run
+        )
+    )
+
+
+@app.command()
 def resume(
     run: RunName,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,

@@ -1,5 +1,6 @@
 """The whole configuration tree: frozen pydantic models, unknown keys fail, importable without torch."""
 
+from penstock.config.dump import Column, DumpConfig, SynthesisConfig
 from penstock.config.errors import ConfigError
 from penstock.config.load import default_config, load_config, parse_overrides
 from penstock.config.objective import CanaryConfig, CriticConfig, LoraConfig, MasteredConfig, ObjectiveConfig
@@ -31,11 +32,13 @@ from penstock.config.simulation import (
 
 __all__ = [
     "CanaryConfig",
+    "Column",
     "Config",
     "ConfigError",
     "CriticConfig",
     "DataConfig",
     "DispatchConfig",
+    "DumpConfig",
     "EngineModelConfig",
     "EnvConfig",
     "FeedbackConfig",
@@ -49,6 +52,7 @@ __all__ = [
     "SchedulerConfig",
     "SimulatorConfig",
     "SupervisorConfig",
+    "SynthesisConfig",
     "TinyModelConfig",
     "TrainerConfig",
     "TrainerModelConfig",

@@ -13,6 +13,7 @@ from penstock.config.errors import ConfigError
 from penstock.config.schema import Config
 
 FIXED = (
+    "pipeline",
     "seed",
     "run_id",
     "model",
@@ -22,6 +23,7 @@ FIXED = (
     "trainer.objective",
     "trainer.critic",
     "trainer.lora",
+    "dump.columns",
 )
 FREE = ("model.device", "env.workers", "env.episode_timeout_s", "env.max_attempts")
 """Of the sections above."""

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -185,7 +185,8 @@ def _fields_at(location: Sequence[str]) -> dict[str, FieldInfo]:
     model: type[BaseModel] = Config
     for part in location:
         field = model.model_fields.get(part)
-        candidates = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        is_one = field is not None and get_origin(field.annotation) is not list
+        candidates = [field.annotation, *get_args(field.annotation)] if field is not None and is_one else []
         nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if not nested:
             return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,9 @@ class JsonLinesSource:
             raise ConfigError(f"data: {path} has {len(lines)} lines, none of them of tag {tag}; lower data.eval_tasks")
         self._path, self._tag = path, tag
 
+    def __len__(self) -> int:
+        return len(self._lines)
+
     def task(self, index: int) -> Task | None:
         if index >= len(self._lines):
             return None
@@ -69,6 +72,16 @@ class SeedSource:
 
     def task(self, index: int) -> Task | None:
         return Task(task_id=f"seed/{self._tag}/{index}", tag=self._tag, index=index)
+
+
+class FirstTasks:
+    """The first tasks of a source."""
+
+    def __init__(self, source: TaskSource, size: int) -> None:
+        self._source, self._size = source, size
+
+    def task(self, index: int) -> Task | None:
+        return self._source.task(index) if index < self._size else None
 
 
 class TaskStream:
@@ -109,6 +122,11 @@ def _json_lines(config: DataConfig, *, tag: str) -> JsonLinesSource:
         return JsonLinesSource(Path(config.eval_path) if evaluating else path, tag=tag)
     part = slice(-config.eval_tasks, None) if evaluating else slice(None, -config.eval_tasks or None)
     return JsonLinesSource(path, tag=tag, part=part)
+
+
+def count_tasks(source: TaskSource) -> int | None:
+    """How many there are; None if there is no end of them."""
+    return len(source) if isinstance(source, Sized) else None
 
 
 def question(task: Task) -> str:

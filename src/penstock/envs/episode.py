@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from penstock.config import ConfigError
 from penstock.deadline import deadline
@@ -45,6 +47,9 @@ class Episode:
     text: str = ""
     status: TrajectoryStatus = "completed"
     error: str | None = None
+    wanted: frozenset[str] = frozenset()
+    """Names of the environment's `info` that are kept."""
+    info: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
     """Nothing more will happen: played to its end, or failed."""
 
@@ -109,6 +114,11 @@ class Episode:
         for segment in turn.segments:
             self.take(segment)
 
+    def hear(self, info: object) -> None:
+        """Keep what is wanted of what the environment told, in a form that can be sent."""
+        if self.wanted and isinstance(info, Mapping):
+            self.info |= {name: plain(info[name]) for name in self.wanted if name in info}
+
     def fail(self, error: Exception) -> None:
         if not self.ended:
             self.status, self.error = "failed", f"{type(error).__name__}: {error}"
@@ -139,7 +149,19 @@ class Episode:
             error=self.error,
             started_at=self.started_at,
             finished_at=time.time(),
+            env_seed=self.lease.env_seed,
+            info=self.info,
         )
+
+
+def plain(value: object) -> Any:
+    """As JSON has it; what has no such form as text."""
+    if hasattr(value, "tolist"):  # numpy's own
+        value = value.tolist()
+    try:
+        return msgspec.to_builtins(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 @contextmanager

@@ -60,6 +60,7 @@ class EnvManager:
         self._bounds = SegmentPolicy.from_config(config)
         self._make, self._policy, self._grants, self._chat = make, policy, grants, chat
         self._gateway = gateway
+        self._wanted = config.dump.foreign_columns
 
     async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
         """Play every lease; `ended` hears of each episode as soon as it ends. Members in `begun` go on from there."""
@@ -89,6 +90,7 @@ class EnvManager:
                 sampling=work.sampling,
                 bounds=bounds,
                 on_end=lambda episode: ended(episode.trajectory(), episode.text),
+                wanted=self._wanted,
             )
             for lease, grant in zip(work.leases, work.grants, strict=True)
         ]
@@ -106,11 +108,14 @@ class EnvManager:
                         tasks.create_task(self._observe_first(episode, result))
                     else:
                         episode.observation = check_observation(result[0])
+                        episode.hear(result[1])
 
     async def _observe_first(self, episode: Episode, result: Awaitable[Any]) -> None:
         with episode.contained():
             async with spending([episode], **RESET):
-                episode.observation = check_observation((await result)[0])
+                observation, info = await result
+                episode.observation = check_observation(observation)
+                episode.hear(info)
 
     async def _play_agent(self, episode: Episode) -> None:
         """The agent plays; what it asks the policy meanwhile are the episode's turns."""
@@ -216,8 +221,9 @@ class EnvManager:
         if inspect.isawaitable(result):
             async with spending([episode], **STEP):
                 result = await result
-        observation, reward, terminated, truncated, _ = result
+        observation, reward, terminated, truncated, info = result
         check_step(observation, reward)
+        episode.hear(info)
         return observation, reward, terminated, truncated
 
     def _observe(self, episode: Episode, observation: str, *, finished: bool) -> bool:

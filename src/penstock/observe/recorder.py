@@ -12,7 +12,7 @@ from typing import Any
 from penstock.observe import jsonl
 from penstock.observe.jsonl import JsonLinesWriter
 from penstock.observe.trackers import Tracker
-from penstock.types import TRAIN_TAG, BusySpan, EpisodeSummary, LearnerState, Task
+from penstock.types import NO_VERSION, TRAIN_TAG, BusySpan, EpisodeSummary, LearnerState, Task
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ class Recorder:
         self._episodes_total = int(self._before.get("episodes_total", 0))
         self._tokens_trained = float(self._before.get("tokens_trained_total", 0.0))
         self._tokens_masked = float(self._before.get("tokens_masked_total", 0.0))
+        self._newest_version = int(self._before.get("policy_version", NO_VERSION))
+        self._reward_sum = float(self._before.get("reward_total", 0.0))
         self._skipped: Counter[str] = Counter(self._before.get("samples_unusable", {}))
         """Samples that could not be trained, by reason."""
 
@@ -83,6 +85,8 @@ class Recorder:
             self._rewards += [episode.reward for episode in finished]
             self._lengths += [episode.response_tokens for episode in finished]
             self._episodes_total += len(finished)
+            self._reward_sum += sum(episode.reward for episode in finished)
+            self._newest_version = max([self._newest_version, *(episode.version_max for episode in finished)])
 
     def accumulated(self, counts: Mapping[str, float]) -> None:
         self._tokens_trained += counts.get("tokens", 0)
@@ -101,35 +105,50 @@ class Recorder:
         if not learner.metrics.get("kl_tokens"):
             measured["kl_engine_trainer"] = None  # nothing comparable was trained in this step
         line = {
-            "step": step,
-            "time": time.time(),
-            "wall_s": self._before.get("wall_s", 0.0) + time.monotonic() - self._opened,
+            **self._line(step),
             "policy_version": learner.policy_version,
-            "reward": _mean(self._rewards),
-            "episodes": len(self._rewards),
-            "episodes_total": self._episodes_total,
-            "response_length_mean": _mean(self._lengths),
-            "tokens_generated_total": self._before.get("tokens_generated_total", 0.0)
-            + sum(process.counters["tokens"] for process in self._of("rollout")),
             "tokens_trained_total": self._tokens_trained,
             "tokens_masked_total": self._tokens_masked,
             "tokens_masked_share": self._tokens_masked / max(self._tokens_trained + self._tokens_masked, 1.0),
             "entropy": learner.entropy,
             **measured,
             "trainer_busy_s": self._before.get("trainer_busy_s", 0.0) + self._busy_s("trainer"),
-            "generator_busy_s": self._before.get("generator_busy_s", 0.0) + self._busy_s("rollout"),
-            "cpu_s": self._before.get("cpu_s", 0.0)
-            + time.process_time()
-            + sum(process.cpu_s for process in self._processes.values()),
-            "num_servers": len(self._of("rollout")),
             "num_trainers": len(self._of("trainer")),
             **scheduling,
             "samples_unusable": dict(self._skipped),
             "ledger": ledger,
         }
+        self._write(line)
+
+    def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
+        """Write the line of a moment; its step is the number of groups that have ended."""
+        line = self._line(groups)
+        self._write({**line, "reward_total": self._reward_sum, **scheduling, "ledger": ledger})
+
+    def _line(self, step: int) -> dict[str, Any]:
+        """What every line has."""
+        return {
+            "step": step,
+            "time": time.time(),
+            "wall_s": self._before.get("wall_s", 0.0) + time.monotonic() - self._opened,
+            "policy_version": self._newest_version,
+            "reward": _mean(self._rewards),
+            "episodes": len(self._rewards),
+            "episodes_total": self._episodes_total,
+            "response_length_mean": _mean(self._lengths),
+            "tokens_generated_total": self._before.get("tokens_generated_total", 0.0)
+            + sum(process.counters["tokens"] for process in self._of("rollout")),
+            "generator_busy_s": self._before.get("generator_busy_s", 0.0) + self._busy_s("rollout"),
+            "cpu_s": self._before.get("cpu_s", 0.0)
+            + time.process_time()
+            + sum(process.cpu_s for process in self._processes.values()),
+            "num_servers": len(self._of("rollout")),
+        }
+
+    def _write(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(line)
         for tracker in self._trackers:
-            tracker.log(step, {name: value for name, value in line.items() if isinstance(value, int | float)})
+            tracker.log(line["step"], {name: value for name, value in line.items() if isinstance(value, int | float)})
         self._rewards.clear()
         self._lengths.clear()
 
