@@ -167,6 +167,26 @@ def status(
 
 
 @app.command()
+def trajectories(
+    run: RunName,
+    group: Annotated[int | None, typer.Option(metavar="N", help="All of this group.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward first.")] = False,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="How many; 3 by default.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+    json: AsJson = False,
+) -> None:
+    """Read what a run played, the newest first."""
+    from penstock.cli import trajectories as command
+    from penstock.cli.runs import find
+
+    if best and worst:
+        raise typer.BadParameter("give either --best or --worst")
+    order: command.Order = "best" if best else "worst" if worst else "newest"
+    raise typer.Exit(command.trajectories(find(runs_dir, run), group=group, order=order, limit=limit, as_json=json))
+
+
+@app.command()
 def logs(
     run: RunName,
     process: Annotated[str | None, typer.Argument(metavar="PROCESS", help="One of them; all by default.")] = None,

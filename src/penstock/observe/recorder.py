@@ -46,6 +46,7 @@ class Recorder:
         self._tokens_masked = float(self._before.get("tokens_masked_total", 0.0))
         self._newest_version = int(self._before.get("policy_version", NO_VERSION))
         self._reward_sum = float(self._before.get("reward_total", 0.0))
+        self._tokens_played = int(self._before.get("tokens_played_total", 0))
         self._skipped: Counter[str] = Counter(self._before.get("samples_unusable", {}))
         """Samples that could not be trained, by reason."""
 
@@ -85,6 +86,7 @@ class Recorder:
             self._rewards += [episode.reward for episode in finished]
             self._lengths += [episode.response_tokens for episode in finished]
             self._episodes_total += len(finished)
+            self._tokens_played += sum(episode.response_tokens for episode in finished)
             self._reward_sum += sum(episode.reward for episode in finished)
             self._newest_version = max([self._newest_version, *(episode.version_max for episode in finished)])
 
@@ -121,9 +123,11 @@ class Recorder:
         self._write(line)
 
     def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
-        """Write the line of a moment; its step is the number of groups that have ended."""
+        """Write the line of a moment; its step is the number of groups that have ended. Tokens are those of what was
+        played to its end."""
         line = self._line(groups)
-        self._write({**line, "reward_total": self._reward_sum, **scheduling, "ledger": ledger})
+        totals = {"reward_total": self._reward_sum, "tokens_played_total": self._tokens_played}
+        self._write({**line, **totals, "tokens_generated_total": self._tokens_played, **scheduling, "ledger": ledger})
 
     def _line(self, step: int) -> dict[str, Any]:
         """What every line has."""

@@ -332,7 +332,7 @@ def played_before(run_dir: Path, source: TaskSource, *, max_groups: int) -> list
     """The latest groups that another run on the same data played: (task, response tokens of its members)."""
     if not (run_dir / "pool" / "index").exists():
         raise ConfigError(f"scheduler.length.learn_from: {run_dir} is not the directory of a run: it has no pool/index")
-    index = PoolIndex(run_dir / "pool")
+    index = PoolIndex(run_dir / "pool", readonly=True)
     try:
         records = deque(index, maxlen=max_groups)
     finally:

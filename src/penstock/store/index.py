@@ -33,16 +33,16 @@ class PoolUnreadable(RuntimeError):
 class PoolIndex:
     """Group number -> `GroupRecord`; the highest policy_version there ever was; what the dump is made of."""
 
-    def __init__(self, directory: Path, *, map_bytes: int = 16 << 30) -> None:
-        """Raises `PoolUnreadable`."""
+    def __init__(self, directory: Path, *, map_bytes: int = 16 << 30, readonly: bool = False) -> None:
+        """`readonly`: of a run that may be going on, in whatever process. Raises `PoolUnreadable`."""
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "index"
+        self._readonly = readonly
+        how = {"readonly": True} if readonly else {"sync": False, "metasync": False}
         try:
-            self._env = lmdb.open(
-                str(self._path), map_size=map_bytes, sync=False, metasync=False, max_readers=64, max_dbs=3
-            )
+            self._env = lmdb.open(str(self._path), map_size=map_bytes, max_readers=64, max_dbs=3, **how)
             self._groups, self._facts, self._shards = (
-                self._env.open_db(name) for name in (b"groups", b"facts", b"shards")
+                self._env.open_db(name, create=not readonly) for name in (b"groups", b"facts", b"shards")
             )
         except lmdb.Error as error:
             raise self._unreadable(error) from error
@@ -107,7 +107,8 @@ class PoolIndex:
         self._env.sync(True)
 
     def close(self) -> None:
-        self._env.sync(True)
+        if not self._readonly:
+            self._env.sync(True)
         self._env.close()
 
 

@@ -30,6 +30,8 @@ PAUSES_S = (1.0, 4.0, 15.0)
 """Before a shard that could not be written is tried again."""
 WRITE_S = 600.0
 """For one shard, before it is worth a report: an object store may be slow."""
+SAMPLES = "step_*.jsonl"
+"""Files of what is kept to be read."""
 BEHIND = 4
 """Samples that may wait to be written: more are passed over."""
 KEPT = (EpisodeState.READY, EpisodeState.TRAINED, EpisodeState.FILTERED, EpisodeState.DISCARDED_STALE)
@@ -254,6 +256,7 @@ class Samples:
     """`ports.Dump`: of every optimizer step one group, to be read; the newest few are kept."""
 
     def __init__(self, books: Books, rendering: Rendering, *, directory: Path, keep: int, tell: Tell) -> None:
+        """`directory`: where `rendering` writes its files."""
         self._books, self._rendering, self._tell = books, rendering, tell
         self._directory, self._keep = directory, keep
         self._latest: GroupAttempt | None = None
@@ -291,7 +294,7 @@ class Samples:
         (wanted,) = shard.groups
         records = [r for r in self._books.get([wanted.group]) if r.ref is not None and attempt_of(r) == wanted]
         self._rendering.write(shard, records)
-        for old in sorted(self._directory.glob("step_*.jsonl"))[: -self._keep]:
+        for old in sorted(self._directory.glob(SAMPLES))[: -self._keep]:
             old.unlink(missing_ok=True)
 
     async def finish(self) -> None:
