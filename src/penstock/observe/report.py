@@ -59,7 +59,8 @@ def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[st
     if summary["eval_before"] is not None:
         table.add_row("held out", f"{number(summary['eval_before'])} → {number(summary['eval_after'])}")
     if "tasks" in summary:
-        table.add_row("tasks", f"{summary['tasks_played']} of {summary['tasks']} played")
+        failed = f", {count(failures)} trajectories failed" if (failures := summary["ledger"].get("failed")) else ""
+        table.add_row("tasks", f"{summary['tasks_played']} of {summary['tasks']} played{failed}")
         table.add_row(
             "played", f"{count(summary['trajectories'])} trajectories, mean reward {number(summary['reward_mean'])}"
         )

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Config, DumpConfig
+from penstock.config import Config, ConfigError, DumpConfig
 from penstock.data.sources import TaskStream
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import GroupRecord
 from penstock.processes.layout import model_dir
+from penstock.store.dumps.columns import DumpError, cell
 from penstock.store.dumps.dump import Dump, Rendering, Samples, Tell
 from penstock.store.dumps.rows import RowMaker
 from penstock.store.dumps.targets import open_target
 from penstock.store.pool import ExperiencePool
+from penstock.types import Task
 
 TRAJECTORIES = "trajectories"
 """Folder of the run directory."""
@@ -25,6 +27,9 @@ def open_dumps(
 ) -> list[Dump | Samples]:
     """Raises `ConfigError` if the target cannot be written to."""
     chat = ChatTokenizer.load(model_dir(config, run_dir))
+
+    if (first := tasks.at(0)) is not None:
+        check_payload(config.dump, first)
 
     def payload(record: GroupRecord) -> Mapping[str, Any]:
         task = tasks.at(record.task_index) if config.dump.foreign_columns else None
@@ -45,3 +50,13 @@ def open_dumps(
         keep, sample = config.observe.trajectories, DumpConfig(url=str(directory))
         dumps.append(Samples(pool, rendering(sample), directory=directory, keep=keep, tell=tell))
     return dumps
+
+
+def check_payload(dump: DumpConfig, task: Task) -> None:
+    """Whether what the first task has is what its columns say. Raises `ConfigError`."""
+    for column in dump.columns:
+        if column.name in dump.foreign_columns:
+            try:
+                cell(column, task.payload.get(column.name))
+            except DumpError as error:
+                raise ConfigError(f"dump.columns: {error} (in task {task.task_id})") from None

@@ -349,6 +349,17 @@ async def test_a_group_that_is_played_again_is_dumped_as_it_was_played_last(play
     assert json.loads((directory / "train/step_2.0.jsonl").read_text().splitlines()[0])["attempt"] == 1
 
 
+async def test_a_column_that_nobody_fills_is_told_once(played: Played) -> None:
+    columns = [["trajectory", "string"], ["levle", "bigint"], ["level", "bigint"], ["error", "string"]]
+    target, _ = folder(played)
+    dump, events = make(played.pool, played.directory, target, rows_per_shard=2, columns=columns)
+    for group in range(3):
+        dump.played(*played.play(group))
+    await to_the_end(dump)
+    alarms = [event["reason"] for event in events if event["event"] == "alarm"]
+    assert len(alarms) == 1 and alarms[0].startswith("dump.columns levle: null in the whole of rollout/000000")
+
+
 async def test_samples_are_the_newest_few(played: Played) -> None:
     target, directory = folder(played)
     rendering = render(played.directory, target, config("train"))

@@ -206,6 +206,9 @@ class Dump:
             self._books.written(due.shard)
             del self._unwritten[due.shard.name]
             self._num_written += 1
+            if self._num_written == 1 and (unfilled := sorted(self._rendering.maker.unfilled)):
+                reason = f"dump.columns {', '.join(unfilled)}: null in the whole of {due.shard.name}; neither the task "
+                self._tell("alarm", reason=f"{reason}nor the environment's info has such names")
         self._finished.set()
 
     async def _next(self) -> _Due | None:

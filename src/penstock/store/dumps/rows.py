@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.config import Config
-from penstock.config.dump import OTHER_NAMES, Column
+from penstock.config.dump import OTHER_NAMES, OWN_COLUMNS, Column
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import GroupRecord
 from penstock.store.dumps.columns import DumpError, Row, cell
@@ -81,6 +81,8 @@ class RowMaker:
     def __init__(self, config: Config, chat: ChatTokenizer, *, columns: Sequence[Column]) -> None:
         self.columns = columns
         self._mode, self._model = config.pipeline, config.model.path
+        self.unfilled = {column.name for column in columns} - OWN_COLUMNS
+        """Columns for which neither a task nor an environment has had a value yet."""
         self._transcript = Transcript(chat)
 
     def rows(
@@ -106,9 +108,11 @@ class RowMaker:
 
     def _row(self, played: Played) -> Row:
         try:
-            return {column.name: cell(column, _value(column.name, played)) for column in self.columns}
+            row = {column.name: cell(column, _value(column.name, played)) for column in self.columns}
         except DumpError as error:
             raise DumpError(f"trajectory {played.name}: {error}") from None
+        self.unfilled = {name for name in self.unfilled if row[name] is None}
+        return row
 
 
 def _value(name: str, played: Played) -> Any:

@@ -11,23 +11,22 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.config import ConfigError, DumpConfig
-from penstock.config.dump import Column
+from penstock.config.dump import Column, ColumnType
 from penstock.store.dumps.columns import DumpError, Row, as_text
 
 EXTRAS = {"s3": ("s3fs", "s3"), "oss": ("ossfs", "oss"), "gs": ("gcsfs", "gs"), "memory": ("fsspec", "fsspec")}
 """Scheme of an object store -> (package that speaks to it, extra that installs it)."""
 SCHEMES = ("file", *EXTRAS, "odps")
-PARQUET = {
-    "bigint": pa.int64(),
-    "double": pa.float64(),
-    "boolean": pa.bool_(),
-    "string": pa.string(),
-    "json": pa.string(),
+PARQUET: dict[ColumnType, str] = {
+    "bigint": "int64",
+    "double": "float64",
+    "boolean": "bool",
+    "string": "string",
+    "json": "string",
 }
+"""Column types as Arrow names them."""
 
 
 class Target(Protocol):
@@ -131,8 +130,11 @@ def encode(rows: Sequence[Row], columns: Sequence[Column], form: str) -> bytes:
     """A file of them. Numbers that are not finite are null in JSON, which has no word for them."""
     if form == "jsonl":
         return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     file = io.BytesIO()
-    schema = pa.schema([(column.name, PARQUET[column.type]) for column in columns])
+    schema = pa.schema([(column.name, pa.type_for_alias(PARQUET[column.type])) for column in columns])
     pq.write_table(pa.Table.from_pylist([flat(row, columns) for row in rows], schema=schema), file)
     return file.getvalue()
 
