@@ -174,7 +174,7 @@ def test_a_rewards_file_is_looked_for_beside_the_configuration(tmp_path: Path) -
 @pytest.mark.parametrize("setting", ["trainer.critic={}", "trainer.scale_learning_rate=[samples]"])
 def test_turns_as_samples_are_refused_where_their_number_matters(file: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=r"env\.formulation step shares a group's advantages"):
-        load_config(file, [setting, "env.formulation=step", "scheduler.filter_equal_rewards=false"])
+        load_config(file, [setting, "env.formulation=step", "scheduler.group_filter=[]"])
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)

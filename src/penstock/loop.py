@@ -29,7 +29,7 @@ from penstock.deadline import patient
 from penstock.ports import TrainerLost, Work
 from penstock.scheduler.scheduler import TrainBatch
 from penstock.system import CHECKPOINTS, System
-from penstock.types import EpisodeSummary, LearnerState, PayloadRef, WeightsHandle
+from penstock.types import EpisodeSummary, GroupAttempt, LearnerState, PayloadRef, WeightsHandle
 from penstock.validation import Validation, evaluate
 
 Swaps = asyncio.Queue[tuple[int, WeightsHandle]]
@@ -37,6 +37,7 @@ Swaps = asyncio.Queue[tuple[int, WeightsHandle]]
 
 P = ParamSpec("P")
 
+SHOW_EVERY_S = 1.0
 PATIENCE_S = 3600.0
 """Of one loop with another: an optimizer step and its swap take less."""
 
@@ -44,6 +45,7 @@ PATIENCE_S = 3600.0
 async def run(system: System) -> None:
     """Begin, or go on where the run was; evaluate, train to the last step, evaluate again."""
     await recovery.begin(system)
+    take_up_dumps(system)
     async with asyncio.TaskGroup() as loops:
         dispatching = loops.create_task(never_returns(dispatch, system))
         if not recovery.was_evaluated(system):
@@ -52,6 +54,7 @@ async def run(system: System) -> None:
         cancel_rest(system)
         await evaluate(system, "after")
         dispatching.cancel()
+    await finish_dumps(system)
     system.recorder.event("completed", step=system.num_steps, ledger=system.scheduler.ledger.counts())
 
 
@@ -63,6 +66,24 @@ async def evaluate_only(system: System) -> None:
         await evaluate(system, "given")
         dispatching.cancel()
     system.recorder.event("completed", step=system.num_steps, ledger=system.scheduler.evaluations.counts())
+
+
+async def synthesize(system: System) -> None:
+    """Rollout only: play every task once, as a group. Nothing is trained, weights never change."""
+    await recovery.begin_to_play(system)
+    take_up_dumps(system)
+    async with asyncio.TaskGroup() as loops:
+        endless = [
+            loops.create_task(never_returns(dispatch, system)),
+            loops.create_task(never_returns(show_progress, system)),
+        ]
+        await admit(system)
+        await system.scheduler.all_ended()
+        for loop in endless:
+            loop.cancel()
+    await finish_dumps(system)
+    show(system)
+    system.recorder.event("completed", step=system.scheduler.num_ended, ledger=system.scheduler.ledger.counts())
 
 
 async def train_all(system: System) -> None:
@@ -123,6 +144,9 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
         system.recorder.played(task.tag, episodes)
     system.settle()
     system.tell()
+    if ref is not None and state is not None:
+        for dump in system.dumps:
+            dump.played(GroupAttempt(group, episodes[0].episode.attempt), state, len(episodes))
 
 
 async def train(system: System, swaps: Swaps) -> None:
@@ -143,6 +167,8 @@ async def train(system: System, swaps: Swaps) -> None:
             await swaps.put((system.num_steps, handle))
         scheduler = system.scheduler
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
+        for dump in system.dumps:
+            dump.stepped(system.num_steps)
         system.tell(learner.alarms)
         if system.num_steps % settings.checkpoint_every == 0:
             await checkpoint(system)
@@ -200,7 +226,33 @@ async def checkpoint(system: System) -> None:
     system.recorder.event("checkpoint", step=system.num_steps, path=str(directory.relative_to(system.run_dir)))
     system.saved_versions = [*system.saved_versions, version][-keep:]
     if len(system.saved_versions) == keep:
-        system.pool.covered(system.saved_versions[0])
+        unwritten = {group for dump in system.dumps for group in dump.unwritten}
+        system.pool.covered(system.saved_versions[0], keep=unwritten)
+
+
+async def show_progress(system: System) -> NoReturn:
+    """While nothing is trained, time makes the steps."""
+    while True:
+        await asyncio.sleep(SHOW_EVERY_S)
+        show(system)
+
+
+def show(system: System) -> None:
+    """How far a run that only plays is."""
+    scheduler = system.scheduler
+    system.recorder.progressed(scheduler.num_ended, scheduler.ledger.counts(), scheduler.metrics())
+
+
+def take_up_dumps(system: System) -> None:
+    """What was played before is written, if it is not yet."""
+    for dump in system.dumps:
+        dump.take_up(system.pool.records())
+
+
+async def finish_dumps(system: System) -> None:
+    """Write what is left."""
+    for dump in system.dumps:
+        await dump.finish()
 
 
 def cancel_rest(system: System) -> None:

@@ -6,7 +6,7 @@ Every method that waits may raise `penstock.deadline.Stalled`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -276,6 +276,10 @@ class Observer(Protocol):
         """An optimizer step was taken."""
         ...
 
+    def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
+        """A moment of a run without optimizer steps: `groups` have ended."""
+        ...
+
     def evaluated(
         self,
         when: str,
@@ -325,6 +329,41 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     trained_in: int | None = None
 
 
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a dump: what it is called, and of which groups it is made."""
+
+    name: str
+    groups: list[GroupAttempt]
+    step: int | None = None
+    """Optimizer step after which it was planned; None where there are none."""
+    written: bool = False
+
+
+class Dump(Protocol):
+    """Shows others what was played, beside the loops. Only `finish` waits."""
+
+    @property
+    def unwritten(self) -> Collection[int]:
+        """Groups whose tokens it still needs."""
+        ...
+
+    def take_up(self, records: Iterable[GroupRecord]) -> None:
+        """What was played before, under an earlier controller."""
+        ...
+
+    def played(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
+        """A group is in the pool; `state` is what its episodes are now."""
+        ...
+
+    def stepped(self, step: int) -> None:
+        """An optimizer step was taken."""
+        ...
+
+    async def finish(self) -> None:
+        """Nothing more will be played: write the rest."""
+        ...
+
+
 class Pool(Protocol):
     """The experience pool's index: what became of every training group."""
 
@@ -344,9 +383,9 @@ class Pool(Protocol):
         """Trained groups whose training is lost: `ready` again."""
         ...
 
-    def covered(self, policy_version: int) -> None:
+    def covered(self, policy_version: int, *, keep: Collection[int] = ()) -> None:
         """Durable checkpoints hold all that was trained up to `policy_version`: tokens of groups that ended, and were
-        not trained later, are not needed any more. Frees the disk."""
+        not trained later, are not needed any more, but those of the groups to keep. Frees the disk."""
         ...
 
     def records(self) -> Iterator[GroupRecord]:

@@ -69,6 +69,14 @@ async def begin(system: System) -> None:
     system.scheduler.published(handle.policy_version)
 
 
+async def begin_to_play(system: System) -> None:
+    """A run without a trainer: the pool knows how far it is, and servers have their weights."""
+    known = await _take_up(system)
+    system.settle()
+    if known:
+        system.recorder.event("resumed", step=system.scheduler.num_ended, groups=known, revived=0)
+
+
 async def rewind(system: System) -> None:
     """The trainer died, and its successor goes on from the newest checkpoint. What the dead one held stays where it is
     until the weights are served again, so that alternating modes play nothing with those of the dead one."""

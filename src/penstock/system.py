@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.data.sources import TaskStream
-from penstock.ports import Observer, Pool, RolloutServers, Trainer, Workers
+from penstock.ports import Dump, Observer, Pool, RolloutServers, Trainer, Workers
 from penstock.scheduler.scheduler import Scheduler
 from penstock.types import EpisodeState, LearnerState, Task, WeightsHandle
 
@@ -32,6 +32,7 @@ class System:
     servers: RolloutServers
     pool: Pool
     recorder: Observer
+    dumps: Sequence[Dump] = ()
     num_steps: int = 0
     """Optimizer steps taken so far."""
     stepping: asyncio.Task[LearnerState] | None = None

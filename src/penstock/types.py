@@ -62,6 +62,8 @@ class EpisodeState(StrEnum):
     """Handed to the trainer."""
     TRAINED = "trained"
     """Part of an optimizer step."""
+    COLLECTED = "collected"
+    """Kept in the pool for good, by a run that only plays."""
     FILTERED = "filtered"
     """Dropped by the group filter: nothing to learn from it."""
     DISCARDED_STALE = "discarded_stale"
@@ -207,6 +209,9 @@ class Trajectory:
     started_at: float = 0.0
     finished_at: float = 0.0
     """Seconds since the epoch."""
+    env_seed: int = 0
+    info: dict[str, Any] = field(default_factory=dict)
+    """Of what the environment told beside its observations: what `dump.columns` names, the latest of each."""
 
     def summary(self, *, text: str | None = None) -> EpisodeSummary:
         """The part of it the controller needs."""
@@ -225,11 +230,15 @@ class Trajectory:
             seconds=self.finished_at - self.started_at,
             error=self.error,
             text=text,
+            env_seed=self.env_seed,
+            info=self.info,
         )
 
     @classmethod
-    def unflatten(cls, sample: Sample, *, episode: EpisodeId, task_id: str, ended: bool) -> Trajectory:
-        """The inverse of `flatten`, for a trajectory that was saved before it was whole."""
+    def unflatten(
+        cls, sample: Sample, *, episode: EpisodeId, task_id: str, ended: bool, env_seed: int = 0
+    ) -> Trajectory:
+        """The inverse of `flatten`, for a trajectory that was saved."""
         bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))  # start, end of each action
         turns, seen = [], 0
         for start, end in bounds.reshape(-1, 2).tolist():
@@ -239,7 +248,11 @@ class Trajectory:
         if seen < len(sample.token_ids):
             turns.append(Turn(observation_ids=sample.token_ids[seen:].tolist(), segments=[]))
         status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"
-        return cls(episode=episode, task_id=task_id, turns=turns, reward=sample.reward, status=status)
+        if status == "completed" and turns and turns[-1].segments:
+            turns[-1].segments[-1] = replace(turns[-1].segments[-1], finish_reason="stop")
+        return cls(
+            episode=episode, task_id=task_id, turns=turns, reward=sample.reward, status=status, env_seed=env_seed
+        )
 
     def formulate(self, formulation: Formulation) -> list[Sample]:
         """As training samples. All of an episode have its reward."""
@@ -347,9 +360,13 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     version_max: int
     seconds: float
     stop_reason: StopReason | None = None
+    """None if it did not end in its environment."""
     error: str | None = None
     text: str | None = None
     """Decoded last action; only asked for where people read it (evaluation)."""
+    env_seed: int = 0
+    info: dict[str, Any] = {}
+    """See `Trajectory.info`."""
 
 
 class GroupRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,7 +91,7 @@ def test_a_slow_reward_holds_no_generation(chat: ChatTokenizer, reward: str | No
     config = Config.model_validate(
         {
             "env": {"group_size": GROUP_SIZE, "reward": reward, "reward_timeout_s": 60.0},
-            "scheduler": {"max_running": MAX_RUNNING, "filter_equal_rewards": False, "trigger": {"min_samples": 2}},
+            "scheduler": {"max_running": MAX_RUNNING, "group_filter": [], "trigger": {"min_samples": 2}},
             "trainer": {"groups_per_step": NUM_GROUPS},
         }
     )

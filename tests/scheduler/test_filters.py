@@ -11,7 +11,7 @@ from penstock.config import ConfigError, GroupFilterConfig
 from penstock.scheduler.filters import Drop, Dropped, FilterChain, FilterFailed, FinishedGroup, Keep
 from penstock.scheduler.patience import NothingToLearn, Patience
 from penstock.simulator.parts import played
-from penstock.types import EpisodeId, Task, TrajectoryStatus
+from penstock.types import EpisodeId, StopReason, Task
 
 TASK = Task(task_id="task-7", tag="train", index=7)
 
@@ -47,15 +47,13 @@ class NoFilter:
     pass
 
 
-def group(
-    rewards: Sequence[float], *, tokens: Sequence[int] = (), statuses: Sequence[TrajectoryStatus] = ()
-) -> FinishedGroup:
+def group(rewards: Sequence[float], *, tokens: Sequence[int] = (), stops: Sequence[StopReason] = ()) -> FinishedGroup:
     episodes = [
         played(
             EpisodeId("train", 0, member, 0),
             reward=reward,
             response_tokens=tokens[member] if tokens else 8,
-            status=statuses[member] if statuses else "completed",
+            stop_reason=stops[member] if stops else "terminated",
         )
         for member, reward in enumerate(rewards)
     ]
@@ -82,9 +80,9 @@ def with_options(name: str, **options: Any) -> GroupFilterConfig:
         ),
         (
             with_options("stop_reason", max_share=0.0),
-            group([0, 1], statuses=["completed", "truncated"]),
+            group([0, 1], stops=["terminated", "max_length"]),
             group([0, 1]),
-            "more than 0% of the members ended truncated",
+            "more than 0% of the members stopped for max_length",
         ),
         (with_options("score_range", low=0.25), group([0, 0, 0.5]), group([0, 0.5]), "the mean reward is below 0.25"),
         (with_options("score_range", high=0.75), group([0.5, 1.5]), group([0.5, 1]), "the mean reward is above 0.75"),
@@ -120,7 +118,10 @@ def test_a_filter_of_ones_own_goes_on_from_its_saved_state() -> None:
         (with_options("zero_varience"), "it is one of zero_variance, over_long, stop_reason, score_range, or package"),
         (with_options("over_long"), "scheduler.group_filter over_long with options {}: TypeError: "),
         (with_options("over_long", max_token=3), "max_token"),
-        (with_options("stop_reason", statuses=["cut"]), "no status is called cut: there are completed, truncated"),
+        (
+            with_options("stop_reason", reasons=["cut"]),
+            "nothing stops for the reason cut: there are terminated, truncated",
+        ),
         (with_options("nowhere.to:BeFound"), "cannot be imported: ModuleNotFoundError"),
         (with_options(f"{__name__}:Absent"), "cannot be imported: AttributeError"),
         (with_options(f"{__name__}:NoFilter"), "has no decide(group)"),

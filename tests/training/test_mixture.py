@@ -16,7 +16,7 @@ SHORT = ["data.eval_tasks=12", "model.warm_start.steps=5", "trainer.steps=5", "t
 
 
 def test_a_mixture_is_trained_validated_and_evaluated(tmp_path: Path) -> None:
-    trained = train("mixture", tmp_path / "runs", *SHORT, "validation.every=2", "scheduler.filter_equal_rewards=false")
+    trained = train("mixture", tmp_path / "runs", *SHORT, "validation.every=2", "scheduler.group_filter=[]")
     assert trained.returncode == 0, trained.stdout + trained.stderr
     run_dir = only_run(tmp_path / "runs")
     evaluations = [event for event in lines(run_dir / "events.jsonl") if event["event"] == "evaluation"]

@@ -11,17 +11,15 @@ from typing import Any
 
 from rich.console import Console
 
+from penstock.cli.policy import model_in
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import refuse
-from penstock.cli.runs import find
 from penstock.cli.train import carry_out, tell
 from penstock.config import Config, ConfigError, WarmStartConfig, load_config, parse_overrides
 from penstock.observe import jsonl, report, summary
 from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.ownership import Owned
 from penstock.supervisor.run_directory import OpenRun, RunExists, open_run
-from penstock.system import CHECKPOINTS
-from penstock.trainer.checkpoint import saved_in
 
 RESULTS = "evaluation.json"
 
@@ -47,18 +45,6 @@ def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: str | None, ru
             return tell(outcome)
     except (ConfigError, Refused, RunExists, Owned) as error:
         return refuse(error, 1)
-
-
-def model_in(checkpoint: str, runs_dir: Path) -> Path:
-    """The model directory that `checkpoint` names: itself, or the newest whole checkpoint of a run. Raises
-    `Refused`."""
-    if (Path(checkpoint) / "config.json").is_file():
-        return Path(checkpoint).absolute()
-    run_dir = find(runs_dir, checkpoint)
-    newest = saved_in(run_dir / CHECKPOINTS).newest
-    if newest is None:
-        raise Refused(f"run {run_dir.name} has no checkpoint that is whole: `penstock runs` lists the others")
-    return Path(newest.directory).absolute()
 
 
 def with_policy(config: Config, directory: Path) -> Config:

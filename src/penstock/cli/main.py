@@ -56,6 +56,30 @@ def train(
 
 
 @app.command()
+def rollout(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="Play with the newest checkpoint of this run (id or directory), or with this model."
+        ),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Play a whole dataset with a policy that does not change, and dump the trajectories. Nothing is trained."""
+    from penstock.cli import rollout as command
+
+    raise typer.Exit(
+        command.rollout(
+            config, overrides or [], checkpoint=checkpoint, runs_dir=runs_dir, detach=detach, dry_run=dry_run
+        )
+    )
+
+
+@app.command()
 def resume(
     run: RunName,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
@@ -185,6 +209,26 @@ def status(
     from penstock.cli.runs import find
 
     command.answer(find(runs_dir, run), as_json=json, watch=watch, force=force)
+
+
+@app.command()
+def trajectories(
+    run: RunName,
+    group: Annotated[int | None, typer.Option(metavar="N", help="All of this group.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward first.")] = False,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="How many; 3 by default.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+    json: AsJson = False,
+) -> None:
+    """Read what a run played, the newest first."""
+    from penstock.cli import trajectories as command
+    from penstock.cli.runs import find
+
+    if best and worst:
+        raise typer.BadParameter("give either --best or --worst")
+    order: command.Order = "best" if best else "worst" if worst else "newest"
+    raise typer.Exit(command.trajectories(find(runs_dir, run), group=group, order=order, limit=limit, as_json=json))
 
 
 @app.command()

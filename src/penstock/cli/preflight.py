@@ -45,6 +45,8 @@ def check(config: Config) -> None:
         check_predictor(config)
     if config.rollout.engine != "penstock" and not config.rollout.urls:
         check_engine(config.rollout.engine, config.rollout.python or sys.executable)
+    if config.dump.url is not None:
+        check_dump(config)
     if config.rollout.port and not config.rollout.urls:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
@@ -62,6 +64,13 @@ def check_environments(config: Config) -> None:
             if data.has_rows and path is not None and not Path(path).exists():
                 where = f"data.{name}" if key == "env" else f"{key}.data.{name}"
                 raise Refused(f"{where}: there is no file {path}")
+
+
+def check_dump(config: Config) -> None:
+    """Whether it can be written; what cannot be is a `ConfigError`."""
+    from penstock.store.dumps.targets import open_target
+
+    open_target(config.dump).check()
 
 
 def check_packages(config: Config) -> None:

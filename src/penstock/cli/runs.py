@@ -73,10 +73,19 @@ def describe(run_dir: Path) -> dict[str, Any] | None:
         "started": state.get("started"),
         "wall_seconds": wall_seconds(state, now=None if status == LOST else time.time()),
         "step": lines[-1].get("step", 0) if lines else 0,
-        "steps": config.get("trainer", {}).get("steps"),
+        "steps": _num_steps(config, run_dir),
         "reward": rewards[-1] if rewards else None,
         "run_dir": str(run_dir.absolute()),
     }
+
+
+def _num_steps(config: Mapping[str, Any], run_dir: Path) -> int | None:
+    """Optimizer steps, or tasks of a run that only plays."""
+    if config.get("pipeline", "train") == "train":
+        steps: int | None = config.get("trainer", {}).get("steps")
+        return steps
+    totals: list[int] = [e["total"] for e in jsonl.read(run_dir / "events.jsonl") if e.get("event") == "tasks"]
+    return totals[-1] if totals else None
 
 
 def status_of(run_dir: Path, state: Mapping[str, Any]) -> str:

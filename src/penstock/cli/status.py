@@ -60,7 +60,8 @@ def follow(run_dir: Path, console: Console, *, quiet: bool) -> None:
             if console.is_terminal:
                 live.update(render(document), refresh=True)
             elif not quiet and seen != shown:
-                console.print(f"{seen[0]}  step {seen[1]}/{document['progress']['steps']}")
+                unit, total = document["progress"]["unit"], document["progress"]["steps"]
+                console.print(f"{seen[0]}  {unit} {seen[1]}/{total}")
             shown = seen
             time.sleep(WATCH_EVERY_S)
 
@@ -95,9 +96,11 @@ def status(run_dir: Path) -> Document:
 
 def _view(config: Mapping[str, Any], events: Sequence[Document], lines: Sequence[Document]) -> RunView:
     trainer, data, model = (config.get(section, {}) for section in ("trainer", "data", "model"))
+    trains = config.get("pipeline", "train") == "train"
     plan = Plan(
-        num_steps=trainer.get("steps", 0) if config.get("pipeline", "train") == "train" else 0,
-        num_warm_start_steps=model.get("warm_start", {}).get("steps", 0),
+        trains=trains,
+        num_steps=trainer.get("steps", 0) if trains else 0,
+        num_warm_start_steps=model.get("warm_start", {}).get("steps", 0) if trains else 0,
         num_eval_tasks=data.get("eval_tasks", 0),
         max_staleness=config.get("scheduler", {}).get("max_staleness"),
     )
@@ -115,6 +118,7 @@ def progress(view: RunView) -> Document:
     return {
         "phase": view.phase,
         "needs": view.needs,
+        "unit": view.unit,
         "step": view.step,
         "steps": view.plan.num_steps,
         "policy_version": latest.get("policy_version"),
@@ -252,6 +256,8 @@ def next_commands(document: Document) -> list[Document]:
     where = f"go on from {document['checkpoint']}" if document["checkpoint"] else "begin it again"
     resume = {"command": f"penstock resume {run}", "purpose": where}
     match document["status"]:
+        case "completed" if document["progress"]["unit"] == "task":
+            return [{"command": f"penstock trajectories {run}", "purpose": "read what was played"}]
         case "completed":
             model = run_dir / document["checkpoint"] if document["checkpoint"] else None
             return [{"command": f"penstock serve --model {model}", "purpose": "talk to the trained policy"}] * bool(
@@ -267,7 +273,7 @@ def next_commands(document: Document) -> list[Document]:
             return [{"command": f"penstock stop {run}", "purpose": "end what is left of it"}, resume]
     commands = [
         {"command": f"penstock logs {run} -f", "purpose": "follow its processes"},
-        {"command": f"penstock stop {run}", "purpose": "stop it with a checkpoint"},
+        {"command": f"penstock stop {run}", "purpose": "stop it; it can be resumed"},
     ]
     if needed := document["progress"]["needs"]:
         commands.insert(0, {"command": needed, "purpose": "attach an environment worker"})

@@ -38,8 +38,15 @@ DETACH_S = 60.0
 
 def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) -> int:
     """Returns the exit code."""
+    return begin("train", path, overrides, detach=detach, dry_run=dry_run)
+
+
+def begin(pipeline: str, path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) -> int:
+    """A new run; `pipeline` is also the name of the command. Returns the exit code."""
     try:
-        config = load_config(path, overrides).model_copy(update={"pipeline": "train"})
+        config = load_config(path, overrides)
+        if config.pipeline != pipeline:
+            raise ConfigError(f"pipeline is {config.pipeline}: `penstock {config.pipeline} {path}` runs it")
         if dry_run:
             for name in config.environments.names:
                 locate(name)
@@ -53,7 +60,7 @@ def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) 
         if detach:
             run_id = config.run_id or new_run_id()
             run_dir = Path(config.runs_dir).absolute() / run_id
-            return start_detached(run_dir, ["train", str(path), *overrides, f"run_id={run_id}"])
+            return start_detached(run_dir, [pipeline, str(path), *overrides, f"run_id={run_id}"])
         with open_run(config) as run:
             return conclude(run, carry_out(run))
     except (ConfigError, Refused, RunExists, Owned) as error:
@@ -111,8 +118,9 @@ async def show_progress(run: OpenRun) -> None:
 def plan_of(config: Config) -> Plan:
     """What the display needs to know beforehand."""
     return Plan(
-        num_steps=config.trainer.steps if config.pipeline == "train" else 0,
-        num_warm_start_steps=config.model.warm_start.steps,
+        trains=config.has_trainer,
+        num_steps=config.trainer.steps if config.has_trainer else 0,
+        num_warm_start_steps=config.model.warm_start.steps if config.has_trainer else 0,
         num_eval_tasks=config.validation_tasks,
         max_staleness=config.scheduler.max_staleness,
     )

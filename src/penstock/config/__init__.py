@@ -1,5 +1,6 @@
 """The whole configuration tree: frozen pydantic models, unknown keys fail, importable without torch."""
 
+from penstock.config.dump import Column, DumpConfig, SynthesisConfig
 from penstock.config.environments import (
     DataConfig,
     EnvConfig,
@@ -39,11 +40,13 @@ from penstock.config.simulation import (
 
 __all__ = [
     "CanaryConfig",
+    "Column",
     "Config",
     "ConfigError",
     "CriticConfig",
     "DataConfig",
     "DispatchConfig",
+    "DumpConfig",
     "EngineModelConfig",
     "EnvConfig",
     "EnvironmentConfig",
@@ -61,6 +64,7 @@ __all__ = [
     "SchedulerConfig",
     "SimulatorConfig",
     "SupervisorConfig",
+    "SynthesisConfig",
     "TagConfig",
     "TinyModelConfig",
     "TrainerConfig",

@@ -25,6 +25,7 @@ FIXED = (
     "trainer.objective",
     "trainer.critic",
     "trainer.lora",
+    "dump.columns",
 )
 FREE = ("model.device", "env.workers", "env.episode_timeout_s", "env.max_attempts")
 """Of the sections above."""

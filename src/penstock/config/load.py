@@ -197,7 +197,8 @@ def _fields_at(location: Sequence[str]) -> dict[str, FieldInfo]:
     parts = (part for part in location if not part.isdigit())  # a place in a list of sections
     for part in parts:
         field = model.model_fields.get(part)
-        candidates = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        is_one = field is not None and get_origin(field.annotation) is not list
+        candidates = [field.annotation, *get_args(field.annotation)] if field is not None and is_one else []
         nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if not nested:
             return {}

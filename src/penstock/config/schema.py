@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.config.dump import DumpConfig, SynthesisConfig
 from penstock.config.environments import DataConfig, EnvConfig, Environments, ValidationConfig, with_fallbacks
 from penstock.config.objective import UNCORRECTED, CanaryConfig, CriticConfig, LoraConfig, ObjectiveConfig
 from penstock.config.scheduling import SchedulerConfig
@@ -197,12 +198,14 @@ class ObserveConfig(Section):
     """Write every step's numbers for these too, into the run's directory."""
     samples: int = Field(5, ge=0)
     """Held-out tasks whose answers before and after are shown."""
+    trajectories: int = Field(20, ge=0)
+    """Optimizer steps of which one group is kept to be read, the latest ones, in `trajectories/` of the run."""
 
 
 class Config(Section):
     """A run."""
 
-    pipeline: Literal["train", "eval"] = "train"
+    pipeline: Literal["train", "eval", "rollout"] = "train"
     """What is done: set by the command that begins the run."""
     seed: int = 0
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$")
@@ -217,7 +220,14 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     observe: ObserveConfig = ObserveConfig()
+    synthesis: SynthesisConfig = SynthesisConfig()
+    dump: DumpConfig = DumpConfig()
     simulator: SimulatorConfig = SimulatorConfig()
+
+    @property
+    def has_trainer(self) -> bool:
+        """Somebody makes weights and publishes them; else the servers load the policy themselves."""
+        return self.pipeline != "rollout"
 
     @property
     def max_running(self) -> int:
@@ -333,6 +343,11 @@ class Config(Section):
             raise ValueError(
                 f"scheduler.mode colocated has servers give way to the trainer, which rollout.engine "
                 f"{self.rollout.engine} does not do here: use rollout.engine penstock or another mode"
+            )
+        if self.rollout.engine != "penstock" and not self.has_trainer:
+            raise ValueError(
+                f"pipeline {self.pipeline} has nobody who publishes weights, and rollout.engine {self.rollout.engine} "
+                "waits for them: use rollout.engine penstock"
             )
         loopback = self.rollout.host in ("127.0.0.1", "localhost", "::1")
         if not loopback and self.rollout.engine != "penstock" and not self.rollout.urls:

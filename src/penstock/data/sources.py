@@ -45,6 +45,16 @@ class MixedTasks:
         return Task(task_id=name, tag=tag, index=index, purpose=self._purpose, payload=payload)
 
 
+class FirstTasks:
+    """The first tasks of a source."""
+
+    def __init__(self, source: TaskSource, size: int) -> None:
+        self._source, self._size = source, size
+
+    def task(self, index: int) -> Task | None:
+        return self._source.task(index) if index < self._size else None
+
+
 class TaskStream:
     """Walks a source in order, skipping tasks whose question is held out. `position` is all there is to save."""
 

@@ -88,6 +88,8 @@ class World:
         self._task_id, self._places = task_id, places
         self._name = name
         self._closed = False
+        self.info: object = {}
+        """What the environment told last beside the observation."""
         self._env: Any = None
         with self._blamed("__init__"):
             self._env = make()
@@ -120,11 +122,13 @@ class World:
     async def reset(self, seed: int) -> str:
         """The first observation."""
         with self._blamed("reset"):
-            return _first_observation(await self._call("reset", seed))
+            observation, self.info = _first_observation(await self._call("reset", seed))
+            return observation
 
     async def step(self, action: str) -> Outcome:
         with self._blamed("step"):
-            return _outcome(await self._call("step", action))
+            outcome, self.info = _outcome(await self._call("step", action))
+            return outcome
 
     async def play(self, llm: Endpoint, seed: int) -> float:
         """Of an agent: the reward."""
@@ -172,22 +176,23 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _first_observation(result: object) -> str:
+def _first_observation(result: object) -> tuple[str, object]:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise EpisodeFailure(f"returned {_shown(result)}, not (observation, info)")
-    return _checked_observation(result[0])
+    return _checked_observation(result[0]), result[1]
 
 
-def _outcome(result: object) -> Outcome:
+def _outcome(result: object) -> tuple[Outcome, object]:
     if not isinstance(result, tuple | list) or len(result) != 5:
         raise EpisodeFailure(f"returned {_shown(result)}, not (observation, reward, terminated, truncated, info)")
-    observation, reward, terminated, truncated, _ = result
-    return Outcome(
+    observation, reward, terminated, truncated, info = result
+    outcome = Outcome(
         observation=_checked_observation(observation),
         reward=None if reward is None else checked_reward(reward),
         terminated=_checked_flag("terminated", terminated),
         truncated=_checked_flag("truncated", truncated),
     )
+    return outcome, info
 
 
 def _shown(result: object) -> str:

@@ -18,6 +18,7 @@ from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import World
 from penstock.envs.drift import unsaid
+from penstock.envs.info import plain
 from penstock.envs.rewards.scorer import Scorer
 from penstock.scheduler.segments import SegmentDecision, SegmentPolicy
 from penstock.types import (
@@ -71,6 +72,9 @@ class Episode:
     status: TrajectoryStatus = "completed"
     stop_reason: StopReason | None = None
     error: str | None = None
+    wanted: frozenset[str] = frozenset()
+    """Names of the environment's `info` that are kept."""
+    info: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
     """Nothing more will happen: played to its end, or failed."""
 
@@ -156,6 +160,11 @@ class Episode:
         for segment in turn.segments:
             self.take(segment)
 
+    def hear(self, info: object) -> None:
+        """Keep what is wanted of what the environment told, in a form that can be sent."""
+        if self.wanted and isinstance(info, Mapping):
+            self.info |= {name: plain(info[name]) for name in self.wanted if name in info}
+
     def fail(self, error: Exception) -> None:
         if not self.ended:
             self.status, self.error = "failed", f"{type(error).__name__}: {error}"
@@ -193,6 +202,8 @@ class Episode:
             error=self.error,
             started_at=self.started_at,
             finished_at=time.time(),
+            env_seed=self.lease.env_seed,
+            info=self.info,
         )
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.config import Config, EnvironmentConfig
 from penstock.envs.hosts import Host, Hosts
+from penstock.envs.info import plain
 from penstock.envs.registry import FILE_MODULE, environment_maker, maker_by_tag, resolve
 from penstock.ports import Environment
 from penstock.types import Task
@@ -24,7 +25,7 @@ WORKSHOP = f"{__name__}:Workshop"
 
 class Workshop:
     """In the other process: imports the class once, then holds one environment after the other. An `info` may be
-    anything, and stays here."""
+    anything, and leaves as JSON has it."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._make = environment_maker(EnvironmentConfig(name=name, options=options), resolve(name))
@@ -33,10 +34,10 @@ class Workshop:
     async def reset(self, task: dict[str, Any], seed: int) -> Any:
         """Of a new environment."""
         self._environment = self._make(msgspec.convert(task, Task))
-        return _without_info(await _ended(self._environment.reset(seed)))
+        return _with_plain_info(await _ended(self._environment.reset(seed)))
 
     async def step(self, action: str) -> Any:
-        return _without_info(await _ended(self._environment.step(action)))
+        return _with_plain_info(await _ended(self._environment.step(action)))
 
     async def close(self) -> None:
         if hasattr(self._environment, "close"):
@@ -48,8 +49,8 @@ async def _ended(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _without_info(result: Any) -> Any:
-    return (*result[:-1], {}) if isinstance(result, tuple) and result else result
+def _with_plain_info(result: Any) -> Any:
+    return (*result[:-1], plain(result[-1])) if isinstance(result, tuple) and result else result
 
 
 class IsolatedEnvironment:

@@ -82,6 +82,7 @@ class EnvManager:
         self._make, self._policy, self._grants, self._chat = make, policy, grants, chat
         self._gateway, self._scorers = gateway, scorers
         self._places = Places()
+        self._wanted = config.dump.foreign_columns
         self._num_drifts = 0
 
     def counts(self) -> dict[str, float]:
@@ -135,6 +136,7 @@ class EnvManager:
                 bounds=bounds,
                 turn_timeout_s=settings.turn_timeout_s or math.inf,
                 on_end=partial(self._submit, ended),
+                wanted=self._wanted,
             )
             for lease, grant in zip(work.leases, work.grants, strict=True)
         ]
@@ -259,6 +261,7 @@ class EnvManager:
             spending([episode], resource="its first observation", holder=world.holder("reset")),
         ):
             episode.said = [await world.reset(episode.lease.env_seed)]
+            episode.hear(world.info)
 
     def _prompt(self, observation: str, episode: Episode) -> list[int]:
         prompt_ids = self._chat.prompt([{"role": "user", "content": observation}])
@@ -290,7 +293,9 @@ class EnvManager:
 
     async def _step(self, episode: Episode, world: World) -> Outcome:
         async with world.place(), spending([episode], resource="its next observation", holder=world.holder("step")):
-            return await world.step(episode.text)
+            outcome = await world.step(episode.text)
+            episode.hear(world.info)
+            return outcome
 
     def _earn(self, episode: Episode, outcome: Outcome, *, finished: bool) -> None:
         """What the environment gives for an action."""

@@ -17,8 +17,9 @@ def draw(run_dir: Path) -> list[Path]:
     from penstock.observe import reward_plot, timeline_plot
 
     (run_dir / "plots").mkdir(exist_ok=True)
-    if any(line.get("reward") is not None for line in metrics):
-        drawn.append(reward_plot.draw(run_dir / "plots" / "reward.png", metrics, jsonl.read(run_dir / "events.jsonl")))
+    trained = [line for line in metrics if "trainer_busy_s" in line]
+    if any(line.get("reward") is not None for line in trained):
+        drawn.append(reward_plot.draw(run_dir / "plots" / "reward.png", trained, jsonl.read(run_dir / "events.jsonl")))
     if spans:
         drawn.append(timeline_plot.draw(run_dir / "plots" / "timeline.png", metrics, spans))
     return drawn

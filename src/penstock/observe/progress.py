@@ -91,10 +91,15 @@ async def show_lines(watched: Watched, console: Console) -> None:
 
 def render_line(view: RunView) -> str:
     """The run in one line of plain text."""
-    if not view.recent or view.phase != "training":
+    if not view.advances:
         return view.phase
+    progress = f"{view.unit} {view.step}/{view.plan.num_steps}"
+    if not view.plan.trains:
+        played, generated = count(view.rate("episodes_total")), count(view.rate("tokens_generated_total"))
+        rates = f"{played} trajectories/s  {generated} tokens/s"
+        return f"{progress}  reward {number(view.reward)}  {rates}  ETA {clock(view.eta_s)}"
     parts = [
-        f"step {view.step}/{view.plan.num_steps}",
+        progress,
         f"reward {number(view.reward)}",
         f"version {view.latest['policy_version']}",
         f"staleness {number(view.latest.get('staleness_mean'))}",
@@ -116,7 +121,7 @@ def render_panel(view: RunView, run_dir: Path, *, now: float) -> RenderableType:
 
 
 def _headline(view: RunView, now: float) -> RenderableType:
-    if view.phase != "training":
+    if not view.advances:
         is_over = view.status in ("completed", "stopped", "failed")
         elapsed = f"  {now - view.phase_since:.0f} s" if view.phase_since and not is_over else ""
         turning = "" if is_over else SPINNER[int(now / PANEL_EVERY_S) % len(SPINNER)] + " "
@@ -124,8 +129,8 @@ def _headline(view: RunView, now: float) -> RenderableType:
         return Text.assemble((turning, "cyan"), (view.phase, "bold"), (elapsed, "dim"), (hint, "dim"))
     row = Table.grid(padding=(0, 2))
     row.add_row(
-        Text(f"step {view.step}/{view.plan.num_steps}", style="bold"),
-        ProgressBar(total=view.plan.num_steps, completed=view.step, width=SPARKLINE_WIDTH),
+        Text(f"{view.unit} {view.step}/{view.plan.num_steps}", style="bold"),
+        ProgressBar(total=max(1, view.plan.num_steps), completed=view.step, width=SPARKLINE_WIDTH),
         Text(f"ETA {clock(view.eta_s)}", style="dim"),
     )
     return row
@@ -152,6 +157,11 @@ def _figures(view: RunView) -> RenderableType:
         table.add_row("held out", held_out(view.evaluations))
     if len(view.tags) > 1:
         table.add_row("by tag", "   ".join(f"{tag} {number(found['reward'])}" for tag, found in view.tags.items()))
+    if not view.plan.trains:
+        table.add_row("rate", f"{count(view.rate('episodes_total'))} trajectories/s")
+        table.add_row("tokens/s", f"{count(view.rate('tokens_generated_total'))} generated")
+        table.add_row("servers", Text(", ".join(view.servers.values()), "dim"))
+        return table
     bound = f" (at most {view.plan.max_staleness})" if view.plan.max_staleness is not None else ""
     latest = view.latest
     table.add_row(

@@ -13,7 +13,7 @@ from penstock.observe import jsonl
 from penstock.observe.evaluation import results
 from penstock.observe.jsonl import JsonLinesWriter
 from penstock.observe.trackers import Tracker
-from penstock.types import BusySpan, EpisodeSummary, LearnerState, Task
+from penstock.types import NO_VERSION, BusySpan, EpisodeSummary, LearnerState, Task
 
 MAX_REASONS = 32
 """For which groups were dropped, that are counted each by itself."""
@@ -67,6 +67,9 @@ class Recorder:
         self._episodes_total = int(self._before.get("episodes_total", 0))
         self._tokens_trained = float(self._before.get("tokens_trained_total", 0.0))
         self._tokens_masked = float(self._before.get("tokens_masked_total", 0.0))
+        self._newest_version = int(self._before.get("policy_version", NO_VERSION))
+        self._reward_sum = float(self._before.get("reward_total", 0.0))
+        self._tokens_played = int(self._before.get("tokens_played_total", 0))
         self._skipped: Counter[str] = Counter(self._before.get("samples_unusable", {}))
         """Samples that could not be trained, by reason."""
         self._dropped: Counter[str] = Counter(self._before.get("groups_dropped", {}))
@@ -111,6 +114,9 @@ class Recorder:
         played.rewards += [episode.reward for episode in finished]
         played.lengths += [episode.response_tokens for episode in finished]
         self._episodes_total += len(finished)
+        self._tokens_played += sum(episode.response_tokens for episode in finished)
+        self._reward_sum += sum(episode.reward for episode in finished)
+        self._newest_version = max([self._newest_version, *(episode.version_max for episode in finished)])
 
     def accumulated(self, counts: Mapping[str, float]) -> None:
         self._tokens_trained += counts.get("tokens", 0)
@@ -128,13 +134,39 @@ class Recorder:
         }
         if not learner.metrics.get("kl_tokens"):
             measured["kl_engine_trainer"] = None  # nothing comparable was trained in this step
+        line = {
+            **self._line(step),
+            "policy_version": learner.policy_version,
+            "tokens_trained_total": self._tokens_trained,
+            "tokens_masked_total": self._tokens_masked,
+            "tokens_masked_share": self._tokens_masked / max(self._tokens_trained + self._tokens_masked, 1.0),
+            "entropy": learner.entropy,
+            **measured,
+            "trainer_busy_s": self._before.get("trainer_busy_s", 0.0) + self._busy_s("trainer"),
+            "num_trainers": len(self._of("trainer")),
+            **scheduling,
+            "samples_unusable": dict(self._skipped),
+            "groups_dropped": dict(self._dropped),
+            "ledger": ledger,
+        }
+        self._write(line)
+
+    def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
+        """Write the line of a moment; its step is the number of groups that have ended. Tokens are those of what was
+        played to its end."""
+        line = self._line(groups)
+        totals = {"reward_total": self._reward_sum, "tokens_played_total": self._tokens_played}
+        self._write({**line, **totals, "tokens_generated_total": self._tokens_played, **scheduling, "ledger": ledger})
+
+    def _line(self, step: int) -> dict[str, Any]:
+        """What every line has."""
         rewards = [reward for played in self._played.values() for reward in played.rewards]
         lengths = [length for played in self._played.values() for length in played.lengths]
-        line = {
+        return {
             "step": step,
             "time": time.time(),
             "wall_s": self._before.get("wall_s", 0.0) + time.monotonic() - self._opened,
-            "policy_version": learner.policy_version,
+            "policy_version": self._newest_version,
             "reward": _mean(rewards),
             "episodes": len(rewards),
             "episodes_total": self._episodes_total,
@@ -144,26 +176,17 @@ class Recorder:
             "tokens_generated_total": self._before.get("tokens_generated_total", 0.0)
             + sum(process.counters["tokens"] for process in self._of("rollout")),
             **{f"{name}_total": self._total(name, of="env") for name in ("drifts", "scored", "score_timeouts")},
-            "tokens_trained_total": self._tokens_trained,
-            "tokens_masked_total": self._tokens_masked,
-            "tokens_masked_share": self._tokens_masked / max(self._tokens_trained + self._tokens_masked, 1.0),
-            "entropy": learner.entropy,
-            **measured,
-            "trainer_busy_s": self._before.get("trainer_busy_s", 0.0) + self._busy_s("trainer"),
             "generator_busy_s": self._before.get("generator_busy_s", 0.0) + self._busy_s("rollout"),
             "cpu_s": self._before.get("cpu_s", 0.0)
             + time.process_time()
             + sum(process.cpu_s for process in self._processes.values()),
             "num_servers": len(self._of("rollout")),
-            "num_trainers": len(self._of("trainer")),
-            **scheduling,
-            "samples_unusable": dict(self._skipped),
-            "groups_dropped": dict(self._dropped),
-            "ledger": ledger,
         }
+
+    def _write(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(line)
         for tracker in self._trackers:
-            tracker.log(step, {name: value for name, value in line.items() if isinstance(value, int | float)})
+            tracker.log(line["step"], {name: value for name, value in line.items() if isinstance(value, int | float)})
         self._played.clear()
         self._evaluated.clear()
 

@@ -83,6 +83,14 @@ def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[st
     table.add_row("status", f"{summary['status']}" + (f" after {clock(wall_s)}" if wall_s else ""))
     if summary["eval_before"] is not None:
         table.add_row("held out", f"{number(summary['eval_before'])} → {number(summary['eval_after'])}")
+    if "tasks" in summary:
+        failed = f", {count(failures)} trajectories failed" if (failures := summary["ledger"].get("failed")) else ""
+        table.add_row("tasks", f"{summary['tasks_played']} of {summary['tasks']} played{failed}")
+        table.add_row(
+            "played", f"{count(summary['trajectories'])} trajectories, mean reward {number(summary['reward_mean'])}"
+        )
+        table.add_row("tokens", f"{count(summary['tokens_generated'])} generated")
+        table.add_row("dump", Text(str(summary["dump"] or "-")))
     if summary["steps"]:
         table.add_row("reward", f"{number(summary['reward_first'])} → {number(summary['reward_last'])}")
         table.add_row("steps", f"{summary['steps']}, {count(summary['trajectories'])} trajectories")

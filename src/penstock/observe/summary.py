@@ -27,12 +27,14 @@ def write(run_dir: Path) -> Record:
 def summarize(run_dir: Path) -> Record:
     """The summary of a run from its state, metrics and events, as far as they got."""
     state = _read_state(run_dir)
+    lines, events = steps.read(run_dir), jsonl.read(run_dir / "events.jsonl")
     return {
         "run_id": state.get("run_id", run_dir.name),
         "status": state.get("status", "pending"),
         "error": state.get("error"),
-        **of_metrics(steps.read(run_dir)),
-        **of_events(jsonl.read(run_dir / "events.jsonl")),
+        **of_metrics(lines),
+        **of_events(events),
+        **of_playing(lines, events),
         "wall_seconds": wall_seconds(state),
     }
 
@@ -68,6 +70,32 @@ def of_events(events: Iterable[Record]) -> Record:
         "eval_before": rewards.get("before"),
         "eval_after": rewards.get("after"),
         **(ledgers[-1] if ledgers else {}),
+    }
+
+
+def of_playing(lines: Sequence[Record], events: Sequence[Record]) -> Record:
+    """Of a run that only plays, which tells beforehand how many tasks there are; of another one nothing.
+
+    `dump_share`: processor seconds that writing the dump took, and seconds that the run waited for its end, over the
+    seconds of playing.
+    """
+    totals = [event["total"] for event in events if event.get("event") == "tasks"]
+    if not totals:
+        return {}
+    last: Record = lines[-1] if lines else {}
+    dumped = [event for event in events if event.get("event") == "dumped"]
+    playing_s = last.get("wall_s", 0.0) - lines[0].get("wall_s", 0.0) if lines else 0.0
+    spent_s = sum(event["cpu_s"] + event["waited_s"] for event in dumped)
+    played = last.get("episodes_total", 0)
+    return {
+        "steps": 0,
+        "tasks": totals[-1],
+        "tasks_played": last.get("step", 0),
+        "reward_mean": last.get("reward_total", 0.0) / played if played else None,
+        "dump": dumped[-1]["url"] if dumped else None,
+        "dump_rows": sum(event["rows"] for event in dumped),
+        "dump_share": spent_s / playing_s if playing_s > 0 and dumped else None,
+        "trajectories_per_second": (played - lines[0]["episodes_total"]) / playing_s if playing_s > 0 else None,
     }
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.observe.notices import notice
 from penstock.observe.summary import busy_fraction
 
 Record = dict[str, Any]
+TRAINING, PLAYING = "training", "playing"
+"""Phases of a run."""
 WINDOW_S = 15.0
 """Rates are means over the latest steps of about this long."""
 
@@ -20,6 +22,8 @@ class Plan:
     """What a run set out to do."""
 
     num_steps: int
+    """Optimizer steps; of a run that only plays tasks, 0 until it is known."""
+    trains: bool = True
     num_warm_start_steps: int = 0
     num_eval_tasks: int = 0
     max_staleness: int | None = None
@@ -68,6 +72,8 @@ class RunView:
                 self.needs = command
             case {"event": "attached"}:
                 self.needs = None
+            case {"event": "tasks", "total": total}:
+                self.plan = replace(self.plan, num_steps=total)
             case {"event": "warm_start"}:
                 self.is_warm = True
             case {"event": "evaluation", "when": when, "reward": reward} if reward is not None:
@@ -129,8 +135,10 @@ class RunView:
             return self.status
         if self.needs is not None:
             return f"waiting for an environment worker: {self.needs}"
+        if not self.plan.trains:
+            return PLAYING if self.step < self.plan.num_steps or not self.recent else "writing the rest of the dump"
         if self.recent:
-            return "training" if self.step < self.plan.num_steps else "evaluating the trained policy"
+            return TRAINING if self.step < self.plan.num_steps else "evaluating the trained policy"
         if self.plan.num_warm_start_steps and not self.is_warm:
             return "warm start"
         if not self.plan.num_steps:
@@ -138,6 +146,16 @@ class RunView:
         if self.plan.num_eval_tasks and "before" not in self.evaluations:
             return "evaluating the untrained policy"
         return "waiting for the first step"
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "step" if self.plan.trains else "task"
+
+    @property
+    def advances(self) -> bool:
+        """It is in the phase that takes its steps."""
+        return bool(self.recent) and self.phase in (TRAINING, PLAYING)
 
     @property
     def reward(self) -> float | None:

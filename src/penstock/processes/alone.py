@@ -37,7 +37,7 @@ async def _serve(config: Config, model: Path, model_name: str) -> None:
         listener = bind(host, port)
     except OSError as error:
         raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    runner = EngineRunner(make_engine(config, model, weights=True), process="rollout-0")
+    runner = EngineRunner(make_engine(config, model, weights="stored"), process="rollout-0")
     runner.start()
     identity = Identity(run_id="alone", nonce=secrets.token_hex(8))
     stop = asyncio.Event()

@@ -28,12 +28,13 @@ from penstock.control.messages import (
     Welcome,
 )
 from penstock.control.remote import RemoteTrainer, RemoteWorkers
-from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
+from penstock.data.sources import FirstTasks, MixedTasks, TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import Stall, Stalled, deadline, patient, reporting_to, write_to_log
 from penstock.observe.recorder import Recorder
 from penstock.observe.trackers import open_trackers
 from penstock.ports import TaskSource, TrainerLost
 from penstock.processes.attached import AttachedWorkers
+from penstock.processes.dumping import open_dumps
 from penstock.recovery import LEARNT_GROUPS
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import RolloutError
@@ -49,6 +50,7 @@ from penstock.supervisor.states import ProcessState
 from penstock.system import System
 from penstock.types import NO_VERSION, Task
 
+PIPELINES = {"train": loop.run, "eval": loop.evaluate_only, "rollout": loop.synthesize}
 LOOK_EVERY_S = 1.0
 """Between two looks for attached workers that have gone silent, or a trainer that has died while the run ends."""
 TRAINER = "trainer-0"
@@ -73,7 +75,8 @@ class Controller:
         self.bus = Bus(str(child.runtime_dir), self.handle)
         self.system: System | None = None
         self._joining_s = JOINING * config.supervisor.ready_timeout_s
-        self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)} | {TRAINER}
+        self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)}
+        self._expected |= {TRAINER} if config.has_trainer else set()
         self._members: dict[str, Hello] = {}
         self._capacities: dict[str, int] = {}
         """Environment workers that asked for work before there was any."""
@@ -230,8 +233,11 @@ async def serve(child: Child) -> None:
 async def work(child: Child, config: Config, controller: Controller, recorder: Recorder) -> None:
     """Build the system while the other processes load their models, then run it."""
     async with deadline(DATA_S, waiter="controller", resource="the tasks", holder="their source"):
-        train = await asyncio.to_thread(open_tasks, config)
+        found = await asyncio.to_thread(open_tasks, config)
         held_out = await asyncio.to_thread(held_out_tasks, config)
+        train = found if config.pipeline != "rollout" else tasks_to_play(config, found, recorder)
+        tasks, pool = TaskStream(train, held_out=held_out), ExperiencePool(child.run_dir / "pool")
+        dumps = await asyncio.to_thread(open_dumps, config, child.run_dir, pool, tasks, recorder.event)
     await controller.all_joined()
     timeout_s, supervisor = config.rollout.request_timeout_s, config.supervisor
     beside = asyncio.TaskGroup()
@@ -250,13 +256,14 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         scheduler=Scheduler(
             config, now=asyncio.get_running_loop().time, record=recorder.decision, background=in_thread(beside)
         ),
-        tasks=TaskStream(train, held_out=held_out),
+        tasks=tasks,
         held_out=held_out,
         workers=workers,
         trainer=RemoteTrainer(controller.bus, TRAINER, timeout_s=max(timeout_s, supervisor.hang_s + KILL_S)),
         servers=servers,
-        pool=ExperiencePool(child.run_dir / "pool"),
+        pool=pool,
         recorder=recorder,
+        dumps=dumps,
     )
     if config.scheduler.length.learn_from is not None:
         played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=LEARNT_GROUPS)
@@ -271,13 +278,27 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
     servers.set_urls(controller.server_urls)  # one may have been started anew meanwhile
     controller.attach(system)
     try:
-        if config.rollout.urls:
+        if config.rollout.urls and config.has_trainer:
             await servers.forget_weights()
         async with beside:
-            await (loop.run(system) if config.pipeline == "train" else loop.evaluate_only(system))
+            for dump in dumps:
+                start(beside, dump.run())
+            await PIPELINES[config.pipeline](system)
             workers.close()
     finally:
         await servers.close()
+
+
+def tasks_to_play(config: Config, source: MixedTasks, recorder: Recorder) -> TaskSource:
+    """As many as `synthesis.tasks` says; how many these are is told."""
+    wanted, size = config.synthesis.tasks, source.size
+    if wanted < 0 and size is None:
+        raise ConfigError(
+            f"synthesis.tasks: data.source {config.data.source} has no end: say how many of its tasks are to be played"
+        )
+    num_tasks = min(number for number in (wanted if wanted >= 0 else size, size) if number is not None)
+    recorder.event("tasks", total=num_tasks)
+    return FirstTasks(source, num_tasks)
 
 
 async def bring_back(
@@ -309,7 +330,7 @@ def played_before(run_dir: Path, source: TaskSource, *, max_groups: int) -> list
     """The latest groups that another run on the same data played: (task, response tokens of its members)."""
     if not (run_dir / "pool" / "index").exists():
         raise ConfigError(f"scheduler.length.learn_from: {run_dir} is not the directory of a run: it has no pool/index")
-    index = PoolIndex(run_dir / "pool")
+    index = PoolIndex(run_dir / "pool", readonly=True)
     try:
         records = deque(index, maxlen=max_groups)
     finally:
@@ -333,6 +354,10 @@ def in_thread(tasks: asyncio.TaskGroup) -> Background:
 
 async def conclude(system: System) -> None:
     """A stop was asked for: keep what was learned. What is in flight is played again when the run is resumed."""
+    if not system.config.has_trainer:
+        loop.show(system)
+        system.recorder.event("stopped", step=system.scheduler.num_ended, ledger=system.scheduler.ledger.counts())
+        return
     try:
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(raise_if_dead(system.run_dir, TRAINER))

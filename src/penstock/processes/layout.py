@@ -28,7 +28,8 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
 
     rollouts = [spec("rollout", number) for number in range(config.rollout.num_servers)]
     environments = [spec("env", number) for number in range(config.env.workers)]
-    stages = [[spec("controller")], [*rollouts, spec("trainer", 0)], environments]
+    trainers = [spec("trainer", 0)] if config.has_trainer else []
+    stages = [[spec("controller")], [*rollouts, *trainers], environments]
     return [stage for stage in stages if stage]
 
 

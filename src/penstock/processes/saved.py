@@ -89,7 +89,9 @@ class SavedEpisodes:
                 if saved.ended:
                     ended[episode.episode] = _lost(saved, task_id, error)
             else:
-                trajectory = Trajectory.unflatten(sample, episode=episode, task_id=task_id, ended=saved.ended)
+                trajectory = Trajectory.unflatten(
+                    sample, episode=episode, task_id=task_id, ended=saved.ended, env_seed=work.env_seed
+                )
                 (ended if saved.ended else begun)[episode.episode] = trajectory
         return Recalled(work=_without(work, ended), begun=begun, ended=ended)
 

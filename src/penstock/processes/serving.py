@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
@@ -27,17 +28,21 @@ from penstock.weights.device_memory import take
 from penstock.weights.shared_memory import describe, fingerprint, layout, receive
 from penstock.weights.tensors import max_chunk_bytes
 
+Weights = Literal["published", "stored", "random"]
+"""Whose an engine serves: a trainer's, once they come; those in the model's directory; those that a seed makes."""
 
-def make_engine(config: Config, directory: Path, *, weights: bool) -> SlotEngine:
-    """The engine around the model in `directory`; with its `weights` it serves them under the policy_version that they
-    had as a checkpoint, or 0."""
+
+def make_engine(config: Config, directory: Path, *, weights: Weights) -> SlotEngine:
+    """The engine around the model in `directory`. Stored weights are served under the policy_version that they had as a
+    checkpoint, or 0; random ones are the same for the same `seed`."""
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
+    stored = read_json_if_present(directory, STATE) if weights == "stored" else {}
     return SlotEngine(
-        load_policy(directory, dtype=dtype, device=device, weights=weights),
+        load_policy(directory, dtype=dtype, device=device, weights=weights == "stored", seed=config.seed),
         num_slots=config.rollout.slots,
         max_context=config.model.max_context,
-        policy_version=read_json_if_present(directory, STATE).get("policy_version", 0) if weights else NO_VERSION,
+        policy_version=NO_VERSION if weights == "published" else stored.get("policy_version", 0),
     )
 
 

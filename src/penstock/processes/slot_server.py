@@ -11,7 +11,7 @@ from penstock.processes.cores import num_threads
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, listening, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
-from penstock.processes.serving import application, make_engine
+from penstock.processes.serving import Weights, application, make_engine
 from penstock.rollout.claim import Claim
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity
@@ -23,7 +23,7 @@ async def serve(child: Child, config: Config) -> None:
     torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=config.rollout.num_servers))
     listener = listen(child, config)
     directory = model_dir(config, child.run_dir)
-    runner = EngineRunner(make_engine(config, directory, weights=False), process=child.name)
+    runner = EngineRunner(make_engine(config, directory, weights=weights_of(config)), process=child.name)
     runner.start()
     identity = Identity(run_id=child.run_id, nonce=child.nonce)
     url = url_of(config.rollout.host, listener)
@@ -50,6 +50,13 @@ async def serve(child: Child, config: Config) -> None:
             child.fail(f"the engine failed: {failure!r}")
     finally:
         await runner.stop()
+
+
+def weights_of(config: Config) -> Weights:
+    """Without a trainer a server has them from the start, and so has one that was started anew."""
+    if config.has_trainer:
+        return "published"
+    return "random" if config.model.path == "tiny" else "stored"
 
 
 def telemetry(runner: EngineRunner) -> Telemetry:

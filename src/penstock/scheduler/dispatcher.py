@@ -15,7 +15,7 @@ from penstock.ports import Work
 from penstock.scheduler.dispatch import DispatchDecision, PendingGroup, dispatch_policy
 from penstock.scheduler.leases import Leases
 from penstock.scheduler.live import LiveGroup
-from penstock.scheduler.pacing import PacingPolicy, PacingState
+from penstock.scheduler.pacing import PacingState, pacing
 from penstock.scheduler.places import Places
 from penstock.types import EpisodeId, EpisodeState, GroupAttempt, SegmentGrant
 
@@ -53,7 +53,7 @@ class Dispatcher:
         self.places = Places(max_running=config.max_running)
         self.evaluations: deque[LiveGroup] = deque()
         """Evaluation groups nobody plays yet."""
-        self._pacing = PacingPolicy.from_config(settings, config.trainer.groups_per_step)
+        self._pacing = pacing(config)
         self._leases = Leases(config)
         self._grants: deque[EpisodeId] = deque()
         """Episodes that wait for their next grant."""
@@ -189,15 +189,15 @@ class Dispatcher:
         return self._hand_out(queue.popleft(), range(size), worker, reason)
 
     def _next_start(self, demand: Demand) -> Assignment | None:
-        pacing = self._pacing.decide(self._pacing_state(demand), groups_per_step=demand.groups_per_step)
-        if pacing.leftovers_only and pacing.num_groups:
-            return self._next_leftover(pacing.reason)
+        pace = self._pacing.decide(self._pacing_state(demand), groups_per_step=demand.groups_per_step)
+        if pace.leftovers_only and pace.num_groups:
+            return self._next_leftover(pace.reason)
         worker = self.places.roomiest(self._group_size)
-        may_start = pacing.num_groups > 0 and worker is not None
+        may_start = pace.num_groups > 0 and worker is not None
         free = self.places.free_grants
         while decision := self.policy.pop(now=self._now(), free=free, may_start=may_start):
             if self._can_start(decision):
-                return self._start(decision, worker, pacing.reason)
+                return self._start(decision, worker, pace.reason)
         return None
 
     def _next_leftover(self, pacing: str) -> Assignment | None:

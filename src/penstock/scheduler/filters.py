@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.config import ConfigError, GroupFilterConfig
 from penstock.config.imports import import_named
-from penstock.types import EpisodeSummary, Task, TrajectoryStatus
+from penstock.types import EpisodeSummary, StopReason, Task
 
 KEY = "scheduler.group_filter"
 
@@ -82,19 +82,20 @@ class OverLong:
         return Drop(reason=too_many) if long > self._max_share else Keep()
 
 
-class StopReason:
-    """Drops groups in which more than `max_share` of the members ended as one of `statuses`: `truncated` by default."""
+class StoppedBecause:
+    """Drops groups in which more than `max_share` of the members stopped for one of `reasons` (see
+    `types.StopReason`): answers that were cut, by default."""
 
-    def __init__(self, *, statuses: Collection[str] = ("truncated",), max_share: float = 0.5) -> None:
-        known = get_args(TrajectoryStatus)
-        if unknown := set(statuses) - set(known):
-            raise ValueError(f"no status is called {', '.join(unknown)}: there are {', '.join(known)}")
-        self._statuses, self._max_share = statuses, max_share
+    def __init__(self, *, reasons: Collection[str] = ("max_length",), max_share: float = 0.5) -> None:
+        known = get_args(StopReason)
+        if unknown := set(reasons) - set(known):
+            raise ValueError(f"nothing stops for the reason {', '.join(unknown)}: there are {', '.join(known)}")
+        self._reasons, self._max_share = reasons, max_share
 
     def decide(self, group: FinishedGroup) -> Keep | Drop:
-        ended_so = fmean(episode.status in self._statuses for episode in group.episodes)
-        too_many = f"more than {self._max_share:.0%} of the members ended {' or '.join(self._statuses)}"
-        return Drop(reason=too_many) if ended_so > self._max_share else Keep()
+        stopped_so = fmean(episode.stop_reason in self._reasons for episode in group.episodes)
+        too_many = f"more than {self._max_share:.0%} of the members stopped for {' or '.join(self._reasons)}"
+        return Drop(reason=too_many) if stopped_so > self._max_share else Keep()
 
 
 class ScoreRange:
@@ -113,7 +114,7 @@ class ScoreRange:
 BUILT_IN: Mapping[str, type[GroupFilter]] = {
     "zero_variance": ZeroVariance,
     "over_long": OverLong,
-    "stop_reason": StopReason,
+    "stop_reason": StoppedBecause,
     "score_range": ScoreRange,
 }
 

@@ -1,7 +1,7 @@
 """The conserved ledger: every admitted episode is in exactly one state, and the states always add up.
 
     admitted = pending + leased + unfinished + rewarding + ready + training
-             + trained + filtered + discarded(stale | surplus) + failed + cancelled
+             + trained + collected + filtered + discarded(stale | surplus) + failed + cancelled
 
 Live episodes are held one by one; finished ones only as counts, so memory does not grow with the run.
 A group's state is derived from its episodes'. Pure: no clock, no tasks, no logging.
@@ -15,7 +15,7 @@ from itertools import chain
 
 from penstock.types import EpisodeState as S
 
-FINAL = frozenset({S.TRAINED, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS, S.FAILED, S.CANCELLED})
+FINAL = frozenset({S.TRAINED, S.COLLECTED, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS, S.FAILED, S.CANCELLED})
 
 _LEAVES = frozenset({S.FAILED, S.CANCELLED})
 NEXT: Mapping[S, frozenset[S]] = {
@@ -23,7 +23,8 @@ NEXT: Mapping[S, frozenset[S]] = {
     S.LEASED: frozenset({S.PENDING, S.UNFINISHED, S.REWARDING, S.READY, S.DISCARDED_SURPLUS}) | _LEAVES,
     S.UNFINISHED: frozenset({S.LEASED, S.PENDING, S.READY}) | _LEAVES,
     S.REWARDING: frozenset({S.PENDING, S.READY}) | _LEAVES,
-    S.READY: frozenset({S.TRAINING, S.PENDING, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS}) | _LEAVES,
+    S.READY: frozenset({S.TRAINING, S.COLLECTED, S.PENDING, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS})
+    | _LEAVES,
     S.TRAINING: frozenset({S.TRAINED, S.READY}) | _LEAVES,
 }
 """Legal transitions. LEASED, UNFINISHED, REWARDING or READY -> PENDING reissues a lost, failed or restarted attempt;

@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.config import Config
 from penstock.config.scheduling import Mode, SchedulerConfig
 
 
@@ -121,6 +122,20 @@ class PacingPolicy:
         if not state.num_leftovers:
             return _start(batch - started, f"{reason}; others take the place of those lost")
         return _start(min(batch - started, state.num_leftovers), reason, leftovers_only=True)
+
+
+class Unpaced:
+    """Where nothing is trained nothing grows old: slots and workers are the only bounds."""
+
+    def decide(self, state: PacingState, *, groups_per_step: int | None = None) -> PacingDecision:
+        return _start(1, f"nothing is trained: {state.num_playing} groups playing")
+
+
+def pacing(config: Config) -> PacingPolicy | Unpaced:
+    """What the run needs."""
+    if not config.has_trainer:
+        return Unpaced()
+    return PacingPolicy.from_config(config.scheduler, config.trainer.groups_per_step)
 
 
 def _start(room: int, reason: str, *, leftovers_only: bool = False) -> PacingDecision:

@@ -87,6 +87,9 @@ class Scheduler:
         self._runnable = signal("dispatch", resource="a task, staleness budget and slots", holder="generation")
         self._trainable = signal("the trainer", resource="ready groups", holder="the environment workers")
         self._evaluated = signal("evaluation", resource="its episodes", holder="the environment workers")
+        self._all_over = signal("the end", resource="the last groups", holder="the environment workers")
+        self.num_ended = 0
+        """Groups that came to their end, whatever it was."""
 
     @property
     def evaluations(self) -> Ledger:
@@ -132,7 +135,13 @@ class Scheduler:
     def out_of_tasks(self, reason: str) -> None:
         """No more tasks will be admitted; an error only if the trainer needs more than are left."""
         self._out_of_tasks = reason
-        self._progress.changed(self._trainable)
+        self._progress.changed(self._trainable, self._all_over)
+
+    async def all_ended(self) -> None:
+        """Wait until no group is left to be played, and none will come."""
+        while self._out_of_tasks is None or self._groups:
+            self._all_over.clear()
+            await self._progress.wait(self._all_over)
 
     def _add(self, task: Task, size: int, ledger: Ledger, *, number: int | None = None) -> LiveGroup:
         number = self._next_group if number is None else number
@@ -326,6 +335,8 @@ class Scheduler:
         self._record("filter", "kept", {"group": group.number})
         self._patience.kept()
         self._alarms.update("filter", None)
+        if not self._config.has_trainer:
+            return self._collected(group)
         self._dispatcher.stop_playing(group)
         if self._supply.has_outlived(group):
             self._play_anew(group)
@@ -334,6 +345,12 @@ class Scheduler:
             self._aged(group, num_stale)
         self._notify_trainer()
         return EpisodeState.READY if group.number in self._groups else EpisodeState.DISCARDED_STALE
+
+    def _collected(self, group: LiveGroup) -> EpisodeState:
+        """A whole group of a run that only plays: that was all."""
+        group.ledger.move(group.number, range(group.size), EpisodeState.COLLECTED)
+        self._leave(group, EpisodeState.COLLECTED)
+        return EpisodeState.COLLECTED
 
     def _notify_trainer(self) -> None:
         """Wake it for work, for a deadline that has begun to run, or for want of tasks; not for every group."""
@@ -470,6 +487,7 @@ class Scheduler:
             self._next_group = max(self._next_group, record.group + 1)
             if record.counts:
                 self.ledger.remember(record.counts)
+                self.num_ended += 1
             else:
                 self._admit_again(record, task(record))
         self.ledger.check()
@@ -521,7 +539,10 @@ class Scheduler:
         for state in (EpisodeState.LEASED, EpisodeState.READY):
             self.ledger.move(group.number, range(group.size), state)
         group.ref, group.summaries = record.ref, record.episodes
-        self._supply.put(group, now=self._now())
+        if self._config.has_trainer:
+            self._supply.put(group, now=self._now())
+        else:
+            self._collected(group)
 
     def _push_again(self, group: LiveGroup) -> None:
         (tokens,) = self._foresight.estimate([group.task])
@@ -571,6 +592,9 @@ class Scheduler:
             counts = {each: count for each, count in (others | stale).items() if count}
             trained_in = self.trained_version if state is EpisodeState.TRAINED else None
             self._ended.append(EndedGroup(group=group.number, counts=counts, trained_in=trained_in))
+            self.num_ended += 1
+        if not self._groups:
+            self._progress.changed(self._all_over)
 
     def _give_up(self, reason: Exception | None) -> None:
         if reason is not None:

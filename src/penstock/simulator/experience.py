@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.ports import EndedGroup, GroupRecord
@@ -121,7 +121,7 @@ class Experience:
     def revive(self, groups: Sequence[int]) -> None:
         """Nobody dies here."""
 
-    def covered(self, policy_version: int) -> None:
+    def covered(self, policy_version: int, *, keep: Collection[int] = ()) -> None:
         """There is no disk to free."""
 
     def records(self) -> Iterator[GroupRecord]:

@@ -19,8 +19,8 @@ from penstock.types import (
     Purpose,
     Sampling,
     SegmentGrant,
+    StopReason,
     Task,
-    TrajectoryStatus,
     WeightsHandle,
 )
 
@@ -129,13 +129,14 @@ def played(
     policy_version: int = NO_VERSION,
     seconds: float = 0.0,
     response_tokens: int = 8,
-    status: TrajectoryStatus = "completed",
+    stop_reason: StopReason = "terminated",
     error: str | None = None,
 ) -> EpisodeSummary:
     """The summary of an episode that ended well, or with `error`."""
     return EpisodeSummary(
         episode=episode,
-        status="failed" if error else status,
+        status="failed" if error else "truncated" if stop_reason == "max_length" else "completed",
+        stop_reason=None if error else stop_reason,
         reward=reward,
         num_turns=1,
         prompt_tokens=8,

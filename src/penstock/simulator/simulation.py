@@ -93,6 +93,8 @@ class Marks:
         self.marks.append(self._take(step))
         self._progress(step)
 
+    def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None: ...
+
     def evaluated(
         self,
         when: str,

@@ -12,11 +12,13 @@ from pathlib import Path
 import lmdb
 import msgspec
 
-from penstock.ports import GroupRecord
+from penstock.ports import GroupRecord, Shard
 from penstock.types import NO_VERSION
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(GroupRecord)
+
+_shard_decoder = msgspec.msgpack.Decoder(Shard)
 
 HIGHEST_VERSION = b"highest_version"
 
@@ -29,17 +31,19 @@ class PoolUnreadable(RuntimeError):
 
 
 class PoolIndex:
-    """Group number -> `GroupRecord`; and the highest policy_version there ever was."""
+    """Group number -> `GroupRecord`; the highest policy_version there ever was; what the dump is made of."""
 
-    def __init__(self, directory: Path, *, map_bytes: int = 16 << 30) -> None:
-        """Raises `PoolUnreadable`."""
+    def __init__(self, directory: Path, *, map_bytes: int = 16 << 30, readonly: bool = False) -> None:
+        """`readonly`: of a run that may be going on, in whatever process. Raises `PoolUnreadable`."""
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "index"
+        self._readonly = readonly
+        how = {"readonly": True} if readonly else {"sync": False, "metasync": False}
         try:
-            self._env = lmdb.open(
-                str(self._path), map_size=map_bytes, sync=False, metasync=False, max_readers=64, max_dbs=2
+            self._env = lmdb.open(str(self._path), map_size=map_bytes, max_readers=64, max_dbs=3, **how)
+            self._groups, self._facts, self._shards = (
+                self._env.open_db(name, create=not readonly) for name in (b"groups", b"facts", b"shards")
             )
-            self._groups, self._facts = self._env.open_db(b"groups"), self._env.open_db(b"facts")
         except lmdb.Error as error:
             raise self._unreadable(error) from error
 
@@ -57,6 +61,16 @@ class PoolIndex:
         with self._env.begin() as txn:
             found = [txn.get(_key(group), db=self._groups) for group in groups]
         return [_decoder.decode(data) for data in found if data is not None]
+
+    def put_shard(self, shard: Shard) -> None:
+        """Add or replace a shard of the dump."""
+        with self._env.begin(write=True) as txn:
+            txn.put(shard.name.encode(), _encoder.encode(shard), db=self._shards)
+
+    def shards(self) -> list[Shard]:
+        """Of the dump, by name."""
+        with self._env.begin() as txn:
+            return [_shard_decoder.decode(data) for _, data in txn.cursor(self._shards)]
 
     @property
     def highest_version(self) -> int:
@@ -93,7 +107,8 @@ class PoolIndex:
         self._env.sync(True)
 
     def close(self) -> None:
-        self._env.sync(True)
+        if not self._readonly:
+            self._env.sync(True)
         self._env.close()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from penstock.ports import EndedGroup, GroupRecord
+from penstock.ports import EndedGroup, GroupRecord, Shard
 from penstock.store.index import PoolIndex
 from penstock.store.payload import is_whole, remove_files, sync_files
 from penstock.types import EpisodeState, EpisodeSummary, PayloadRef, Task
@@ -83,14 +83,32 @@ class ExperiencePool:
         self._index.put(records)
         self._needed |= {record.group: _needed(record) for record in records}
 
-    def covered(self, policy_version: int) -> None:
-        self._needed = {group: needed for group, needed in self._needed.items() if needed.by(policy_version)}
+    def covered(self, policy_version: int, *, keep: Collection[int] = ()) -> None:
+        self._needed = {
+            group: needed for group, needed in self._needed.items() if needed.by(policy_version) or group in keep
+        }
         files = {needed.file for needed in self._needed.values() if needed.file is not None}
         oldest = min((needed.admitted_at for needed in self._needed.values()), default=time.time())
         remove_files(self._directory, written_before=oldest, keep=files)
 
     def get(self, groups: Sequence[int]) -> list[GroupRecord]:
         return self._index.get(groups)
+
+    def shards(self) -> list[Shard]:
+        """Of the dump, whether written or only planned."""
+        return self._index.shards()
+
+    def plan(self, shard: Shard) -> None:
+        """It is going to be written."""
+        self._index.put_shard(shard)
+
+    def written(self, shard: Shard) -> None:
+        """It is where it belongs."""
+        self._index.put_shard(msgspec.structs.replace(shard, written=True))
+
+    def sync_index(self) -> None:
+        """Make what the index knows durable. May be called from a thread."""
+        self._index.sync()
 
     def records(self) -> Iterator[GroupRecord]:
         return iter(self._index)

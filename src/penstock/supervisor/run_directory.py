@@ -157,7 +157,9 @@ def _supervisor_of(run_dir: Path) -> str | None:
 
 
 def _goes_further(before: Config, after: Config) -> bool:
-    """Whether `after` asks for more training than `before`."""
+    """Whether `after` asks for more training than `before`, or for more tasks to be played."""
+    if not after.has_trainer:
+        return after.synthesis.tasks != before.synthesis.tasks
     old, new = before.trainer, after.trainer
     return new.steps > old.steps or (new.total_samples or math.inf) > (old.total_samples or math.inf)
 

@@ -102,6 +102,12 @@ def latest(directory: Path) -> Latest:
     return Latest(checkpoint=None, skipped=tuple(skipped))
 
 
+def newest(directory: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole, for somebody else's use: nothing is moved."""
+    found = (verify(path) for _, path in _by_step(directory))
+    return next((each for each in found if isinstance(each, Checkpoint)), None)
+
+
 def saved_in(directory: Path) -> SavedStates:
     """The checkpoints that a trainer may go back to."""
     found = latest(directory)

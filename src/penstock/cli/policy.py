@@ -1,0 +1,26 @@
+"""Which policy `--checkpoint` names: a model directory, or a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.cli.preflight import Refused
+from penstock.cli.runs import find
+from penstock.model.files import has_weights
+from penstock.system import CHECKPOINTS
+from penstock.trainer.checkpoint import newest
+
+
+def model_in(checkpoint: str, runs_dir: Path) -> Path:
+    """A directory with weights: itself, or the newest whole checkpoint of a run, by its id or directory. Raises
+    `Refused`."""
+    directory = Path(checkpoint).absolute()
+    if has_weights(directory):
+        return directory
+    run_dir = find(runs_dir, checkpoint)
+    found = newest(run_dir / CHECKPOINTS)
+    if found is None:
+        raise Refused(
+            f"--checkpoint {checkpoint}: run {run_dir.name} has no checkpoint that is whole: see `penstock runs`"
+        )
+    return found.path.absolute()

@@ -1,0 +1,62 @@
+"""What a run shows others of its trajectories: the table that `dump.url` names, and samples to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config, ConfigError, DumpConfig
+from penstock.data.sources import TaskStream
+from penstock.model.chat import ChatTokenizer
+from penstock.ports import GroupRecord
+from penstock.processes.layout import model_dir
+from penstock.store.dumps.columns import DumpError, cell
+from penstock.store.dumps.dump import Dump, Rendering, Samples, Tell
+from penstock.store.dumps.rows import RowMaker
+from penstock.store.dumps.targets import open_target
+from penstock.store.pool import ExperiencePool
+from penstock.types import Task
+
+TRAJECTORIES = "trajectories"
+"""Folder of the run directory."""
+
+
+def open_dumps(
+    config: Config, run_dir: Path, pool: ExperiencePool, tasks: TaskStream, tell: Tell
+) -> list[Dump | Samples]:
+    """Raises `ConfigError` if the target cannot be written to."""
+    chat = ChatTokenizer.load(model_dir(config, run_dir))
+
+    if (first := tasks.at(0)) is not None:
+        check_payload(config.dump, first)
+
+    def payload(record: GroupRecord) -> Mapping[str, Any]:
+        task = tasks.at(record.task_index) if config.dump.foreign_columns else None
+        return task.payload if task is not None else {}
+
+    def rendering(dump: DumpConfig) -> Rendering:
+        maker, target = RowMaker(config, chat, columns=dump.columns), open_target(dump)
+        target.check()
+        return Rendering(pool=run_dir / "pool", maker=maker, target=target, payload=payload)
+
+    dumps: list[Dump | Samples] = []
+    if config.dump.url is not None or not config.has_trainer:
+        wanted = config.dump if config.dump.url else config.dump.model_copy(update={"url": str(run_dir / TRAJECTORIES)})
+        rows = config.dump.rows_per_shard
+        dumps.append(Dump(pool, rendering(wanted), rows_per_shard=rows, trains=config.has_trainer, tell=tell))
+    if config.has_trainer and config.observe.trajectories:
+        directory = run_dir / TRAJECTORIES
+        keep, sample = config.observe.trajectories, DumpConfig(url=str(directory))
+        dumps.append(Samples(pool, rendering(sample), directory=directory, keep=keep, tell=tell))
+    return dumps
+
+
+def check_payload(dump: DumpConfig, task: Task) -> None:
+    """Whether what the first task has is what its columns say. Raises `ConfigError`."""
+    for column in dump.columns:
+        if column.name in dump.foreign_columns:
+            try:
+                cell(column, task.payload.get(column.name))
+            except DumpError as error:
+                raise ConfigError(f"dump.columns: {error} (in task {task.task_id})") from None

@@ -1,0 +1,1 @@
+"""Trajectories for others: rows of declared columns, made of what lies in the pool, written a shard at a time."""

@@ -1,0 +1,310 @@
+"""Writes what was played beside the loops: a table of everything, or a few trajectories to be read.
+
+Exactly once, whoever dies whenever: the pool's index says which groups make a shard before the shard is written, and
+that it is written after that. Its rows follow from the pool alone, and a target takes a shard whole or not at all.
+
+    died                        what the next controller finds, and does
+    before the shard's plan     groups in no shard: they go into the next one
+    between plan and mark       a shard that is not marked: the same rows are written again under the same name
+    after the mark              nothing to do
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from penstock.deadline import patient
+from penstock.ports import GroupRecord, Shard
+from penstock.store.dumps.columns import DumpError, Row
+from penstock.store.dumps.rows import RowMaker
+from penstock.store.dumps.targets import Target
+from penstock.store.payload import PayloadError, PayloadReader, sync_files
+from penstock.types import EpisodeState, GroupAttempt
+
+PAUSES_S = (1.0, 4.0, 15.0)
+"""Before a shard that could not be written is tried again."""
+WRITE_S = 600.0
+"""For one shard, before it is worth a report: an object store may be slow."""
+SAMPLES = "step_*.jsonl"
+"""Files of what is kept to be read."""
+BEHIND = 4
+"""Samples that may wait to be written: more are passed over."""
+KEPT = (EpisodeState.READY, EpisodeState.TRAINED, EpisodeState.FILTERED, EpisodeState.DISCARDED_STALE)
+"""What a run that trains dumps: everything that was played to its end."""
+COLLECTED = (EpisodeState.COLLECTED,)
+"""What a run that only plays dumps: what no filter dropped."""
+
+Payload = Callable[[GroupRecord], Mapping[str, Any]]
+"""Of a group's task."""
+Tell = Callable[..., None]
+"""Records an event."""
+
+
+class Books(Protocol):
+    """The part of the pool that a dump rests on."""
+
+    def get(self, groups: Sequence[int]) -> list[GroupRecord]: ...
+
+    def shards(self) -> list[Shard]: ...
+
+    def plan(self, shard: Shard) -> None:
+        """Write down what the shard is made of."""
+        ...
+
+    def sync_index(self) -> None:
+        """Make the plan durable. Blocks; may be called from a thread."""
+        ...
+
+    def written(self, shard: Shard) -> None:
+        """It is where it belongs."""
+        ...
+
+
+@dataclass(slots=True)
+class Rendering:
+    """From groups of the pool to rows of a target; blocks, and counts the processor time it takes."""
+
+    pool: Path
+    maker: RowMaker
+    target: Target
+    payload: Payload
+    cpu_s: float = 0.0
+    num_rows: int = 0
+
+    def write(self, shard: Shard, records: Sequence[GroupRecord], *, again: bool = False) -> None:
+        """Raises `DumpError`."""
+        started, reader = time.thread_time(), PayloadReader(self.pool)
+        try:
+            rows = [row for record in records for row in self._rows(record, reader, shard.step)]
+            if rows:
+                self.target.write(shard.name, rows, again=again)
+            self.num_rows += len(rows)
+        finally:
+            self.cpu_s += time.thread_time() - started
+
+    def _rows(self, record: GroupRecord, reader: PayloadReader, step: int | None) -> list[Row]:
+        assert record.ref is not None
+        try:
+            samples = reader.read(record.ref)
+        except PayloadError as error:
+            raise DumpError(f"the trajectories of group {record.group} are lost: {error}") from None
+        return self.maker.rows(record, samples, self.payload(record), step=step)
+
+
+class _Due(NamedTuple):
+    """A shard that is to be written."""
+
+    shard: Shard
+    again: bool
+
+
+class Dump:
+    """`ports.Dump`: a table of everything that was played."""
+
+    def __init__(self, books: Books, rendering: Rendering, *, rows_per_shard: int, trains: bool, tell: Tell) -> None:
+        """A run that trains goes on if a shard cannot be written, with an alarm; for one that only plays it is the end.
+        What is left unwritten is written when the run is resumed."""
+        self._books, self._rendering, self._tell = books, rendering, tell
+        self._rows_per_shard, self._trains = rows_per_shard, trains
+        self._wanted = KEPT if trains else COLLECTED
+        self._names: set[str] = set()
+        self._pending: dict[GroupAttempt, int] = {}
+        """Groups that are in no shard, with their number of rows."""
+        self._unwritten: dict[str, Shard] = {}
+        self._due: asyncio.Queue[_Due | None] = asyncio.Queue()
+        self._finished = asyncio.Event()
+        self._num_written = 0
+
+    @property
+    def unwritten(self) -> set[int]:
+        """Groups whose tokens are still needed."""
+        planned = {group for shard in self._unwritten.values() for group, _ in shard.groups}
+        return planned | {group for group, _ in self._pending}
+
+    def take_up(self, records: Iterable[GroupRecord]) -> None:
+        """Go on where another controller was."""
+        shards = self._books.shards()
+        self._names = {shard.name for shard in shards}
+        known = {attempt for shard in shards for attempt in shard.groups}
+        for shard in shards:
+            if not shard.written:
+                self._put(shard, again=True)
+        num_gone = 0
+        for record in records:
+            if record.ref is None or record.state not in self._wanted or (attempt := attempt_of(record)) in known:
+                continue
+            if self._is_there(record):
+                self.played(attempt, EpisodeState(record.state), len(record.episodes))
+            else:
+                num_gone += 1
+        if num_gone:
+            self._tell("alarm", reason=f"the tokens of {num_gone} groups are gone: they are not in the dump")
+
+    def _is_there(self, record: GroupRecord) -> bool:
+        """Checkpoints that cover a trained group let go of its tokens."""
+        assert record.ref is not None
+        return not self._trains or (self._rendering.pool / record.ref.file).exists()
+
+    def played(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
+        """A group is in the pool."""
+        if state not in self._wanted:
+            return
+        self._pending[attempt] = num_rows
+        if not self._trains and sum(self._pending.values()) >= self._rows_per_shard:
+            self._cut(None)
+
+    def stepped(self, step: int) -> None:
+        """An optimizer step was taken: what was played since the last one makes its shards."""
+        self._cut(step)
+
+    def _cut(self, step: int | None) -> None:
+        """Plan shards of all that is pending."""
+        groups: list[GroupAttempt] = []
+        num_rows = 0
+        for attempt, rows in self._pending.items():
+            groups.append(attempt)
+            num_rows += rows
+            if num_rows >= self._rows_per_shard:
+                self._plan(groups, step)
+                groups, num_rows = [], 0
+        if groups:
+            self._plan(groups, step)
+        self._pending.clear()
+
+    def _plan(self, groups: list[GroupAttempt], step: int | None) -> None:
+        shard = Shard(name=self._new_name(step), groups=groups, step=step)
+        self._books.plan(shard)
+        self._put(shard, again=False)
+
+    def _new_name(self, step: int | None) -> str:
+        """Numbers go on: a step that is taken again adds to what was written of it."""
+        number = 0 if step is not None else len(self._names)
+        while (name := f"train/step_{step}.{number}" if step is not None else f"rollout/{number:06d}") in self._names:
+            number += 1
+        self._names.add(name)
+        return name
+
+    def _put(self, shard: Shard, *, again: bool) -> None:
+        self._unwritten[shard.name] = shard
+        self._due.put_nowait(_Due(shard, again))
+
+    async def run(self) -> None:
+        """Write shard after shard, until `finish`. Raises `DumpError`."""
+        while due := await self._next():
+            try:
+                await self._write(due)
+            except DumpError as error:
+                if not self._trains:
+                    raise
+                self._tell("alarm", reason=f"{error}; `penstock resume` writes it again")
+                continue
+            self._books.written(due.shard)
+            del self._unwritten[due.shard.name]
+            self._num_written += 1
+            if self._num_written == 1 and (unfilled := sorted(self._rendering.maker.unfilled)):
+                reason = f"dump.columns {', '.join(unfilled)}: null in the whole of {due.shard.name}; neither the task "
+                self._tell("alarm", reason=f"{reason}nor the environment's info has such names")
+        self._finished.set()
+
+    async def _next(self) -> _Due | None:
+        return await self._due.get()
+
+    async def _write(self, due: _Due) -> None:
+        """With a few more tries: a store may be out of reach for a moment."""
+        again = due.again
+        for pause_s in (*PAUSES_S, None):
+            try:
+                with patient(WRITE_S, waiter="the dump", resource=due.shard.name, holder=self._rendering.target.where):
+                    await asyncio.to_thread(self._write_now, due.shard, again)
+                return
+            except DumpError:
+                if pause_s is None:
+                    raise
+            again = True
+            await asyncio.sleep(pause_s)
+
+    def _write_now(self, shard: Shard, again: bool) -> None:
+        """In a thread. What a shard is made of is on disk before the shard is anywhere."""
+        numbers = dict(shard.groups)
+        records = [r for r in self._books.get(list(numbers)) if r.ref and attempt_of(r).attempt == numbers[r.group]]
+        sync_files(self._rendering.pool, {record.ref.file for record in records if record.ref is not None})
+        self._books.sync_index()
+        self._rendering.write(shard, records, again=again)
+
+    async def finish(self) -> None:
+        """Everything that was played is written, but for what could not be."""
+        started = time.monotonic()
+        if not self._trains:
+            self._cut(None)
+        self._due.put_nowait(None)
+        with patient(WRITE_S, waiter="the run", resource="the end of its dump", holder=self._rendering.target.where):
+            await self._finished.wait()
+        self._tell(
+            "dumped",
+            url=self._rendering.target.where,
+            shards=self._num_written,
+            rows=self._rendering.num_rows,
+            unwritten=len(self._unwritten),
+            cpu_s=self._rendering.cpu_s,
+            waited_s=time.monotonic() - started,
+        )
+
+
+class Samples:
+    """`ports.Dump`: of every optimizer step one group, to be read; the newest few are kept."""
+
+    def __init__(self, books: Books, rendering: Rendering, *, directory: Path, keep: int, tell: Tell) -> None:
+        """`directory`: where `rendering` writes its files."""
+        self._books, self._rendering, self._tell = books, rendering, tell
+        self._directory, self._keep = directory, keep
+        self._latest: GroupAttempt | None = None
+        self._due: asyncio.Queue[Shard | None] = asyncio.Queue()
+        self.unwritten: set[int] = set()
+        """Nobody waits for a sample."""
+
+    def take_up(self, records: Iterable[GroupRecord]) -> None:
+        """Samples of an earlier controller stay as they are."""
+
+    def played(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
+        """A group is in the pool; the first one after a step is the sample of the next."""
+        if state in KEPT:
+            self._latest = self._latest or attempt
+
+    def stepped(self, step: int) -> None:
+        """An optimizer step was taken."""
+        if self._latest is not None and self._due.qsize() < BEHIND:
+            self._due.put_nowait(Shard(name=f"step_{step:06d}", groups=[self._latest], step=step))
+        self._latest = None
+
+    async def run(self) -> None:
+        """Write sample after sample, until `finish`."""
+        while (shard := await self._next()) is not None:
+            try:
+                with patient(WRITE_S, waiter="a sample", resource=shard.name, holder=str(self._directory)):
+                    await asyncio.to_thread(self._write, shard)
+            except DumpError as error:
+                self._tell("alarm", reason=f"no sample of step {shard.step}: {error}")
+
+    async def _next(self) -> Shard | None:
+        return await self._due.get()
+
+    def _write(self, shard: Shard) -> None:
+        (wanted,) = shard.groups
+        records = [r for r in self._books.get([wanted.group]) if r.ref is not None and attempt_of(r) == wanted]
+        self._rendering.write(shard, records)
+        for old in sorted(self._directory.glob(SAMPLES))[: -self._keep]:
+            old.unlink(missing_ok=True)
+
+    async def finish(self) -> None:
+        """The last ones may be missing."""
+        self._due.put_nowait(None)
+
+
+def attempt_of(record: GroupRecord) -> GroupAttempt:
+    """At which a group was played."""
+    return GroupAttempt(record.group, record.episodes[0].episode.attempt)

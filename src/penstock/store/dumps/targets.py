@@ -1,0 +1,149 @@
+"""Where rows go, by the scheme of a URL. A shard is there whole or not at all, and writing it again changes nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from penstock.config import ConfigError, DumpConfig
+from penstock.config.dump import Column, ColumnType
+from penstock.store.dumps.columns import DumpError, Row, as_text
+
+EXTRAS = {"s3": ("s3fs", "s3"), "oss": ("ossfs", "oss"), "gs": ("gcsfs", "gs"), "memory": ("fsspec", "fsspec")}
+"""Scheme of an object store -> (package that speaks to it, extra that installs it)."""
+SCHEMES = ("file", *EXTRAS, "odps")
+PARQUET: dict[ColumnType, str] = {
+    "bigint": "int64",
+    "double": "float64",
+    "boolean": "bool",
+    "string": "string",
+    "json": "string",
+}
+"""Column types as Arrow names them."""
+
+
+class Target(Protocol):
+    """Takes shards. Its methods block; they are called from a thread."""
+
+    where: str
+    """For people."""
+
+    def check(self) -> None:
+        """Raises `ConfigError` if nothing can be written there."""
+        ...
+
+    def write(self, shard: str, rows: Sequence[Row], *, again: bool) -> None:
+        """All rows or none. `again`: an earlier attempt may or may not have got through. Raises `DumpError`."""
+        ...
+
+
+def open_target(config: DumpConfig) -> Target:
+    """Of `config.url`, which is set. Raises `ConfigError` for what is no URL of ours, or needs a package."""
+    assert config.url is not None
+    scheme, _, rest = config.url.partition("://")
+    if not rest:
+        return Folder(Path(config.url), config)
+    if scheme == "file":
+        return Folder(Path(unquote(urlsplit(config.url).path)), config)
+    if scheme == "odps":
+        from penstock.store.dumps.tables import open_table
+
+        return open_table(config)
+    if scheme in EXTRAS:
+        return ObjectStore(config.url, config)
+    raise ConfigError(f"dump.url {config.url}: unknown scheme {scheme}; there are {', '.join(SCHEMES)}, and paths")
+
+
+class Folder:
+    """Files of a local folder."""
+
+    def __init__(self, directory: Path, config: DumpConfig) -> None:
+        self._directory, self._format, self._columns = directory.absolute(), config.format, config.columns
+        self.where = str(self._directory)
+
+    def check(self) -> None:
+        probe = self._directory / f".{secrets.token_hex(4)}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"dump.url: cannot write to {self.where}: {error.strerror or error}") from None
+
+    def write(self, shard: str, rows: Sequence[Row], *, again: bool) -> None:
+        path = self._directory / f"{shard}.{self._format}"
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
+                file.write(encode(rows, self._columns, self._format))
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except OSError as error:
+            raise DumpError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+class ObjectStore:
+    """Objects under a prefix; putting one is atomic there. Access keys are where the store's own clients look."""
+
+    def __init__(self, url: str, config: DumpConfig) -> None:
+        scheme = url.partition("://")[0]
+        package, extra = EXTRAS[scheme]
+        try:
+            import fsspec
+
+            self._files, prefix = fsspec.core.url_to_fs(url)
+        except ImportError:
+            raise ConfigError(
+                f"dump.url {scheme}:// needs the package {package}: pip install 'penstock[{extra}]'"
+            ) from None
+        except Exception as error:  # each store raises its own
+            raise ConfigError(f"dump.url: cannot open {url}: {_say(error)}") from None
+        self._prefix, self._format, self._columns = prefix.rstrip("/"), config.format, config.columns
+        self.where = url.rstrip("/")
+
+    def check(self) -> None:
+        probe = f"{self._prefix}/.{secrets.token_hex(4)}"
+        try:
+            self._files.pipe_file(probe, b"")
+            self._files.rm_file(probe)
+        except Exception as error:
+            raise ConfigError(f"dump.url: cannot write to {self.where}: {_say(error)}") from None
+
+    def write(self, shard: str, rows: Sequence[Row], *, again: bool) -> None:
+        name = f"{shard}.{self._format}"
+        try:
+            self._files.pipe_file(f"{self._prefix}/{name}", encode(rows, self._columns, self._format))
+        except Exception as error:
+            raise DumpError(f"cannot write {self.where}/{name}: {_say(error)}") from error
+
+
+def encode(rows: Sequence[Row], columns: Sequence[Column], form: str) -> bytes:
+    """A file of them. Numbers that are not finite are null in JSON, which has no word for them."""
+    if form == "jsonl":
+        return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = io.BytesIO()
+    schema = pa.schema([(column.name, pa.type_for_alias(PARQUET[column.type])) for column in columns])
+    pq.write_table(pa.Table.from_pylist([flat(row, columns) for row in rows], schema=schema), file)
+    return file.getvalue()
+
+
+def flat(row: Row, columns: Sequence[Column]) -> dict[str, Any]:
+    """With JSON as text, for tables."""
+    texts = {column.name for column in columns if column.type == "json"}
+    return {name: as_text(value) if name in texts and value is not None else value for name, value in row.items()}
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

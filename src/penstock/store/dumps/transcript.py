@@ -1,0 +1,67 @@
+"""Tokens back into the messages that people read: what the chat template put around them is taken off again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from penstock.model.chat import SENTINEL, ChatTokenizer
+from penstock.model.files import ModelError
+from penstock.types import Trajectory
+
+
+class Message(TypedDict):
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a template writes before and after a user's words."""
+
+    before: tuple[str, ...]
+    """Whichever the text begins with."""
+    after: str
+
+    def inside(self, text: str) -> str:
+        """The words themselves; all of `text` if they do not stand in this frame."""
+        before = next((before for before in self.before if text.startswith(before)), None)
+        if before is None or not text.endswith(self.after) or len(before) + len(self.after) > len(text):
+            return text
+        return text[len(before) : len(text) - len(self.after)]
+
+
+class Transcript:
+    """Of a model's trajectories. A prompt that is no single user's message (an agent's own, say) stays as the template
+    rendered it."""
+
+    def __init__(self, chat: ChatTokenizer) -> None:
+        self._chat = chat
+        self._first, self._later = _frames(chat)
+
+    def messages(self, trajectory: Trajectory) -> list[Message]:
+        """Observations as the user's, actions as the assistant's."""
+        found: list[Message] = []
+        for number, turn in enumerate(trajectory.turns):
+            frame = self._later if number else self._first
+            seen = self._chat.decode(turn.observation_ids, skip_special=False)
+            said = [token for segment in turn.segments for token in segment.token_ids]
+            if seen:
+                found.append(Message(role="user", content=frame.inside(seen)))
+            if said:
+                found.append(Message(role="assistant", content=self._chat.decode(said)))
+        return found
+
+
+def _frames(chat: ChatTokenizer) -> tuple[Frame, Frame]:
+    """Of a first message, and of one after an answer, whose end-of-turn token the answer itself may hold."""
+    user = {"role": "user", "content": SENTINEL}
+    try:
+        before, _, after = chat.render([user]).partition(SENTINEL)
+        whole = chat.render([user, {"role": "assistant", "content": SENTINEL}, user])
+    except ModelError:
+        return Frame((), ""), Frame((), "")
+    *_, between, end = whole.split(SENTINEL)
+    ends = [chat.decode([eos], skip_special=False) for eos in chat.eos_ids]
+    unended = [between.removeprefix(eos) for eos in ends if eos and between.startswith(eos)]
+    return Frame((before,), after), Frame((between, *unended), end)

@@ -1,0 +1,149 @@
+"""`penstock rollout` and `penstock trajectories` without any process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from made_runs import make_run, note, penstock, take_step
+
+from penstock.cli.policy import model_in
+from penstock.config import Config
+from penstock.observe import jsonl
+from penstock.processes.layout import stages
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text("data: {source: seeds, eval_tasks: 9}\nenv: {name: guess_number}")
+    return tmp_path / "run.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["dump.url=ftp://x/y"], 1, "unknown scheme ftp"),
+        (["dump.url=/proc/nowhere"], 1, "dump.url: cannot write to /proc/nowhere"),
+        (["dump.columns=[[a, int]]"], 2, "column a has type 'int'"),
+        (["dump.colums=[[a, string]]"], 2, "did you mean dump.columns?"),
+        (["pipeline=train"], 2, "pipeline is train: `penstock train"),
+        (["rollout.engine=vllm"], 2, "nobody who publishes weights"),
+        (["--checkpoint", "nothing"], 1, "no run named nothing"),
+    ],
+)
+def test_what_cannot_work_starts_nothing(config: Path, overrides: list[str], code: int, message: str) -> None:
+    runs = config.parent / "runs"
+    result = penstock("rollout", config, f"runs_dir={runs}", "--runs-dir", runs, *overrides)
+    assert result.exit_code == code and message in result.stderr, result.stderr
+    assert not runs.exists()
+
+
+def test_what_is_said_on_the_command_line_counts_most(config: Path) -> None:
+    words = ["rollout", config, "--dry-run"]
+    resolved = yaml.safe_load(penstock(*words).stdout)
+    assert (resolved["pipeline"], resolved["data"]["eval_tasks"]) == ("rollout", 0)
+    assert resolved["scheduler"]["group_filter"] == []
+    resolved = yaml.safe_load(penstock(*words, "scheduler.group_filter=[zero_variance]").stdout)
+    assert [each["name"] for each in resolved["scheduler"]["group_filter"]] == ["zero_variance"]
+
+
+def test_a_configuration_says_which_command_it_is_for(config: Path) -> None:
+    result = penstock("train", config, "pipeline=rollout")
+    assert result.exit_code == 2 and f"`penstock rollout {config}` runs it" in result.stderr
+
+
+def test_there_is_no_trainer() -> None:
+    names = [spec.name for stage in stages(Config(pipeline="rollout")) for spec in stage]
+    assert names == ["controller", "rollout-0", "env-0"]
+
+
+def test_the_model_of_a_directory_with_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert model_in(str(tmp_path), tmp_path) == tmp_path
+
+
+def test_a_run_without_a_whole_checkpoint(config: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    (make_run(runs / "mine", "failed") / "checkpoints" / "step_3").mkdir(parents=True)
+    result = penstock("rollout", config, "--checkpoint", "mine", "--runs-dir", runs)
+    assert result.exit_code == 1 and "--checkpoint mine: run mine has no checkpoint that is whole" in result.stderr
+
+
+def test_the_table_and_the_status_count_tasks(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "mine", "running", settings={"pipeline": "rollout", "env": {"name": "x"}})
+    note(run_dir, "tasks", total=40)
+    for step in (10, 20):
+        take_step(run_dir, step, episodes_total=4 * step, tokens_generated_total=100 * step)
+    assert "20/40" in penstock("runs", "--runs-dir", tmp_path).stdout
+    status = json.loads(penstock("status", run_dir, "--json").stdout)
+    progress = status["progress"]
+    assert (progress["phase"], progress["unit"], progress["step"], progress["steps"]) == ("playing", "task", 20, 40)
+    assert progress["eta_seconds"] == pytest.approx(20.0, rel=0.01) and progress[
+        "episodes_per_second"
+    ] == pytest.approx(4.0, rel=0.01)
+    shown = penstock("status", run_dir).stdout
+    assert "20/40" in shown and "80 trajectories, 4/s, 100 tokens/s" in shown and "trained" not in shown
+
+
+def sample(group: int, reward: float) -> dict[str, object]:
+    return {
+        "trajectory": f"train/{group}/0",
+        "group": group,
+        "episode": 0,
+        "task_id": f"t/{group}",
+        "policy_version_min": 3,
+        "policy_version_max": 4,
+        "status": "completed",
+        "stop_reason": "stop",
+        "reward": reward,
+        "num_turns": 1,
+        "prompt_tokens": 5,
+        "response_tokens": 2,
+        "seconds": 1.0,
+        "messages": json.dumps([{"role": "user", "content": "say [b]"}, {"role": "assistant", "content": "one\ntwo"}]),
+    }
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> Path:
+    """A run of which samples are left."""
+    run_dir = make_run(tmp_path / "mine", "completed")
+    (run_dir / "trajectories").mkdir()
+    for group in range(5):
+        jsonl.append(run_dir / "trajectories" / f"step_{group:06d}.jsonl", sample(group, reward=0.1 * (group % 3)))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [
+        ([], [4, 3, 2]),
+        (["--best"], [2, 4, 1]),
+        (["--worst", "-n", "1"], [3]),
+        (["--group", "1"], [1]),
+        (["-n", "9"], [4, 3, 2, 1, 0]),
+    ],
+)
+def test_trajectories_are_chosen(sampled: Path, words: list[str], groups: list[int]) -> None:
+    rows = json.loads(penstock("trajectories", sampled, *words, "--json").stdout)
+    assert [row["group"] for row in rows] == groups
+    assert rows[0]["messages"][1] == {"role": "assistant", "content": "one\ntwo"}
+
+
+def test_trajectories_are_read_as_they_were_said(sampled: Path) -> None:
+    shown = penstock("trajectories", sampled, "--group", 4).stdout.splitlines()
+    assert [line.rstrip() for line in shown] == [
+        "train/4/0  reward 0.10  completed (stop)  version 3-4  1 turn  5 + 2 tokens  0:01  t/4",
+        "  user      say [b]",
+        "  assistant one",
+        "            two",
+        "",
+    ]
+
+
+def test_nothing_to_show_is_one_error(sampled: Path, tmp_path: Path) -> None:
+    result = penstock("trajectories", sampled, "--group", 77)
+    assert result.exit_code == 1 and "run mine has no trajectories of group 77 to show" in result.stderr
+    assert penstock("trajectories", make_run(tmp_path / "new", "running")).exit_code == 1

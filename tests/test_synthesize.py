@@ -1,0 +1,159 @@
+"""A run that only plays, on a virtual clock: every task once, whatever interrupts it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import loop
+from penstock.config import Config
+from penstock.data.sources import FirstTasks, TaskStream
+from penstock.observe.recorder import Recorder
+from penstock.ports import GroupRecord, Work
+from penstock.scheduler.pacing import PacingState, Unpaced
+from penstock.scheduler.scheduler import Scheduler
+from penstock.simulator.clock import run_virtual
+from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
+from penstock.store.pool import ExperiencePool
+from penstock.types import EpisodeState, GroupAttempt
+
+GROUP_SIZE, NUM_TASKS = 4, 40
+
+
+def config(**scheduler: Any) -> Config:
+    return Config.model_validate(
+        {
+            "pipeline": "rollout",
+            "env": {"group_size": GROUP_SIZE},
+            "rollout": {"slots": 16},
+            "data": {"eval_tasks": 0},
+            "scheduler": {"group_filter": [], **scheduler},
+        }
+    )
+
+
+class Heard:
+    """A dump that only listens."""
+
+    def __init__(self) -> None:
+        self.unwritten: set[int] = set()
+        self.groups: list[int] = []
+        self.is_finished = False
+
+    def take_up(self, records: Iterable[GroupRecord]) -> None:
+        self.groups += [record.group for record in records if record.state == EpisodeState.COLLECTED]
+
+    def played(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
+        assert num_rows == GROUP_SIZE
+        if state is EpisodeState.COLLECTED:
+            self.groups.append(attempt.group)
+
+    def stepped(self, step: int) -> None:
+        raise AssertionError("nothing is trained")
+
+    async def finish(self) -> None:
+        self.is_finished = True
+
+
+async def synthesize(
+    directory: Path, settings: Config, play: Play, *, until: float = float("inf")
+) -> tuple[Scheduler, Heard]:
+    """A controller, which dies at `until` seconds."""
+    recorder, pool, heard = Recorder(directory), ExperiencePool(directory / "pool"), Heard()
+    scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, record=recorder.decision)
+    workers = ModelledWorkers(play, lambda *played: loop.collect(system, *played), lambda: 0)
+    system = loop.System(
+        config=settings,
+        run_dir=directory,
+        scheduler=scheduler,
+        tasks=TaskStream(FirstTasks(NumberedTasks("train"), NUM_TASKS)),
+        held_out=[],
+        workers=workers,
+        trainer=ModelledTrainer(seconds_per_group=0.0),
+        servers=ModelledServers(seconds=0.0),
+        pool=pool,
+        recorder=recorder,
+        dumps=[heard],
+    )
+    scheduler.worker_joined("env-0", 1000)
+    try:
+        async with asyncio.timeout(None if until == float("inf") else until):
+            await loop.synthesize(system)
+    finally:
+        for task in workers.playing.values():
+            task.cancel()
+        recorder.close()
+        pool.close()
+    return scheduler, heard
+
+
+def random_play(seed: int) -> Play:
+    rng = random.Random(seed)
+
+    def play(work: Work) -> tuple[float, list[float]]:
+        return rng.expovariate(2.0), [rng.random() for _ in work.leases]
+
+    return play
+
+
+def test_every_task_is_played_once(tmp_path: Path) -> None:
+    scheduler, heard = run_virtual(synthesize(tmp_path, config(), random_play(0)))
+    assert scheduler.ledger.counts()["collected"] == NUM_TASKS * GROUP_SIZE == scheduler.ledger.num_admitted
+    assert sorted(heard.groups) == list(range(NUM_TASKS)) and heard.is_finished
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["step"] == NUM_TASKS and metrics[-1]["episodes_total"] == NUM_TASKS * GROUP_SIZE
+    events = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert events[-1] == "completed"
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 1000), deaths=st.lists(st.floats(0.01, 4.0), max_size=4))
+def test_a_controller_goes_on_where_another_one_was(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, deaths: list[float]
+) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    for number, until in enumerate(deaths):
+        with suppress(TimeoutError):
+            run_virtual(synthesize(directory, config(), random_play(seed + number), until=until))
+    scheduler, heard = run_virtual(synthesize(directory, config(), random_play(seed + 9)))
+    assert sorted(heard.groups) == list(range(NUM_TASKS))
+    assert scheduler.ledger.counts()["collected"] == scheduler.ledger.num_admitted == NUM_TASKS * GROUP_SIZE
+    assert scheduler.num_ended == NUM_TASKS
+
+
+def test_a_group_that_was_whole_when_the_controller_died_is_not_played_again(tmp_path: Path) -> None:
+    run_virtual(synthesize(tmp_path, config(), random_play(0)))
+    pool = ExperiencePool(tmp_path / "pool")
+    pool.revive([3])  # as if it had died between the two lines that it writes of a group
+    pool.close()
+    (tmp_path / "pool" / "none").touch()  # where modelled workers say that their tokens are
+
+    def nothing(work: Work) -> tuple[float, list[float]]:
+        raise AssertionError("everything was played")
+
+    _, heard = run_virtual(synthesize(tmp_path, config(), nothing))
+    assert sorted(heard.groups) == list(range(NUM_TASKS))
+
+
+def test_no_group_waits_for_a_trainer() -> None:
+    busy = PacingState(num_in_flight=900, num_playing=900, num_ready=0, num_unserved=0, num_leftovers=0)
+    decision = Unpaced().decide(busy, groups_per_step=1)
+    assert decision.num_groups > 0 and "900 groups playing" in decision.reason
+
+
+def test_a_filter_that_is_asked_for_drops(tmp_path: Path) -> None:
+    def play(work: Work) -> tuple[float, list[float]]:
+        return 0.1, [float(work.group % 2 and member) for member in range(GROUP_SIZE)]
+
+    scheduler, heard = run_virtual(synthesize(tmp_path, config(group_filter=["zero_variance"]), play))
+    assert scheduler.ledger.counts()["filtered"] == NUM_TASKS * GROUP_SIZE // 2
+    assert sorted(heard.groups) == list(range(1, NUM_TASKS, 2))
