@@ -6,7 +6,12 @@ import asyncio
 import inspect
 import math
 import numbers
+import sys
 from typing import Any
+
+from penstock.deadline import deadline
+
+CLOSE_S = 10.0
 
 
 class EpisodeFailure(RuntimeError):
@@ -23,6 +28,17 @@ async def call_async(env: object, method: str, *args: Any) -> Any:
     """What the method returns in the end."""
     result = call(env, method, *args)
     return await result if inspect.isawaitable(result) else result
+
+
+async def close(env: object) -> None:
+    """Let it give up what it holds, if it knows how to. Its episode is over, so that a failure is only told."""
+    if not hasattr(env, "close"):
+        return
+    try:
+        async with deadline(CLOSE_S, waiter="environment worker", resource="its end", holder=type(env).__name__):
+            await call_async(env, "close")
+    except Exception as error:
+        print(f"warning: {type(env).__name__}.close: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def check_observation(observation: object) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from penstock.config import Config
 from penstock.envs.agents import Conversation, Gateway, Patience
-from penstock.envs.calls import EpisodeFailure, call, call_async, check_observation, check_reward, check_step
+from penstock.envs.calls import EpisodeFailure, call, call_async, check_observation, check_reward, check_step, close
 from penstock.envs.episode import Episode, contained_together, spending
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, PolicyClient, Work
@@ -63,8 +63,14 @@ class EnvManager:
 
     async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
         """Play every lease; `ended` hears of each episode as soon as it ends. Members in `begun` go on from there."""
-        begun = begun or {}
         episodes = self._episodes(work, ended)
+        try:
+            await self._play_all(work, episodes, begun or {})
+        finally:
+            for episode in episodes:
+                await close(episode.env)
+
+    async def _play_all(self, work: Work, episodes: Sequence[Episode], begun: Mapping[int, Trajectory]) -> None:
         await self._reset_all(work.task, episodes)
         fresh: dict[str, list[Episode]] = {}
         async with asyncio.TaskGroup() as tasks:
