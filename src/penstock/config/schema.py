@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.config.atropos import ATROPOS, check_atropos
 from penstock.config.objective import UNCORRECTED, CanaryConfig, CriticConfig, LoraConfig, ObjectiveConfig
 from penstock.config.scheduling import SchedulerConfig
 from penstock.config.section import Section
@@ -87,7 +88,7 @@ class EnvConfig(Section):
     name: str = "single_turn"
     """`single_turn`, `guess_number`, `path/to/file.py:Class` (beside the configuration file, or in the working
     directory), `package.module:Class`, or what another library knows by an id: `gym:FrozenLake-v1` (Gymnasium),
-    `gem:game:GuessTheNumber-v0-easy` (GEM)."""
+    `gem:game:GuessTheNumber-v0-easy` (GEM). With `atropos` the environments are programs of their own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     group_size: int = Field(8, ge=1)
@@ -289,6 +290,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.env.name == ATROPOS:
+            check_atropos(self)
         if self.env.max_new_tokens >= self.model.max_context:
             raise ValueError(
                 f"env.max_new_tokens ({self.env.max_new_tokens}) must be smaller than "

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from penstock.config import ConfigError, EnvConfig
+from penstock.config.atropos import ATROPOS
 from penstock.envs.adapter import PACKAGES, adapt_class, adapt_id, check_package
 from penstock.envs.discovery import Unreadable, defines, read_file
 from penstock.ports import Environment
@@ -26,9 +27,12 @@ _BUILT_IN = {
 }
 
 
+_PROGRAMS = {ATROPOS: "groups that Atropos environments play and push, which are programs of their own"}
+
+
 def available() -> dict[str, str]:
     """Name -> one line of description."""
-    return {name: description for name, (_, description) in _BUILT_IN.items()}
+    return {name: description for name, (_, description) in _BUILT_IN.items()} | _PROGRAMS
 
 
 def locate(name: str) -> tuple[str, str]:
@@ -38,6 +42,8 @@ def locate(name: str) -> tuple[str, str]:
     """
     if is_foreign(name):
         return check_package(name)
+    if name in _PROGRAMS:
+        return "", name
     path = _BUILT_IN[name][0] if name in _BUILT_IN else name
     where, separator, class_name = path.rpartition(":")
     if not separator:
@@ -97,6 +103,8 @@ def resolve(name: str) -> type[Environment]:
     where, class_name = locate(name)
     if is_foreign(name):
         return adapt_id(name)
+    if name in _PROGRAMS:
+        raise ConfigError(f"env.name {name}: its environments are programs of their own, and cannot be made here")
     try:
         module = _load_file(Path(where).absolute()) if is_file(where) else importlib.import_module(where)
         found: Any = getattr(module, class_name)

@@ -124,6 +124,7 @@ class Recorder:
             "num_servers": len(self._of("rollout")),
             "num_trainers": len(self._of("trainer")),
             **scheduling,
+            **self._groups_from_outside(),
             "samples_unusable": dict(self._skipped),
             "ledger": ledger,
         }
@@ -164,6 +165,13 @@ class Recorder:
             writer.close()
         for tracker in self._trackers:
             tracker.close()
+
+    def _groups_from_outside(self) -> dict[str, float]:
+        """By what became of them before they were played, where programs of their own bring them."""
+        counted: Counter[str] = Counter()
+        for process in self._of("env"):
+            counted.update({name: n for name, n in process.counters.items() if name.startswith("groups_")})
+        return dict(counted)
 
     def _of(self, role: str) -> list[_Process]:
         return [process for process in self._processes.values() if process.role == role]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from penstock.config import Config, load_config
+from penstock.config.atropos import ATROPOS
 from penstock.control.bus import CONTROLLER, Peer
 from penstock.control.messages import (
     AnyMessage,
@@ -33,7 +34,7 @@ from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, Work
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
-from penstock.processes.playing import PlayedGroup
+from penstock.processes.playing import PlayedGroup, Player
 from penstock.processes.saved import Recalled, SavedEpisodes
 from penstock.rollout.servers import Servers
 from penstock.supervisor.child import Child
@@ -62,9 +63,11 @@ class Worker:
         """Groups being played or reported."""
         self._tasks = tasks
         self._closed = False
-        self.manager: EnvManager | None = None
+        self.manager: Player | None = None
         self.peer: Peer | None = None
         self.num_played = 0
+        self.counts: Callable[[], Mapping[str, float]] = dict
+        """What else there is to count."""
 
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
         match message:
@@ -188,7 +191,7 @@ class Worker:
         self._cancelled.clear()
 
     def telemetry(self) -> Telemetry:
-        return Telemetry(progress=self.num_played, counters={"episodes": self.num_played})
+        return Telemetry(progress=self.num_played, counters={"episodes": self.num_played, **self.counts()})
 
     def close(self) -> None:
         """Give up what is being played or reported; what is still asked for is not played."""
@@ -206,6 +209,11 @@ class Worker:
 
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
+    if config.env.name == ATROPOS:
+        from penstock.processes import atropos
+
+        await atropos.trade(child, config)
+        return
     await play(child, config, resolve(config.env.name), stop=child.stop_event(), joined=child.report_ready)
 
 
@@ -224,30 +232,48 @@ async def play(
     make = environment_maker(config.env, kind)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
     async with asyncio.TaskGroup() as tasks, gateway_for_agents(config, kind, chat) as gateway:
-        servers = Servers(
-            [],
-            engine=config.rollout.engine,
-            api_key=config.rollout.api_key,
-            timeout_s=config.rollout.request_timeout_s,
-        )
+        servers = servers_of(config)
         worker = Worker(config, child.name, child.run_dir / "pool", tasks, servers)
         worker.manager = EnvManager(config, make=make, policy=servers, grants=worker, chat=chat, gateway=gateway)
-        async with membership(
-            child,
-            config,
-            role="env",
-            handler=worker.handle,
-            telemetry=worker.telemetry,
-            abandoned=worker.abandoned,
-            welcomed=worker.welcomed,
-            attached=attached,
-        ) as peer:
-            joined()
-            await stop.wait()
-            worker.close()
-            await servers.close()
-            if attached:
-                await say_goodbye(peer)
+        await work(child, config, worker, stop=stop, joined=joined, attached=attached)
+        await servers.close()
+
+
+def servers_of(config: Config) -> Servers:
+    """The controller says where they are."""
+    return Servers(
+        [],
+        engine=config.rollout.engine,
+        api_key=config.rollout.api_key,
+        timeout_s=config.rollout.request_timeout_s,
+    )
+
+
+async def work(
+    child: Child,
+    config: Config,
+    worker: Worker,
+    *,
+    stop: asyncio.Event,
+    joined: Callable[[], None],
+    attached: bool = False,
+) -> None:
+    """Be a member of the run until told to stop."""
+    async with membership(
+        child,
+        config,
+        role="env",
+        handler=worker.handle,
+        telemetry=worker.telemetry,
+        abandoned=worker.abandoned,
+        welcomed=worker.welcomed,
+        attached=attached,
+    ) as peer:
+        joined()
+        await stop.wait()
+        worker.close()
+        if attached:
+            await say_goodbye(peer)
 
 
 async def say_goodbye(peer: Peer) -> None:

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from penstock.envs.manager import Ended
+from penstock.ports import Work
 from penstock.types import EpisodeSummary, Sample, Trajectory
+
+
+class Player(Protocol):
+    """Who plays: the EnvManager, or somebody who waits for others that do."""
+
+    async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
+        """Play every lease; `ended` hears of each episode as soon as it ends. Members in `begun` go on from there."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
