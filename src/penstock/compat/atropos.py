@@ -285,6 +285,7 @@ class Atropos:
                 f"{source} pushed a group with {traced.num_unknown} answers that the policy did not give here lately: "
                 "ask for them at this very address (base_url URL/v1), and push their tokens as they came"
             )
+        self._exchange.counts["retokenised"] += traced.num_left_out > 0
         offer = Offer(episodes=traced.episodes, source=source)
         self._latest = document
         self._exchange.offer(offer)

@@ -6,7 +6,8 @@ versions are those of the sampling:
 
 * a mask that goes on after the answer (a template's end of turn) is taken back there: nobody sampled that;
 * one that ends before it (at a stop string, say) keeps that much of it;
-* the last answer of a sequence, if it was tokenised anew from its text, gets its own tokens back.
+* the last answer of a sequence, if it was tokenised anew from its text, gets its own tokens back; an earlier one is
+  left out of the training, because what follows was said after the new tokens.
 
 What cannot be found keeps the log-probabilities that came with it, or none, and counts as sampled by the oldest policy
 it may come from.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -127,6 +129,8 @@ class Traced(NamedTuple):
     episodes: list[ScoredEpisode]
     num_unknown: int
     """Answers of which nobody remembers the sampling."""
+    num_left_out: int
+    """Answers that were tokenised anew, and that others follow."""
 
 
 class _Sequence(NamedTuple):
@@ -155,37 +159,43 @@ class Tracing:
                 zip(data.tokens, data.masks, data.scores, logprobs, strict=True)
             )
         ]
-        traced = [self._trace(sequence, oldest_version) for sequence in sequences]
-        return Traced([episode for episode, _ in traced], sum(num_unknown for _, num_unknown in traced))
+        counts: Counter[str] = Counter()
+        episodes = [self._trace(sequence, oldest_version, counts) for sequence in sequences]
+        return Traced(episodes, counts["unknown"], counts["left out"])
 
-    def _trace(self, sequence: _Sequence, oldest: int) -> tuple[ScoredEpisode, int]:
+    def _trace(self, sequence: _Sequence, oldest: int, counts: Counter[str]) -> ScoredEpisode:
         turns: list[Turn] = []
-        observed, num_unknown = 0, 0
+        observed = 0
         for start, end in sequence.spoken:
             segments, place = self._recall(sequence, start, end)
+            if not segments and place == end:
+                counts["left out"] += 1
+                continue
             if not segments:
-                num_unknown += 1
+                counts["unknown"] += 1
                 segments, place = [_as_pushed(sequence, start, end, oldest)], end
             turns.append(Turn(observation_ids=sequence.tokens[observed:start], segments=segments))
             observed = place
         truncated = bool(turns) and turns[-1].segments[-1].finish_reason == "length"
         if observed < len(sequence.tokens):
             turns.append(Turn(observation_ids=sequence.tokens[observed:], segments=[]))
-        return ScoredEpisode(turns=turns, reward=sequence.score, truncated=truncated), num_unknown
+        return ScoredEpisode(turns=turns, reward=sequence.score, truncated=truncated)
 
     def _recall(self, sequence: _Sequence, start: int, end: int) -> tuple[list[Segment], int]:
-        """What was said in [start, end), as one answer or several that follow each other, and up to where."""
+        """What was said in [start, end), as one answer or several that follow each other, and up to where. Nothing up
+        to the end is what is to be left out."""
         segments: list[Segment] = []
         while start < end:
             found = self._find(sequence, start, end)
             if found is None:
                 break
             segment, num_tokens = found
-            segments.append(segment)
+            if segment is not None:
+                segments.append(segment)
             start += num_tokens
         return segments, start
 
-    def _find(self, sequence: _Sequence, start: int, end: int) -> tuple[Segment, int] | None:
+    def _find(self, sequence: _Sequence, start: int, end: int) -> tuple[Segment | None, int] | None:
         """The answer that begins at `start`, and for how many tokens of the sequence it stands."""
         answers = self._remembered.answers(sequence.tokens[:start])
         spoken = sequence.tokens[start:end]
@@ -196,12 +206,12 @@ class Tracing:
         if common == min(length, len(spoken)):
             self._check_sampling(sequence, best)
             return (best.segment() if common == length else best.segment().cut(common, "stop")), common
-        is_last = end == sequence.spoken[-1][1]
-        alike = next((said for said in answers if is_last and self._reads_alike(said, spoken)), None)
+        alike = next((said for said in answers if self._reads_alike(said, spoken)), None)
         if alike is None:
             return None
         self._check_sampling(sequence, alike)
-        return alike.segment(), len(spoken)
+        is_last = end == sequence.spoken[-1][1]
+        return (alike.segment() if is_last else None), len(spoken)
 
     def _reads_alike(self, said: Said, spoken: list[int]) -> bool:
         return self._decode(said.token_ids.tolist()).strip() == self._decode(spoken).strip()
