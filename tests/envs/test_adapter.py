@@ -154,6 +154,13 @@ def test_an_option_that_nobody_takes_is_named() -> None:
         made("gym:FrozenLake-v1", slipery=False)
 
 
+def test_a_prompt_may_say_what_is_seen_and_what_can_be_done() -> None:
+    corridor = made(f"{__name__}:Corridor", prompt="place {observation}; {actions}?")
+    assert corridor.reset(SEED)[0] == "place 0; a whole number from 0 to 1?"
+    with pytest.raises(ConfigError, match=r"\{observation\} and \{actions\} only: KeyError 'place'"):
+        made(f"{__name__}:Corridor", prompt="{place}")
+
+
 def test_locating_one_imports_nothing() -> None:
     assert locate("gem:game:GuessTheNumber-v0-easy") == ("gem", "game:GuessTheNumber-v0-easy")
 

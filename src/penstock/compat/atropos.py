@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 import sys
 import zlib
@@ -225,7 +226,7 @@ class Atropos:
     async def _scored_data(self, request: Request) -> Response:
         """Answered when the group is taken, or turned away."""
         body = _unpacked(request, await read_bytes(request, max_bytes=MAX_BODY_BYTES))
-        await unless_gone(request, self._push(parse(body)))
+        await unless_gone(request, self._push(parse(body), body))
         return answer({"status": "received"})
 
     async def _scored_data_list(self, request: Request) -> Response:
@@ -243,11 +244,13 @@ class Atropos:
         )
 
     async def _push_all(self, documents: list[Any]) -> list[BaseException | None]:
-        return await asyncio.gather(*map(self._push, documents), return_exceptions=True)
+        pushing = (self._push(document, json.dumps(document).encode()) for document in documents)
+        return await asyncio.gather(*pushing, return_exceptions=True)
 
-    async def _push(self, document: object) -> None:
-        """Raises `Refused` for a group that cannot be trained, or that waits for too long."""
-        key = hashlib.blake2b(msgspec.json.encode(document), digest_size=16).digest()
+    async def _push(self, document: object, spelt: bytes) -> None:
+        """Raises `Refused` for a group that cannot be trained, or that waits for too long. `spelt`: what the same group
+        looks like when its sender tries again."""
+        key = hashlib.blake2b(spelt, digest_size=16).digest()
         offer = self._pushes.pop(key, None) or self._offer(document)
         try:
             await asyncio.wait([offer.taken], timeout=HOLD_S)

@@ -54,6 +54,7 @@ class Adapter:
         self._env = type(self).make(**arguments)
         self._reader = self._read_spaces(action_names)
         self._prompt = prompt or ("{observation}" if self._reader is None else "{observation}\nAction: {actions}")
+        _check_prompt(self._prompt)
         self._max_steps, self._num_steps = max_steps, 0
         self._unparsable, self._unparsable_reward = unparsable, unparsable_reward
         self._shown = ""
@@ -150,6 +151,15 @@ def _restored() -> Iterator[None]:
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
+
+
+def _check_prompt(prompt: str) -> None:
+    try:
+        prompt.format(observation="", actions="")
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"env.options.prompt {prompt!r} knows {{observation}} and {{actions}} only: {type(error).__name__} {error}"
+        ) from None
 
 
 def _write(observation: Any) -> str:
