@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
+# Their metadata asks for old releases, or for much that only other parts of them use; what the tests need of it is in `dev`.
+FROZEN := gem-llm==0.1.0 atroposlib==0.4.0
 
 .PHONY: help demo test test-all test-fast check vllm-env clean
 help:  ## show this
@@ -36,6 +38,7 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	@echo "2/2 installing penstock and what it needs"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tasks,predict,lora,tensorboard,wandb,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(FROZEN)
 	@touch $@
 
 vllm-env: .venv-vllm/.installed  ## an environment with vLLM for machines without a GPU

@@ -69,6 +69,7 @@ def test_imports_go_downwards(path: Path) -> None:
         "penstock.simulator.parts",
         "penstock.rollout.client",
         "penstock.compat.gateway",
+        "penstock.processes.atropos",
     ],
 )
 def test_light_processes_never_import_torch(module: str) -> None:

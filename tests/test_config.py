@@ -147,6 +147,23 @@ def test_ports_beyond_the_last_are_refused(file: Path) -> None:
         load_config(file, ["rollout.port=65535", "rollout.servers=2"])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("env.options.prot=1", r"env\.options of env\.name atropos are port; prot: Extra inputs"),
+        ("data.eval_tasks=4", r"data\.eval_tasks is 4, .* it must be 0: such environments evaluate by themselves"),
+        ("env.workers=2", r"env\.workers is 2, .* it must be 1"),
+        ("model.warm_start.steps=3", r"warm_start\.steps is 3, .* show no demonstrations"),
+        ("scheduler.segment_length=4", r"segment_length is 4, .* must be null"),
+        ("scheduler.dispatch.policy=probe", "probe plays single members first"),
+    ],
+)
+def test_what_atropos_environments_cannot_do_is_refused(override: str, message: str) -> None:
+    (example,) = (path for path in EXAMPLES if path.parent.name == "atropos")
+    with pytest.raises(ConfigError, match=message):
+        load_config(example, [override])
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
         load_config(tmp_path / "nowhere.yaml")

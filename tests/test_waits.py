@@ -63,7 +63,7 @@ EXCEPTIONS = {
     "processes/controller.py:serve": LIFE,
     "processes/controller.py:work": TASK,
     "processes/env.py:jobs": IDLE,
-    "processes/env.py:play": LIFE,
+    "processes/env.py:work": LIFE,
     "processes/listening.py:listening": BOUNDED,
     "processes/member.py:first": LIFE,
     "processes/member.py:join": "a request to the controller, which is one",

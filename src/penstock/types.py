@@ -185,6 +185,28 @@ class Segment:
     top_logprobs: list[list[tuple[float, int]]] | None = None
     """Of each place the likeliest (log-probability, token), best first, where a client asked for them."""
 
+    @classmethod
+    def joined(cls, segments: Sequence[Segment], reason: FinishReason) -> Segment:
+        """Consecutive segments of one answer as one."""
+        spans: list[VersionSpan] = []
+        length = 0
+        for segment in segments:
+            add_spans(spans, segment.spans, offset=length)
+            length += len(segment.token_ids)
+        return cls(
+            token_ids=[token for segment in segments for token in segment.token_ids],
+            logprobs=[logprob for segment in segments for logprob in segment.logprobs],
+            spans=spans,
+            finish_reason=reason,
+        )
+
+    def cut(self, length: int, reason: FinishReason) -> Segment:
+        """Its first `length` tokens."""
+        spans = [VersionSpan(version, start, min(end, length)) for version, start, end in self.spans if start < length]
+        return Segment(
+            token_ids=self.token_ids[:length], logprobs=self.logprobs[:length], spans=spans, finish_reason=reason
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:

@@ -30,8 +30,14 @@ def test_a_plain_play_is_refused_unless_it_gets_a_thread() -> None:
 
 
 def test_built_in_environments_resolve() -> None:
-    for name in available():
+    for name in available().keys() - {"atropos"}:
         assert hasattr(resolve(name), "reset")
+
+
+def test_programs_of_their_own_are_located_but_not_made() -> None:
+    assert "atropos" in available() and locate("atropos")
+    with pytest.raises(ConfigError, match="programs of their own"):
+        resolve("atropos")
 
 
 def test_a_module_in_the_working_directory_is_found_without_being_imported(

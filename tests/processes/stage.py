@@ -117,10 +117,11 @@ class Stage:
         worker = Worker(self.config, name, self.directory, self.tasks, Servers([]))
         peer = Peer(str(self.directory), name, worker.handle)
         scorers = Scorers(self.config)
-        worker.manager = EnvManager(
+        manager = EnvManager(
             self.config, make=self.make, policy=self.policy, grants=worker, chat=self.chat, scorers=scorers
         )
-        self.tasks.create_task(worker.manager.run_rollout_loop(worker.jobs()))
+        worker.counts = manager.counts
+        self.tasks.create_task(run_rollout_loop(manager, worker.jobs()))
         self.workers[name] = worker
         self.peers[name] = peer, self.tasks.create_task(peer.run())
         hello = Hello(role="env", name=name, nonce="", pid=0)

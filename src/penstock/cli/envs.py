@@ -26,4 +26,7 @@ def show(directory: Path | None) -> None:
             print(f"skipped {found.file}: {found.reason}", file=sys.stderr)
     open_console().print(table)
     if directory is None:
-        print("\nenv.name takes one of these, file.py:Class or package.module:Class; `penstock envs DIR` finds classes")
+        print(
+            "\nenv.name takes one of these, file.py:Class, package.module:Class, gym:ID (Gymnasium) or gem:ID (GEM); "
+            "`penstock envs DIR` finds classes"
+        )

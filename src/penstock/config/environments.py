@@ -86,7 +86,8 @@ class EnvironmentConfig(Section):
 
     name: str = "single_turn"
     """`single_turn`, `guess_number`, `path/to/file.py:Class` (beside the configuration file, or in the working
-    directory), or `package.module:Class`."""
+    directory), `package.module:Class`, or what another library knows by an id: `gym:FrozenLake-v1` (Gymnasium),
+    `gem:game:GuessTheNumber-v0-easy` (GEM). With `atropos` the environments are programs of their own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_turns: int = Field(1, ge=1)

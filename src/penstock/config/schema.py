@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.config.atropos import ATROPOS, check_atropos
 from penstock.config.dump import DumpConfig, SynthesisConfig
 from penstock.config.environments import DataConfig, EnvConfig, Environments, ValidationConfig, with_fallbacks
 from penstock.config.objective import UNCORRECTED, CanaryConfig, CriticConfig, LoraConfig, ObjectiveConfig
@@ -296,6 +297,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.env.name == ATROPOS:
+            check_atropos(self)
         if self.env.group_size == 1 and self.scheduler.drops_equal_rewards:
             raise ValueError(
                 "env.group_size 1 leaves every group with equal rewards and nothing to train on: use at least 2"

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.deadline import deadline, holding
 from penstock.envs.episode import Episode
 from penstock.model.chat import ChatTokenizer
-from penstock.types import Endpoint, FinishReason, Segment, StopReason, VersionSpan, add_spans
+from penstock.types import Endpoint, Segment, StopReason
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class Conversation:
                 raise
             self.cut = not finished
             self.stop_reason = "max_length" if self.cut else "terminated"
-            said = _joined(episode.turns[-1].segments, "stop" if finished else "length")
+            said = Segment.joined(episode.turns[-1].segments, "stop" if finished else "length")
             episode.text = self._chat.decode(said.token_ids)
             self._history = []
             if messages is not None:
@@ -190,21 +190,6 @@ class Patience:
         finally:
             if not self._played:
                 timer.reschedule(now() + left)
-
-
-def _joined(segments: Sequence[Segment], reason: FinishReason) -> Segment:
-    """Consecutive segments of one answer as one."""
-    spans: list[VersionSpan] = []
-    length = 0
-    for segment in segments:
-        add_spans(spans, segment.spans, offset=length)
-        length += len(segment.token_ids)
-    return Segment(
-        token_ids=[token for segment in segments for token in segment.token_ids],
-        logprobs=[logprob for segment in segments for logprob in segment.logprobs],
-        spans=spans,
-        finish_reason=reason,
-    )
 
 
 def _same(asked: Sequence[Message], history: Sequence[Message]) -> bool:

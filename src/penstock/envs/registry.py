@@ -1,4 +1,5 @@
-"""Environments by name, by `path/to/file.py:Class`, or by `package.module:Class`. Listing them imports nothing."""
+"""Environments by name, by `path/to/file.py:Class`, by `package.module:Class`, or by the id that another library knows
+them by (`gym:ID`, `gem:ID`). Listing them imports nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from penstock.config import Config, ConfigError, EnvironmentConfig
+from penstock.config.atropos import ATROPOS
+from penstock.envs.adapter import PACKAGES, adapt_class, adapt_id, check_package
 from penstock.envs.discovery import Unreadable, defines, read_file
 from penstock.ports import Environment
 from penstock.types import Purpose, Task
@@ -27,9 +30,12 @@ _BUILT_IN = {
 }
 
 
+_PROGRAMS = {ATROPOS: "groups that Atropos environments play and push, which are programs of their own"}
+
+
 def available() -> dict[str, str]:
     """Name -> one line of description."""
-    return {name: description for name, (_, description) in _BUILT_IN.items()}
+    return {name: description for name, (_, description) in _BUILT_IN.items()} | _PROGRAMS
 
 
 def locate(name: str) -> tuple[str, str]:
@@ -37,11 +43,15 @@ def locate(name: str) -> tuple[str, str]:
 
     The working directory counts as a place to import from, for the command as for the processes it starts.
     """
+    if is_foreign(name):
+        return check_package(name)
+    if name in _PROGRAMS:
+        return "", name
     path = _BUILT_IN[name][0] if name in _BUILT_IN else name
     where, separator, class_name = path.rpartition(":")
     if not separator:
         near = difflib.get_close_matches(name, _BUILT_IN, n=1)
-        known = f"known are {', '.join(_BUILT_IN)}, or file.py:Class, or package.module:Class"
+        known = f"known are {', '.join(_BUILT_IN)}, or file.py:Class, package.module:Class, gym:ID or gem:ID"
         raise ConfigError(f"unknown environment {name!r} in env.name: {f'did you mean {near[0]}?' if near else known}")
     (_check_file if is_file(where) else _check_module)(name, where, class_name)
     return where, class_name
@@ -50,6 +60,11 @@ def locate(name: str) -> tuple[str, str]:
 def is_file(where: str) -> bool:
     """Whether that is a file, not a module."""
     return where.endswith(".py")
+
+
+def is_foreign(name: str) -> bool:
+    """Whether that is an id in another library's registry."""
+    return name.partition(":")[0] in PACKAGES and ":" in name
 
 
 def _check_file(name: str, file: str, class_name: str) -> None:
@@ -90,6 +105,10 @@ def is_agent(kind: type) -> bool:
 def resolve(name: str) -> type[Environment]:
     """The class behind a name or an import path. Raises `ConfigError`, whatever goes wrong in the user's module."""
     where, class_name = locate(name)
+    if is_foreign(name):
+        return adapt_id(name)
+    if name in _PROGRAMS:
+        raise ConfigError(f"env.name {name}: its environments are programs of their own, and cannot be made here")
     try:
         module = load_file(Path(where).absolute()) if is_file(where) else importlib.import_module(where)
         found: Any = getattr(module, class_name)
@@ -103,7 +122,7 @@ def resolve(name: str) -> type[Environment]:
     _check_play(name, found)
     if getattr(found, "isolated", False) and hasattr(found, "play"):
         raise ConfigError(f"env.name {name!r}: an agent cannot be `isolated`: declare `blocking = True`")
-    return found
+    return adapt_class(found) or found
 
 
 def _check_play(name: str, found: Any) -> None:

@@ -145,6 +145,7 @@ class Recorder:
             "trainer_busy_s": self._before.get("trainer_busy_s", 0.0) + self._busy_s("trainer"),
             "num_trainers": len(self._of("trainer")),
             **scheduling,
+            **self._groups_from_outside(),
             "samples_unusable": dict(self._skipped),
             "groups_dropped": dict(self._dropped),
             "ledger": ledger,
@@ -230,6 +231,13 @@ class Recorder:
             writer.close()
         for tracker in self._trackers:
             tracker.close()
+
+    def _groups_from_outside(self) -> dict[str, float]:
+        """By what became of them before they were played, where programs of their own bring them."""
+        counted: Counter[str] = Counter()
+        for process in self._of("env"):
+            counted.update({name: n for name, n in process.counters.items() if name.startswith("groups_")})
+        return dict(counted)
 
     def _of(self, role: str) -> list[_Process]:
         return [process for process in self._processes.values() if process.role == role]

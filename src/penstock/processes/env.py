@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Config, load_config
+from penstock.config.atropos import ATROPOS
 from penstock.control.bus import CONTROLLER, Peer
 from penstock.control.messages import (
     AnyMessage,
@@ -29,7 +30,7 @@ from penstock.control.messages import (
 from penstock.deadline import Stalled, deadline
 from penstock.envs.agents import Gateway
 from penstock.envs.isolated import making
-from penstock.envs.manager import EnvManager, Job
+from penstock.envs.manager import EnvManager, Job, run_rollout_loop
 from penstock.envs.registry import is_agent, resolve
 from penstock.envs.rewards.scorer import scoring
 from penstock.model.chat import ChatTokenizer
@@ -68,9 +69,10 @@ class Worker:
         """Members that said their last word since the last report, and the tokens of each."""
         self._tasks = tasks
         self._closed = False
-        self.manager: EnvManager | None = None
         self.peer: Peer | None = None
         self.num_played = 0
+        self.counts: Callable[[], Mapping[str, float]] = dict
+        """What else there is to count."""
 
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
         match message:
@@ -228,8 +230,7 @@ class Worker:
         self._cancelled.clear()
 
     def telemetry(self) -> Telemetry:
-        counts = self.manager.counts() if self.manager is not None else {}
-        return Telemetry(progress=self.num_played, counters={"episodes": self.num_played, **counts})
+        return Telemetry(progress=self.num_played, counters={"episodes": self.num_played, **self.counts()})
 
     def close(self) -> None:
         """Give up what is being played or reported; what is still asked for is not played."""
@@ -255,6 +256,11 @@ class Worker:
 
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
+    if config.env.name == ATROPOS:
+        from penstock.processes import atropos
+
+        await atropos.trade(child, config)
+        return
     kinds = {name: resolve(name) for name in config.environments.names}
     await play(child, config, kinds, stop=child.stop_event(), joined=child.report_ready)
 
@@ -277,33 +283,52 @@ async def play(
         gateway_for_agents(config, kinds.values(), chat) as gateway,
         asyncio.TaskGroup() as tasks,
     ):
-        servers = Servers(
-            [],
-            engine=config.rollout.engine,
-            api_key=config.rollout.api_key,
-            timeout_s=config.rollout.request_timeout_s,
-        )
+        servers = servers_of(config)
         worker = Worker(config, child.name, child.run_dir / "pool", tasks, servers)
-        manager = worker.manager = EnvManager(
+        manager = EnvManager(
             config, make=make, policy=servers, grants=worker, chat=chat, gateway=gateway, scorers=scorers
         )
-        tasks.create_task(manager.run_rollout_loop(worker.jobs()))
-        async with membership(
-            child,
-            config,
-            role="env",
-            handler=worker.handle,
-            telemetry=worker.telemetry,
-            abandoned=worker.abandoned,
-            welcomed=worker.welcomed,
-            attached=attached,
-        ) as peer:
-            joined()
-            await stop.wait()
-            worker.close()
-            await servers.close()
-            if attached:
-                await say_goodbye(peer)
+        worker.counts = manager.counts
+        tasks.create_task(run_rollout_loop(manager, worker.jobs()))
+        await work(child, config, worker, stop=stop, joined=joined, attached=attached)
+        await servers.close()
+
+
+def servers_of(config: Config) -> Servers:
+    """The controller says where they are."""
+    return Servers(
+        [],
+        engine=config.rollout.engine,
+        api_key=config.rollout.api_key,
+        timeout_s=config.rollout.request_timeout_s,
+    )
+
+
+async def work(
+    child: Child,
+    config: Config,
+    worker: Worker,
+    *,
+    stop: asyncio.Event,
+    joined: Callable[[], None],
+    attached: bool = False,
+) -> None:
+    """Be a member of the run until told to stop."""
+    async with membership(
+        child,
+        config,
+        role="env",
+        handler=worker.handle,
+        telemetry=worker.telemetry,
+        abandoned=worker.abandoned,
+        welcomed=worker.welcomed,
+        attached=attached,
+    ) as peer:
+        joined()
+        await stop.wait()
+        worker.close()
+        if attached:
+            await say_goodbye(peer)
 
 
 async def say_goodbye(peer: Peer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.config import Config
+from penstock.config.atropos import ATROPOS
 from penstock.model.tiny import write_tiny_model
 from penstock.ports import ProcessSpec
 
@@ -30,6 +31,8 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
     environments = [spec("env", number) for number in range(config.env.workers)]
     trainers = [spec("trainer", 0)] if config.has_trainer else []
     stages = [[spec("controller")], [*rollouts, *trainers], environments]
+    if config.env.name == ATROPOS:  # they may be there before the rest is ready, and must find somebody to wait with
+        stages = [stages[0], stages[1] + environments]
     return [stage for stage in stages if stage]
 
 

@@ -81,21 +81,27 @@ def answer_error(error: Exception) -> Response:
 
 async def read_body(request: Request, kind: type[wire.T]) -> wire.T:
     """The decoded body, refused as soon as it turns out too long."""
+    body = await read_bytes(request)
+    found = wire.decode(body, kind)
+    wire.refuse_misspelt(body, kind)
+    return found
+
+
+async def read_bytes(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The body as it came."""
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
-        raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise Refused(413, f"the body exceeds {max_bytes} bytes")
     body = bytearray()
     try:
         async with deadline(BODY_S, waiter="server", resource="the body of a request", holder="its client"):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise Refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
+                if len(body) > max_bytes:
+                    raise Refused(413, f"the body exceeds {max_bytes} bytes")
     except Stalled:
         raise Refused(408, f"the body was not there within {BODY_S:g} s") from None
-    found = wire.decode(bytes(body), kind)
-    wire.refuse_misspelt(bytes(body), kind)
-    return found
+    return bytes(body)
 
 
 def answer(value: object, status: int = 200) -> Response:
