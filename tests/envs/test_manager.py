@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config import Config
 from penstock.envs.guess_number import GuessNumber
-from penstock.envs.manager import EnvManager, Job
+from penstock.envs.manager import EnvManager, Job, run_rollout_loop
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, Work
 from penstock.rollout.scripted import ScriptedPolicy

@@ -22,7 +22,7 @@ from penstock.control.messages import (
     NewTask,
     Welcome,
 )
-from penstock.envs.manager import EnvManager, MakeEnvironment
+from penstock.envs.manager import EnvManager, MakeEnvironment, run_rollout_loop
 from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
