@@ -126,10 +126,10 @@ class World:
         with self._blamed("step"):
             return _outcome(await self._call("step", action))
 
-    async def play(self, llm: Endpoint, seed: int) -> float:
-        """Of an agent: the reward."""
+    async def play(self, llm: Endpoint, seed: int) -> float | None:
+        """Of an agent: the reward. None: it leaves that to `env.reward`."""
         with self._blamed("play"):
-            return checked_reward(await self._call("play", llm, seed))
+            return _checked_reward(await self._call("play", llm, seed))
 
     async def close(self) -> None:
         """Once; an environment without `close` has nothing to put away. What goes wrong is told, and harms nobody."""
@@ -184,7 +184,7 @@ def _outcome(result: object) -> Outcome:
     observation, reward, terminated, truncated, _ = result
     return Outcome(
         observation=_checked_observation(observation),
-        reward=None if reward is None else checked_reward(reward),
+        reward=_checked_reward(reward),
         terminated=_checked_flag("terminated", terminated),
         truncated=_checked_flag("truncated", truncated),
     )
@@ -207,8 +207,10 @@ def _checked_flag(name: str, flag: object) -> bool:
     return bool(flag)
 
 
-def checked_reward(reward: object) -> float:
-    """Any finite real number. Raises `EpisodeFailure`."""
+def _checked_reward(reward: object) -> float | None:
+    """Any finite real number, or none at all."""
+    if reward is None:
+        return None
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise EpisodeFailure(f"the reward is {reward!r}, not a finite number")
     return float(reward)
