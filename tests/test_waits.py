@@ -51,7 +51,7 @@ EXCEPTIONS = {
     "control/bus.py:_listen": "silence of the other side is what heartbeats are for",
     "control/bus.py:run": "silence of the other sides is what heartbeats are for",
     "envs/agents.py:excuse": COROUTINE,
-    "envs/calls.py:_call": LEASE,
+    "envs/calls.py:call_async": LEASE,
     "envs/hosted.py:_awaited": CALLER,
     "envs/isolated.py:_ended": CALLER,
     "envs/manager.py:run_rollout_loop": IDLE,

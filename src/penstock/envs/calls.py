@@ -120,16 +120,16 @@ class World:
     async def reset(self, seed: int) -> str:
         """The first observation."""
         with self._blamed("reset"):
-            return _first_observation(await self._call("reset", seed))
+            return _first_observation(await call_async(self._env, "reset", seed))
 
     async def step(self, action: str) -> Outcome:
         with self._blamed("step"):
-            return _outcome(await self._call("step", action))
+            return _outcome(await call_async(self._env, "step", action))
 
     async def play(self, llm: Endpoint, seed: int) -> float | None:
         """Of an agent: the reward. None: it leaves that to `env.reward`."""
         with self._blamed("play"):
-            return _checked_reward(await self._call("play", llm, seed))
+            return check_reward(await call_async(self._env, "play", llm, seed))
 
     async def close(self) -> None:
         """Once; an environment without `close` has nothing to put away. What goes wrong is told, and harms nobody."""
@@ -139,16 +139,9 @@ class World:
         try:
             async with deadline(CLOSE_S, waiter=self._task_id, resource="its end", holder=self.holder("close")):
                 with self._blamed("close"):
-                    await self._call("close")
+                    await call_async(self._env, "close")
         except (EpisodeFailure, TimeoutError) as error:
             logger.warning("%s", error)
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        function = getattr(self._env, method)
-        if getattr(self._env, "blocking", False) and not inspect.iscoroutinefunction(function):
-            return await in_thread(function, *args, name=self.holder(method))
-        result = function(*args)
-        return await result if inspect.isawaitable(result) else result
 
     @contextmanager
     def _blamed(self, method: str) -> Iterator[None]:
@@ -164,6 +157,15 @@ class World:
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             raise EpisodeFailure(f"{where}: {type(error).__name__}: {error}") from error
+
+
+async def call_async(env: object, method: str, *args: Any) -> Any:
+    """What the method returns in the end. A plain one of an environment that is `blocking` gets a thread."""
+    function = getattr(env, method)
+    if getattr(env, "blocking", False) and not inspect.iscoroutinefunction(function):
+        return await in_thread(function, *args, name=f"{type(env).__name__}.{method}")
+    result = function(*args)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _is_cancelled() -> bool:
@@ -184,7 +186,7 @@ def _outcome(result: object) -> Outcome:
     observation, reward, terminated, truncated, _ = result
     return Outcome(
         observation=_checked_observation(observation),
-        reward=_checked_reward(reward),
+        reward=check_reward(reward),
         terminated=_checked_flag("terminated", terminated),
         truncated=_checked_flag("truncated", truncated),
     )
@@ -207,7 +209,7 @@ def _checked_flag(name: str, flag: object) -> bool:
     return bool(flag)
 
 
-def _checked_reward(reward: object) -> float | None:
+def check_reward(reward: object) -> float | None:
     """Any finite real number, or none at all."""
     if reward is None:
         return None
