@@ -52,7 +52,7 @@ EXCEPTIONS = {
     "control/bus.py:run": "silence of the other sides is what heartbeats are for",
     "envs/agents.py:excuse": COROUTINE,
     "envs/watched.py:_later": LEASE,
-    "envs/calls.py:_call": LEASE,
+    "envs/calls.py:call_async": LEASE,
     "envs/hosted.py:_awaited": CALLER,
     "envs/isolated.py:_ended": CALLER,
     "envs/manager.py:run_rollout_loop": IDLE,

@@ -55,8 +55,9 @@ class Environment(Protocol):
 class Agent(Protocol):
     """A program that plays an episode by itself, speaking to the policy through any OpenAI client."""
 
-    async def play(self, llm: Endpoint, seed: int) -> float:
-        """Returns the reward. A plain function if the class says `blocking = True`: it gets a thread of its own."""
+    async def play(self, llm: Endpoint, seed: int) -> float | None:
+        """Returns the reward, or leaves it to `env.reward`. A plain function if the class says `blocking = True`: it
+        gets a thread of its own."""
         ...
 
 

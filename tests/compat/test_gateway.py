@@ -361,7 +361,7 @@ async def test_a_long_answer_is_cut_by_grants_and_goes_on(chat: ChatTokenizer) -
     assert (trajectory.status, grants.asked) == ("completed", [True, True])
 
 
-@pytest.mark.parametrize(("reward", "message"), [(None, "reward is None"), (1.0, "never asked the policy anything")])
+@pytest.mark.parametrize(("reward", "message"), [(None, "no reward"), (1.0, "never asked the policy anything")])
 async def test_an_agent_that_plays_wrong_fails_its_episode(chat: ChatTokenizer, reward: Any, message: str) -> None:
     async def agent(llm: Endpoint) -> Any:
         if reward is None:

@@ -122,18 +122,18 @@ class World:
     async def reset(self, seed: int) -> str:
         """The first observation."""
         with self._blamed("reset"):
-            observation, self.info = _first_observation(await self._call("reset", seed))
+            observation, self.info = _first_observation(await call_async(self._env, "reset", seed))
             return observation
 
     async def step(self, action: str) -> Outcome:
         with self._blamed("step"):
-            outcome, self.info = _outcome(await self._call("step", action))
+            outcome, self.info = _outcome(await call_async(self._env, "step", action))
             return outcome
 
-    async def play(self, llm: Endpoint, seed: int) -> float:
-        """Of an agent: the reward."""
+    async def play(self, llm: Endpoint, seed: int) -> float | None:
+        """Of an agent: the reward. None: it leaves that to `env.reward`."""
         with self._blamed("play"):
-            return checked_reward(await self._call("play", llm, seed))
+            return check_reward(await call_async(self._env, "play", llm, seed))
 
     async def close(self) -> None:
         """Once; an environment without `close` has nothing to put away. What goes wrong is told, and harms nobody."""
@@ -143,16 +143,9 @@ class World:
         try:
             async with deadline(CLOSE_S, waiter=self._task_id, resource="its end", holder=self.holder("close")):
                 with self._blamed("close"):
-                    await self._call("close")
+                    await call_async(self._env, "close")
         except (EpisodeFailure, TimeoutError) as error:
             logger.warning("%s", error)
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        function = getattr(self._env, method)
-        if getattr(self._env, "blocking", False) and not inspect.iscoroutinefunction(function):
-            return await in_thread(function, *args, name=self.holder(method))
-        result = function(*args)
-        return await result if inspect.isawaitable(result) else result
 
     @contextmanager
     def _blamed(self, method: str) -> Iterator[None]:
@@ -168,6 +161,15 @@ class World:
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             raise EpisodeFailure(f"{where}: {type(error).__name__}: {error}") from error
+
+
+async def call_async(env: object, method: str, *args: Any) -> Any:
+    """What the method returns in the end. A plain one of an environment that is `blocking` gets a thread."""
+    function = getattr(env, method)
+    if getattr(env, "blocking", False) and not inspect.iscoroutinefunction(function):
+        return await in_thread(function, *args, name=f"{type(env).__name__}.{method}")
+    result = function(*args)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _is_cancelled() -> bool:
@@ -188,7 +190,7 @@ def _outcome(result: object) -> tuple[Outcome, object]:
     observation, reward, terminated, truncated, info = result
     outcome = Outcome(
         observation=_checked_observation(observation),
-        reward=None if reward is None else checked_reward(reward),
+        reward=check_reward(reward),
         terminated=_checked_flag("terminated", terminated),
         truncated=_checked_flag("truncated", truncated),
     )
@@ -212,8 +214,10 @@ def _checked_flag(name: str, flag: object) -> bool:
     return bool(flag)
 
 
-def checked_reward(reward: object) -> float:
-    """Any finite real number. Raises `EpisodeFailure`."""
+def check_reward(reward: object) -> float | None:
+    """Any finite real number, or none at all."""
+    if reward is None:
+        return None
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise EpisodeFailure(f"the reward is {reward!r}, not a finite number")
     return float(reward)

@@ -24,7 +24,7 @@ from penstock.config import Config
 from penstock.envs.agents import Conversation, Gateway, Patience
 from penstock.envs.calls import EpisodeFailure, Outcome, Places, World
 from penstock.envs.episode import Episode, contained_together, spending
-from penstock.envs.rewards.scorer import RewardFailure, Scorer, Scorers
+from penstock.envs.rewards.scorer import RewardFailure, Scorers
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, PolicyClient, Work
 from penstock.scheduler.segments import SegmentPolicy
@@ -198,14 +198,15 @@ class EnvManager:
             if not episode.turns:
                 raise EpisodeFailure(conversation.over or "the agent never asked the policy anything")
             episode.stop(conversation.stop_reason)
-            episode.reward = 0.0 if episode.settings.penalize_truncation and conversation.cut else reward
+            self._earn(episode, reward, world.holder("play"), finished=not conversation.cut)
+            await self._score(episode, finished=not conversation.cut)
 
     async def _generate_for_agent(self, patience: Patience, episode: Episode, unfinished: bool) -> Segment:
         """The first answer has its grant already."""
         grant = episode.grant
         if unfinished or len(episode.turns) > 1:
             grant = await patience.excuse(self._next_grant(episode, unfinished=unfinished))
-        return await self._policy_segment(episode, grant)
+        return await self._generate(episode, grant)
 
     # --- an environment is led through the loop --------------------------------------------------------------------
 
@@ -288,13 +289,12 @@ class EnvManager:
             action = [token for part in episode.turns[-1].segments for token in part.token_ids]
             episode.text = self._chat.decode(action, skip_special=True)
             outcome = await self._step(episode, world)
-            self._earn(episode, outcome, finished=finished)
+            self._earn(episode, outcome.reward, world.holder("step"), finished=finished)
             if stop := self._observe(episode, outcome, finished=finished):
                 episode.stop(stop)
                 break
             segment = await self._generate(episode, await self._next_grant(episode, unfinished=False))
-        if episode.scorer is not None:
-            await self._score(episode.scorer, episode, finished=finished)
+        await self._score(episode, finished=finished)
 
     async def _go_on(self, episode: Episode) -> Segment:
         """The next segment of a cut answer."""
@@ -306,14 +306,13 @@ class EnvManager:
             episode.hear(world.info)
             return outcome
 
-    def _earn(self, episode: Episode, outcome: Outcome, *, finished: bool) -> None:
-        """What the environment gives for an action."""
+    def _earn(self, episode: Episode, reward: float | None, giver: str, *, finished: bool) -> None:
+        """What the environment gives for what was said, unless `env.reward` does."""
         if episode.scorer is not None:
             return
-        if outcome.reward is None:
-            assert episode.world is not None
-            raise EpisodeFailure(f"{episode.world.holder('step')} of {episode.task_id}: no reward: set env.reward")
-        episode.reward += 0.0 if episode.settings.penalize_truncation and not finished else outcome.reward
+        if reward is None:
+            raise EpisodeFailure(f"{giver} of {episode.task_id}: no reward: set env.reward")
+        episode.reward += 0.0 if episode.settings.penalize_truncation and not finished else reward
 
     def _observe(self, episode: Episode, outcome: Outcome, *, finished: bool) -> StopReason | None:
         """Open the next turn; or why there is none."""
@@ -333,9 +332,10 @@ class EnvManager:
         episode.open_turn(observation_ids)
         return None
 
-    async def _score(self, scorer: Scorer, episode: Episode, *, finished: bool) -> None:
-        """The reward of the whole episode. Nobody waits for it but the episode itself."""
-        if episode.settings.penalize_truncation and not finished:
+    async def _score(self, episode: Episode, *, finished: bool) -> None:
+        """The reward of the whole episode, if `env.reward` gives it. Nobody waits for it but the episode itself."""
+        scorer = episode.scorer
+        if scorer is None or (episode.settings.penalize_truncation and not finished):
             return
         self._grants.generated(episode.lease.episode, num_tokens=episode.num_tokens)
         try:
@@ -347,13 +347,10 @@ class EnvManager:
         return await self._grants.request(episode.trajectory(), unfinished=unfinished, num_tokens=episode.num_tokens)
 
     async def _generate(self, episode: Episode, grant: SegmentGrant) -> Segment:
-        async with spending([episode], **ANSWER):
-            return await self._policy_segment(episode, grant)
-
-    async def _policy_segment(self, episode: Episode, grant: SegmentGrant) -> Segment:
         seeds = [episode.lease.sampling_seed]  # the engine mixes in the position: a cut answer goes on as if uncut
         grants = [episode.within_budget(grant)]
-        (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
+        async with spending([episode], **ANSWER):
+            (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
         return segment
 
 

@@ -32,7 +32,7 @@ class PlayedGroup:
 
     @property
     def failed(self) -> bool:
-        return any(trajectory.status == "failed" for trajectory, _ in self._ended.values())
+        return any(trajectory.status in ("failed", "aborted") for trajectory, _ in self._ended.values())
 
     @property
     def members(self) -> list[int]:

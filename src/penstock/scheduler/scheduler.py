@@ -602,4 +602,4 @@ class Scheduler:
 
 
 def _first_error(summaries: Sequence[EpisodeSummary]) -> str | None:
-    return next((s.error or "no reason given" for s in summaries if s.status == "failed"), None)
+    return next((s.error or "no reason given" for s in summaries if s.status in ("failed", "aborted")), None)
