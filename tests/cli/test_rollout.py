@@ -80,7 +80,9 @@ def test_the_table_and_the_status_count_tasks(tmp_path: Path) -> None:
     status = json.loads(penstock("status", run_dir, "--json").stdout)
     progress = status["progress"]
     assert (progress["phase"], progress["unit"], progress["step"], progress["steps"]) == ("playing", "task", 20, 40)
-    assert progress["eta_seconds"] == pytest.approx(20.0, rel=0.01) and progress["episodes_per_second"] == pytest.approx(4.0, rel=0.01)
+    assert progress["eta_seconds"] == pytest.approx(20.0, rel=0.01) and progress[
+        "episodes_per_second"
+    ] == pytest.approx(4.0, rel=0.01)
     shown = penstock("status", run_dir).stdout
     assert "20/40" in shown and "80 trajectories, 4/s, 100 tokens/s" in shown and "trained" not in shown
 
