@@ -74,7 +74,7 @@ async def begin_to_play(system: System) -> None:
     known = await _take_up(system)
     system.settle()
     if known:
-        system.recorder.event("resumed", step=system.scheduler.num_ended, groups=known, revived=0)
+        system.recorder.event("went_on", tasks=system.scheduler.num_ended, groups=known)
 
 
 async def rewind(system: System) -> None:

@@ -56,3 +56,18 @@ def test_the_time_between_two_lives_does_not_count(tmp_path: Path) -> None:
         jsonl.append(tmp_path / "metrics.jsonl", {"step": step, "wall_s": seconds, "trainer_busy_s": seconds / 2})
     found = summary.summarize(tmp_path)
     assert (found["wall_seconds"], found["trainer_busy_fraction"]) == (30.0, 0.5)
+
+
+def test_a_run_that_only_plays(tmp_path: Path) -> None:
+    jsonl.append(tmp_path / "events.jsonl", {"event": "tasks", "total": 30})
+    for number in (1, 2, 3):
+        totals = {"episodes_total": 40 * number, "reward_total": 10.0 * number, "cpu_s": 5.0 * number}
+        line = {"step": 10 * number, "time": number, "wall_s": 4.0 * number, **totals, "num_servers": 1}
+        jsonl.append(tmp_path / "metrics.jsonl", line)
+    dumped = {"event": "dumped", "url": "there", "rows": 120, "cpu_s": 0.1, "waited_s": 0.2}
+    jsonl.append(tmp_path / "events.jsonl", dumped)
+    found = summary.summarize(tmp_path)
+    assert (found["steps"], found["tasks"], found["tasks_played"]) == (0, 30, 30)
+    assert (found["dump"], found["dump_rows"], found["reward_mean"]) == ("there", 120, 0.25)
+    assert found["dump_share"] == pytest.approx(0.1 / 10.0 + 0.2 / 8.0)
+    assert found["trajectories_per_second"] == 10.0

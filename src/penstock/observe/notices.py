@@ -33,6 +33,8 @@ def notice(event: dict[str, Any]) -> str | None:
             text = f"another controller goes on at step {step}"
         case {"event": "resumed", "step": step, "revived": revived}:
             text = f"resumed at step {step}: {revived} groups are trained again"
+        case {"event": "went_on", "tasks": tasks}:
+            text = f"goes on after {tasks} tasks"
         case {"event": "rewound", "step": step, "lost_steps": lost}:
             text = f"the trainer went back to step {step}: {lost} steps are taken again"
         case {"event": "checkpoint_skipped", "path": path, "reason": reason}:

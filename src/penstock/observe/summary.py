@@ -76,16 +76,15 @@ def of_events(events: Iterable[Record]) -> Record:
 def of_playing(lines: Sequence[Record], events: Sequence[Record]) -> Record:
     """Of a run that only plays, which tells beforehand how many tasks there are; of another one nothing.
 
-    `dump_share`: processor seconds that writing the dump took, and seconds that the run waited for its end, over the
-    seconds of playing.
+    `dump_share`: what writing the dump took of the processor time that the run had while it played, and what the run
+    waited for the end of it, of the time it played.
     """
     totals = [event["total"] for event in events if event.get("event") == "tasks"]
     if not totals:
         return {}
-    last: Record = lines[-1] if lines else {}
+    first, last = (lines[0], lines[-1]) if lines else ({}, {})
     dumped = [event for event in events if event.get("event") == "dumped"]
-    playing_s = last.get("wall_s", 0.0) - lines[0].get("wall_s", 0.0) if lines else 0.0
-    spent_s = sum(event["cpu_s"] + event["waited_s"] for event in dumped)
+    playing_s, cpu_s = (last.get(key, 0.0) - first.get(key, 0.0) for key in ("wall_s", "cpu_s"))
     played = last.get("episodes_total", 0)
     return {
         "steps": 0,
@@ -94,8 +93,10 @@ def of_playing(lines: Sequence[Record], events: Sequence[Record]) -> Record:
         "reward_mean": last.get("reward_total", 0.0) / played if played else None,
         "dump": dumped[-1]["url"] if dumped else None,
         "dump_rows": sum(event["rows"] for event in dumped),
-        "dump_share": spent_s / playing_s if playing_s > 0 and dumped else None,
-        "trajectories_per_second": (played - lines[0]["episodes_total"]) / playing_s if playing_s > 0 else None,
+        "dump_share": sum(event["cpu_s"] / cpu_s + event["waited_s"] / playing_s for event in dumped)
+        if dumped and min(playing_s, cpu_s) > 0
+        else None,
+        "trajectories_per_second": (played - first["episodes_total"]) / playing_s if playing_s > 0 else None,
     }
 
 

@@ -171,4 +171,4 @@ def test_messages_are_what_was_rendered(first: str, said: list[tuple[str, str]])
         observed.append(words.continuation([{"role": "user", "content": observation}], ended=True))
     answers = [[*words.encode(answer), *words.eos_ids[:1]] for answer, _ in said]
     turns = [turn(ids, answer) for ids, answer in zip(observed, [*answers, []], strict=True)]
-    assert Transcript(words).messages(replace(trajectory(0, 0), turns=turns)) == messages
+    assert Transcript(words).messages(replace(trajectory(0, 0), turns=turns).flatten()) == messages

@@ -13,7 +13,7 @@ from penstock.model.chat import ChatTokenizer
 from penstock.ports import GroupRecord
 from penstock.store.dumps.columns import DumpError, Row, cell
 from penstock.store.dumps.transcript import Message, Transcript
-from penstock.types import NO_VERSION, EpisodeSummary, Sample, Trajectory
+from penstock.types import NO_VERSION, EpisodeSummary, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,7 @@ class Played:
 
     @cached_property
     def messages(self) -> list[Message]:
-        return self.transcript.messages(
-            Trajectory.unflatten(self.sample, episode=self.summary.episode, task_id=self.record.task_id, ended=True)
-        )
+        return self.transcript.messages(self.sample)
 
 
 FACTS: Mapping[str, Callable[[Played], Any]] = {
@@ -84,6 +82,7 @@ class RowMaker:
         self.unfilled = {column.name for column in columns} - OWN_COLUMNS
         """Columns for which neither a task nor an environment has had a value yet."""
         self._transcript = Transcript(chat)
+        self._values = [(column, _value(column.name)) for column in columns]
 
     def rows(
         self, record: GroupRecord, samples: Sequence[Sample], payload: Mapping[str, Any], *, step: int | None = None
@@ -108,18 +107,18 @@ class RowMaker:
 
     def _row(self, played: Played) -> Row:
         try:
-            row = {column.name: cell(column, _value(column.name, played)) for column in self.columns}
+            row = {column.name: cell(column, value(played)) for column, value in self._values}
         except DumpError as error:
             raise DumpError(f"trajectory {played.name}: {error}") from None
-        self.unfilled = {name for name in self.unfilled if row[name] is None}
+        if self.unfilled:
+            self.unfilled = {name for name in self.unfilled if row[name] is None}
         return row
 
 
-def _value(name: str, played: Played) -> Any:
+def _value(name: str) -> Callable[[Played], Any]:
+    """Where a column's values come from: the trajectory itself, else the task, else the environment."""
     fact = FACTS.get(OTHER_NAMES.get(name, name))
-    if fact is not None:
-        return fact(played)
-    return played.payload[name] if name in played.payload else played.summary.info.get(name)
+    return fact or (lambda it: it.payload[name] if name in it.payload else it.summary.info.get(name))
 
 
 def _version(policy_version: int) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypedDict
 
 from penstock.model.chat import SENTINEL, ChatTokenizer
 from penstock.model.files import ModelError
-from penstock.types import Trajectory
+from penstock.types import Sample
 
 
 class Message(TypedDict):
@@ -39,18 +40,26 @@ class Transcript:
         self._chat = chat
         self._first, self._later = _frames(chat)
 
-    def messages(self, trajectory: Trajectory) -> list[Message]:
+    def messages(self, sample: Sample) -> list[Message]:
         """Observations as the user's, actions as the assistant's."""
-        found: list[Message] = []
-        for number, turn in enumerate(trajectory.turns):
-            frame = self._later if number else self._first
-            seen = self._chat.decode(turn.observation_ids, skip_special=False)
-            said = [token for segment in turn.segments for token in segment.token_ids]
-            if seen:
-                found.append(Message(role="user", content=frame.inside(seen)))
+        token_ids, found = sample.token_ids.tolist(), list[Message]()
+        for said, start, end in _stretches(sample.loss_mask.tobytes()):
             if said:
-                found.append(Message(role="assistant", content=self._chat.decode(said)))
+                found.append(Message(role="assistant", content=self._chat.decode(token_ids[start:end])))
+            else:
+                text = self._chat.decode(token_ids[start:end], skip_special=False)
+                found.append(Message(role="user", content=(self._later if start else self._first).inside(text)))
         return found
+
+
+def _stretches(mask: bytes) -> Iterator[tuple[bool, int, int]]:
+    """(sampled, start, end) of what is alike in a loss mask."""
+    start = 0
+    while start < len(mask):
+        end = mask.find(1 - mask[start], start)
+        end = len(mask) if end < 0 else end
+        yield bool(mask[start]), start, end
+        start = end
 
 
 def _frames(chat: ChatTokenizer) -> tuple[Frame, Frame]:
