@@ -51,7 +51,7 @@ EXCEPTIONS = {
     "envs/calls.py:call_async": "the lease of the episode bounds its caller",
     "loop.py:train": TASK,
     "processes/attaching.py:attend": LIFE,
-    "processes/controller.py:conclude": TASK,
+    "processes/controller.py:save_last": TASK,
     "processes/controller.py:serve": LIFE,
     "processes/controller.py:work": TASK,
     "processes/env.py:play": LIFE,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made_runs import make_run, penstock
+from made_runs import make_run, owner, penstock
 
 from penstock.observe import jsonl
+from penstock.supervisor.ownership import owning
 from penstock.supervisor.procfs import identify
 
 SUPERVISOR = """
@@ -85,3 +87,14 @@ def test_a_state_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a" / "state.json").write_text("{torn")
     result = penstock("stop", tmp_path / "a")
     assert result.exit_code == 1 and "penstock doctor" in result.stderr
+
+
+def test_a_run_that_is_supervised_elsewhere_is_stopped_there(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    supervisor = {**dataclasses.asdict(owner(alive=True)), "pid_namespace": "pid:[1]", "host": "node-7"}
+    jsonl.write_json(run_dir / "state.json", {**state_of(run_dir), "supervisor": supervisor})
+    with owning(run_dir):
+        result = penstock("stop", run_dir)
+        status = json.loads(penstock("status", run_dir, "--json").stdout)
+    assert result.exit_code == 1 and f"process {os.getpid()} on node-7: stop it there" in result.stderr
+    assert status["status"] == "running" and status["processes"][0]["alive"] is None

@@ -83,6 +83,28 @@ async def test_lost_and_repeated_frames_change_nothing(tmp_path: Path) -> None:
     assert controller.seen == list(range(40))
 
 
+async def test_a_talkative_peer_does_not_make_others_forgotten(tmp_path: Path) -> None:
+    sent: list[bytes] = []
+
+    def keep(frame: bytes) -> list[bytes]:
+        sent.append(frame)
+        return [frame]
+
+    controller = Counting()
+    async with connected(tmp_path, controller=controller, peer=Counting()) as (bus, loud):
+        bus.remembered_replies = 2
+        quiet = Peer(str(tmp_path), "env-1", Counting().handle, fault=keep)
+        receiving = asyncio.create_task(quiet.run())
+        await quiet.request(CONTROLLER, request(0), timeout_s=5)
+        for number in range(1, 9):
+            await loud.request(CONTROLLER, request(number), timeout_s=5)
+        quiet._transmit(CONTROLLER, sent[0])  # late, and once more
+        await quiet.request(CONTROLLER, request(9), timeout_s=5)
+        await finished([receiving])
+        quiet.close()
+    assert controller.seen == list(range(10))
+
+
 async def test_what_is_queued_in_one_turn_leaves_as_one_frame(tmp_path: Path) -> None:
     frames: list[bytes] = []
 

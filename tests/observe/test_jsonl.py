@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,17 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
         file.write('{"b": 2, "tor')
     assert read(path) == [{"a": 1}]
     append(path, {"c": 3})
+    assert read(path) == [{"a": 1}, {"c": 3}]
+
+
+def test_a_record_that_found_no_room_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "a.jsonl", os.write
+    with JsonLinesWriter(path) as writer:
+        writer.write({"a": 1})
+        with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+            full.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
+            writer.write({"b": 2})
+        writer.write({"c": 3})
     assert read(path) == [{"a": 1}, {"c": 3}]
 
 

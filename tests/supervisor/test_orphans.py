@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from test_sudden_death import start as start_run
 from penstock.observe import jsonl
 from penstock.supervisor import orphans, procfs, runtime
 from penstock.supervisor.orphans import Found, Orphans
+from penstock.supervisor.ownership import owning
 from penstock.supervisor.procfs import Identity, identify
 from penstock.supervisor.record import Record, read_state
 from penstock.supervisor.runtime import Mark, RuntimeTaken
@@ -98,9 +100,7 @@ def test_orphans_go_and_what_lives_stays(tmp_path: Path, runtime_dirs: None, sta
     assert len(family) == 2
     assert orphans.remove(orphaned, living=found.living) == []
     assert orphan.wait(5) == -9
-    assert not any(
-        procfs.is_alive(Identity(pid=s.pid, start_ticks=s.start_ticks, boot_id=procfs.boot_id())) for s in family
-    )
+    assert not any(procfs.read_stat(stat.pid) == stat for stat in family)
     assert member.poll() is None and directories[living].exists() and not directories[dead].exists()
     assert (read_state(Path(dead.run_dir)) or {})["status"] == "failed"
     assert (read_state(Path(living.run_dir)) or {})["status"] == "starting"
@@ -117,6 +117,22 @@ def test_a_next_life_of_the_same_run_is_left_alone(tmp_path: Path, runtime_dirs:
     orphans.remove(orphaned, living=found.living)
     assert orphan.wait(5) == -9
     assert runtime_dir.exists() and (read_state(Path(after.run_dir)) or {})["status"] == "starting"
+
+
+def test_what_belongs_to_another_container_is_left_alone(tmp_path: Path, runtime_dirs: None) -> None:
+    here, nowhere = mark(tmp_path / "here", nonce="here"), mark(tmp_path / "nowhere", nonce="nowhere")
+    elsewhere = [
+        dataclasses.replace(m, supervisor=dataclasses.replace(m.supervisor, pid_namespace="pid:[1]"))
+        for m in (here, nowhere)
+    ]
+    for each in elsewhere:
+        make(each)
+    shutil.rmtree(elsewhere[1].run_dir)
+    with owning(Path(elsewhere[0].run_dir)):
+        found = orphans.find()
+        assert of(found, elsewhere[0]) is None, "its run is owned"
+    assert of(found, elsewhere[1]) is None, "its run cannot be seen from here"
+    assert of(orphans.find(), elsewhere[0]) is not None, "nobody owns its run any more"
 
 
 def test_a_supervisor_that_was_started_within_a_dead_run_is_spared(

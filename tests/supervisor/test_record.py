@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -10,8 +11,9 @@ from penstock.config import Config
 from penstock.observe import jsonl
 from penstock.observe.summary import wall_seconds
 from penstock.supervisor import record as record_module
-from penstock.supervisor.ownership import Owned
-from penstock.supervisor.record import Record, owner_of, read_state
+from penstock.supervisor.ownership import Owned, owning
+from penstock.supervisor.procfs import identify
+from penstock.supervisor.record import Record, is_supervised, owner_of, read_state
 from penstock.supervisor.run_directory import RunExists, open_run
 from penstock.supervisor.states import IllegalTransition, ProcessState, RunState
 
@@ -46,6 +48,17 @@ def test_a_run_has_one_supervisor_and_one_life(tmp_path: Path) -> None:
             pass
     with pytest.raises(RunExists, match="exists already"), open_run(config):
         pass
+
+
+def test_a_supervisor_elsewhere_lives_as_long_as_its_run_is_owned(tmp_path: Path) -> None:
+    own = identify(os.getpid())
+    assert own
+    elsewhere = dataclasses.replace(own, boot_id="of another machine")
+    assert is_supervised(tmp_path, own) and not is_supervised(tmp_path, elsewhere)
+    with owning(tmp_path):
+        assert is_supervised(tmp_path, elsewhere)
+        assert not is_supervised(tmp_path, dataclasses.replace(own, start_ticks=own.start_ticks - 5))
+    assert is_supervised(tmp_path / "not mounted here", elsewhere), "nobody can know"
 
 
 def test_another_life_begins_where_the_last_one_ended(tmp_path: Path) -> None:

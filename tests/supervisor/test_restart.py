@@ -15,9 +15,17 @@ from penstock.supervisor.restart import Action, Decision, RestartPolicy
 jitters = st.floats(0, 1, exclude_max=True)
 
 
-def decide(policy: RestartPolicy, *, now: float = 0.0, kind: ExitKind = ExitKind.CRASHED, **facts: bool) -> Decision:
+def decide(
+    policy: RestartPolicy,
+    *,
+    now: float = 0.0,
+    kind: ExitKind = ExitKind.CRASHED,
+    was_ready: bool = True,
+    completed: bool = False,
+    num_saved: int | None = None,
+) -> Decision:
     loss = Exit(time=0.0, returncode=1, kind=kind, reason="exit code 1")
-    return policy.decide("env-0", loss, now=now, **({"was_ready": True, "completed": False} | facts))
+    return policy.decide("env-0", loss, was_ready=was_ready, completed=completed, now=now, num_saved=num_saved)
 
 
 @given(
@@ -75,6 +83,16 @@ def test_what_was_never_ready_is_never_restarted(kind: ExitKind) -> None:
 @pytest.mark.parametrize("kind", [ExitKind.CONFIG_ERROR, ExitKind.GAVE_UP])
 def test_what_no_restart_mends_is_never_retried(kind: ExitKind) -> None:
     assert decide(RestartPolicy(SupervisorConfig()), kind=kind).action is Action.FAIL
+
+
+def test_whoever_goes_back_and_saves_nothing_new_is_given_up_however_slowly_it_fails() -> None:
+    policy = RestartPolicy(SupervisorConfig(max_restarts=2, restart_window_s=10.0))
+    assert decide(policy, now=0.0, num_saved=1).action is Action.RESTART
+    assert decide(policy, now=100.0, num_saved=1).action is Action.RESTART
+    last = decide(policy, now=200.0, num_saved=1)
+    assert last.action is Action.FAIL
+    assert last.reason == "env-0 has had 2 of 2 restarts within 10 s or since it last saved"
+    assert decide(policy, now=300.0, num_saved=2).action is Action.RESTART, "it got on"
 
 
 @given(st.sampled_from(list(ExitKind)), st.booleans())

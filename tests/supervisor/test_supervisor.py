@@ -97,6 +97,8 @@ async def test_a_spent_budget_fails_the_run_names_the_root_cause_and_quotes_its_
     assert "Traceback" in outcome.message
     assert state_of(run)["processes"]["trainer-0"]["state"] == "fatal"
     assert state_of(run)["processes"]["trainer-0"]["restarts"] == 2
+    ends = [e["name"] for e in jsonl.read(run.run_dir / "events.jsonl") if e.get("kind") == "ok"]
+    assert ends == ["controller", "env-0"], "those who were well could end in order"
     assert_nothing_left(run)
 
 

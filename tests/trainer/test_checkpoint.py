@@ -94,8 +94,12 @@ def test_a_torn_checkpoint_is_passed_over_with_a_reason(
     damage(tmp_path / "step_2")
     found = checkpoint.latest(tmp_path)
     assert found.checkpoint is not None and found.checkpoint.step == 1
-    assert [torn.path.name for torn in found.skipped] == ["step_2"]
+    assert [torn.path.name for torn in found.skipped] == ["torn_step_2"]
     assert found.skipped[0].reason.startswith(reason)
+    assert found.skipped[0].path.is_dir(), "it is set aside"
+    assert checkpoint.latest(tmp_path).skipped == (), "and told once"
+    checkpoint.save(tmp_path, 3, learner, {}, model_dir=model_dir, keep=2)
+    assert (tmp_path / "step_1").is_dir(), "a torn one takes nobody's place"
 
 
 def test_a_failed_save_leaves_nothing_and_hurts_nothing(

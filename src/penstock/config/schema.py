@@ -149,8 +149,8 @@ class TrainerConfig(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time; prompts are not shared then."""
     torch_threads: int = Field(1, ge=1)
-    checkpoint_every: int = Field(100, ge=1)
-    """Steps."""
+    checkpoint_every: int = Field(20, ge=1)
+    """Steps: what the death of the trainer costs, at most."""
     keep_checkpoints: int = Field(2, ge=1)
     max_bad_steps: int = Field(5, ge=1)
     """Steps in a row with a non-finite gradient, or without a token to train, before the run is failed."""
