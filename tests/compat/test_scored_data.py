@@ -37,6 +37,7 @@ def group(**changes: Any) -> dict[str, Any]:
             r"tokens\[0\] are 17, more than model.max_context",
         ),
         ({"tokens": [[1, "2"], [1]]}, r"Expected `int`, got `str` - at `tokens\[0\]\[1\]`"),
+        ({"tokens": [[1, 2**70], [1]], "masks": [[-100] * 2, [-100]]}, r"tokens\[0\] .* that no token can be"),
         ({"tokens": None}, "`tokens`"),
         ({"inference_logprobs": [[1.0], [1.0]]}, "inference_logprobs do not have a value for every token"),
         ({"advantages": [[0.1]]}, "advantages are not served"),

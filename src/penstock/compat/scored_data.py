@@ -111,7 +111,10 @@ def _check_sequence(number: int, tokens: list[int], mask: list[int], limits: Lim
         raise ValueError(f"masks[{number}] has {len(mask)} values for the {len(tokens)} of tokens[{number}]")
     if len(tokens) > limits.max_context:
         raise ValueError(f"tokens[{number}] are {len(tokens)}, more than model.max_context {limits.max_context}")
-    ids, masked = np.asarray(tokens, dtype=np.int64), np.asarray(mask, dtype=np.int64)
+    try:
+        ids, masked = np.asarray(tokens, dtype=np.int64), np.asarray(mask, dtype=np.int64)
+    except OverflowError:
+        raise ValueError(f"tokens[{number}] or masks[{number}] hold a number that no token can be") from None
     for place in np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))[:1].tolist():
         raise ValueError(
             f"tokens[{number}][{place}] is {tokens[place]}, and the model's tokens go up to {limits.vocab_size - 1}: "
