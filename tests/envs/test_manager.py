@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config import Config
 from penstock.envs.guess_number import GuessNumber
-from penstock.envs.manager import EnvManager, Job
+from penstock.envs.manager import EnvManager, Job, run_rollout_loop
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, Work
 from penstock.rollout.scripted import ScriptedPolicy
@@ -251,7 +251,7 @@ def test_a_loop_plays_until_there_is_nothing_more(chat: ChatTokenizer) -> None:
 
     policy = ScriptedPolicy(lambda prompt, seed: [*chat.encode("ok"), chat.eos_ids[0]])
     manager = EnvManager(Config(), make=Echo, policy=policy, grants=Always(), chat=chat)
-    run_virtual(manager.run_rollout_loop(jobs()))
+    run_virtual(run_rollout_loop(manager, jobs()))
     assert {(trajectory.episode.group, trajectory.episode.episode) for trajectory in ended} == {
         (group, member) for group in range(3) for member in range(2)
     }

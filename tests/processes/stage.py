@@ -22,7 +22,7 @@ from penstock.control.messages import (
     NewTask,
     Welcome,
 )
-from penstock.envs.manager import EnvManager, MakeEnvironment
+from penstock.envs.manager import EnvManager, MakeEnvironment, run_rollout_loop
 from penstock.envs.rewards.scorer import Scorer
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
@@ -120,7 +120,7 @@ class Stage:
         worker.manager = EnvManager(
             self.config, make=self.make, policy=self.policy, grants=worker, chat=self.chat, scorer=scorer
         )
-        self.tasks.create_task(worker.manager.run_rollout_loop(worker.jobs()))
+        self.tasks.create_task(run_rollout_loop(worker.manager, worker.jobs()))
         self.workers[name] = worker
         self.peers[name] = peer, self.tasks.create_task(peer.run())
         hello = Hello(role="env", name=name, nonce="", pid=0)

@@ -23,8 +23,7 @@ WORKSHOP = f"{__name__}:Workshop"
 
 
 class Workshop:
-    """In the other process: imports the class once, then holds one environment after the other. An `info` may be
-    anything, and stays here."""
+    """In the other process: imports the class once, then holds one environment after the other."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._make = environment_maker(EnvConfig(name=name, options=options), resolve(name))
@@ -33,10 +32,10 @@ class Workshop:
     async def reset(self, task: dict[str, Any], seed: int) -> Any:
         """Of a new environment."""
         self._environment = self._make(msgspec.convert(task, Task))
-        return _without_info(await _ended(self._environment.reset(seed)))
+        return _portable(await _ended(self._environment.reset(seed)))
 
     async def step(self, action: str) -> Any:
-        return _without_info(await _ended(self._environment.step(action)))
+        return _portable(await _ended(self._environment.step(action)))
 
     async def close(self) -> None:
         if hasattr(self._environment, "close"):
@@ -48,8 +47,19 @@ async def _ended(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _without_info(result: Any) -> Any:
-    return (*result[:-1], {}) if isinstance(result, tuple) and result else result
+def _portable(result: Any) -> Any:
+    """Whatever of its `info` is no plain value stays here."""
+    if not isinstance(result, tuple) or not result or not isinstance(result[-1], dict):
+        return result
+    return (*result[:-1], {str(key): value for key, value in result[-1].items() if _is_plain(value)})
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 class IsolatedEnvironment:

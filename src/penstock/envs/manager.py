@@ -62,6 +62,22 @@ class Job:
     """Told of the task that plays them, which may be cancelled."""
 
 
+class Player(Protocol):
+    """The EnvManager, or who else plays."""
+
+    async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
+        """Play every lease; `ended` hears of each episode as soon as it ends. Members in `begun` go on from there."""
+        ...
+
+
+async def run_rollout_loop(player: Player, jobs: AsyncIterator[Job]) -> None:
+    """Play what comes, all of it at once, until nothing more does. Which episodes are played, and how many, is for the
+    scheduler to decide: it hands out leases as there is room for them."""
+    async with asyncio.TaskGroup() as playing:
+        async for job in jobs:
+            job.started(playing.create_task(player.play(job.work, job.ended, begun=job.begun)))
+
+
 class EnvManager:
     """Plays any number of groups concurrently on one event loop."""
 
@@ -88,13 +104,6 @@ class EnvManager:
         """Since the start: `drifts`, where text of answers came back and their recorded tokens replaced it, and what
         the scorer counts."""
         return {"drifts": self._num_drifts, **(self._scorer.counts if self._scorer is not None else {})}
-
-    async def run_rollout_loop(self, jobs: AsyncIterator[Job]) -> None:
-        """Play what comes, all of it at once, until nothing more does. Which episodes are played, and how many, is for
-        the scheduler to decide: it hands out leases as there is room for them."""
-        async with asyncio.TaskGroup() as playing:
-            async for job in jobs:
-                job.started(playing.create_task(self.play(job.work, job.ended, begun=job.begun)))
 
     async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
         """Play every lease; `ended` hears of each episode as soon as it ends. Members in `begun` go on from there."""
@@ -255,7 +264,8 @@ class EnvManager:
             world.place(),
             spending([episode], resource="its first observation", holder=world.holder("reset")),
         ):
-            episode.said = [await world.reset(episode.lease.env_seed)]
+            observation, _ = await world.reset(episode.lease.env_seed)
+        episode.said = [observation]
 
     def _prompt(self, observation: str, episode: Episode) -> list[int]:
         prompt_ids = self._chat.prompt([{"role": "user", "content": observation}])

@@ -29,7 +29,7 @@ from penstock.control.messages import (
 from penstock.deadline import Stalled, deadline
 from penstock.envs.agents import Gateway
 from penstock.envs.isolated import making
-from penstock.envs.manager import EnvManager, Job
+from penstock.envs.manager import EnvManager, Job, run_rollout_loop
 from penstock.envs.registry import is_agent, resolve
 from penstock.envs.rewards.scorer import scoring
 from penstock.model.chat import ChatTokenizer
@@ -279,7 +279,7 @@ async def play(
         manager = worker.manager = EnvManager(
             config, make=make, policy=servers, grants=worker, chat=chat, gateway=gateway, scorer=scorer
         )
-        tasks.create_task(manager.run_rollout_loop(worker.jobs()))
+        tasks.create_task(run_rollout_loop(manager, worker.jobs()))
         async with membership(
             child,
             config,
