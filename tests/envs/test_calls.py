@@ -87,9 +87,14 @@ def test_a_wrong_configuration_is_nobodys_failure() -> None:
 
 
 async def test_numbers_of_numpy_will_do() -> None:
-    step = ("more", np.float32(0.5), np.bool_(False), np.bool_(True), {"any": object()})
+    step = ("more", np.float32(0.5), np.bool_(False), np.bool_(True), {"score": 1})
     outcome = await world(lambda: Echo(step=step)).step("ok")
-    assert outcome == Outcome(observation="more", reward=0.5, terminated=False, truncated=True)
+    assert outcome == Outcome(observation="more", reward=0.5, terminated=False, truncated=True, info={"score": 1})
+
+
+async def test_what_is_told_beside_may_be_anything() -> None:
+    assert await world(lambda: Echo(reset=("hello", {"level": 2}))).reset(1) == ("hello", {"level": 2})
+    assert (await world(lambda: Echo(step=("", None, True, False, None))).step("ok")).info == {}
 
 
 async def test_cancelling_is_not_the_environments_doing() -> None:

@@ -29,7 +29,7 @@ class Heavy:
         self._mischief, self._steps = mischief, 0
 
     async def reset(self, seed: int) -> Any:
-        return f"pid {os.getpid()}", {"anything": object()}
+        return f"pid {os.getpid()}", {"anything": object(), "level": [1, 2]}
 
     def step(self, action: str) -> Any:
         self._steps += 1
@@ -147,3 +147,12 @@ def test_another_process_finds_the_class(tmp_path: Any) -> None:
 def test_an_isolated_agent_is_refused() -> None:
     with pytest.raises(ConfigError, match="an agent cannot be `isolated`"):
         resolve(f"{__name__}:IsolatedAgent")
+
+
+async def test_what_is_told_beside_comes_along_if_it_is_plain() -> None:
+    async with making(EnvConfig(), Heavy) as make:
+        environment: Any = make(work(1).task)
+        await environment.enter()
+        observation, info = await environment.reset(1)
+        await environment.close()
+    assert observation.startswith("pid") and info == {"level": [1, 2]}

@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import numbers
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -50,6 +50,8 @@ class Outcome:
     """The world came to an end."""
     truncated: bool
     """The environment would not go on, though its world could."""
+    info: Mapping[str, Any]
+    """Whatever it tells beside."""
 
 
 class Places:
@@ -88,8 +90,6 @@ class World:
         self._task_id, self._places = task_id, places
         self._name = name
         self._closed = False
-        self.info: object = {}
-        """What the environment told last beside the observation."""
         self._env: Any = None
         with self._blamed("__init__"):
             self._env = make()
@@ -119,16 +119,14 @@ class World:
         if isinstance(self._env, IsolatedEnvironment):
             await self._env.enter()
 
-    async def reset(self, seed: int) -> str:
-        """The first observation."""
+    async def reset(self, seed: int) -> tuple[str, Mapping[str, Any]]:
+        """The first observation, and what is told beside it."""
         with self._blamed("reset"):
-            observation, self.info = _first_observation(await call_async(self._env, "reset", seed))
-            return observation
+            return _first_observation(await call_async(self._env, "reset", seed))
 
     async def step(self, action: str) -> Outcome:
         with self._blamed("step"):
-            outcome, self.info = _outcome(await call_async(self._env, "step", action))
-            return outcome
+            return _outcome(await call_async(self._env, "step", action))
 
     async def play(self, llm: Endpoint, seed: int) -> float | None:
         """Of an agent: the reward. None: it leaves that to `env.reward`."""
@@ -178,23 +176,23 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _first_observation(result: object) -> tuple[str, object]:
+def _first_observation(result: object) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise EpisodeFailure(f"returned {_shown(result)}, not (observation, info)")
-    return _checked_observation(result[0]), result[1]
+    return _checked_observation(result[0]), _checked_info(result[1])
 
 
-def _outcome(result: object) -> tuple[Outcome, object]:
+def _outcome(result: object) -> Outcome:
     if not isinstance(result, tuple | list) or len(result) != 5:
         raise EpisodeFailure(f"returned {_shown(result)}, not (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, info = result
-    outcome = Outcome(
+    return Outcome(
         observation=_checked_observation(observation),
         reward=check_reward(reward),
         terminated=_checked_flag("terminated", terminated),
         truncated=_checked_flag("truncated", truncated),
+        info=_checked_info(info),
     )
-    return outcome, info
 
 
 def _shown(result: object) -> str:
@@ -205,6 +203,11 @@ def _checked_observation(observation: object) -> str:
     if not isinstance(observation, str):
         raise EpisodeFailure(f"the observation is a {type(observation).__name__}, not a string")
     return observation
+
+
+def _checked_info(info: object) -> Mapping[str, Any]:
+    """Nobody depends on it: what is none tells nothing."""
+    return info if isinstance(info, Mapping) else {}
 
 
 def _checked_flag(name: str, flag: object) -> bool:

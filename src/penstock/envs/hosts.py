@@ -114,8 +114,9 @@ class Host:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """End it, and wait until it has."""
-        self.kill()
+        """End it, unless it was killed or died before, and wait until it has ended."""
+        if self.is_sound:
+            self.kill()
         await self._end()
 
 

@@ -34,10 +34,10 @@ class Workshop:
     async def reset(self, task: dict[str, Any], seed: int) -> Any:
         """Of a new environment."""
         self._environment = self._make(msgspec.convert(task, Task))
-        return _with_plain_info(await _ended(self._environment.reset(seed)))
+        return _portable(await _ended(self._environment.reset(seed)))
 
     async def step(self, action: str) -> Any:
-        return _with_plain_info(await _ended(self._environment.step(action)))
+        return _portable(await _ended(self._environment.step(action)))
 
     async def close(self) -> None:
         if hasattr(self._environment, "close"):
@@ -49,8 +49,11 @@ async def _ended(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _with_plain_info(result: Any) -> Any:
-    return (*result[:-1], plain(result[-1])) if isinstance(result, tuple) and result else result
+def _portable(result: Any) -> Any:
+    """With an `info` as JSON has it."""
+    if not isinstance(result, tuple) or not result or not isinstance(result[-1], dict):
+        return result
+    return (*result[:-1], {str(key): plain(value) for key, value in result[-1].items()})
 
 
 class IsolatedEnvironment:

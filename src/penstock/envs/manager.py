@@ -270,8 +270,9 @@ class EnvManager:
             world.place(),
             spending([episode], resource="its first observation", holder=world.holder("reset")),
         ):
-            episode.said = [await world.reset(episode.lease.env_seed)]
-            episode.hear(world.info)
+            observation, info = await world.reset(episode.lease.env_seed)
+        episode.said = [observation]
+        episode.hear(info)
 
     def _prompt(self, observation: str, episode: Episode) -> list[int]:
         prompt_ids = self._chat.prompt([{"role": "user", "content": observation}])
@@ -303,8 +304,8 @@ class EnvManager:
     async def _step(self, episode: Episode, world: World) -> Outcome:
         async with world.place(), spending([episode], resource="its next observation", holder=world.holder("step")):
             outcome = await world.step(episode.text)
-            episode.hear(world.info)
-            return outcome
+        episode.hear(outcome.info)
+        return outcome
 
     def _earn(self, episode: Episode, reward: float | None, giver: str, *, finished: bool) -> None:
         """What the environment gives for what was said, unless `env.reward` does."""

@@ -32,10 +32,10 @@ from penstock.config import ConfigError
 from penstock.envs.registry import import_from, is_file, load_file
 
 BUILT_IN = {
-    "math": ("penstock.envs.rewards.math:Math", "is the answer mathematically equal to the task's (math-verify)"),
-    "format": ("penstock.envs.rewards.format:Format", "does the answer have the tags, or match the pattern, it should"),
-    "code": ("penstock.envs.rewards.code:Code", "does the program in the answer pass the task's tests, in a sandbox"),
-    "judge": ("penstock.envs.rewards.judge:Judge", "what a model behind an OpenAI endpoint thinks of the answer"),
+    "math": "penstock.envs.rewards.math:Math",
+    "format": "penstock.envs.rewards.format:Format",
+    "code": "penstock.envs.rewards.code:Code",
+    "judge": "penstock.envs.rewards.judge:Judge",
 }
 
 
@@ -63,7 +63,7 @@ class _Function:
 
 def locate_reward(name: str) -> tuple[str, str]:
     """(module or file, attribute) of a name or an import path, importing neither. Raises `ConfigError`."""
-    path = BUILT_IN[name][0] if name in BUILT_IN else name
+    path = BUILT_IN.get(name, name)
     where, separator, attribute = path.rpartition(":")
     if not separator:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
