@@ -301,6 +301,27 @@ async def test_training_goes_on_with_an_alarm_and_keeps_the_tokens(played: Playe
     assert names_in(directory) == ["train/0/0", "train/0/1"] and not resumed.unwritten
 
 
+class Defective(Broken):
+    """A target with a bug in it."""
+
+    def write(self, shard: str, rows: Sequence[Row], *, again: bool) -> None:
+        raise ZeroDivisionError("by zero")
+
+
+async def test_a_defect_in_a_dump_does_not_end_training(played: Played) -> None:
+    dump, events = make(played.pool, played.directory, Defective(), trains=True)
+    samples = Samples(played.pool, dump._rendering, directory=played.directory, keep=1, tell=dump._tell)
+    for each in (dump, samples):
+        each.played(*played.play(0, state=EpisodeState.READY))
+        each.stepped(1)
+        await to_the_end(each)
+    failed = "the dump failed: ZeroDivisionError('by zero')"
+    assert [event["reason"] for event in events if event["event"] == "alarm"] == [
+        f"{failed}; `penstock resume` writes it again",
+        f"no sample of step 1: {failed}",
+    ]
+
+
 async def test_steps_of_training_have_files_of_their_own(played: Played) -> None:
     target, directory = folder(played)
     dump, _ = make(played.pool, played.directory, target, trains=True)

@@ -17,6 +17,7 @@ class DumpError(RuntimeError):
     """Trajectories cannot be written; the message names the target or the column."""
 
     self_explanatory = True
+    hopeless = True
 
 
 def cell(column: Column, value: object) -> Any:

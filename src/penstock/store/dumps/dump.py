@@ -198,10 +198,10 @@ class Dump:
         while due := await self._next():
             try:
                 await self._write(due)
-            except DumpError as error:
+            except Exception as error:  # whatever it is: training does not end by it
                 if not self._trains:
                     raise
-                self._tell("alarm", reason=f"{error}; `penstock resume` writes it again")
+                self._tell("alarm", reason=f"{_say(error)}; `penstock resume` writes it again")
                 continue
             self._books.written(due.shard)
             del self._unwritten[due.shard.name]
@@ -229,10 +229,11 @@ class Dump:
             await asyncio.sleep(pause_s)
 
     def _write_now(self, shard: Shard, again: bool) -> None:
-        """In a thread. What a shard is made of is on disk before the shard is anywhere."""
+        """In a thread. What a shard is made of is on disk before the shard is anywhere, and so is all else that the
+        index knows of by then."""
         numbers = dict(shard.groups)
         records = [r for r in self._books.get(list(numbers)) if r.ref and attempt_of(r).attempt == numbers[r.group]]
-        sync_files(self._rendering.pool, {record.ref.file for record in records if record.ref is not None})
+        sync_files(self._rendering.pool, [path.name for path in self._rendering.pool.glob("*.seg")])
         self._books.sync_index()
         self._rendering.write(shard, records, again=again)
 
@@ -287,8 +288,8 @@ class Samples:
             try:
                 with patient(WRITE_S, waiter="a sample", resource=shard.name, holder=str(self._directory)):
                     await asyncio.to_thread(self._write, shard)
-            except DumpError as error:
-                self._tell("alarm", reason=f"no sample of step {shard.step}: {error}")
+            except Exception as error:  # whatever it is: training does not end by it
+                self._tell("alarm", reason=f"no sample of step {shard.step}: {_say(error)}")
 
     async def _next(self) -> Shard | None:
         return await self._due.get()
@@ -303,6 +304,10 @@ class Samples:
     async def finish(self) -> None:
         """The last ones may be missing."""
         self._due.put_nowait(None)
+
+
+def _say(error: Exception) -> str:
+    return str(error) if isinstance(error, DumpError) else f"the dump failed: {error!r}"
 
 
 def attempt_of(record: GroupRecord) -> GroupAttempt:
