@@ -17,7 +17,7 @@ from test_training_run import leftovers, lines, only_run
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 120
+LIMIT_S = 240
 GROUP_SIZE, NUM_TASKS = 4, 150
 CONFIG = f"""
 model: {{max_context: 64}}
@@ -43,7 +43,7 @@ class SlowLetters:
 
     async def step(self, action):
         self.turn += 1
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.2)
         return "more", float(len(action)), self.turn == 2, False, {"seen": self.turn}
 '''
 
@@ -97,9 +97,9 @@ def each_once(config: Path) -> None:
 def test_whoever_dies_each_trajectory_is_dumped_once(config: Path) -> None:
     with rollout(config) as run:
         for number, victim in enumerate(("env-0", "controller", "rollout-0"), start=1):
-            wait_for_shards(run, config, 2 * number)
+            wait_for_shards(run, config, number)
             kill(only_run(config.parent / "runs"), victim)
-        wait_for_shards(run, config, 8)
+        wait_for_shards(run, config, 4)
         run.kill()
         run.communicate()
     run_dir = only_run(config.parent / "runs")
@@ -124,7 +124,7 @@ def test_whoever_dies_each_trajectory_is_dumped_once(config: Path) -> None:
 
 def test_a_stopped_run_is_resumed_with_more_to_play(config: Path) -> None:
     with rollout(config, "synthesis.tasks=100") as run:
-        wait_for_shards(run, config, 2)
+        wait_for_shards(run, config, 1)
         run.send_signal(signal.SIGINT)
         output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 130, output
