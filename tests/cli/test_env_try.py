@@ -180,6 +180,7 @@ def test_where_an_environment_hangs_is_shown(file: Path, name: str, messages: li
         ("Absent", [], "has no class Absent; there are Good,"),
         ("Good", ["env.max_turn=3"], "did you mean env.max_turns?"),
         ("Good", ["--policy", "openai"], "needs --base-url or OPENAI_BASE_URL"),
+        ("Good", ["--policy", "openai", "--base-url", "localhost:8000/v1"], "does not begin with http:// or https://"),
     ],
 )
 def test_what_cannot_be_tried_is_one_message(

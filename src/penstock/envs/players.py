@@ -143,9 +143,12 @@ def _client(base_url: str | None) -> Any:
     except ImportError:
         raise ConfigError("--policy openai needs the package openai: pip install openai") from None
     key = os.environ.get("OPENAI_API_KEY")
-    if base_url is None and "OPENAI_BASE_URL" not in os.environ and not key:
+    url = base_url or os.environ.get("OPENAI_BASE_URL")
+    if url is None and not key:
         raise ConfigError("--policy openai needs --base-url or OPENAI_BASE_URL (or OPENAI_API_KEY, for OpenAI's own)")
-    return AsyncOpenAI(base_url=base_url, api_key=key or "unused")
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"the endpoint {url!r} does not begin with http:// or https://")
+    return AsyncOpenAI(base_url=url, api_key=key or "unused")
 
 
 def _ask() -> str:
