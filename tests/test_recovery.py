@@ -118,7 +118,7 @@ class Run:
         scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, record=lambda *decision: None)
         held_out = [NumberedTasks("eval").task(index) for index in range(self.settings.data.eval_tasks)]
         self.workers = ModelledWorkers(
-            play,
+            self.play,
             lambda *played: loop.collect(self.system, *played),
             lambda: self.servers.version,
             generated=lambda *rewarding: self.system.scheduler.generated(*rewarding),

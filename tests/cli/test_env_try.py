@@ -104,7 +104,7 @@ def test_an_episode_is_shown_turn_by_turn(file: Path, name: str) -> None:
     result = try_it(file, name, "--seed", "5", "env.options.goal=2")
     assert result.exit_code == 0, result.output
     shown = [re.sub(r"\s+", " ", line) for line in result.stdout.splitlines()]
-    assert shown[0].endswith(f"my_env.py:{name} task seed/{name}/0 seed 5 policy scripted")
+    assert shown[0].endswith(f"my_env.py:{name} task seed/{name}/train/0 seed 5 policy scripted")
     assert shown[1:-1] == [
         "observation │ seed 5: count to 2, für Ünicode",
         "action │ 1",
@@ -163,7 +163,7 @@ def test_a_bad_environment_fails_by_name(file: Path, name: str, message: str) ->
     ("name", "messages"),
     [
         ("Hangs", ["Hangs.step has not returned after 1 s", "time.sleep(60)"]),
-        ("HangsAsleep", ["s for its next observation, held by its environment"]),
+        ("HangsAsleep", ["s for its next observation, held by HangsAsleep.step"]),
     ],
 )
 def test_where_an_environment_hangs_is_shown(file: Path, name: str, messages: list[str]) -> None:
@@ -204,7 +204,7 @@ def test_an_agent_that_fails_against_an_endpoint_is_shown(file: Path) -> None:
     result = try_it(file, "Careless", "--policy", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "any")
     assert result.exit_code == 1
     assert "play raised   │ Traceback" in result.stdout
-    assert "error         │ AttributeError: 'Careless' object has no attribute 'absent'" in result.stdout
+    assert "Careless.play of seed/Careless/train/0: AttributeError: 'Careless' object has no" in result.stdout
 
 
 @pytest.mark.integration

@@ -80,6 +80,7 @@ class Talk:
             lease=lease,
             grant=SegmentGrant(episode=lease.episode, max_tokens=64),
             task_id="t",
+            settings=Config().env,
             sampling=Sampling(),
             bounds=SegmentPolicy.from_config(Config()),
             on_end=lambda episode: None,

@@ -41,7 +41,7 @@ def trajectory(group: int, member: int, *, attempt: int = 0, **facts: Any) -> Tr
         episode=EpisodeId("train", group, member, attempt),
         task_id=task(group).task_id,
         turns=[turn(first, said("ab"), version=3), turn(later, said("cd"), version=4)],
-        **{"reward": float(member), "status": "completed", "env_seed": 7, **facts},
+        **{"reward": float(member), "status": "completed", "stop_reason": "terminated", "env_seed": 7, **facts},
     )
 
 

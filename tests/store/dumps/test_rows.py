@@ -55,7 +55,7 @@ def test_the_default_columns(tmp_path: Path) -> None:
         "policy_version_min": 3,
         "policy_version_max": 4,
         "status": "completed",
-        "stop_reason": "stop",
+        "stop_reason": "terminated",
         "reward": 0.0,
         "num_turns": 2,
         "prompt_tokens": 13,
