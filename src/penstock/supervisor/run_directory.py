@@ -23,7 +23,7 @@ from penstock.data.identity import check_identities, identities
 from penstock.observe import jsonl
 from penstock.supervisor import orphans
 from penstock.supervisor.ownership import owning
-from penstock.supervisor.record import FORMAT, Record, is_supervised, owner_of, read_state
+from penstock.supervisor.record import FORMAT, Record, holds_run, is_supervised, owner_of, read_state
 from penstock.supervisor.runtime import runtime_path
 from penstock.supervisor.states import RunState
 
@@ -81,8 +81,13 @@ def open_run(config: Config) -> Iterator[OpenRun]:
     with owning(run_dir):
         if (run_dir / "state.json").exists():
             raise RunExists(f"run {run_id} exists already in {run_dir}: `penstock resume {run_id}` continues it")
+        if holds_run(run_dir):
+            raise RunExists(
+                f"directory {run_dir} holds a run without its state.json: choose another run_id, or move it away"
+            )
+        begun_with = lineage(config) | {DATASETS: identities(config)}
         _write_config(config, run_dir)
-        jsonl.write_json(run_dir / LINEAGE, lineage(config) | {DATASETS: identities(config)})
+        jsonl.write_json(run_dir / LINEAGE, begun_with)
         runtime_dir = runtime_path(run_id)
         record = Record.create(run_dir, run_id=run_id, runtime_dir=runtime_dir)
         yield OpenRun(run_id=run_id, run_dir=run_dir, runtime_dir=runtime_dir, config=config, record=record)
