@@ -145,7 +145,7 @@ def test_a_run_is_found_by_the_beginning_of_its_name(tmp_path: Path) -> None:
     make_run(tmp_path / "2026-b", "failed")
     assert "2026-a" in penstock("status", "2026-a", "--runs-dir", tmp_path).stdout
     ambiguous = penstock("status", "2026", "--runs-dir", tmp_path)
-    assert ambiguous.exit_code == 1 and "2 runs" in ambiguous.stderr
+    assert ambiguous.exit_code == 1 and "2 runs begin with 2026: 2026-a, 2026-b" in ambiguous.stderr
     assert penstock("status", "2027", "--runs-dir", tmp_path).exit_code == 1
 
 

@@ -86,7 +86,7 @@ def test_a_state_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "state.json").write_text("{torn")
     result = penstock("stop", tmp_path / "a")
-    assert result.exit_code == 1 and "penstock doctor" in result.stderr
+    assert result.exit_code == 1 and f"{tmp_path / 'a' / 'state.json'} cannot be read: put it back" in result.stderr
 
 
 def test_a_run_that_is_supervised_elsewhere_is_stopped_there(tmp_path: Path) -> None:

@@ -241,9 +241,9 @@ def logs(
 ) -> None:
     """Show what the processes of a run wrote."""
     from penstock.cli import logs as command
-    from penstock.cli.runs import find
+    from penstock.cli.runs import find_directory
 
-    raise typer.Exit(command.logs(find(runs_dir, run), process, follow=follow, num_lines=lines))
+    raise typer.Exit(command.logs(find_directory(runs_dir, run), process, follow=follow, num_lines=lines))
 
 
 @app.command()

@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.console import open_console
+from penstock.cli.refusal import refuse
 from penstock.observe import jsonl
 from penstock.observe.progress import clock, number
 from penstock.observe.summary import wall_seconds
-from penstock.supervisor.record import is_supervised, owner_of, read_state
+from penstock.supervisor.record import holds_run, is_supervised, owner_of, read_state, unreadable
 from penstock.supervisor.states import RunState
 
 RUNS_DIR = Path("runs")
@@ -25,7 +26,12 @@ LOST = "lost"
 """Shown of a run that has not ended, and whose supervisor has."""
 UNKNOWN = "unknown"
 """Shown of a run whose state is none of ours."""
+UNREADABLE = "unreadable"
+"""Shown of a run whose state is damaged or gone."""
+ENDED = {LOST, UNKNOWN, UNREADABLE} | {state.value for state in RunState if state.is_final}
 TAIL_BYTES = 32_768
+NUM_NAMED = 5
+"""Of the runs that a name may mean."""
 STYLES = {
     "running": "green",
     "starting": "yellow",
@@ -33,6 +39,7 @@ STYLES = {
     "completed": "cyan",
     "failed": "red",
     LOST: "red",
+    UNREADABLE: "red",
 }
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -40,29 +47,43 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def find(runs_dir: Path, name: str) -> Path:
+    """The directory of a run whose state can be read. Exits with an error otherwise, as `find_directory` does."""
+    run_dir = find_directory(runs_dir, name)
+    if read_state(run_dir) is None:
+        raise typer.Exit(refuse(unreadable(run_dir), 1))
+    return run_dir
+
+
+def find_directory(runs_dir: Path, name: str) -> Path:
     """The directory of a run, by its id, the unique beginning of one, or its path. Exits with an error otherwise."""
-    if (Path(name) / "state.json").exists():
+    if not name.strip():
+        raise typer.Exit(refuse("the name of the run is empty: `penstock runs` lists them", 1))
+    if holds_run(Path(name)):
         return Path(name).resolve()
-    known = sorted(path.parent for path in runs_dir.glob("*/state.json") if path.parent.name.startswith(name))
+    known = [path for path in directories(runs_dir) if path.name.startswith(name)]
     found = [path for path in known if path.name == name] or known
-    if len(found) != 1:
-        what = "no run" if not found else f"{len(found)} runs"
-        typer.echo(f"error: {what} named {name} in {runs_dir}: `penstock runs` lists them", err=True)
-        raise typer.Exit(1)
+    if not found:
+        raise typer.Exit(refuse(f"no run named {name} in {runs_dir}: `penstock runs` lists them", 1))
+    if len(found) > 1:
+        names = [path.name for path in found[:NUM_NAMED]] + ["..."] * (len(found) > NUM_NAMED)
+        raise typer.Exit(refuse(f"{len(found)} runs begin with {name}: {', '.join(names)}", 1))
     return found[0]
+
+
+def directories(runs_dir: Path) -> list[Path]:
+    """Those that hold runs, in the order of their names."""
+    return sorted(path for path in runs_dir.glob("*") if holds_run(path))
 
 
 def known_runs(runs_dir: Path) -> list[dict[str, Any]]:
     """What is known of each run, the newest first."""
-    found = [row for path in runs_dir.glob("*/state.json") if (row := describe(path.parent)) is not None]
+    found = [describe(run_dir) for run_dir in directories(runs_dir)]
     return sorted(found, key=lambda row: (row["started"] or 0.0, row["run_id"]), reverse=True)
 
 
-def describe(run_dir: Path) -> dict[str, Any] | None:
-    """A run in short, with keys that stay; None if its state cannot be read."""
-    state = read_state(run_dir)
-    if state is None:
-        return None
+def describe(run_dir: Path) -> dict[str, Any]:
+    """A run in short, with keys that stay."""
+    state = read_state(run_dir) or {}
     status = status_of(run_dir, state)
     config, lines = config_of(run_dir), jsonl.tail(run_dir / "metrics.jsonl", TAIL_BYTES)
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
@@ -89,7 +110,9 @@ def _num_steps(config: Mapping[str, Any], run_dir: Path) -> int | None:
 
 
 def status_of(run_dir: Path, state: Mapping[str, Any]) -> str:
-    """The recorded state, unless whoever kept it has vanished without a word."""
+    """The recorded state, unless whoever kept it has vanished without a word, or there is none to read."""
+    if not state:
+        return UNREADABLE
     try:
         status = RunState(state.get("status", ""))
     except ValueError:
@@ -105,7 +128,7 @@ def name_of(run_dir: Path) -> str:
 
 def has_ended(status: str) -> bool:
     """Whether nothing will change any more, unless somebody does something about it."""
-    return status in (LOST, UNKNOWN) or RunState(status).is_final
+    return status in ENDED
 
 
 def config_of(run_dir: Path) -> dict[str, Any]:

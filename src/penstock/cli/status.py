@@ -13,7 +13,7 @@ from rich.live import Live
 
 from penstock.cli.console import open_console
 from penstock.cli.polling import claim_answer, refusal
-from penstock.cli.runs import UNKNOWN, config_of, describe, has_ended, name_of
+from penstock.cli.runs import config_of, describe, has_ended, name_of
 from penstock.cli.status_view import render
 from penstock.observe import jsonl
 from penstock.observe.notices import notice
@@ -71,15 +71,15 @@ def status(run_dir: Path) -> Document:
     state = read_state(run_dir) or {}
     config, events = config_of(run_dir), jsonl.read(run_dir / "events.jsonl")
     view = _view(config, events, jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES))
-    short = describe(run_dir) or {}
+    short = describe(run_dir)
     document: Document = {
-        **{key: short.get(key) for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
+        **{key: short[key] for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
         "ended": state.get("ended"),
         "reason": _last_reason(events),
         "error": state.get("error"),
         "root_cause": _root_cause(state, events),
         "leftovers": state.get("leftovers", []),
-        "processes": processes(short.get("status", UNKNOWN), state, events),
+        "processes": processes(short["status"], state, events),
         "progress": progress(view),
         "ledger": view.latest.get("ledger", {}),
         "groups_dropped": view.latest.get("groups_dropped", {}),
@@ -269,6 +269,8 @@ def next_commands(document: Document) -> list[Document]:
             return [logs] if cause and cause["returncode"] == CONFIG_ERROR else [logs, resume]
         case "stopped":
             return [resume]
+        case "unknown" | "unreadable":
+            return []
         case status if has_ended(status):
             return [{"command": f"penstock stop {run}", "purpose": "end what is left of it"}, resume]
     commands = [

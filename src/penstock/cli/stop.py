@@ -9,11 +9,11 @@ from typing import Any
 
 from penstock.cli.console import open_console
 from penstock.cli.refusal import refuse
-from penstock.cli.runs import LOST, UNKNOWN, config_of, has_ended, name_of, status_of
+from penstock.cli.runs import LOST, UNKNOWN, UNREADABLE, config_of, has_ended, name_of, status_of
 from penstock.config import SupervisorConfig
 from penstock.supervisor import orphans
 from penstock.supervisor.procfs import send
-from penstock.supervisor.record import owner_of, read_state
+from penstock.supervisor.record import owner_of, read_state, unreadable
 
 MARGIN_S = 60.0
 """Beyond the grace of its processes: what is left of an optimizer step and a checkpoint, the summary, the pictures."""
@@ -24,8 +24,8 @@ def stop(run_dir: Path, *, now: bool) -> int:
     """Returns the exit code: 1 if the run could not be ended."""
     state = read_state(run_dir) or {}
     status = status_of(run_dir, state)
-    if status == UNKNOWN:
-        return refuse(f"{run_dir} has no state that can be read: `penstock doctor` looks for what is left of it", 1)
+    if status in (UNKNOWN, UNREADABLE):
+        return refuse(unreadable(run_dir), 1)
     if status == LOST:
         return clean_up(run_dir, state)
     if has_ended(status):

@@ -23,7 +23,7 @@ from penstock.data.identity import check_identities, identities
 from penstock.observe import jsonl
 from penstock.supervisor import orphans
 from penstock.supervisor.ownership import owning
-from penstock.supervisor.record import FORMAT, Record, holds_run, is_supervised, owner_of, read_state
+from penstock.supervisor.record import FORMAT, Record, holds_run, is_supervised, owner_of, read_state, unreadable
 from penstock.supervisor.runtime import runtime_path
 from penstock.supervisor.states import RunState
 
@@ -108,7 +108,7 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     """Look whether and how the run in `run_dir` can go on; changes nothing. Raises `NotResumable`, `ConfigError`."""
     state = read_state(run_dir)
     if state is None:
-        raise NotResumable(f"{run_dir} has no readable state.json: it is not the directory of a run")
+        raise NotResumable(unreadable(run_dir))
     if state.get("format") != FORMAT:
         raise NotResumable(
             f"run {run_dir.name} is of format {state.get('format', 0)}, and this version of penstock reads format "
