@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from made_runs import make_run, owner, penstock
 
+from penstock.cli import stop
 from penstock.observe import jsonl
 from penstock.supervisor.ownership import owning
-from penstock.supervisor.procfs import identify
+from penstock.supervisor.procfs import identify, read_stat, send
 
 SUPERVISOR = """
 import json, pathlib, signal, sys, time
@@ -62,6 +65,38 @@ def test_a_stop_waits_for_the_end_and_says_how_to_go_on(supervised: Path) -> Non
 @pytest.mark.integration
 def test_now_sends_another_signal(supervised: Path) -> None:
     assert "run a is failed" in penstock("stop", supervised, "--now").stdout
+
+
+@pytest.mark.integration
+def test_a_suspended_supervisor_is_named_and_killed_only_on_request(supervised: Path) -> None:
+    pid = state_of(supervised)["supervisor"]["pid"]
+    suspend(pid)
+    document = json.loads(penstock("status", supervised, "--json").stdout)
+    assert (document["status"], document["progress"]["phase"]) == ("suspended", "suspended")
+    assert [line["command"] for line in document["next"]] == [
+        f"kill -CONT {pid}",
+        f"penstock stop {supervised} --now",
+    ]
+    result = penstock("stop", supervised)
+    assert result.exit_code == 1
+    assert f"its supervisor (process {pid}) is suspended: `kill -CONT {pid}`, or `penstock stop" in result.stderr
+    assert "run a is failed" in penstock("stop", supervised, "--now").stdout
+
+
+@pytest.mark.integration
+def test_a_supervisor_that_does_not_end_is_killed(supervised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = state_of(supervised)["supervisor"]["pid"]
+    monkeypatch.setattr(stop, "NOW_S", 0.05)
+    monkeypatch.setattr(stop, "send", lambda who, signum: signum != signal.SIGKILL or send(who, signum))
+    result = penstock("stop", supervised, "--now")
+    assert result.exit_code == 0 and "marked failed" in result.stdout
+    assert state_of(supervised)["status"] == "failed" and read_stat(pid).state == "Z"
+
+
+def suspend(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while (stat := read_stat(pid)) and stat.state != "T":
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("status", ["completed", "stopped", "failed"])

@@ -17,6 +17,7 @@ from penstock.cli.refusal import refuse
 from penstock.observe import jsonl
 from penstock.observe.progress import clock, number
 from penstock.observe.summary import wall_seconds
+from penstock.supervisor.procfs import is_suspended
 from penstock.supervisor.record import holds_run, is_supervised, owner_of, read_state, unreadable
 from penstock.supervisor.states import RunState
 
@@ -24,6 +25,8 @@ RUNS_DIR = Path("runs")
 """Where commands look, unless told otherwise."""
 LOST = "lost"
 """Shown of a run that has not ended, and whose supervisor has."""
+SUSPENDED = "suspended"
+"""Shown of a run whose supervisor lives, and was stopped as a job is (SIGSTOP)."""
 UNKNOWN = "unknown"
 """Shown of a run whose state is none of ours."""
 UNREADABLE = "unreadable"
@@ -39,6 +42,7 @@ STYLES = {
     "completed": "cyan",
     "failed": "red",
     LOST: "red",
+    SUSPENDED: "yellow",
     UNREADABLE: "red",
 }
 
@@ -110,7 +114,7 @@ def _num_steps(config: Mapping[str, Any], run_dir: Path) -> int | None:
 
 
 def status_of(run_dir: Path, state: Mapping[str, Any]) -> str:
-    """The recorded state, unless whoever kept it has vanished without a word, or there is none to read."""
+    """The recorded state, unless there is none to read, or whoever keeps it is gone or cannot act."""
     if not state:
         return UNREADABLE
     try:
@@ -118,7 +122,11 @@ def status_of(run_dir: Path, state: Mapping[str, Any]) -> str:
     except ValueError:
         return UNKNOWN
     owner = owner_of(state)
-    return LOST if not status.is_final and owner and not is_supervised(run_dir, owner) else status.value
+    if status.is_final or owner is None:
+        return status.value
+    if not is_supervised(run_dir, owner):
+        return LOST
+    return SUSPENDED if is_suspended(owner) else status.value
 
 
 def name_of(run_dir: Path) -> str:

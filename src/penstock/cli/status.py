@@ -72,6 +72,7 @@ def status(run_dir: Path) -> Document:
     config, events = config_of(run_dir), jsonl.read(run_dir / "events.jsonl")
     view = _view(config, events, jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES))
     short = describe(run_dir)
+    view.status = short["status"]
     document: Document = {
         **{key: short[key] for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
         "ended": state.get("ended"),
@@ -271,6 +272,12 @@ def next_commands(document: Document) -> list[Document]:
             return [resume]
         case "unknown" | "unreadable":
             return []
+        case "suspended":
+            pid = document["processes"][0]["pid"]
+            return [
+                {"command": f"kill -CONT {pid}", "purpose": "let its supervisor go on"},
+                {"command": f"penstock stop {run} --now", "purpose": "kill it; it can be resumed"},
+            ]
         case status if has_ended(status):
             return [{"command": f"penstock stop {run}", "purpose": "end what is left of it"}, resume]
     commands = [
