@@ -11,6 +11,7 @@ import pytest
 from made_runs import decide, make_run, note, owner, penstock, take_step
 
 from penstock.cli import polling
+from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 
 
 def ask(run_dir: Path, *words: str) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
         decide(run_dir, "dispatch", f"number {number}", moment=float(number))
     decide(run_dir, "trigger", "count: 7 groups ready", moment=1.5, groups=7)
     note(run_dir, "alarm", reason="starvation: group 3 waits")
-    note(run_dir, "checkpoint", path="checkpoints/step_2")
+    note(run_dir, "checkpoint", step=2, path="checkpoints/step_2")
     document = ask(run_dir)
     controller = document["processes"][1]
     assert (controller["state"], controller["alive"], controller["restarts"]) == ("ready", True, 1)
@@ -105,11 +106,27 @@ def test_a_failed_run_names_its_root_cause_and_the_way_on(tmp_path: Path) -> Non
     assert "killed by SIGKILL" in penstock("status", run_dir).stdout
 
 
-def test_a_wrong_configuration_is_not_resumed(tmp_path: Path) -> None:
-    processes = {"trainer-0": {"state": "exited", "pid": 7, "returncode": 2}}
+@pytest.mark.parametrize("returncode", [CONFIG_ERROR, GAVE_UP])
+def test_what_would_fail_again_in_the_same_way_is_not_resumed(tmp_path: Path, returncode: int) -> None:
+    processes = {"trainer-0": {"state": "exited", "pid": 7, "returncode": returncode}}
     run_dir = make_run(tmp_path / "a", "failed", error="bad", processes=processes)
     note(run_dir, "state", to="failed", actor="trainer-0", reason="bad")
     assert not any("resume" in line["command"] for line in ask(run_dir)["next"])
+
+
+@pytest.mark.parametrize("event", ["resumed", "rewound"])
+def test_a_checkpoint_that_was_given_up_is_not_named(tmp_path: Path, event: str) -> None:
+    run_dir = make_run(tmp_path / "a", "stopped")
+    for step in (2, 4, 6):
+        note(run_dir, "checkpoint", step=step, path=f"checkpoints/step_{step}")
+    note(run_dir, event, step=4, revived=0, lost_steps=2)
+    document = ask(run_dir)
+    assert document["checkpoint"] == "checkpoints/step_4"
+    assert document["next"][0]["purpose"] == "go on from checkpoints/step_4"
+    note(run_dir, "rewound", step=0, lost_steps=4)
+    assert ask(run_dir)["checkpoint"] is None
+    note(run_dir, "checkpoint", step=2, path="checkpoints/step_2")
+    assert ask(run_dir)["checkpoint"] == "checkpoints/step_2"
 
 
 def test_a_run_without_its_supervisor_is_lost(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from penstock.cli.status_view import render
 from penstock.observe import jsonl
 from penstock.observe.notices import notice
 from penstock.observe.view import Plan, RunView
-from penstock.supervisor.child import CONFIG_ERROR
+from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 from penstock.supervisor.procfs import Identity, is_alive
 from penstock.supervisor.record import read_state
 
@@ -267,7 +267,7 @@ def next_commands(document: Document) -> list[Document]:
         case "failed":
             process = f" {cause['process']}" if cause else ""
             logs = {"command": f"penstock logs {run}{process} -n 100", "purpose": "see what it said last"}
-            return [logs] if cause and cause["returncode"] == CONFIG_ERROR else [logs, resume]
+            return [logs] if cause and cause["returncode"] in (CONFIG_ERROR, GAVE_UP) else [logs, resume]
         case "stopped":
             return [resume]
         case "unknown" | "unreadable":

@@ -47,7 +47,8 @@ class RunView:
     """`before`, `step <n>`, `after` -> mean reward on the held-out tasks."""
     evaluated_tags: dict[str, Record] = field(default_factory=dict)
     """What the latest of them found, by tag."""
-    checkpoint: str | None = None
+    checkpoints: dict[int, str] = field(default_factory=dict)
+    """Step -> directory, of those that were saved and not given up."""
     is_warm: bool = False
     notices: list[str] = field(default_factory=list)
     """Alarms, losses, restarts and stalls, in their order."""
@@ -80,8 +81,10 @@ class RunView:
                 self.evaluations.pop(when, None)
                 self.evaluations[when] = reward
                 self.evaluated_tags = event.get("tags", {})
-            case {"event": "checkpoint", "path": path}:
-                self.checkpoint = path
+            case {"event": "checkpoint", "step": step, "path": path}:
+                self.checkpoints[step] = path
+            case {"event": "resumed" | "rewound", "step": step}:
+                self.checkpoints = {saved: path for saved, path in self.checkpoints.items() if saved <= step}
         if self.phase != before:
             self.phase_since = event.get("time")
 
@@ -98,6 +101,11 @@ class RunView:
             self.rewards[line["step"]] = line["reward"]
         if self.phase != before:
             self.phase_since = line["time"]
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The one to go on from."""
+        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     @property
     def step(self) -> int:
