@@ -71,6 +71,29 @@ def test_the_newest_stall_says_where_to_read_on(tmp_path: Path) -> None:
     assert "Task swap" in text and "Task admit" not in text and "events.jsonl" in text and "logs/controller.log" in text
 
 
+def test_a_stall_that_is_over_is_not_shown(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    note(
+        run_dir, "stall", process="controller", waiter="swap", resource="new weights", seconds=12.0, holder="rollout-0"
+    )
+    take_step(run_dir, 1)
+    assert len(ask(run_dir)["stalls"]) == 1, "the step came before"
+    take_step(run_dir, 11)
+    assert ask(run_dir)["stalls"] == []
+
+
+def test_a_run_that_waits_for_a_process_does_not_train(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    for step in (1, 2, 3):
+        take_step(run_dir, step)
+    for state in ("ready", "exited", "backoff"):
+        note(run_dir, "process", name="trainer-0", state=state)
+    assert (seen := ask(run_dir)["progress"])["phase"] == "waiting for trainer-0 (restart 1)"
+    assert seen["eta_seconds"] is None
+    note(run_dir, "process", name="trainer-0", state="ready")
+    assert (seen := ask(run_dir)["progress"])["phase"] == "training" and seen["eta_seconds"] is not None
+
+
 def test_what_was_lost_and_recovered_is_told(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", "running")
     note(run_dir, "process", name="trainer-0", state="exited", kind="ok", returncode=0, reason="exit code 0")

@@ -73,6 +73,7 @@ def status(run_dir: Path) -> Document:
     view = _view(config, events, jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES))
     short = describe(run_dir)
     view.status = short["status"]
+    last_step = max(view.latest.get("time", 0.0), state.get("born", 0.0))
     document: Document = {
         **{key: short[key] for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
         "ended": state.get("ended"),
@@ -90,7 +91,7 @@ def status(run_dir: Path) -> Document:
         "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),
         "incidents": [incident(event) for event in events if is_incident(event)][-NUM_INCIDENTS:],
         "alarms": [_without_kind(event) for event in events if event.get("event") == "alarm"][-NUM_ALARMS:],
-        "stalls": [_without_kind(event) for event in events if event.get("event") == "stall"][-NUM_STALLS:],
+        "stalls": [_without_kind(event) for event in events if is_lasting_stall(event, last_step)][-NUM_STALLS:],
     }
     return document | {"next": next_commands(document)}
 
@@ -135,7 +136,7 @@ def progress(view: RunView) -> Document:
         "staleness_max": latest.get("staleness_max"),
         "trainer_busy_fraction": view.trainer_busy,
         "generator_busy_fraction": view.generator_busy,
-        "eta_seconds": view.eta_s if view.status == "running" else None,
+        "eta_seconds": view.eta_s if view.advances else None,
         "last_step_at": latest.get("time"),
     }
 
@@ -218,6 +219,11 @@ def decisions(timeline: Sequence[Document]) -> list[Document]:
 def is_incident(event: Document) -> bool:
     """Whether something was lost, or has been recovered from; alarms and stalls have lists of their own."""
     return event.get("event") not in ("alarm", "stall") and notice(event) is not None
+
+
+def is_lasting_stall(event: Document, last_step: float) -> bool:
+    """Whether somebody was stuck, and the run has taken no step since (`last_step`: seconds since the epoch)."""
+    return event.get("event") == "stall" and event["time"] > last_step
 
 
 def incident(event: Document) -> Document:
