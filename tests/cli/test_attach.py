@@ -119,3 +119,14 @@ def test_the_command_lists_classes_in_files() -> None:
     result = penstock("envs", EXAMPLE.parent)
     assert f"{EXAMPLE}:NextLetter" in result.stdout and "the answer is the one that follows" in result.stdout
     assert "guess_number" in penstock("envs").stdout
+    in_file = penstock("envs", EXAMPLE)
+    assert f"{EXAMPLE}:NextLetter" in in_file.stdout and "no environments in" not in in_file.stdout
+
+
+def test_the_command_says_where_there_is_nothing_to_list(tmp_path: Path) -> None:
+    missing = penstock("envs", tmp_path / "nope")
+    assert (missing.exit_code, missing.stderr) == (1, f"error: there is no {tmp_path / 'nope'}\n")
+    (tmp_path / "plain.py").write_text("class Plain:\n    pass\n")
+    for place in (tmp_path, tmp_path / "plain.py"):
+        found = penstock("envs", place)
+        assert found.exit_code == 0 and f"no environments in {place}" in found.stdout

@@ -154,14 +154,14 @@ def serve(
 
 @app.command()
 def envs(
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Look for classes in the files below.")
+    place: Annotated[
+        Path | None, typer.Argument(metavar="PATH", help="Look for classes in this file, or in the files below.")
     ] = None,
 ) -> None:
     """List the environments, without importing any."""
     from penstock.cli import envs as command
 
-    command.show(directory)
+    raise typer.Exit(command.show(place))
 
 
 @env_app.command("try")
