@@ -17,6 +17,7 @@ from made_runs import make_run, owner, penstock
 
 from penstock.cli import stop
 from penstock.observe import jsonl
+from penstock.observe.notices import notice
 from penstock.supervisor.ownership import owning
 from penstock.supervisor.procfs import identify, read_stat, send
 
@@ -113,6 +114,8 @@ def test_a_run_whose_supervisor_died_is_marked_without_signalling_whoever_has_it
     state = state_of(run_dir)
     assert (state["status"], state["error"]) == ("failed", "the supervisor was killed")
     assert state["processes"]["trainer-0"]["state"] == "exited"
+    incidents = json.loads(penstock("status", run_dir, "--json").stdout)["incidents"]
+    assert [notice(each) for each in incidents] == ["the supervisor was killed"], "one line, not one of each process"
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
     assert "has ended already" in penstock("stop", run_dir).stdout
 
