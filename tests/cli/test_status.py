@@ -156,7 +156,10 @@ def test_a_run_without_its_supervisor_is_lost(tmp_path: Path) -> None:
     processes = {"controller": {"state": "ready", **dataclasses.asdict(owner(alive=False))}}
     run_dir = make_run(tmp_path / "a", "running", alive=False, processes=processes)
     document = ask(run_dir)
-    assert document["status"] == "lost" and document["wall_seconds"] is None
+    assert document["status"] == "lost" and document["progress"]["phase"] == "lost"
+    assert document["wall_seconds"] == pytest.approx(60.0, abs=5.0), "until its last event"
+    take_step(run_dir, 20)
+    assert ask(run_dir)["wall_seconds"] == pytest.approx(70.0, abs=5.0), "or step"
     assert document["next"][0]["command"] == f"penstock stop {run_dir}"
     assert "ready (gone)" in penstock("status", run_dir).stdout
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from penstock.observe import jsonl
 from penstock.observe.progress import clock, number
 from penstock.observe.summary import wall_seconds
 from penstock.supervisor.procfs import is_suspended
-from penstock.supervisor.record import holds_run, is_supervised, owner_of, read_state, unreadable
+from penstock.supervisor.record import LAST_EVENT_BYTES, holds_run, is_supervised, owner_of, read_state, unreadable
 from penstock.supervisor.states import RunState
 
 RUNS_DIR = Path("runs")
@@ -96,12 +96,18 @@ def describe(run_dir: Path) -> dict[str, Any]:
         "status": status,
         "environment": " + ".join(config.get("env", {}).get("mixture", {})) or config.get("env", {}).get("name"),
         "started": state.get("started"),
-        "wall_seconds": wall_seconds(state, now=None if status == LOST else time.time()),
+        "wall_seconds": wall_seconds(state, now=_last_sign(run_dir, lines) if status == LOST else time.time()),
         "step": lines[-1].get("step", 0) if lines else 0,
         "steps": _num_steps(config, run_dir),
         "reward": rewards[-1] if rewards else None,
         "run_dir": str(run_dir.absolute()),
     }
+
+
+def _last_sign(run_dir: Path, lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """When the run last wrote an event or a line of its metrics (seconds since the epoch)."""
+    latest = [*lines[-1:], *jsonl.tail(run_dir / "events.jsonl", LAST_EVENT_BYTES)[-1:]]
+    return max((line["time"] for line in latest), default=None)
 
 
 def _num_steps(config: Mapping[str, Any], run_dir: Path) -> int | None:

@@ -21,6 +21,7 @@ from penstock.config import Config, load_config
 from penstock.config.lineage import changes, check_lineage, lineage
 from penstock.data.identity import check_identities, identities
 from penstock.observe import jsonl
+from penstock.observe.view import Plan, RunView
 from penstock.supervisor import orphans
 from penstock.supervisor.ownership import owning
 from penstock.supervisor.record import FORMAT, Record, holds_run, is_supervised, owner_of, read_state, unreadable
@@ -120,6 +121,12 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     datasets = begun_with.pop(DATASETS, {})
     check_lineage(begun_with, config)
     check_identities(datasets, config)
+    saved = _last_step_saved(run_dir)
+    if config.has_trainer and config.trainer.steps < saved:
+        raise NotResumable(
+            f"trainer.steps is {config.trainer.steps}, and run {run_dir.name} has a checkpoint of step {saved}: "
+            f"give it {saved} at least, or begin a new run"
+        )
     return Resumption(
         config=config,
         changed=", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes(before, config).items()),
@@ -167,6 +174,14 @@ def _goes_further(before: Config, after: Config) -> bool:
         return after.synthesis.tasks != before.synthesis.tasks
     old, new = before.trainer, after.trainer
     return new.steps > old.steps or (new.total_samples or math.inf) > (old.total_samples or math.inf)
+
+
+def _last_step_saved(run_dir: Path) -> int:
+    """Of the checkpoint that the run goes on from; 0 if there is none."""
+    view = RunView(plan=Plan(num_steps=0))
+    for event in jsonl.read(run_dir / "events.jsonl"):
+        view.see_event(event)
+    return max(view.checkpoints, default=0)
 
 
 def _read_lineage(run_dir: Path) -> dict[str, Any]:
