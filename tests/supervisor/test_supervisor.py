@@ -197,6 +197,7 @@ async def test_exit_code_0_alone_completes_nothing(tmp_path: Path) -> None:
 async def test_what_an_earlier_life_of_the_run_completed_does_not_count(tmp_path: Path) -> None:
     settings = SupervisorConfig(max_restarts=0)
     run = Run(tmp_path, [spec("controller", "leaves_early")], settings=settings)
+    assert (await run.supervise()).status is RunState.FAILED
     jsonl.append(run.run_dir / "events.jsonl", {"event": "completed", "step": 3})
     assert (await run.supervise()).status is RunState.FAILED
 
