@@ -11,8 +11,11 @@ import pytest
 from made_runs import make_run, owner, penstock
 
 from penstock.cli.attach import NotRunning, attach, member_of, newest_run
+from penstock.config import Config, ConfigError
 from penstock.envs.guess_number import GuessNumber
+from penstock.envs.registry import load_file, means
 from penstock.observe import jsonl
+from penstock.processes.attaching import kinds_with
 from penstock.supervisor.record import read_state
 from penstock.supervisor.runtime import claim
 
@@ -68,6 +71,41 @@ def test_only_what_the_run_itself_tells_makes_a_member(tmp_path: Path) -> None:
         member_of(other)
 
 
+def test_a_worker_of_another_environment_than_the_runs_is_not_let_in(tmp_path: Path) -> None:
+    kind = load_file(EXAMPLE).NextLetter
+    run = {"run_id": "x", "runs_dir": str(tmp_path)}
+    own = Config.model_validate(run | {"env": {"name": f"elsewhere/{EXAMPLE.name}:NextLetter"}})
+    assert kinds_with(kind, own) == {own.env.name: kind}
+    with pytest.raises(ConfigError, match=r"^run x plays single_turn, and this file holds NextLetter$"):
+        kinds_with(kind, Config.model_validate(run))
+    with pytest.raises(ConfigError, match=r"run x plays other\.py:NextLetter, and"):
+        kinds_with(kind, Config.model_validate(run | {"env": {"name": "other.py:NextLetter"}}))
+
+
+def test_of_a_mixture_a_worker_brings_its_own_and_knows_the_others() -> None:
+    kind = load_file(EXAMPLE).NextLetter
+    mixture = {"guess": {"name": "guess_number"}, "letters": {"name": f"{EXAMPLE}:NextLetter"}}
+    config = Config.model_validate({"env": {"mixture": mixture}})
+    assert kinds_with(kind, config) == {"guess_number": GuessNumber, f"{EXAMPLE}:NextLetter": kind}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_meant"),
+    [
+        ("guess_number", True),
+        ("penstock.envs.guess_number:GuessNumber", True),
+        ("copies/guess_number.py:GuessNumber", True),
+        ("single_turn", False),
+        ("copies/guess_number.py:Other", False),
+        ("copies/other.py:GuessNumber", False),
+        ("gym:GuessNumber", False),
+        ("atropos", False),
+    ],
+)
+def test_a_class_is_known_by_its_name_and_that_of_its_file(name: str, is_meant: bool) -> None:
+    assert means(name, GuessNumber) is is_meant
+
+
 @pytest.mark.integration
 def test_the_example_is_a_program() -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -81,3 +119,14 @@ def test_the_command_lists_classes_in_files() -> None:
     result = penstock("envs", EXAMPLE.parent)
     assert f"{EXAMPLE}:NextLetter" in result.stdout and "the answer is the one that follows" in result.stdout
     assert "guess_number" in penstock("envs").stdout
+    in_file = penstock("envs", EXAMPLE)
+    assert f"{EXAMPLE}:NextLetter" in in_file.stdout and "no environments in" not in in_file.stdout
+
+
+def test_the_command_says_where_there_is_nothing_to_list(tmp_path: Path) -> None:
+    missing = penstock("envs", tmp_path / "nope")
+    assert (missing.exit_code, missing.stderr) == (1, f"error: there is no {tmp_path / 'nope'}\n")
+    (tmp_path / "plain.py").write_text("class Plain:\n    pass\n")
+    for place in (tmp_path, tmp_path / "plain.py"):
+        found = penstock("envs", place)
+        assert found.exit_code == 0 and f"no environments in {place}" in found.stdout

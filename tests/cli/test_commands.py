@@ -14,6 +14,8 @@ import yaml
 from made_runs import penstock
 
 from penstock.cli import preflight
+from penstock.cli.train import why_not_started
+from penstock.supervisor.log_files import end_of
 
 
 @pytest.fixture
@@ -166,3 +168,28 @@ def test_too_little_room_is_said_before_anything_starts(
     result = penstock("train", config)
     assert result.exit_code == 1 and message in result.stderr and str(tmp_path) in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.integration
+def test_a_detached_run_that_is_refused_says_one_sentence(config: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "runs" / "mine" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "supervisor.log").write_text("error: long ago\n")
+    (logs.parent / "lineage.json").write_text("{}")
+    result = penstock("train", config, "run_id=mine", "--detach")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        f"error: directory {logs.parent} holds a run without its state.json: choose another run_id, or move it away"
+    ]
+
+
+def test_the_refusal_is_found_among_what_others_write(tmp_path: Path) -> None:
+    log = tmp_path / "supervisor.log"
+    log.write_text("error: long ago\n")
+    begun = end_of(log)
+    with log.open("a") as file:
+        file.write("step 1\nerror: run mine is already being supervised\nstep 2\n")
+    assert why_not_started("mine", log, begun) == "run mine is already being supervised"
+    log.write_text("error: long ago\nTraceback\n")
+    assert why_not_started("mine", log, begun).splitlines()[0] == "run mine did not start"
+    assert "long ago" not in why_not_started("mine", log, begun)

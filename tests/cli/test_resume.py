@@ -87,8 +87,21 @@ def test_an_unreadable_state_or_lineage_is_named(run_dir: Path) -> None:
 def test_a_complete_run_says_so(run_dir: Path) -> None:
     change_state(run_dir, status="completed")
     result = penstock("resume", run_dir)
-    assert result.exit_code == 0 and "run mine is complete: raise trainer.steps" in result.stdout
+    assert result.exit_code == 0
+    assert "nothing was done, since run mine is complete: raise trainer.steps" in result.stdout
     assert_untouched(run_dir, "completed")
+
+
+@pytest.mark.parametrize("status", ["completed", "stopped"])
+def test_fewer_steps_than_were_saved_are_refused(run_dir: Path, status: str) -> None:
+    change_state(run_dir, status=status)
+    for step in (20, 30):
+        saved = {"event": "checkpoint", "step": step, "path": f"checkpoints/step_{step}"}
+        jsonl.append(run_dir / "events.jsonl", saved)
+    result = penstock("resume", run_dir, "trainer.steps=29")
+    assert result.exit_code == 1
+    assert "trainer.steps is 29, and run mine has a checkpoint of step 30: give it 30 at least" in result.stderr
+    assert_untouched(run_dir, status)
 
 
 def test_a_running_run_is_refused_and_its_supervisor_named(run_dir: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+import pytest
 from made_runs import make_run, penstock, take_step
 
 
@@ -50,7 +51,12 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "c" / "state.json").write_text('{"status": "dancing"}')
     (make_run(tmp_path / "d", "stopped") / "config.yaml").write_text("{")
     rows = json.loads(penstock("runs", "--json", "--runs-dir", tmp_path).stdout)
-    assert {row["run_id"]: row["status"] for row in rows} == {"a": "running", "c": "unknown", "d": "stopped"}
+    assert {row["run_id"]: row["status"] for row in rows} == {
+        "a": "running",
+        "b": "unreadable",
+        "c": "unknown",
+        "d": "stopped",
+    }
 
 
 def test_hundreds_of_long_runs_are_listed_at_once(tmp_path: Path) -> None:
@@ -61,3 +67,32 @@ def test_hundreds_of_long_runs_are_listed_at_once(tmp_path: Path) -> None:
     started = time.process_time()
     assert len(json.loads(penstock("runs", "--json", "--runs-dir", tmp_path).stdout)) == 300
     assert time.process_time() - started < 1.5
+
+
+@pytest.mark.parametrize("command", ["status", "stop", "resume", "trajectories"])
+@pytest.mark.parametrize("state", ["{torn", "[]", None])
+def test_a_run_without_a_state_to_read_is_refused_with_one_sentence(
+    tmp_path: Path, command: str, state: str | None
+) -> None:
+    path = make_run(tmp_path / "alpha", "running") / "state.json"
+    path.unlink() if state is None else path.write_text(state)
+    result = penstock(command, "al", "--runs-dir", tmp_path)
+    assert result.exit_code == 1
+    what = f"{tmp_path / 'alpha'} holds a run without its state.json" if state is None else f"{path} cannot be read"
+    assert result.stderr.splitlines() == [
+        f"error: {what}: put it back from a copy, or move the directory away (its checkpoints and logs stay of use)"
+    ]
+
+
+def test_the_logs_of_a_damaged_run_can_be_read(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    (run_dir / "state.json").unlink()
+    (run_dir / "logs" / "env-0.log").write_text("hello\n")
+    assert penstock("logs", run_dir, "env-0", "--follow").stdout == "hello\n"
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_means_no_run(tmp_path: Path, name: str) -> None:
+    make_run(tmp_path / "only", "running")
+    result = penstock("stop", name, "--runs-dir", tmp_path)
+    assert result.exit_code == 1 and "the name of the run is empty" in result.stderr

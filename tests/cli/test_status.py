@@ -11,6 +11,7 @@ import pytest
 from made_runs import decide, make_run, note, owner, penstock, take_step
 
 from penstock.cli import polling
+from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 
 
 def ask(run_dir: Path, *words: str) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
         decide(run_dir, "dispatch", f"number {number}", moment=float(number))
     decide(run_dir, "trigger", "count: 7 groups ready", moment=1.5, groups=7)
     note(run_dir, "alarm", reason="starvation: group 3 waits")
-    note(run_dir, "checkpoint", path="checkpoints/step_2")
+    note(run_dir, "checkpoint", step=2, path="checkpoints/step_2")
     document = ask(run_dir)
     controller = document["processes"][1]
     assert (controller["state"], controller["alive"], controller["restarts"]) == ("ready", True, 1)
@@ -70,6 +71,29 @@ def test_the_newest_stall_says_where_to_read_on(tmp_path: Path) -> None:
     assert "Task swap" in text and "Task admit" not in text and "events.jsonl" in text and "logs/controller.log" in text
 
 
+def test_a_stall_that_is_over_is_not_shown(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    note(
+        run_dir, "stall", process="controller", waiter="swap", resource="new weights", seconds=12.0, holder="rollout-0"
+    )
+    take_step(run_dir, 1)
+    assert len(ask(run_dir)["stalls"]) == 1, "the step came before"
+    take_step(run_dir, 11)
+    assert ask(run_dir)["stalls"] == []
+
+
+def test_a_run_that_waits_for_a_process_does_not_train(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    for step in (1, 2, 3):
+        take_step(run_dir, step)
+    for state in ("ready", "exited", "backoff"):
+        note(run_dir, "process", name="trainer-0", state=state)
+    assert (seen := ask(run_dir)["progress"])["phase"] == "waiting for trainer-0 (restart 1)"
+    assert seen["eta_seconds"] is None
+    note(run_dir, "process", name="trainer-0", state="ready")
+    assert (seen := ask(run_dir)["progress"])["phase"] == "training" and seen["eta_seconds"] is not None
+
+
 def test_what_was_lost_and_recovered_is_told(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", "running")
     note(run_dir, "process", name="trainer-0", state="exited", kind="ok", returncode=0, reason="exit code 0")
@@ -105,18 +129,37 @@ def test_a_failed_run_names_its_root_cause_and_the_way_on(tmp_path: Path) -> Non
     assert "killed by SIGKILL" in penstock("status", run_dir).stdout
 
 
-def test_a_wrong_configuration_is_not_resumed(tmp_path: Path) -> None:
-    processes = {"trainer-0": {"state": "exited", "pid": 7, "returncode": 2}}
+@pytest.mark.parametrize("returncode", [CONFIG_ERROR, GAVE_UP])
+def test_what_would_fail_again_in_the_same_way_is_not_resumed(tmp_path: Path, returncode: int) -> None:
+    processes = {"trainer-0": {"state": "exited", "pid": 7, "returncode": returncode}}
     run_dir = make_run(tmp_path / "a", "failed", error="bad", processes=processes)
     note(run_dir, "state", to="failed", actor="trainer-0", reason="bad")
     assert not any("resume" in line["command"] for line in ask(run_dir)["next"])
+
+
+@pytest.mark.parametrize("event", ["resumed", "rewound"])
+def test_a_checkpoint_that_was_given_up_is_not_named(tmp_path: Path, event: str) -> None:
+    run_dir = make_run(tmp_path / "a", "stopped")
+    for step in (2, 4, 6):
+        note(run_dir, "checkpoint", step=step, path=f"checkpoints/step_{step}")
+    note(run_dir, event, step=4, revived=0, lost_steps=2)
+    document = ask(run_dir)
+    assert document["checkpoint"] == "checkpoints/step_4"
+    assert document["next"][0]["purpose"] == "go on from checkpoints/step_4"
+    note(run_dir, "rewound", step=0, lost_steps=4)
+    assert ask(run_dir)["checkpoint"] is None
+    note(run_dir, "checkpoint", step=2, path="checkpoints/step_2")
+    assert ask(run_dir)["checkpoint"] == "checkpoints/step_2"
 
 
 def test_a_run_without_its_supervisor_is_lost(tmp_path: Path) -> None:
     processes = {"controller": {"state": "ready", **dataclasses.asdict(owner(alive=False))}}
     run_dir = make_run(tmp_path / "a", "running", alive=False, processes=processes)
     document = ask(run_dir)
-    assert document["status"] == "lost" and document["wall_seconds"] is None
+    assert document["status"] == "lost" and document["progress"]["phase"] == "lost"
+    assert document["wall_seconds"] == pytest.approx(60.0, abs=5.0), "until its last event"
+    take_step(run_dir, 20)
+    assert ask(run_dir)["wall_seconds"] == pytest.approx(70.0, abs=5.0), "or step"
     assert document["next"][0]["command"] == f"penstock stop {run_dir}"
     assert "ready (gone)" in penstock("status", run_dir).stdout
 
@@ -145,7 +188,7 @@ def test_a_run_is_found_by_the_beginning_of_its_name(tmp_path: Path) -> None:
     make_run(tmp_path / "2026-b", "failed")
     assert "2026-a" in penstock("status", "2026-a", "--runs-dir", tmp_path).stdout
     ambiguous = penstock("status", "2026", "--runs-dir", tmp_path)
-    assert ambiguous.exit_code == 1 and "2 runs" in ambiguous.stderr
+    assert ambiguous.exit_code == 1 and "2 runs begin with 2026: 2026-a, 2026-b" in ambiguous.stderr
     assert penstock("status", "2027", "--runs-dir", tmp_path).exit_code == 1
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from made_runs import make_run, owner, penstock
 
+from penstock.cli import stop
 from penstock.observe import jsonl
+from penstock.observe.notices import notice
 from penstock.supervisor.ownership import owning
-from penstock.supervisor.procfs import identify
+from penstock.supervisor.procfs import identify, read_stat, send
 
 SUPERVISOR = """
 import json, pathlib, signal, sys, time
@@ -64,6 +68,38 @@ def test_now_sends_another_signal(supervised: Path) -> None:
     assert "run a is failed" in penstock("stop", supervised, "--now").stdout
 
 
+@pytest.mark.integration
+def test_a_suspended_supervisor_is_named_and_killed_only_on_request(supervised: Path) -> None:
+    pid = state_of(supervised)["supervisor"]["pid"]
+    suspend(pid)
+    document = json.loads(penstock("status", supervised, "--json").stdout)
+    assert (document["status"], document["progress"]["phase"]) == ("suspended", "suspended")
+    assert [line["command"] for line in document["next"]] == [
+        f"kill -CONT {pid}",
+        f"penstock stop {supervised} --now",
+    ]
+    result = penstock("stop", supervised)
+    assert result.exit_code == 1
+    assert f"its supervisor (process {pid}) is suspended: `kill -CONT {pid}`, or `penstock stop" in result.stderr
+    assert "run a is failed" in penstock("stop", supervised, "--now").stdout
+
+
+@pytest.mark.integration
+def test_a_supervisor_that_does_not_end_is_killed(supervised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = state_of(supervised)["supervisor"]["pid"]
+    monkeypatch.setattr(stop, "NOW_S", 0.05)
+    monkeypatch.setattr(stop, "send", lambda who, signum: signum != signal.SIGKILL or send(who, signum))
+    result = penstock("stop", supervised, "--now")
+    assert result.exit_code == 0 and "marked failed" in result.stdout
+    assert state_of(supervised)["status"] == "failed" and read_stat(pid).state == "Z"
+
+
+def suspend(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while (stat := read_stat(pid)) and stat.state != "T":
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("status", ["completed", "stopped", "failed"])
 def test_a_run_that_has_ended_says_so(tmp_path: Path, status: str) -> None:
     result = penstock("stop", make_run(tmp_path / "a", status, alive=False))
@@ -78,6 +114,8 @@ def test_a_run_whose_supervisor_died_is_marked_without_signalling_whoever_has_it
     state = state_of(run_dir)
     assert (state["status"], state["error"]) == ("failed", "the supervisor was killed")
     assert state["processes"]["trainer-0"]["state"] == "exited"
+    incidents = json.loads(penstock("status", run_dir, "--json").stdout)["incidents"]
+    assert [notice(each) for each in incidents] == ["the supervisor was killed"], "one line, not one of each process"
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
     assert "has ended already" in penstock("stop", run_dir).stdout
 
@@ -86,7 +124,7 @@ def test_a_state_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "state.json").write_text("{torn")
     result = penstock("stop", tmp_path / "a")
-    assert result.exit_code == 1 and "penstock doctor" in result.stderr
+    assert result.exit_code == 1 and f"{tmp_path / 'a' / 'state.json'} cannot be read: put it back" in result.stderr
 
 
 def test_a_run_that_is_supervised_elsewhere_is_stopped_there(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.observe.notices import LONGEST, notice
+from penstock.supervisor.record import SUPERVISOR_KILLED
 
 PROCESS = {"event": "process", "name": "env-0"}
 
@@ -20,6 +21,16 @@ PROCESS = {"event": "process", "name": "env-0"}
         ),
         ({**PROCESS, "state": "exited", "kind": "ok", "reason": "exit code 0"}, None),
         ({**PROCESS, "state": "exited", "kind": "killed_by_supervisor", "reason": "killed by supervisor"}, None),
+        ({**PROCESS, "state": "exited", "kind": "lost", "reason": SUPERVISOR_KILLED}, None),
+        (
+            {"event": "state", "to": "failed", "actor": "janitor", "reason": SUPERVISOR_KILLED},
+            "the supervisor was killed",
+        ),
+        (
+            {"event": "state", "to": "failed", "actor": "resume", "reason": SUPERVISOR_KILLED},
+            "the supervisor was killed",
+        ),
+        ({"event": "state", "to": "failed", "actor": "trainer-0", "reason": "it broke"}, None),
         ({**PROCESS, "state": "fatal"}, "env-0 is not started again"),
         ({**PROCESS, "state": "ready"}, None),
         ({"event": "payloads_lost", "groups": [1, 2]}, "the tokens of 2 groups are damaged"),

@@ -30,6 +30,27 @@ def process(name: str, status: str) -> dict[str, object]:
     return {"time": STARTED, "event": "process", "name": name, "state": status}
 
 
+@pytest.mark.parametrize(
+    ("states", "missing"),
+    [
+        ({"controller": "backoff"}, "controller (restart 1)"),
+        ({"trainer-0": "ready", "trainer-1": "starting"}, "trainer-1"),
+        ({"rollout-0": "ready", "rollout-1": "backoff"}, None),
+        ({"rollout-0": "starting", "rollout-1": "backoff"}, "rollout-0, rollout-1 (restart 1)"),
+        ({"env-0": "degraded", "env-1": "exited"}, None),
+        ({"env-0": "exited"}, "env-0"),
+    ],
+)
+def test_a_run_waits_for_what_it_cannot_go_on_without(states: dict[str, str], missing: str | None) -> None:
+    view = RunView(plan=Plan(num_steps=3))
+    view.see_event(state("starting"))
+    for name, found in states.items():
+        view.see_event(process(name, "ready"))
+        view.see_event(process(name, found))
+    view.see_event(state("running"))
+    assert view.phase == (f"waiting for {missing}" if missing else "waiting for the first step")
+
+
 def test_phases_follow_from_what_was_recorded(tmp_path: Path) -> None:
     view = RunView(plan=Plan(num_steps=3, num_warm_start_steps=10, num_eval_tasks=4))
     seen = [view.phase]
@@ -81,6 +102,7 @@ def test_the_panel_shows_processes_then_figures(tmp_path: Path) -> None:
     early = text_of(render_panel(watched.view, tmp_path, now=STARTED + 3))
     assert "starting env-0" in early and "3 s" in early and "controller" in early
     make_run(tmp_path, 20)
+    watched.view.see_event(process("env-0", "ready"))
     watched.view.see_event(state("running"))
     late = text_of(render_panel(watched.update(), tmp_path, now=STARTED))
     assert "step 20/200" in late and "(at most 2)" in late and "▁" in late

@@ -50,6 +50,18 @@ def test_a_run_has_one_supervisor_and_one_life(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("left", ["lineage.json", "events.jsonl", "checkpoints/step_5", "pool/index"])
+def test_a_directory_that_holds_a_run_without_its_state_is_not_taken_over(tmp_path: Path, left: str) -> None:
+    (tmp_path / "mine" / left).mkdir(parents=True)
+    config, told = (
+        Config(runs_dir=str(tmp_path), run_id="mine"),
+        r"a run without its state\.json: choose another run_id",
+    )
+    with pytest.raises(RunExists, match=told), open_run(config):
+        pass
+    assert not (tmp_path / "mine" / "config.yaml").exists()
+
+
 def test_a_supervisor_elsewhere_lives_as_long_as_its_run_is_owned(tmp_path: Path) -> None:
     own = identify(os.getpid())
     assert own

@@ -154,14 +154,14 @@ def serve(
 
 @app.command()
 def envs(
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Look for classes in the files below.")
+    place: Annotated[
+        Path | None, typer.Argument(metavar="PATH", help="Look for classes in this file, or in the files below.")
     ] = None,
 ) -> None:
     """List the environments, without importing any."""
     from penstock.cli import envs as command
 
-    command.show(directory)
+    raise typer.Exit(command.show(place))
 
 
 @env_app.command("try")
@@ -241,9 +241,9 @@ def logs(
 ) -> None:
     """Show what the processes of a run wrote."""
     from penstock.cli import logs as command
-    from penstock.cli.runs import find
+    from penstock.cli.runs import find_directory
 
-    raise typer.Exit(command.logs(find(runs_dir, run), process, follow=follow, num_lines=lines))
+    raise typer.Exit(command.logs(find_directory(runs_dir, run), process, follow=follow, num_lines=lines))
 
 
 @app.command()

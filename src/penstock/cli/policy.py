@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.cli.preflight import Refused
-from penstock.cli.runs import find
+from penstock.cli.runs import find_directory
 from penstock.model.files import has_weights
 from penstock.system import CHECKPOINTS
 from penstock.trainer.checkpoint import newest
@@ -17,7 +17,7 @@ def model_in(checkpoint: str, runs_dir: Path) -> Path:
     directory = Path(checkpoint).absolute()
     if has_weights(directory):
         return directory
-    run_dir = find(runs_dir, checkpoint)
+    run_dir = find_directory(runs_dir, checkpoint)
     found = newest(run_dir / CHECKPOINTS)
     if found is None:
         raise Refused(

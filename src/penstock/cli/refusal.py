@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
+REFUSAL = "error: "
+
 
 def refuse(reason: object, code: int) -> int:
     """Say why, where errors belong."""
-    print(f"error: {reason}", file=sys.stderr)
+    print(f"{REFUSAL}{reason}", file=sys.stderr)
     return code

@@ -24,7 +24,8 @@ def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
     except NotResumable as error:
         return refuse(error, 1)
     if resumption.is_complete:
-        print(f"run {run_dir.name} is complete: raise trainer.steps, or synthesis.tasks, to go further")
+        what = "trainer.steps" if resumption.config.has_trainer else "synthesis.tasks"
+        print(f"nothing was done, since run {run_dir.name} is complete: raise {what} to go further")
         return 0
     try:
         check_unsupervised(run_dir)

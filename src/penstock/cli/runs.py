@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,28 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.console import open_console
+from penstock.cli.refusal import refuse
 from penstock.observe import jsonl
 from penstock.observe.progress import clock, number
 from penstock.observe.summary import wall_seconds
-from penstock.supervisor.record import is_supervised, owner_of, read_state
+from penstock.supervisor.procfs import is_suspended
+from penstock.supervisor.record import LAST_EVENT_BYTES, holds_run, is_supervised, owner_of, read_state, unreadable
 from penstock.supervisor.states import RunState
 
 RUNS_DIR = Path("runs")
 """Where commands look, unless told otherwise."""
 LOST = "lost"
 """Shown of a run that has not ended, and whose supervisor has."""
+SUSPENDED = "suspended"
+"""Shown of a run whose supervisor lives, and was stopped as a job is (SIGSTOP)."""
 UNKNOWN = "unknown"
 """Shown of a run whose state is none of ours."""
+UNREADABLE = "unreadable"
+"""Shown of a run whose state is damaged or gone."""
+ENDED = {LOST, UNKNOWN, UNREADABLE} | {state.value for state in RunState if state.is_final}
 TAIL_BYTES = 32_768
+NUM_NAMED = 5
+"""Of the runs that a name may mean."""
 STYLES = {
     "running": "green",
     "starting": "yellow",
@@ -33,6 +42,8 @@ STYLES = {
     "completed": "cyan",
     "failed": "red",
     LOST: "red",
+    SUSPENDED: "yellow",
+    UNREADABLE: "red",
 }
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -40,29 +51,43 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def find(runs_dir: Path, name: str) -> Path:
+    """The directory of a run whose state can be read. Exits with an error otherwise, as `find_directory` does."""
+    run_dir = find_directory(runs_dir, name)
+    if read_state(run_dir) is None:
+        raise typer.Exit(refuse(unreadable(run_dir), 1))
+    return run_dir
+
+
+def find_directory(runs_dir: Path, name: str) -> Path:
     """The directory of a run, by its id, the unique beginning of one, or its path. Exits with an error otherwise."""
-    if (Path(name) / "state.json").exists():
+    if not name.strip():
+        raise typer.Exit(refuse("the name of the run is empty: `penstock runs` lists them", 1))
+    if holds_run(Path(name)):
         return Path(name).resolve()
-    known = sorted(path.parent for path in runs_dir.glob("*/state.json") if path.parent.name.startswith(name))
+    known = [path for path in directories(runs_dir) if path.name.startswith(name)]
     found = [path for path in known if path.name == name] or known
-    if len(found) != 1:
-        what = "no run" if not found else f"{len(found)} runs"
-        typer.echo(f"error: {what} named {name} in {runs_dir}: `penstock runs` lists them", err=True)
-        raise typer.Exit(1)
+    if not found:
+        raise typer.Exit(refuse(f"no run named {name} in {runs_dir}: `penstock runs` lists them", 1))
+    if len(found) > 1:
+        names = [path.name for path in found[:NUM_NAMED]] + ["..."] * (len(found) > NUM_NAMED)
+        raise typer.Exit(refuse(f"{len(found)} runs begin with {name}: {', '.join(names)}", 1))
     return found[0]
+
+
+def directories(runs_dir: Path) -> list[Path]:
+    """Those that hold runs, in the order of their names."""
+    return sorted(path for path in runs_dir.glob("*") if holds_run(path))
 
 
 def known_runs(runs_dir: Path) -> list[dict[str, Any]]:
     """What is known of each run, the newest first."""
-    found = [row for path in runs_dir.glob("*/state.json") if (row := describe(path.parent)) is not None]
+    found = [describe(run_dir) for run_dir in directories(runs_dir)]
     return sorted(found, key=lambda row: (row["started"] or 0.0, row["run_id"]), reverse=True)
 
 
-def describe(run_dir: Path) -> dict[str, Any] | None:
-    """A run in short, with keys that stay; None if its state cannot be read."""
-    state = read_state(run_dir)
-    if state is None:
-        return None
+def describe(run_dir: Path) -> dict[str, Any]:
+    """A run in short, with keys that stay."""
+    state = read_state(run_dir) or {}
     status = status_of(run_dir, state)
     config, lines = config_of(run_dir), jsonl.tail(run_dir / "metrics.jsonl", TAIL_BYTES)
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
@@ -71,12 +96,18 @@ def describe(run_dir: Path) -> dict[str, Any] | None:
         "status": status,
         "environment": " + ".join(config.get("env", {}).get("mixture", {})) or config.get("env", {}).get("name"),
         "started": state.get("started"),
-        "wall_seconds": wall_seconds(state, now=None if status == LOST else time.time()),
+        "wall_seconds": wall_seconds(state, now=_last_sign(run_dir, lines) if status == LOST else time.time()),
         "step": lines[-1].get("step", 0) if lines else 0,
         "steps": _num_steps(config, run_dir),
         "reward": rewards[-1] if rewards else None,
         "run_dir": str(run_dir.absolute()),
     }
+
+
+def _last_sign(run_dir: Path, lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """When the run last wrote an event or a line of its metrics (seconds since the epoch)."""
+    latest = [*lines[-1:], *jsonl.tail(run_dir / "events.jsonl", LAST_EVENT_BYTES)[-1:]]
+    return max((line["time"] for line in latest), default=None)
 
 
 def _num_steps(config: Mapping[str, Any], run_dir: Path) -> int | None:
@@ -89,13 +120,19 @@ def _num_steps(config: Mapping[str, Any], run_dir: Path) -> int | None:
 
 
 def status_of(run_dir: Path, state: Mapping[str, Any]) -> str:
-    """The recorded state, unless whoever kept it has vanished without a word."""
+    """The recorded state, unless there is none to read, or whoever keeps it is gone or cannot act."""
+    if not state:
+        return UNREADABLE
     try:
         status = RunState(state.get("status", ""))
     except ValueError:
         return UNKNOWN
     owner = owner_of(state)
-    return LOST if not status.is_final and owner and not is_supervised(run_dir, owner) else status.value
+    if status.is_final or owner is None:
+        return status.value
+    if not is_supervised(run_dir, owner):
+        return LOST
+    return SUSPENDED if is_suspended(owner) else status.value
 
 
 def name_of(run_dir: Path) -> str:
@@ -105,7 +142,7 @@ def name_of(run_dir: Path) -> str:
 
 def has_ended(status: str) -> bool:
     """Whether nothing will change any more, unless somebody does something about it."""
-    return status in (LOST, UNKNOWN) or RunState(status).is_final
+    return status in ENDED
 
 
 def config_of(run_dir: Path) -> dict[str, Any]:

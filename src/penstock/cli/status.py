@@ -13,12 +13,12 @@ from rich.live import Live
 
 from penstock.cli.console import open_console
 from penstock.cli.polling import claim_answer, refusal
-from penstock.cli.runs import UNKNOWN, config_of, describe, has_ended, name_of
+from penstock.cli.runs import config_of, describe, has_ended, name_of
 from penstock.cli.status_view import render
 from penstock.observe import jsonl
 from penstock.observe.notices import notice
 from penstock.observe.view import Plan, RunView
-from penstock.supervisor.child import CONFIG_ERROR
+from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 from penstock.supervisor.procfs import Identity, is_alive
 from penstock.supervisor.record import read_state
 
@@ -71,15 +71,17 @@ def status(run_dir: Path) -> Document:
     state = read_state(run_dir) or {}
     config, events = config_of(run_dir), jsonl.read(run_dir / "events.jsonl")
     view = _view(config, events, jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES))
-    short = describe(run_dir) or {}
+    short = describe(run_dir)
+    view.status = short["status"]
+    last_step = max(view.latest.get("time", 0.0), state.get("born", 0.0))
     document: Document = {
-        **{key: short.get(key) for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
+        **{key: short[key] for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
         "ended": state.get("ended"),
         "reason": _last_reason(events),
         "error": state.get("error"),
         "root_cause": _root_cause(state, events),
         "leftovers": state.get("leftovers", []),
-        "processes": processes(short.get("status", UNKNOWN), state, events),
+        "processes": processes(short["status"], state, events),
         "progress": progress(view),
         "ledger": view.latest.get("ledger", {}),
         "groups_dropped": view.latest.get("groups_dropped", {}),
@@ -89,7 +91,7 @@ def status(run_dir: Path) -> Document:
         "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),
         "incidents": [incident(event) for event in events if is_incident(event)][-NUM_INCIDENTS:],
         "alarms": [_without_kind(event) for event in events if event.get("event") == "alarm"][-NUM_ALARMS:],
-        "stalls": [_without_kind(event) for event in events if event.get("event") == "stall"][-NUM_STALLS:],
+        "stalls": [_without_kind(event) for event in events if is_lasting_stall(event, last_step)][-NUM_STALLS:],
     }
     return document | {"next": next_commands(document)}
 
@@ -134,7 +136,7 @@ def progress(view: RunView) -> Document:
         "staleness_max": latest.get("staleness_max"),
         "trainer_busy_fraction": view.trainer_busy,
         "generator_busy_fraction": view.generator_busy,
-        "eta_seconds": view.eta_s if view.status == "running" else None,
+        "eta_seconds": view.eta_s if view.advances else None,
         "last_step_at": latest.get("time"),
     }
 
@@ -219,6 +221,11 @@ def is_incident(event: Document) -> bool:
     return event.get("event") not in ("alarm", "stall") and notice(event) is not None
 
 
+def is_lasting_stall(event: Document, last_step: float) -> bool:
+    """Whether somebody was stuck, and the run has taken no step since (`last_step`: seconds since the epoch)."""
+    return event.get("event") == "stall" and event["time"] > last_step
+
+
 def incident(event: Document) -> Document:
     """What is told of it."""
     return {
@@ -266,9 +273,17 @@ def next_commands(document: Document) -> list[Document]:
         case "failed":
             process = f" {cause['process']}" if cause else ""
             logs = {"command": f"penstock logs {run}{process} -n 100", "purpose": "see what it said last"}
-            return [logs] if cause and cause["returncode"] == CONFIG_ERROR else [logs, resume]
+            return [logs] if cause and cause["returncode"] in (CONFIG_ERROR, GAVE_UP) else [logs, resume]
         case "stopped":
             return [resume]
+        case "unknown" | "unreadable":
+            return []
+        case "suspended":
+            pid = document["processes"][0]["pid"]
+            return [
+                {"command": f"kill -CONT {pid}", "purpose": "let its supervisor go on"},
+                {"command": f"penstock stop {run} --now", "purpose": "kill it; it can be resumed"},
+            ]
         case status if has_ended(status):
             return [{"command": f"penstock stop {run}", "purpose": "end what is left of it"}, resume]
     commands = [

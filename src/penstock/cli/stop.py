@@ -9,14 +9,16 @@ from typing import Any
 
 from penstock.cli.console import open_console
 from penstock.cli.refusal import refuse
-from penstock.cli.runs import LOST, UNKNOWN, config_of, has_ended, name_of, status_of
+from penstock.cli.runs import LOST, SUSPENDED, UNKNOWN, UNREADABLE, config_of, has_ended, name_of, status_of
 from penstock.config import SupervisorConfig
 from penstock.supervisor import orphans
-from penstock.supervisor.procfs import send
-from penstock.supervisor.record import owner_of, read_state
+from penstock.supervisor.procfs import Identity, send
+from penstock.supervisor.record import owner_of, read_state, unreadable
 
 MARGIN_S = 60.0
 """Beyond the grace of its processes: what is left of an optimizer step and a checkpoint, the summary, the pictures."""
+NOW_S = 10.0
+"""For a supervisor to kill everything, and again for it to die."""
 LOOK_EVERY_S = 0.05
 
 
@@ -24,8 +26,8 @@ def stop(run_dir: Path, *, now: bool) -> int:
     """Returns the exit code: 1 if the run could not be ended."""
     state = read_state(run_dir) or {}
     status = status_of(run_dir, state)
-    if status == UNKNOWN:
-        return refuse(f"{run_dir} has no state that can be read: `penstock doctor` looks for what is left of it", 1)
+    if status in (UNKNOWN, UNREADABLE):
+        return refuse(unreadable(run_dir), 1)
     if status == LOST:
         return clean_up(run_dir, state)
     if has_ended(status):
@@ -37,11 +39,30 @@ def stop(run_dir: Path, *, now: bool) -> int:
     if not owner.is_here:
         host = state["supervisor"].get("host")
         return refuse(f"run {run_dir.name} is supervised by process {owner.pid} on {host}: stop it there", 1)
-    if send(owner, signal.SIGQUIT if now else signal.SIGTERM):
+    if now:
+        kill(run_dir, owner)
+        return conclude(run_dir)
+    if status == SUSPENDED:
+        return refuse(
+            f"run {run_dir.name} cannot be stopped cleanly: its supervisor (process {owner.pid}) is suspended: "
+            f"`kill -CONT {owner.pid}`, or `penstock stop {name_of(run_dir)} --now`",
+            1,
+        )
+    if send(owner, signal.SIGTERM):
         limit_s = config_of(run_dir).get("supervisor", {}).get("grace_s", SupervisorConfig().grace_s) + MARGIN_S
         if not wait(run_dir, limit_s):
             return refuse(f"run {run_dir.name} has not ended after {limit_s:g} s; `--now` kills it", 1)
     return conclude(run_dir)
+
+
+def kill(run_dir: Path, supervisor: Identity) -> None:
+    """Have the supervisor kill everything, even if it is suspended; if it does not, kill it, and its janitor does."""
+    if not send(supervisor, signal.SIGQUIT):
+        return
+    send(supervisor, signal.SIGCONT)
+    if not wait(run_dir, NOW_S):
+        send(supervisor, signal.SIGKILL)
+        wait(run_dir, NOW_S)
 
 
 def wait(run_dir: Path, limit_s: float) -> bool:

@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from penstock.cli.preflight import Refused, check
-from penstock.cli.refusal import refuse
+from penstock.cli.refusal import REFUSAL, refuse
 from penstock.config import Config, ConfigError, load_config
 from penstock.envs.registry import locate
 from penstock.observe import plots, progress, report, summary
@@ -151,10 +151,19 @@ def sum_up(run: OpenRun) -> None:
     report.show(run.run_dir, Console(highlight=False))
 
 
+def why_not_started(run: str, log: Path, begun: log_files.Place) -> str:
+    """Why the command says no, if it does; somebody else may write to that log too. Or else all that was written."""
+    refusals = [line for line in log_files.tail(log, since=begun) if line.startswith(REFUSAL)]
+    if refusals:
+        return refusals[-1].removeprefix(REFUSAL)
+    return f"run {run} did not start{log_files.quote(log, begun)}"
+
+
 def start_detached(run_dir: Path, words: Sequence[str]) -> int:
     """Start a command in a session of its own, which outlives the one it was given in; return once it owns the run."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     log = run_dir / "logs" / "supervisor.log"
+    begun = log_files.end_of(log)
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli.main", *words],
@@ -166,7 +175,7 @@ def start_detached(run_dir: Path, words: Sequence[str]) -> int:
     limit = time.monotonic() + DETACH_S
     while (read_state(run_dir) or {}).get("supervisor", {}).get("pid") != process.pid:
         if process.poll() is not None or time.monotonic() > limit:
-            raise Refused(f"run {run_dir.name} did not start{log_files.quote(log)}")
+            raise Refused(why_not_started(run_dir.name, log, begun))
         time.sleep(0.02)
     print(f"run {run_dir.name} started in {run_dir}\nfollow it with: penstock status {run_dir.name}")
     return 0

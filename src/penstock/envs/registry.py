@@ -57,6 +57,16 @@ def locate(name: str) -> tuple[str, str]:
     return where, class_name
 
 
+def means(name: str, kind: type) -> bool:
+    """Whether an `env.name` means the class `kind`: one that is called the same, in a file or module that is called the
+    same, wherever that lies. Nothing is imported."""
+    where, _, class_name = (_BUILT_IN[name][0] if name in _BUILT_IN else name).rpartition(":")
+    home = Path(where).stem if is_file(where) else where.rpartition(".")[2]
+    modules = (sys.modules.get(module) for module in (kind.__module__, "__main__"))
+    files = {Path(file).stem for module in modules if (file := getattr(module, "__file__", None))}
+    return class_name == kind.__name__ and home in files | {kind.__module__.rpartition(".")[2]}
+
+
 def is_file(where: str) -> bool:
     """Whether that is a file, not a module."""
     return where.endswith(".py")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-ENDED = (None, "ok", "killed_by_supervisor")
-"""How processes end that nobody misses."""
+ENDED = (None, "ok", "killed_by_supervisor", "lost")
+"""How processes end that nobody misses, or that ended with their supervisor, of which there is one line."""
+UNDERTAKERS = ("janitor", "resume")
+"""Who records the death of a supervisor."""
 LONGEST = 200
 """Characters; the whole of it is in events.jsonl."""
 
@@ -29,6 +31,8 @@ def notice(event: dict[str, Any]) -> str | None:
             text = f"{name} is started again: {decision}"
         case {"event": "process", "state": "fatal", "name": name}:
             text = f"{name} is not started again"
+        case {"event": "state", "to": "failed", "actor": actor, "reason": reason} if actor in UNDERTAKERS:
+            text = reason
         case {"event": "adopted", "step": step}:
             text = f"another controller goes on at step {step}"
         case {"event": "resumed", "step": step, "revived": revived}:

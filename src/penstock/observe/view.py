@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,8 @@ from penstock.observe.summary import busy_fraction
 Record = dict[str, Any]
 TRAINING, PLAYING = "training", "playing"
 """Phases of a run."""
+INDISPENSABLE = ("controller", "trainer")
+"""Roles each of whose processes the run needs."""
 WINDOW_S = 15.0
 """Rates are means over the latest steps of about this long."""
 
@@ -38,7 +40,9 @@ class RunView:
     phase_since: float | None = None
     """Start of the present phase (seconds since the epoch)."""
     processes: dict[str, str] = field(default_factory=dict)
-    """Name -> state, in start order."""
+    """Name -> state, in start order, in the present life of the run."""
+    restarts: Counter[str] = field(default_factory=Counter)
+    """By name, in the present life."""
     rewards: dict[int, float] = field(default_factory=dict)
     """By step."""
     servers: dict[str, str] = field(default_factory=dict)
@@ -47,7 +51,8 @@ class RunView:
     """`before`, `step <n>`, `after` -> mean reward on the held-out tasks."""
     evaluated_tags: dict[str, Record] = field(default_factory=dict)
     """What the latest of them found, by tag."""
-    checkpoint: str | None = None
+    checkpoints: dict[int, str] = field(default_factory=dict)
+    """Step -> directory, of those that were saved and not given up."""
     is_warm: bool = False
     notices: list[str] = field(default_factory=list)
     """Alarms, losses, restarts and stalls, in their order."""
@@ -64,8 +69,12 @@ class RunView:
         match event:
             case {"event": "state", "to": status}:
                 self.status = status
+                if status == "starting":
+                    self.processes.clear()
+                    self.restarts.clear()
             case {"event": "process", "name": name, "state": state}:
                 self.processes[name] = state
+                self.restarts[name] += state == "backoff"
             case {"event": "joined", "name": name, "url": url}:
                 self.servers[name] = url
             case {"event": "no_workers", "command": command}:
@@ -80,8 +89,10 @@ class RunView:
                 self.evaluations.pop(when, None)
                 self.evaluations[when] = reward
                 self.evaluated_tags = event.get("tags", {})
-            case {"event": "checkpoint", "path": path}:
-                self.checkpoint = path
+            case {"event": "checkpoint", "step": step, "path": path}:
+                self.checkpoints[step] = path
+            case {"event": "resumed" | "rewound", "step": step}:
+                self.checkpoints = {saved: path for saved, path in self.checkpoints.items() if saved <= step}
         if self.phase != before:
             self.phase_since = event.get("time")
 
@@ -98,6 +109,11 @@ class RunView:
             self.rewards[line["step"]] = line["reward"]
         if self.phase != before:
             self.phase_since = line["time"]
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The one to go on from."""
+        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     @property
     def step(self) -> int:
@@ -133,6 +149,8 @@ class RunView:
             return "starting " + ", ".join(waiting) if waiting else "starting"
         if self.status != "running":
             return self.status
+        if missing := self._missing:
+            return f"waiting for {', '.join(map(self._with_restarts, missing))}"
         if self.needs is not None:
             return f"waiting for an environment worker: {self.needs}"
         if not self.plan.trains:
@@ -146,6 +164,22 @@ class RunView:
         if self.plan.num_eval_tasks and "before" not in self.evaluations:
             return "evaluating the untrained policy"
         return "waiting for the first step"
+
+    @property
+    def _missing(self) -> list[str]:
+        """Processes without which nothing goes on: controller and trainers, and of the others all that do the same."""
+        by_role: dict[str, dict[str, bool]] = {}
+        for name, state in self.processes.items():
+            by_role.setdefault(name.partition("-")[0], {})[name] = state in ("ready", "degraded")
+        return [
+            name
+            for role, served in by_role.items()
+            for name, is_there in served.items()
+            if not is_there and (role in INDISPENSABLE or not any(served.values()))
+        ]
+
+    def _with_restarts(self, name: str) -> str:
+        return f"{name} (restart {self.restarts[name]})" if self.restarts[name] else name
 
     @property
     def unit(self) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from penstock.config import Config, ConfigError, load_config
-from penstock.config.environments import tag_of
-from penstock.envs.registry import resolve
+from penstock.envs.registry import means, resolve
 from penstock.ports import Environment
 from penstock.processes import env
 from penstock.processes.member import first
@@ -38,13 +37,11 @@ async def attend(child: Child, kind: type[Environment]) -> None:
 
 
 def kinds_with(kind: type[Environment], config: Config) -> dict[str, type[Environment]]:
-    """The environments of a run by name, `kind` in the place of the only one, or of those named like it."""
+    """The environments of a run by name, `kind` in the place of those that mean it. Raises `ConfigError` if none do."""
     names = config.environments.names
-    if len(names) == 1:
-        return {names[0]: kind}
-    if kind.__name__ not in map(tag_of, names):
-        raise ConfigError(f"no environment of this run is called {kind.__name__}; it has {', '.join(names)}")
-    return {name: kind if tag_of(name) == kind.__name__ else resolve(name) for name in names}
+    if not any(means(name, kind) for name in names):
+        raise ConfigError(f"run {config.run_id} plays {', '.join(names)}, and this file holds {kind.__name__}")
+    return {name: kind if means(name, kind) else resolve(name) for name in names}
 
 
 def goes_on(child: Child) -> bool:

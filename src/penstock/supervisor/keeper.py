@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.config import SupervisorConfig
 from penstock.ports import Launcher, ProcessHandle, ProcessSpec
-from penstock.supervisor import failure
+from penstock.supervisor import failure, log_files
 from penstock.supervisor.child import FAILED, HEARTBEAT_S
 from penstock.supervisor.failure import Exit, ExitKind, Report
 from penstock.supervisor.liveness import Finding, Health, Liveness, read_beat
@@ -51,6 +51,8 @@ class Keeper:
         """The latest."""
         self.failure: Exit | None = None
         """How it ended last, until it is ready again."""
+        self.born = log_files.Place()
+        """The beginning of its latest life, in its log."""
         self.num_restarts = 0
         self._settings = settings
         self._launcher = launcher
@@ -105,7 +107,7 @@ class Keeper:
     async def _live(self) -> Exit:
         """One life."""
         num_oom_kills_before = num_oom_kills()
-        self.process = None
+        self.process, self.born = None, log_files.end_of(self.log)
         self._sent.clear()
         try:
             self.process = await self._launcher.spawn(self.spec)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 MAX_BYTES = 64 * 2**20
@@ -35,28 +36,59 @@ def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
         copy.unlink(missing_ok=True)
 
 
-def quote(log: Path) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A place in a log, which is found again after the log was rotated."""
+
+    size: int = 0
+    """Bytes before it, in the log as it was."""
+    older: tuple[int, int] | None = None
+    """What the latest rotation had left by then, if anything."""
+
+
+def end_of(log: Path) -> Place:
+    """Where the next line goes."""
+    try:
+        size = log.stat().st_size
+    except OSError:
+        size = 0
+    return Place(size=size, older=_identity(_older(log, 1)))
+
+
+def quote(log: Path, since: Place) -> str:
     """The last lines of a log, to be appended to a message."""
-    lines = tail(log)
+    lines = tail(log, since=since)
     if not lines:
-        return f"\n  its log {log} is empty"
+        return f"\n  nothing was written to {log}"
     return "\n".join([f"\n  last lines of {log}:", *(f"    {line}" for line in lines)])
 
 
-def tail(log: Path, num_lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log, across its latest rotation; none if there is no such file."""
-    return (_last_lines(_older(log, 1)) + _last_lines(log))[-num_lines:]
+def tail(log: Path, num_lines: int = TAIL_LINES, *, since: Place) -> list[str]:
+    """The last lines of a log from a place on, across its latest rotation; none if there is no such file."""
+    if _identity(_older(log, 1)) == since.older:
+        return _last_lines(log, since.size)[-num_lines:]
+    start = since.size if _identity(_older(log, 2)) == since.older else 0
+    return (_last_lines(_older(log, 1), start) + _last_lines(log))[-num_lines:]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Stays the same when a file is renamed; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _older(log: Path, number: int) -> Path:
     return log.with_name(f"{log.name}.{number}")
 
 
-def _last_lines(path: Path) -> list[str]:
+def _last_lines(path: Path, start: int = 0) -> list[str]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
+            file.seek(max(start, size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []

@@ -104,6 +104,12 @@ def is_alive(identity: Identity) -> bool:
     return stat is not None and stat.state not in "ZX" and stat.start_ticks == identity.start_ticks and identity.is_here
 
 
+def is_suspended(identity: Identity) -> bool:
+    """Whether that very process lives and does not run, by SIGSTOP or because somebody traces it."""
+    stat = read_stat(identity.pid)
+    return stat is not None and stat.state in "Tt" and is_alive(identity)
+
+
 def send(identity: Identity, signum: int) -> bool:
     """Signal that very process, never another that got its pid. False if it is gone."""
     try:

@@ -27,6 +27,8 @@ from penstock.supervisor.states import ProcessState, RunState, move_process, mov
 
 LAST_EVENT_BYTES = 65_536
 """More than an event takes."""
+BEGUN = ("state.json", "lineage.json", "events.jsonl", "checkpoints", "pool/index")
+"""Any of these in a directory tells that a run was begun there."""
 FORMAT = 1
 """Of a run directory: what lies where, and what it means."""
 SUPERVISOR_KILLED = "the supervisor was killed"
@@ -177,6 +179,18 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def unreadable(run_dir: Path) -> str:
+    """What there is to say of a run whose snapshot is damaged or gone."""
+    path = run_dir / "state.json"
+    what = f"{path} cannot be read" if path.exists() else f"{run_dir} holds a run without its state.json"
+    return f"{what}: put it back from a copy, or move the directory away (its checkpoints and logs stay of use)"
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether a run was begun in that directory, whatever has become of its state."""
+    return any((run_dir / name).exists() for name in BEGUN)
 
 
 def owner_of(state: Mapping[str, Any]) -> Identity | None:

@@ -21,9 +21,10 @@ from penstock.config import Config, load_config
 from penstock.config.lineage import changes, check_lineage, lineage
 from penstock.data.identity import check_identities, identities
 from penstock.observe import jsonl
+from penstock.observe.view import Plan, RunView
 from penstock.supervisor import orphans
 from penstock.supervisor.ownership import owning
-from penstock.supervisor.record import FORMAT, Record, is_supervised, owner_of, read_state
+from penstock.supervisor.record import FORMAT, Record, holds_run, is_supervised, owner_of, read_state, unreadable
 from penstock.supervisor.runtime import runtime_path
 from penstock.supervisor.states import RunState
 
@@ -81,8 +82,13 @@ def open_run(config: Config) -> Iterator[OpenRun]:
     with owning(run_dir):
         if (run_dir / "state.json").exists():
             raise RunExists(f"run {run_id} exists already in {run_dir}: `penstock resume {run_id}` continues it")
+        if holds_run(run_dir):
+            raise RunExists(
+                f"directory {run_dir} holds a run without its state.json: choose another run_id, or move it away"
+            )
+        begun_with = lineage(config) | {DATASETS: identities(config)}
         _write_config(config, run_dir)
-        jsonl.write_json(run_dir / LINEAGE, lineage(config) | {DATASETS: identities(config)})
+        jsonl.write_json(run_dir / LINEAGE, begun_with)
         runtime_dir = runtime_path(run_id)
         record = Record.create(run_dir, run_id=run_id, runtime_dir=runtime_dir)
         yield OpenRun(run_id=run_id, run_dir=run_dir, runtime_dir=runtime_dir, config=config, record=record)
@@ -103,7 +109,7 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     """Look whether and how the run in `run_dir` can go on; changes nothing. Raises `NotResumable`, `ConfigError`."""
     state = read_state(run_dir)
     if state is None:
-        raise NotResumable(f"{run_dir} has no readable state.json: it is not the directory of a run")
+        raise NotResumable(unreadable(run_dir))
     if state.get("format") != FORMAT:
         raise NotResumable(
             f"run {run_dir.name} is of format {state.get('format', 0)}, and this version of penstock reads format "
@@ -115,6 +121,12 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     datasets = begun_with.pop(DATASETS, {})
     check_lineage(begun_with, config)
     check_identities(datasets, config)
+    saved = _last_step_saved(run_dir)
+    if config.has_trainer and config.trainer.steps < saved:
+        raise NotResumable(
+            f"trainer.steps is {config.trainer.steps}, and run {run_dir.name} has a checkpoint of step {saved}: "
+            f"give it {saved} at least, or begin a new run"
+        )
     return Resumption(
         config=config,
         changed=", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes(before, config).items()),
@@ -162,6 +174,14 @@ def _goes_further(before: Config, after: Config) -> bool:
         return after.synthesis.tasks != before.synthesis.tasks
     old, new = before.trainer, after.trainer
     return new.steps > old.steps or (new.total_samples or math.inf) > (old.total_samples or math.inf)
+
+
+def _last_step_saved(run_dir: Path) -> int:
+    """Of the checkpoint that the run goes on from; 0 if there is none."""
+    view = RunView(plan=Plan(num_steps=0))
+    for event in jsonl.read(run_dir / "events.jsonl"):
+        view.see_event(event)
+    return max(view.checkpoints, default=0)
 
 
 def _read_lineage(run_dir: Path) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class Supervisor:
         )
         culprit = keepers[cause.name]
         what = failure.explain(cause, phase="in mid-run" if culprit.ready.is_set() else "while starting")
-        self._decide(failed(f"{what}; {decision.reason}{log_files.quote(culprit.log)}"), actor=cause.name)
+        self._decide(failed(f"{what}; {decision.reason}{log_files.quote(culprit.log, culprit.born)}"), actor=cause.name)
 
     async def _end(self, outcome: Outcome) -> None:
         """Controller first (it drains while the others still serve), then stage by stage, the last stage first."""
