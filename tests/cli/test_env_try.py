@@ -218,7 +218,7 @@ def test_agents_are_asked_and_answered(file: Path) -> None:
 @pytest.mark.integration
 def test_a_served_policy_plays(file: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    write_tiny_model(model, TinyModelConfig(num_layers=1, hidden_size=32), max_context=512)
+    write_tiny_model(model, TinyModelConfig(num_layers=1, hidden_size=32), max_context=4096)
     load_policy(model, weights=False, seed=0).save_pretrained(model)
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--model", str(model), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

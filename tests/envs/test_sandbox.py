@@ -131,7 +131,8 @@ def test_it_ends_with_its_caller(tmp_path: Path) -> None:
 
 
 def _sleeping(mark: str) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", mark]]
+    found = [p for p in psutil.process_iter(["cmdline", "status"]) if p.info["cmdline"] == ["sleep", mark]]
+    return [p for p in found if p.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -57,7 +57,9 @@ def environment(program: Path, run_dir: Path, *options: str) -> Iterator[subproc
 def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], *, seconds: float = 120) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None and time.monotonic() < give_up, process.communicate(timeout=10)[0]
+        if process.poll() is not None or time.monotonic() > give_up:
+            process.kill()
+            raise AssertionError(process.communicate(timeout=10)[0])
         time.sleep(0.1)
 
 
