@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from test_training_run import EXAMPLES, command, leftovers, lines, only_run
 
+from penstock.compat.atropos import SILENT_S
+
 pytestmark = pytest.mark.integration
 
 LETTERS = EXAMPLES / "atropos" / "letters.py"
@@ -88,6 +90,7 @@ def test_an_environment_that_was_there_first_trains_dies_and_comes_back(tmp_path
         with environment(LETTERS, run_dir) as first:
             wait_until(run, lambda: len(steps(run_dir)) >= 2)
             first.kill()
+            time.sleep(SILENT_S)  # so long it is taken for alive, and keeps its name
         with environment(LETTERS, run_dir) as second:
             check_completed(run, run_dir, num_steps=8)
             assert second.wait(timeout=30) == 0, "it was told that the run is over"
