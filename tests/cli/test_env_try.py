@@ -220,7 +220,8 @@ def test_a_served_policy_plays(file: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_tiny_model(model, TinyModelConfig(num_layers=1, hidden_size=32), max_context=4096)
     load_policy(model, weights=False, seed=0).save_pretrained(model)
-    command = [sys.executable, "-m", "penstock.cli.main", "serve", "--model", str(model), "--port", "0"]
+    words = ["serve", "--model", str(model), "--port", "0", "model.max_context=4096"]
+    command = [sys.executable, "-m", "penstock.cli.main", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
