@@ -26,6 +26,8 @@ def open_dumps(
     config: Config, run_dir: Path, pool: ExperiencePool, tasks: TaskStream, tell: Tell
 ) -> list[Dump | Samples]:
     """Raises `ConfigError` if the target cannot be written to."""
+    if config.pipeline == "eval":
+        return []  # what is held out is not in the pool
     chat = ChatTokenizer.load(model_dir(config, run_dir))
 
     if (first := tasks.at(0)) is not None:
