@@ -91,7 +91,9 @@ def kill(run_dir: Path, name: str) -> None:
 def each_once(config: Path) -> None:
     """Every trajectory of the dataset is in the dump, and none of them twice."""
     found = sorted(row["trajectory"] for row in rows(shards(config)))
-    assert found == sorted(f"SlowLetters/{group}/{member}" for group in range(NUM_TASKS) for member in range(GROUP_SIZE))
+    assert found == sorted(
+        f"SlowLetters/{group}/{member}" for group in range(NUM_TASKS) for member in range(GROUP_SIZE)
+    )
 
 
 def test_whoever_dies_each_trajectory_is_dumped_once(config: Path) -> None:
