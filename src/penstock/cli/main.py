@@ -28,6 +28,10 @@ env_app = typer.Typer(help="Try an environment.", no_args_is_help=True)
 app.add_typer(env_app, name="env")
 
 PolicyName = Literal["random", "scripted", "human", "openai"]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Run in the background.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")]
 RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, the unique beginning of one, or a directory.")]
@@ -44,10 +48,10 @@ def options(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")] = False,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    detach: Detach = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a policy. Ctrl-C stops it cleanly with a checkpoint, twice kills it."""
     from penstock.cli import train as command
@@ -57,16 +61,16 @@ def train(
 
 @app.command()
 def rollout(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
             metavar="RUN", help="Play with the newest checkpoint of this run (id or directory), or with this model."
         ),
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")] = False,
+    detach: Detach = False,
+    dry_run: DryRun = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Play a whole dataset with a policy that does not change, and dump the trajectories. Nothing is trained."""
@@ -82,8 +86,8 @@ def rollout(
 @app.command()
 def resume(
     run: RunName,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
+    overrides: Overrides = None,
+    detach: Detach = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Continue a run that was stopped, has failed, or was killed, in its own directory."""
@@ -95,8 +99,8 @@ def resume(
 
 @app.command("eval")
 def evaluate(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -115,7 +119,7 @@ def evaluate(
 @app.command()
 def simulate(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    overrides: Overrides = None,
     calibrate: Annotated[
         str | None, typer.Option(metavar="RUN", help="Fit the simulator to this run instead (id or directory).")
     ] = None,
@@ -144,7 +148,7 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Under which clients know the model; its directory by default.")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Serve a model to SGLang and OpenAI clients, without a run."""
     from penstock.cli import serve as command
@@ -167,7 +171,7 @@ def envs(
 @env_app.command("try")
 def env_try(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What env.name takes, or a configuration file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")] = None,
+    overrides: Overrides = None,
     policy: Annotated[
         PolicyName | None,
         typer.Option(help="Who plays; the environment's own demonstrate() where there is one, else chance."),
