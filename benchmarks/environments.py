@@ -8,7 +8,7 @@ a turn on average, asynchronously, which asks for twice the turns that are wante
 
 A turn is an answer generated and an observation made of it. `overhead_ms_per_turn` is the worker's processor time over
 its turns, so it does not depend on how busy the machine is; `turns_per_s` is over wall time. `dataset_items_per_s` is
-over processor time: tasks taken from a JSON lines file of half a kilobyte a row, as the controller takes them.
+that of the slowest source of files (`task_rate`), as the controller takes tasks, over wall time.
 `dump_share` is what a real run that only plays the quickstart's tasks says of itself: processor time spent on writing
 its trajectories, over the time in which it played.
 """
@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
@@ -37,8 +36,9 @@ import psutil
 import uvloop
 import yaml
 from report import arguments, publish
+from task_rate import NUM_ROWS, dataset_items_per_s
 
-from penstock.config import Config, DataConfig
+from penstock.config import Config
 from penstock.control.bus import Bus
 from penstock.control.messages import (
     AnyMessage,
@@ -49,7 +49,6 @@ from penstock.control.messages import (
     Welcome,
 )
 from penstock.control.remote import RemoteWorkers
-from penstock.data.sources import TaskStream, open_tasks
 from penstock.processes.layout import prepare
 from penstock.processes.listening import bind, url_of
 from penstock.rollout import wire
@@ -65,7 +64,6 @@ START_S, SETTLE_S, WATCH_S = 60.0, 4.0, 20.0
 CORE = 0
 """Of the worker; everything else is elsewhere."""
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
-ITEMS, ITEM_TEXT = 100_000, "x" * 450
 
 
 class Thinker:
@@ -240,22 +238,6 @@ def play(watch_s: float) -> dict[str, float]:
         return figures
 
 
-def dataset_items_per_s(rounds: int) -> float:
-    """Tasks of a file, taken as they are admitted."""
-    with TemporaryDirectory() as directory:
-        file = Path(directory, "tasks.jsonl")
-        rows = (json.dumps({"question": f"{ITEM_TEXT}{number}", "answer": number}) for number in range(ITEMS))
-        file.write_text("\n".join(rows))
-        config = Config(data=DataConfig(source="jsonl", path=str(file), eval_tasks=256))
-        stream = TaskStream(open_tasks(config))
-        speeds = []
-        for _ in range(rounds):
-            began = time.process_time()
-            taken = stream.take(ITEMS // (2 * rounds))
-            speeds.append(len(taken) / (time.process_time() - began))
-        return median(speeds)
-
-
 def dump_share(num_tasks: int) -> float:
     """Of a whole run, with all its processes."""
     with TemporaryDirectory() as runs_dir:
@@ -271,9 +253,11 @@ def main() -> None:
     others = os.sched_getaffinity(0) - {CORE}
     os.sched_setaffinity(0, others or {CORE})
     figures = play(WATCH_S / 4 if options.quick else WATCH_S)
-    figures["dataset_items_per_s"] = dataset_items_per_s(rounds=5)
+    rates = dataset_items_per_s(NUM_ROWS // 10 if options.quick else NUM_ROWS)
+    figures["dataset_items_per_s"] = min(rates.values())
+    tables = {"Tasks from files": {source: {"items_per_s": [rate]} for source, rate in rates.items()}}
     figures["dump_share"] = dump_share(num_tasks=512 if options.quick else 4096)
-    publish("environments", figures, options.json)
+    publish("environments", figures, options.json, tables=tables)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ TAKEN_AT_ONCE = 32
 
 
 def dataset_items_per_s(num_rows: int = NUM_ROWS) -> dict[str, float]:
-    """Tasks per second by source and order, each read whole: opening the file is part of it. The slowest is under
-    `slowest`."""
+    """Tasks per second by source and order, each read whole: opening the file is part of it."""
     rates: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         for source, path in _write(Path(directory), num_rows).items():
             for mode in ("traversal", "sample"):
                 rates[f"{source} {mode}"] = _rate(source, path, mode, num_rows)
-    return rates | {"slowest": min(rates.values())}
+    return rates
 
 
 def _rate(source: str, path: Path, mode: str, num_rows: int) -> float:
@@ -53,8 +52,3 @@ def _write(directory: Path, num_rows: int) -> dict[str, Path]:
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table, row_group_size=ROWS_PER_GROUP)
     return {"jsonl": lines, "parquet": table}
-
-
-if __name__ == "__main__":
-    for name, rate in dataset_items_per_s().items():
-        print(f"{name:20} {rate:10,.0f}")
