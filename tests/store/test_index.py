@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from test_payload import file_size_limit
 
 from penstock.ports import GroupRecord
 from penstock.simulator.parts import played
@@ -55,3 +56,9 @@ def test_a_damaged_index_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "index" / "data.mdb").write_bytes(b"nothing of the kind" * 1000)
     with pytest.raises(PoolUnreadable, match=r"index cannot be read .* move it away"):
         PoolIndex(tmp_path)
+
+
+def test_a_full_disk_is_not_taken_for_damage(tmp_path: Path) -> None:
+    with file_size_limit(100), pytest.raises(OSError, match="File too large"):
+        PoolIndex(tmp_path)
+    PoolIndex(tmp_path).close()

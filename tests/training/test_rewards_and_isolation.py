@@ -33,12 +33,17 @@ def test_slow_rewards_and_isolated_environments_train(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(MINE)
     runs = tmp_path / "runs"
-    overrides = [f"env.name={mine}:Apart", f"env.reward={mine}:in_place", "env.reward_workers=4", "trainer.steps=4"]
-    result = train("quickstart", runs, *SHORT, *overrides, "trainer.groups_per_step=4", "data.eval_tasks=8")
+    overrides = [
+        *(f"env.name={mine}:Apart", f"env.reward={mine}:in_place", "env.reward_workers=4"),
+        *("env.penalize_truncation=false", "trainer.steps=4", "trainer.groups_per_step=4", "data.eval_tasks=8"),
+    ]
+    result = train("quickstart", runs, *SHORT, *overrides)
     assert result.returncode == 0, result.stdout + result.stderr
     run_dir = only_run(runs)
     steps = lines(run_dir / "metrics.jsonl")
     assert len(steps) == 4 and all(0 < step["reward"] < 1 for step in steps)
-    assert steps[-1]["scored_total"] >= 4 * 4 * 8 and steps[-1]["score_timeouts_total"] == 0
+    ends = [event for event in lines(run_dir / "events.jsonl") if event["event"] == "process_totals"]
+    (counters,) = [event["counters"] for event in ends if event["process"] == "env-0"]
+    assert counters["scored"] >= 4 * 4 * 8 and not counters.get("score_timeouts"), "whatever was trained was scored"
     assert any(step["ledger"]["rewarding"] for step in steps), "the ledger knows who waits for a reward"
     assert not leftovers(run_dir)

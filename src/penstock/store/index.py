@@ -6,6 +6,8 @@ Keys are big-endian group numbers. Commits reach the page cache at once (they su
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -34,7 +36,8 @@ class PoolIndex:
     """Group number -> `GroupRecord`; the highest policy_version there ever was; what the dump is made of."""
 
     def __init__(self, directory: Path, *, map_bytes: int = 16 << 30, readonly: bool = False) -> None:
-        """`readonly`: of a run that may be going on, in whatever process. Raises `PoolUnreadable`."""
+        """`readonly`: of a run that may be going on, in whatever process. Raises `PoolUnreadable`, or
+        OSError for want of room."""
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "index"
         self._readonly = readonly
@@ -45,7 +48,7 @@ class PoolIndex:
                 self._env.open_db(name, create=not readonly) for name in (b"groups", b"facts", b"shards")
             )
         except lmdb.Error as error:
-            raise self._unreadable(error) from error
+            raise _full_disk(error) or self._unreadable(error) from error
 
     def put(self, records: Sequence[GroupRecord]) -> None:
         """Add or replace, in one transaction. The highest version is kept with them."""
@@ -110,6 +113,13 @@ class PoolIndex:
         if not self._readonly:
             self._env.sync(True)
         self._env.close()
+
+
+def _full_disk(error: lmdb.Error) -> OSError | None:
+    """What LMDB says in words, if that is it; nothing is damaged then."""
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    number = next((number for number in numbers if str(error).endswith(os.strerror(number))), None)
+    return None if number is None else OSError(number, str(error))
 
 
 def _key(group: int) -> bytes:

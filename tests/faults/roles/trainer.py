@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,8 @@ WEIGHTS = "weights.json"
 FILLER = "optimizer.bin"
 """What a full disk has no room for."""
 FILLER_BYTES = 1 << 16
+STEP_S = 0.15
+"""More than a heartbeat: the others have something to say, and perhaps to lose, in every step."""
 
 
 class Weights:
@@ -125,6 +128,7 @@ class TrainerProcess:
         )
 
     def _step(self) -> LearnerStateUpdate:
+        time.sleep(STEP_S)
         self._injector.ask_for_stop()
         weights = self._weights
         weights.holds.append(self._accumulated)
