@@ -297,7 +297,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.env.name == ATROPOS:
+        if ATROPOS in (self.env.name, *self.environments.names):
             check_atropos(self)
         if self.env.group_size == 1 and self.scheduler.drops_equal_rewards:
             raise ValueError(
