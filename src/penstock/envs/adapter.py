@@ -24,6 +24,8 @@ PACKAGES = {"gym": "gymnasium", "gem": "gem"}
 """What is behind a name like `gym:FrozenLake-v1`; the extras have the names' own beginnings."""
 LARGEST_SEED = 2**31
 """Some of these environments seed generators that take no more."""
+KEPT = ("__module__", "__qualname__", "blocking", "isolated", "max_concurrent")
+"""Of a class that is adapted: where it is found, and how it wants to be called."""
 
 Result = tuple[str, float, bool, bool, dict[str, Any]]
 
@@ -196,7 +198,7 @@ def adapt_id(name: str) -> type[Adapter]:
         library.spec(identifier)
     except library.error.Error as error:
         raise ConfigError(f"env.name {name!r}: {error}") from None
-    return _adapting(Adapter, make)
+    return _adapting(Adapter, make, identifier)
 
 
 def _gem(name: str, library: Any, identifier: str) -> type[Adapter]:
@@ -205,7 +207,7 @@ def _gem(name: str, library: Any, identifier: str) -> type[Adapter]:
     if identifier not in known:
         near = [each for each in known if identifier.partition("-")[0].lower() in each.lower()]
         raise ConfigError(f"env.name {name!r}: GEM has no {identifier}; there are {', '.join(near or known)}")
-    return _adapting(GemAdapter, lambda **arguments: library.make(identifier, **arguments))
+    return _adapting(GemAdapter, lambda **arguments: library.make(identifier, **arguments), identifier)
 
 
 def adapt_class(kind: type) -> type[Adapter] | None:
@@ -213,9 +215,11 @@ def adapt_class(kind: type) -> type[Adapter] | None:
     for package, adapter in (("gymnasium", Adapter), ("gem", GemAdapter)):
         base = getattr(sys.modules.get(package), "Env", None)  # whoever subclasses it has imported it
         if base is not None and issubclass(kind, base):
-            return _adapting(adapter, kind)
+            kept = {key: getattr(kind, key) for key in KEPT if hasattr(kind, key)}
+            return _adapting(adapter, kind, kind.__name__, **kept)
     return None
 
 
-def _adapting(adapter: type[Adapter], make: Callable[..., Any]) -> type[Adapter]:
-    return type(adapter.__name__, (adapter,), {"make": staticmethod(make)})
+def _adapting(adapter: type[Adapter], make: Callable[..., Any], name: str, **kept: Any) -> type[Adapter]:
+    """Called `name`: failures say so."""
+    return type(name, (adapter,), {"make": staticmethod(make), **kept})
