@@ -124,6 +124,11 @@ def resolve(name: str) -> type[Environment]:
         found: Any = getattr(module, class_name)
     except Exception as error:
         raise ConfigError(f"env.name {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    return playable(name, found)
+
+
+def playable(name: str, found: Any) -> type[Environment]:
+    """How `found` is played, which `name` means. Raises `ConfigError` if it cannot be."""
     plays = hasattr(found, "play") or (hasattr(found, "reset") and hasattr(found, "step"))
     if not (isinstance(found, type) and plays):
         raise ConfigError(
