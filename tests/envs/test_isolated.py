@@ -144,6 +144,16 @@ def test_another_process_finds_the_class(tmp_path: Any) -> None:
     assert importable_name(EnvConfig) == "penstock.config.environments:EnvConfig"
 
 
+def test_files_of_one_name_are_two_modules(tmp_path: Any) -> None:
+    files = [tmp_path / folder / "my_world.py" for folder in ("one", "two")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("class World:\n    def reset(self, seed): ...\n    def step(self, action): ...\n")
+    names = [f"{file}:World" for file in files]
+    kinds = [resolve(name) for name in names]
+    assert [importable_name(kind) for kind in kinds] == names
+
+
 def test_an_isolated_agent_is_refused() -> None:
     with pytest.raises(ConfigError, match="an agent cannot be `isolated`"):
         resolve(f"{__name__}:IsolatedAgent")

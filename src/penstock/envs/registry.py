@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -22,7 +23,7 @@ from penstock.ports import Environment
 from penstock.types import Purpose, Task
 
 FILE_MODULE = "penstock_environment_"
-"""What modules made from files are called, before their file's own name."""
+"""What modules made from files are called, before their file's own name and a hash of where it lies."""
 
 _BUILT_IN = {
     "single_turn": ("penstock.envs.single_turn:SingleTurn", "one question, one answer, scored by the task's own rule"),
@@ -155,7 +156,8 @@ def _check_play(name: str, found: Any) -> None:
 def load_file(file: Path) -> ModuleType:
     """As a module of its own; what lies beside it can be imported, as if it were run as a script."""
     import_from(file.parent)
-    spec = importlib.util.spec_from_file_location(FILE_MODULE + file.stem, file)
+    place = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"{FILE_MODULE}{file.stem}_{place}", file)
     assert spec is not None and spec.loader is not None, "it ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
