@@ -120,6 +120,29 @@ async def test_one_that_hangs_when_it_is_closed_harms_nobody(
     assert "held by Heavy.close" in caplog.text
 
 
+class Single(Heavy):
+    """One process, whoever asks."""
+
+    max_concurrent = 1
+
+    async def reset(self, seed: int) -> Any:
+        return f"{os.getpid()} {self._mischief}", {}
+
+
+async def test_all_tags_of_a_class_share_its_processes() -> None:
+    entry = {"name": "heavy", "data": {"source": "seeds"}}
+    mixture = {"calm": entry, "wild": entry | {"options": {"mischief": "hangs"}}}
+    seen = []
+    async with making(Config.model_validate({"env": {"mixture": mixture}}), {"heavy": Single}) as make:
+        for tag in mixture:
+            environment: Any = make(Task(task_id="t", tag=tag, index=0))
+            await environment.enter()
+            seen.append((await environment.reset(1))[0].split())
+            await environment.close()
+    (one, calm), (another, wild) = seen
+    assert (one, calm, wild) == (another, "none", "hangs")
+
+
 async def test_a_wrong_configuration_ends_it_all(chat: ChatTokenizer) -> None:
     with pytest.raises(BaseExceptionGroup) as errors:
         await play(chat, Refuses)
