@@ -89,7 +89,7 @@ class Stage:
             load_policy(policy, weights=True),
             config.trainer,
             max_staleness=lag,
-            max_tokens=SegmentPolicy.from_config(config).max_episode_tokens,
+            max_tokens=SegmentPolicy.from_config(config, config.env).max_episode_tokens,
             whole_step=config.trainer.groups_per_step * config.env.group_size,
         )
         served = load_policy(policy, weights=True)

@@ -64,6 +64,11 @@ class DataConfig(Section):
         return self.source in FILE_SOURCES
 
     @property
+    def is_endless(self) -> bool:
+        """Whether there is always another task to train on."""
+        return not self.has_rows or self.epochs is None
+
+    @property
     def holds_out_apart(self) -> bool:
         """Whether held-out rows lie elsewhere than those that are trained on."""
         return self.eval_path is not None or self.eval_split is not None
