@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.config import ConfigError
-from penstock.deadline import deadline, patient
+from penstock.deadline import deadline, placed
 from penstock.envs.isolated import IsolatedEnvironment
 from penstock.envs.threads import in_thread
 from penstock.types import Endpoint
@@ -27,10 +27,6 @@ T = TypeVar("T")
 
 CLOSE_S = 5.0
 """For an environment to put its things away."""
-PLACE_S = 600.0
-"""After so long a wait for a place among those of one class is reported; those who hold one have deadlines."""
-
-
 SHOWN_CHARACTERS = 120
 """Of what a method returned instead of what it should."""
 
@@ -68,14 +64,9 @@ class Places:
             yield
             return
         free = self._free.setdefault(kind, asyncio.Semaphore(limit))
-        with patient(
-            PLACE_S, waiter=waiter, resource=f"a place in {kind.__name__}", holder=f"{limit} others (max_concurrent)"
-        ):
-            await free.acquire()
-        try:
+        holder = f"{limit} others (max_concurrent)"
+        async with placed(free, waiter=waiter, resource=f"a place in {kind.__name__}", holder=holder):
             yield
-        finally:
-            free.release()
 
 
 class World:

@@ -9,7 +9,8 @@
 
 `answer` is what the policy said last, `payload` the task's. A plain `score` runs in a reward worker, a process of its
 own that is killed if it takes longer than `env.reward_timeout_s`; an `async` one, for rewards that ask others, on the
-event loop, and its `close`, if it has one, is awaited in the end. Too long a score fails the episode, unless the class
+event loop, at most `max_concurrent` at once if it has that, and its `close`, if it has one, is awaited in the end. Who
+waits for a process or a place has not begun: that costs a score none of its time. Too long a score fails the episode, unless the class
 says what it is worth: `timeout_reward = 0.0`.
 """
 
@@ -48,7 +49,7 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reward(Protocol):
-    """See above. May have `timeout_reward`."""
+    """See above. May have `timeout_reward` and `max_concurrent`."""
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> Any: ...
 
