@@ -200,7 +200,11 @@ def warm_policy(runs: Path) -> Path:
     model = load_policy(directory, weights=False, seed=0)
     tasks, _ = streams(config, seed=1)
     examples = demonstrations(
-        tasks, make=environment_maker(config.env), chat=ChatTokenizer.load(directory), seed=config.seed
+        tasks,
+        make=environment_maker(config.env),
+        max_turns=lambda task: config.env.max_turns,
+        chat=ChatTokenizer.load(directory),
+        seed=config.seed,
     )
     settings = config.model.warm_start
     warm_start(
