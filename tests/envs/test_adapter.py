@@ -249,7 +249,7 @@ async def test_a_class_keeps_its_name_and_how_it_wants_to_be_called() -> None:
 @pytest.mark.integration
 async def test_an_isolated_class_is_adapted_in_its_own_process() -> None:
     name = f"{__name__}:Elsewhere"
-    config = Config.model_validate({"env": {"name": name}})
+    config = Config.model_validate({"env": {"name": name}, "dump": {"columns": [["pid", "bigint"]]}})
     async with making(config, {name: resolve(name)}) as make:
         environment: Any = make(TASK)
         await environment.enter()

@@ -29,7 +29,7 @@ class Heavy:
         self._mischief, self._steps = mischief, 0
 
     async def reset(self, seed: int) -> Any:
-        return f"pid {os.getpid()}", {"anything": object(), "level": [1, 2]}
+        return f"pid {os.getpid()}", {"anything": object(), "level": [1, 2], "unwanted": 3}
 
     def step(self, action: str) -> Any:
         self._steps += 1
@@ -182,12 +182,13 @@ def test_an_isolated_agent_is_refused() -> None:
         resolve(f"{__name__}:IsolatedAgent")
 
 
-async def test_what_is_told_beside_comes_along_as_json_has_it() -> None:
-    config = Config()
+async def test_what_is_wanted_of_what_is_told_beside_comes_along_as_json_has_it() -> None:
+    config = Config.model_validate({"dump": {"columns": [["level", "json"], ["anything", "string"]]}})
     async with making(config, {config.env.name: Heavy}) as make:
         environment: Any = make(work(1).task)
         await environment.enter()
         observation, info = await environment.reset(1)
         await environment.close()
     assert observation.startswith("pid")
+    assert info.keys() == {"level", "anything"}
     assert info["level"] == [1, 2] and info["anything"].startswith("<object object")

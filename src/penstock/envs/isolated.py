@@ -25,36 +25,36 @@ WORKSHOP = f"{__name__}:Workshop"
 
 class Workshop:
     """In the other process: imports the class once, then holds one environment after the other. An `info` may be
-    anything, and leaves as JSON has it."""
+    anything: what is wanted of it leaves, as JSON has it."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._kind = name, resolve(name)
+    def __init__(self, name: str, wanted: list[str]) -> None:
+        self._name, self._kind, self._wanted = name, resolve(name), wanted
         self._environment: Any = None
 
     async def reset(self, task: dict[str, Any], options: dict[str, Any], seed: int) -> Any:
         """Of a new environment."""
         make = environment_maker(EnvironmentConfig(name=self._name, options=options), self._kind)
         self._environment = make(msgspec.convert(task, Task))
-        return _portable(await _ended(self._environment.reset(seed)))
+        return self._portable(await _ended(self._environment.reset(seed)))
 
     async def step(self, action: str) -> Any:
-        return _portable(await _ended(self._environment.step(action)))
+        return self._portable(await _ended(self._environment.step(action)))
 
     async def close(self) -> None:
         if hasattr(self._environment, "close"):
             await _ended(self._environment.close())
         self._environment = None
 
+    def _portable(self, result: Any) -> Any:
+        """With what is wanted of its `info`."""
+        if not isinstance(result, tuple) or not result or not isinstance(result[-1], dict):
+            return result
+        info = result[-1]
+        return (*result[:-1], {name: plain(info[name]) for name in self._wanted if name in info})
+
 
 async def _ended(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
-
-
-def _portable(result: Any) -> Any:
-    """With an `info` as JSON has it."""
-    if not isinstance(result, tuple) or not result or not isinstance(result[-1], dict):
-        return result
-    return (*result[:-1], {str(key): plain(value) for key, value in result[-1].items()})
 
 
 class IsolatedEnvironment:
@@ -99,13 +99,14 @@ async def making(
     """Makes the environment that a task's tag asks for, one per episode, of `kinds` (by name): here, or in processes
     that live as long as the body."""
     hosts: dict[type[Environment], Hosts] = {}
+    wanted = sorted(config.dump.foreign_columns)
 
     def maker(settings: EnvironmentConfig, kind: type[Environment]) -> Callable[[Task], Any]:
         if not getattr(kind, "isolated", False):
             return environment_maker(settings, kind)
         if kind not in hosts:
             limit, name = getattr(kind, "max_concurrent", NUM_PROCESSES), importable_name(kind)
-            hosts[kind] = Hosts(limit, prepare=lambda host: host.make(WORKSHOP, name))
+            hosts[kind] = Hosts(limit, prepare=lambda host: host.make(WORKSHOP, name, wanted))
         options = dict(settings.options)
         return partial(IsolatedEnvironment, class_name=kind.__name__, options=options, hosts=hosts[kind])
 

@@ -133,6 +133,7 @@ class EnvManager:
         settings = self._environments.of_task(work.task)
         bounds = SegmentPolicy.from_config(self._config, settings)
         bounds = replace(bounds, max_new_tokens=work.sampling.max_new_tokens)
+        scorer = self._scorers.of(settings) if self._scorers is not None else None
         return [
             Episode(
                 lease=lease,
@@ -140,7 +141,7 @@ class EnvManager:
                 task_id=work.task.task_id,
                 settings=settings,
                 payload=work.task.payload,
-                scorer=self._scorers.of(settings) if self._scorers is not None else None,
+                scorer=scorer,
                 sampling=work.sampling,
                 bounds=bounds,
                 turn_timeout_s=settings.turn_timeout_s or math.inf,

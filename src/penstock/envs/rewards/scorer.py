@@ -116,7 +116,7 @@ class Scorers:
 
     def of(self, settings: EnvironmentConfig) -> Scorer | None:
         """None if the environment gives the rewards itself."""
-        return self._scorers.get(_key(settings))
+        return self._scorers[_key(settings)] if settings.reward is not None else None
 
     def counts(self) -> Counter[str]:
         """Of all scorers."""
