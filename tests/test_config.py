@@ -169,7 +169,7 @@ def test_what_atropos_environments_cannot_do_is_refused(override: str, message: 
 
 @pytest.mark.parametrize("section", ["env", "validation"])
 def test_atropos_is_no_part_of_a_mixture(file: Path, section: str) -> None:
-    with pytest.raises(ConfigError, match="env.name atropos is for a run of its own"):
+    with pytest.raises(ConfigError, match=r"env\.name atropos is for a run of its own"):
         load_config(file, [f"{section}.mixture={{ours: {{name: guess_number}}, theirs: {{name: atropos}}}}"])
 
 

@@ -31,8 +31,8 @@ Result = tuple[str, float, bool, bool, dict[str, Any]]
 
 
 class Adapter:
-    """One episode of such an environment. Its own options are `prompt`, `action_names`, `unparsable` and `unparsable_reward`;
-    all others are the environment's."""
+    """One episode of such an environment. Its own options are `prompt`, `action_names`, `unparsable` and
+    `unparsable_reward`; all others are the environment's."""
 
     make: Callable[..., Any]
     """Of the environment itself."""

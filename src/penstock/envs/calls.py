@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from penstock.config import ConfigError
 from penstock.deadline import deadline, placed
+from penstock.envs.hosted import awaited
 from penstock.envs.isolated import IsolatedEnvironment
 from penstock.envs.threads import in_thread
 from penstock.types import Endpoint
@@ -157,8 +158,7 @@ async def call_async(env: object, method: str, *args: Any) -> Any:
     function = getattr(env, method)
     if getattr(env, "blocking", False) and not inspect.iscoroutinefunction(function):
         return await in_thread(function, *args, name=f"{type(env).__name__}.{method}")
-    result = function(*args)
-    return await result if inspect.isawaitable(result) else result
+    return await awaited(function(*args))
 
 
 def _is_cancelled() -> bool:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from penstock.config import ConfigError
+from penstock.envs.info import of_numpy
 
 LENGTH = struct.Struct(">I")
 
@@ -59,15 +60,9 @@ Answer = Returned | Raised
 
 
 def frame(message: Request | Answer) -> bytes:
-    """As it goes through the pipe. Numbers of numpy become plain ones."""
-    body = msgspec.msgpack.encode(message, enc_hook=_plain)
+    """As it goes through the pipe. What is numpy's becomes plain."""
+    body = msgspec.msgpack.encode(message, enc_hook=of_numpy)
     return LENGTH.pack(len(body)) + body
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} cannot leave its process")
 
 
 class Hosted:
@@ -88,13 +83,14 @@ class Hosted:
     def _act(self, request: Request) -> Any:
         if isinstance(request, Call):
             result = getattr(self._held, request.method)(*request.args)
-            return self._loop.run(_awaited(result)) if inspect.isawaitable(result) else result
+            return self._loop.run(awaited(result)) if inspect.isawaitable(result) else result
         self._held = _find(request.maker)(*request.args)
         return None
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+async def awaited(result: Any) -> Any:
+    """What it comes to in the end."""
+    return await result if inspect.isawaitable(result) else result
 
 
 def _find(maker: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import Config, EnvironmentConfig
+from penstock.envs.hosted import awaited
 from penstock.envs.hosts import Host, Hosts
 from penstock.envs.info import plain
 from penstock.envs.registry import FILE_MODULE, environment_maker, maker_by_tag, resolve
@@ -35,14 +36,14 @@ class Workshop:
         """Of a new environment."""
         make = environment_maker(EnvironmentConfig(name=self._name, options=options), self._kind)
         self._environment = make(msgspec.convert(task, Task))
-        return self._portable(await _ended(self._environment.reset(seed)))
+        return self._portable(await awaited(self._environment.reset(seed)))
 
     async def step(self, action: str) -> Any:
-        return self._portable(await _ended(self._environment.step(action)))
+        return self._portable(await awaited(self._environment.step(action)))
 
     async def close(self) -> None:
         if hasattr(self._environment, "close"):
-            await _ended(self._environment.close())
+            await awaited(self._environment.close())
         self._environment = None
 
     def _portable(self, result: Any) -> Any:
@@ -51,10 +52,6 @@ class Workshop:
             return result
         info = result[-1]
         return (*result[:-1], {name: plain(info[name]) for name in self._wanted if name in info})
-
-
-async def _ended(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result
 
 
 class IsolatedEnvironment:

@@ -62,7 +62,7 @@ class Job:
     """Told of the task that plays them, which may be cancelled."""
 
 
-class Player(Protocol):
+class WorkPlayer(Protocol):
     """Who plays: the `EnvManager`, or somebody who waits for others that do."""
 
     async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
@@ -70,7 +70,7 @@ class Player(Protocol):
         ...
 
 
-async def run_rollout_loop(player: Player, jobs: AsyncIterator[Job]) -> None:
+async def run_rollout_loop(player: WorkPlayer, jobs: AsyncIterator[Job]) -> None:
     """Play what comes, all of it at once, until nothing more does. Which episodes are played, and how many, is for the
     scheduler to decide: it hands out leases as there is room for them."""
     async with asyncio.TaskGroup() as playing:

@@ -10,8 +10,8 @@
 `answer` is what the policy said last, `payload` the task's. A plain `score` runs in a reward worker, a process of its
 own that is killed if it takes longer than `env.reward_timeout_s`; an `async` one, for rewards that ask others, on the
 event loop, at most `max_concurrent` at once if it has that, and its `close`, if it has one, is awaited in the end. Who
-waits for a process or a place has not begun: that costs a score none of its time. Too long a score fails the episode, unless the class
-says what it is worth: `timeout_reward = 0.0`.
+waits for a process or a place has not begun: that costs a score none of its time. Too long a score fails the episode,
+unless the class says what it is worth: `timeout_reward = 0.0`.
 """
 
 from __future__ import annotations
