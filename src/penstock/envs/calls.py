@@ -157,8 +157,10 @@ async def call_async(env: object, method: str, *args: Any) -> Any:
     """What the method returns in the end. A plain one of an environment that is `blocking` gets a thread."""
     function = getattr(env, method)
     if getattr(env, "blocking", False) and not inspect.iscoroutinefunction(function):
-        return await in_thread(function, *args, name=f"{type(env).__name__}.{method}")
-    return await awaited(function(*args))
+        result = await in_thread(function, *args, name=f"{type(env).__name__}.{method}")
+    else:
+        result = function(*args)
+    return await awaited(result)
 
 
 def _is_cancelled() -> bool:
