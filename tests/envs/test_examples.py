@@ -103,3 +103,4 @@ def test_a_second_command_may_repair_what_the_first_did_not() -> None:
     assert observation.startswith("def add(a\n") and " is " in observation
     assert not terminated
     assert env.step(env.demonstrate())[:3] == ("ok", 1.0, True)
+    env.close()

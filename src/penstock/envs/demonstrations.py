@@ -37,6 +37,7 @@ def demonstrations(
     while (task := tasks.next()) is not None:
         env: Any = make(task)
         try:
+            _check_expert(env)
             example = _episode(env, chat, max_turns(task), seed=stable_seed(seed, "demonstration", task.index))
         finally:
             if hasattr(env, "close"):
@@ -44,12 +45,15 @@ def demonstrations(
         yield example
 
 
-def _episode(env: Any, chat: ChatTokenizer, max_turns: int, *, seed: int) -> tuple[list[int], list[int]]:
+def _check_expert(env: object) -> None:
     if not isinstance(env, Expert):
         raise ConfigError(
             f"model.warm_start needs an environment with demonstrate(); {type(env).__name__} has none: "
             "set model.warm_start.steps to 0 or use a trained model"
         )
+
+
+def _episode(env: Any, chat: ChatTokenizer, max_turns: int, *, seed: int) -> tuple[list[int], list[int]]:
     observation, _ = env.reset(seed)
     token_ids = chat.prompt([{"role": "user", "content": observation}])
     mask = [0] * len(token_ids)
