@@ -14,9 +14,10 @@ from made_runs import make_run, owner, penstock
 
 from penstock.cli.attach import NotRunning, attach, member_of, newest_run
 from penstock.config import Config, ConfigError
+from penstock.config.imports import load_file
 from penstock.envs.adapter import Adapter
 from penstock.envs.guess_number import GuessNumber
-from penstock.envs.registry import load_file, means
+from penstock.envs.registry import means
 from penstock.observe import jsonl
 from penstock.processes.attaching import kinds_with
 from penstock.supervisor.record import read_state

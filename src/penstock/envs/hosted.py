@@ -14,12 +14,12 @@ import queue
 import struct
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgspec
 
 from penstock.config import ConfigError
+from penstock.config.imports import load
 from penstock.envs.info import of_numpy
 
 LENGTH = struct.Struct(">I")
@@ -84,21 +84,13 @@ class Hosted:
         if isinstance(request, Call):
             result = getattr(self._held, request.method)(*request.args)
             return self._loop.run(awaited(result)) if inspect.isawaitable(result) else result
-        self._held = _find(request.maker)(*request.args)
+        self._held = load(request.maker)(*request.args)
         return None
 
 
 async def awaited(result: Any) -> Any:
     """What it comes to in the end."""
     return await result if inspect.isawaitable(result) else result
-
-
-def _find(maker: str) -> Callable[..., Any]:
-    import importlib
-
-    module, _, name = maker.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def read_requests(source: BinaryIO, requests: queue.Queue[Request]) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 
 from penstock.config import Config, EnvironmentConfig
+from penstock.config.imports import FILE_MODULE
 from penstock.envs.hosted import awaited
 from penstock.envs.hosts import Host, Hosts
 from penstock.envs.info import plain
-from penstock.envs.registry import FILE_MODULE, environment_maker, maker_by_tag, resolve
+from penstock.envs.registry import environment_maker, maker_by_tag, resolve
 from penstock.ports import Environment
 from penstock.types import Task
 

@@ -18,19 +18,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from penstock.config import ConfigError
-from penstock.envs.registry import import_from, is_file, load_file
+from penstock.config.imports import is_there, load
 
 BUILT_IN = {
     "math": "penstock.envs.rewards.math:Math",
@@ -70,9 +67,8 @@ def locate_reward(name: str) -> tuple[str, str]:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         known = f"known are {', '.join(BUILT_IN)}, or file.py:Class, or package.module:Class"
         raise ConfigError(f"unknown reward {name!r} in env.reward: {f'did you mean {near[0]}?' if near else known}")
-    import_from(Path.cwd())
     try:
-        there = Path(where).is_file() if is_file(where) else importlib.util.find_spec(where) is not None
+        there = is_there(where)
     except (ImportError, ValueError):
         there = False
     if not there:
@@ -84,8 +80,7 @@ def make_reward(name: str, options: Mapping[str, Any]) -> Reward:
     """Raises `ConfigError`, whatever goes wrong in the user's module."""
     where, attribute = locate_reward(name)
     try:
-        module = load_file(Path(where).absolute()) if is_file(where) else importlib.import_module(where)
-        found: Any = getattr(module, attribute)
+        found = load(f"{where}:{attribute}")
         reward: Reward = found(**options) if isinstance(found, type) else _Function(found, options)
     except ConfigError:
         raise
