@@ -73,6 +73,11 @@ class DataConfig(Section):
         """Whether held-out rows lie elsewhere than those that are trained on."""
         return self.eval_path is not None or self.eval_split is not None
 
+    def num_held_out_of(self, other: DataConfig) -> int:
+        """Rows of `other`'s file, the last of them, that are held out here."""
+        own, others = (self.source, self.path, self.split), (other.source, other.path, other.split)
+        return self.eval_tasks if self.has_rows and own == others and not self.holds_out_apart else 0
+
     @model_validator(mode="after")
     def _settings_fit_the_source(self) -> DataConfig:
         if self.has_rows and self.path is None:
