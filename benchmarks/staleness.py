@@ -89,7 +89,7 @@ class Stage:
             load_policy(policy, weights=True),
             config.trainer,
             max_staleness=lag,
-            max_tokens=SegmentPolicy.from_config(config).max_episode_tokens,
+            max_tokens=SegmentPolicy.from_config(config, config.env).max_episode_tokens,
             whole_step=config.trainer.groups_per_step * config.env.group_size,
         )
         served = load_policy(policy, weights=True)
@@ -200,7 +200,11 @@ def warm_policy(runs: Path) -> Path:
     model = load_policy(directory, weights=False, seed=0)
     tasks, _ = streams(config, seed=1)
     examples = demonstrations(
-        tasks, make=environment_maker(config.env), chat=ChatTokenizer.load(directory), seed=config.seed
+        tasks,
+        make=environment_maker(config.env),
+        max_turns=lambda task: config.env.max_turns,
+        chat=ChatTokenizer.load(directory),
+        seed=config.seed,
     )
     settings = config.model.warm_start
     warm_start(

@@ -229,7 +229,8 @@ class Bench:
         lessons = self._runs / "lessons.jsonl"
         count = self._workload.warm_start_steps * WARM_START_BATCH
         write_tasks(lessons, workload=self._workload.name, count=count, seed=2, growing=True)
-        examples = demonstrations(TaskStream(tasks_in(lessons)), make=Say, chat=ChatTokenizer.load(directory), seed=0)
+        tasks, chat = TaskStream(tasks_in(lessons)), ChatTokenizer.load(directory)
+        examples = demonstrations(tasks, make=Say, max_turns=lambda task: 1, chat=chat, seed=0)
         warm_start(
             model, examples, steps=self._workload.warm_start_steps, batch_size=WARM_START_BATCH, learning_rate=2e-3
         )

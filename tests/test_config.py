@@ -152,6 +152,9 @@ def test_ports_beyond_the_last_are_refused(file: Path) -> None:
     [
         ("env.options.prot=1", r"env\.options of env\.name atropos are port; prot: Extra inputs"),
         ("data.eval_tasks=4", r"data\.eval_tasks is 4, .* it must be 0: such environments evaluate by themselves"),
+        ("validation.tasks=2", r"validation\.tasks is 2, .* it must be 0"),
+        ("validation.mixture={other: {name: guess_number}}", "remove env.mixture and validation.mixture"),
+        ("env.mixture={other: {name: guess_number}}", "remove env.mixture and validation.mixture"),
         ("env.workers=2", r"env\.workers is 2, .* it must be 1"),
         ("model.warm_start.steps=3", r"warm_start\.steps is 3, .* show no demonstrations"),
         ("scheduler.segment_length=4", r"segment_length is 4, .* must be null"),
@@ -162,6 +165,12 @@ def test_what_atropos_environments_cannot_do_is_refused(override: str, message: 
     (example,) = (path for path in EXAMPLES if path.parent.name == "atropos")
     with pytest.raises(ConfigError, match=message):
         load_config(example, [override])
+
+
+@pytest.mark.parametrize("section", ["env", "validation"])
+def test_atropos_is_no_part_of_a_mixture(file: Path, section: str) -> None:
+    with pytest.raises(ConfigError, match=r"env\.name atropos is for a run of its own"):
+        load_config(file, [f"{section}.mixture={{ours: {{name: guess_number}}, theirs: {{name: atropos}}}}"])
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

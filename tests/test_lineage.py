@@ -35,12 +35,24 @@ def changed(override: str) -> Config:
         "rollout.request_timeout_s=3",
         "env.workers=4",
         "env.episode_timeout_s=5",
+        "env.turn_timeout_s=5",
+        "env.reward_timeout_s=5",
+        "env.reward_workers=1",
         "model.device=cpu",
         "scheduler.max_staleness=1",
     ],
 )
 def test_how_long_how_fast_and_where_may_change(override: str) -> None:
     check_lineage(lineage(Config.model_validate(BASE)), changed(override))
+
+
+def test_how_fast_each_of_a_mixture_is_may_change_and_nothing_else_of_it() -> None:
+    def of(**settings: Any) -> Config:
+        return Config.model_validate({"env": {"mixture": {"a.b": settings, "c": {}}}})
+
+    check_lineage(lineage(of()), of(turn_timeout_s=5.0, reward_timeout_s=5.0))
+    with pytest.raises(ConfigError, match=r"env\.mixture\.a\.b\.max_turns was 1 and cannot become 2"):
+        check_lineage(lineage(of()), of(max_turns=2))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_files_are_looked_for_beside_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "maze.py").write_text("")
     tree = {"env": {"mixture": {"maze": {"name": "maze.py:Maze"}, "other": {}}}}
     assert load(tmp_path, tree).environments.names == [f"{tmp_path / 'maze.py'}:Maze", "single_turn"]
+
+
+@pytest.mark.parametrize(
+    ("other", "is_refused"),
+    [
+        ({}, False),
+        ({"eval_tasks": 9}, True),
+        ({"eval_tasks": 1}, True),
+        ({"eval_path": "apart.jsonl"}, True),
+        ({"path": "other.jsonl", "eval_tasks": 1}, False),
+    ],
+)
+def test_nobody_trains_on_what_another_one_holds_out(tmp_path: Path, other: dict[str, Any], is_refused: bool) -> None:
+    rows = {"source": "jsonl", "path": "rows.jsonl", "eval_tasks": 5}
+    tree = {"env": {"mixture": {"one": {"data": rows}, "two": {"data": rows | other}}}}
+    with pytest.raises(ConfigError, match=r"data\.path rows\.jsonl: .* holds out") if is_refused else nullcontext():
+        load(tmp_path, tree)
+    load(tmp_path, tree, "validation.tasks=0")
 
 
 @pytest.mark.parametrize(

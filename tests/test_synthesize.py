@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import loop
-from penstock.config import Config
-from penstock.data.sources import FirstTasks, TaskStream
+from penstock.config import Config, ConfigError
+from penstock.data.sources import FirstTasks, TaskStream, open_tasks
 from penstock.observe.recorder import Recorder
 from penstock.ports import GroupRecord, Work
+from penstock.processes.controller import tasks_to_play
 from penstock.scheduler.pacing import PacingState, Unpaced
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
@@ -148,6 +149,13 @@ def test_no_group_waits_for_a_trainer() -> None:
     busy = PacingState(num_in_flight=900, num_playing=900, num_ready=0, num_unserved=0, num_leftovers=0)
     decision = Unpaced().decide(busy, groups_per_step=1)
     assert decision.num_groups > 0 and "900 groups playing" in decision.reason
+
+
+def test_what_has_no_end_is_named_where_all_is_to_be_played(tmp_path: Path) -> None:
+    tree = {"env": {"mixture": {"sums": {"data": {"dataset": "basic_arithmetic"}}, "guess": {"name": "guess_number"}}}}
+    endless = Config.model_validate(tree | {"synthesis": {"tasks": -1}})
+    with closing(Recorder(tmp_path)) as recorder, pytest.raises(ConfigError, match="tasks of sums, guess have no end"):
+        tasks_to_play(endless, open_tasks(endless), recorder)
 
 
 def test_a_filter_that_is_asked_for_drops(tmp_path: Path) -> None:

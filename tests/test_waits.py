@@ -40,7 +40,6 @@ COROUTINE = "what it is handed is a coroutine, whose own waits are held to this 
 TASK = "the task's own waits are held to this rule"
 
 LEASE = "the lease of the episode bounds its caller"
-CALLER = "whoever called from another process has a deadline, and kills this one"
 IDLE = "it has nothing to play until it is told to"
 BOUNDED = "it has an end of its own"
 WAKEUP = "the scheduler's own helper: one timer watches over all its waits, and reports them"
@@ -52,9 +51,7 @@ EXCEPTIONS = {
     "control/bus.py:run": "silence of the other sides is what heartbeats are for",
     "envs/agents.py:excuse": COROUTINE,
     "envs/watched.py:_later": LEASE,
-    "envs/calls.py:call_async": LEASE,
-    "envs/hosted.py:_awaited": CALLER,
-    "envs/isolated.py:_ended": CALLER,
+    "envs/hosted.py:awaited": COROUTINE,
     "envs/manager.py:run_rollout_loop": IDLE,
     "envs/threads.py:in_thread": LEASE,
     "loop.py:train": TASK,

@@ -58,8 +58,6 @@ class Repair:
         passed, report = self._test()
         observation = "ok" if passed else f"{said}\n{report}".strip()[:LONGEST_REPORT]
         terminated = passed or self._num_commands >= self._max_commands
-        if terminated:
-            self.close()
         return observation, float(passed), terminated, False, {"expected": self._repair}
 
     def close(self) -> None:

@@ -24,6 +24,8 @@ Holder = str | Callable[[], str]
 QUIET_S = 60.0
 """After a report, before the next about the same thing is worth another; doubled by each."""
 LONGEST_QUIET_S = 3600.0
+PLACE_S = 600.0
+"""After so long a wait for a place is reported; those who hold one have deadlines."""
 
 
 class Stalled(TimeoutError):
@@ -103,6 +105,22 @@ async def holding(
         yield
     finally:
         lock.release()
+
+
+async def take_place(places: asyncio.Semaphore, *, waiter: str, resource: str, holder: Holder) -> None:
+    """Take one of `places`, however long that lasts; whoever has it releases it."""
+    with patient(PLACE_S, waiter=waiter, resource=resource, holder=holder):
+        await places.acquire()
+
+
+@asynccontextmanager
+async def placed(places: asyncio.Semaphore, *, waiter: str, resource: str, holder: Holder) -> AsyncIterator[None]:
+    """Have one of `places` for the length of the body."""
+    await take_place(places, waiter=waiter, resource=resource, holder=holder)
+    try:
+        yield
+    finally:
+        places.release()
 
 
 def stalled(

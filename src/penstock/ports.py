@@ -26,6 +26,7 @@ from penstock.types import (
     Sampling,
     Segment,
     SegmentGrant,
+    StopReason,
     Task,
     WeightsHandle,
     nth_seed,
@@ -104,6 +105,9 @@ class SavedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """Of one that ended: the record of the whole. Of a cut one: a record per cut with what was new, in order; one that
     begins with an observation begins the episode anew, and what lies before it no longer counts."""
     ended: bool
+    stop_reason: StopReason | None = None
+    info: dict[str, Any] = {}
+    """Of one that ended, as of its trajectory."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

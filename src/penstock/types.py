@@ -144,7 +144,7 @@ class EpisodeLease(msgspec.Struct, frozen=True, kw_only=True):
     env_seed: int
     """Shared by all members of the group and by retries: they meet the same world."""
     sampling_seed: int
-    """Differs between members and attempts."""
+    """Differs between members, and between attempts after a failure; who goes on for a lost worker has the same."""
     deadline_s: float
     """Seconds after which the lease is void and the episode counts as failed."""
 
@@ -226,7 +226,7 @@ class Trajectory:
     reward: float
     status: TrajectoryStatus
     stop_reason: StopReason | None = None
-    """None if it did not end in its environment, or if that is not known any more."""
+    """None if it did not end in its environment."""
     error: str | None = None
     started_at: float = 0.0
     finished_at: float = 0.0
@@ -260,7 +260,7 @@ class Trajectory:
     def unflatten(
         cls, sample: Sample, *, episode: EpisodeId, task_id: str, ended: bool, env_seed: int = 0
     ) -> Trajectory:
-        """The inverse of `flatten`, for a trajectory that was saved."""
+        """The inverse of `flatten`, for a trajectory that was saved; `stop_reason` and `info` are no part of it."""
         bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))  # start, end of each action
         turns, seen = [], 0
         for start, end in bounds.reshape(-1, 2).tolist():

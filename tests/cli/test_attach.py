@@ -6,14 +6,18 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import pytest
 from made_runs import make_run, owner, penstock
 
 from penstock.cli.attach import NotRunning, attach, member_of, newest_run
 from penstock.config import Config, ConfigError
+from penstock.config.imports import load_file
+from penstock.envs.adapter import Adapter
 from penstock.envs.guess_number import GuessNumber
-from penstock.envs.registry import load_file, means
+from penstock.envs.registry import means
 from penstock.observe import jsonl
 from penstock.processes.attaching import kinds_with
 from penstock.supervisor.record import read_state
@@ -87,6 +91,27 @@ def test_of_a_mixture_a_worker_brings_its_own_and_knows_the_others() -> None:
     mixture = {"guess": {"name": "guess_number"}, "letters": {"name": f"{EXAMPLE}:NextLetter"}}
     config = Config.model_validate({"env": {"mixture": mixture}})
     assert kinds_with(kind, config) == {"guess_number": GuessNumber, f"{EXAMPLE}:NextLetter": kind}
+
+
+class Walk(gymnasium.Env[int, int]):
+    """Of another library."""
+
+
+class Waits:
+    """Would hold up all others."""
+
+    def play(self, llm: object, seed: int) -> float:
+        return 0.0
+
+
+def test_what_a_worker_brings_is_played_as_if_the_run_had_named_it() -> None:
+    def brought(kind: Any) -> type:
+        name = f"{Path(__file__).name}:{kind.__name__}"
+        return kinds_with(kind, Config.model_validate({"env": {"name": name}}))[name]
+
+    assert issubclass(brought(Walk), Adapter)
+    with pytest.raises(ConfigError, match="play is a plain function"):
+        brought(Waits)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,15 @@ class Async(Expert):
 class Blocking(Expert):
     blocking = True
 
+class Both(Async):
+    blocking = True
+
+class HangsInAThread(Good):
+    blocking = True
+
+    def step(self, action):
+        time.sleep(5)
+
 class Raises(Good):
     def step(self, action):
         return self.absent
@@ -99,7 +108,7 @@ def try_it(file: Path, name: str, *words: str) -> Result:
     return penstock("env", "try", f"{file}:{name}", *words)
 
 
-@pytest.mark.parametrize("name", ["Expert", "Async", "Blocking"])
+@pytest.mark.parametrize("name", ["Expert", "Async", "Blocking", "Both"])
 def test_an_episode_is_shown_turn_by_turn(file: Path, name: str) -> None:
     result = try_it(file, name, "--seed", "5", "env.options.goal=2")
     assert result.exit_code == 0, result.output
@@ -170,6 +179,12 @@ def test_where_an_environment_hangs_is_shown(file: Path, name: str, messages: li
     result = try_it(file, name, "env.episode_timeout_s=1")
     assert result.exit_code == 1
     assert all(message in result.stdout for message in messages), result.stdout
+
+
+def test_where_a_thread_hangs_is_told_beside(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = try_it(file, "HangsInAThread", "env.episode_timeout_s=1")
+    assert result.exit_code == 1 and "held by HangsInAThread.step" in result.stdout
+    assert re.search(r"my_env\.py:\d+ in step", caplog.text)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,18 @@ def test_changed_data_are_refused_by_name(tmp_path: Path) -> None:
         check_identities(before, config)
 
 
+def test_a_file_is_read_once_whatever_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def reads(path: Path) -> str:
+        read.append(path)
+        return "hash"
+
+    monkeypatch.setattr(module, "fingerprint", reads)
+    file = json_lines(tmp_path / "words.jsonl", 5)
+    assert len(identities(reading(file))) == 2 and read == [file]
+
+
 def test_a_file_that_was_only_moved_or_touched_is_the_same(tmp_path: Path) -> None:
     file = parquet(tmp_path / "a.parquet", 5)
     before = fingerprint(file)

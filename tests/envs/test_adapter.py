@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from typing import Any
 
@@ -13,6 +14,8 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Te
 
 from penstock.config import Config, ConfigError, EnvConfig
 from penstock.envs.adapter import LARGEST_SEED, GemAdapter
+from penstock.envs.calls import EpisodeFailure, Places, World
+from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
 from penstock.envs.registry import environment_maker, locate, resolve
 from penstock.envs.spaces import Actions, Unparsable, check_observations, write
@@ -47,6 +50,19 @@ class Corridor(gymnasium.Env[int, int]):
         self.closed.append(True)
 
 
+class Limited(Corridor):
+    """Counts its steps itself."""
+
+    def __init__(self, max_steps: int) -> None:
+        super().__init__()
+        self._left = max_steps
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self._left -= 1
+        observation, reward, terminated, _, info = super().step(action)
+        return observation, reward, terminated, self._left == 0, info
+
+
 def made(name: str, **options: Any) -> Any:
     return environment_maker(EnvConfig(name=name, options=options))(TASK)
 
@@ -63,11 +79,12 @@ def test_a_time_limit_truncates_and_an_end_terminates() -> None:
     limited = made("gym:FrozenLake-v1", is_slippery=False, max_episode_steps=2)
     limited.reset(SEED)
     assert [limited.step("0")[2:4] for _ in range(2)] == [(False, False), (False, True)]
-    corridor = made(f"{__name__}:Corridor", max_steps=3)
+    corridor = made(f"{__name__}:Corridor")
     corridor.reset(SEED)
     assert [corridor.step("1")[1:4] for _ in range(3)] == [(0.0, False, False), (0.0, False, False), (1.0, True, False)]
-    corridor.reset(SEED)
-    assert [corridor.step("0")[1:4] for _ in range(3)][-1] == (0.0, False, True)
+    limited = made(f"{__name__}:Limited", max_steps=2)
+    limited.reset(SEED)
+    assert [limited.step("0")[2:4] for _ in range(2)] == [(False, False), (False, True)]
 
 
 @pytest.mark.parametrize(("policy", "ends"), [("again", False), ("end", True)])
@@ -201,6 +218,46 @@ def test_an_episode_of_a_gymnasium_class_is_played_and_closed(chat: ChatTokenize
     (trajectory,) = ended
     assert (trajectory.reward, trajectory.status, len(trajectory.turns)) == (1.0, "completed", 3)
     assert Corridor.closed == [True]
+
+
+class Elsewhere(Corridor):
+    """Its steps say which process they are made in."""
+
+    isolated = True
+    max_concurrent = 1
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        observation, info = super().reset(seed=seed)
+        return observation, info | {"pid": os.getpid()}
+
+
+class Threaded(Corridor):
+    blocking = True
+    max_concurrent = 2
+
+
+async def test_a_class_keeps_its_name_and_how_it_wants_to_be_called() -> None:
+    kind: Any = resolve(f"{__name__}:Threaded")
+    assert (kind.__name__, kind.blocking, kind.max_concurrent) == ("Threaded", True, 2)
+    make = environment_maker(EnvConfig(name=f"{__name__}:Corridor"))
+    world = World(lambda: make(TASK), name="corridor", task_id="t/1", places=Places())
+    with pytest.raises(EpisodeFailure, match=r"^Corridor\.reset of t/1: AssertionError"):
+        await world.reset(SEED + 1)
+    assert resolve("gym:FrozenLake-v1").__name__ == "FrozenLake-v1"
+
+
+@pytest.mark.integration
+async def test_an_isolated_class_is_adapted_in_its_own_process() -> None:
+    name = f"{__name__}:Elsewhere"
+    config = Config.model_validate({"env": {"name": name}, "dump": {"columns": [["pid", "bigint"]]}})
+    async with making(config, {name: resolve(name)}) as make:
+        environment: Any = make(TASK)
+        await environment.enter()
+        observation, info = await environment.reset(SEED)
+        step = await environment.step("1")
+        await environment.close()
+    assert observation.splitlines()[0] == "0" and info["pid"] != os.getpid()
+    assert step[1:4] == [0.0, False, False]
 
 
 class Grants:

@@ -82,7 +82,7 @@ class Talk:
             task_id="t",
             settings=Config().env,
             sampling=Sampling(),
-            bounds=SegmentPolicy.from_config(Config()),
+            bounds=SegmentPolicy.from_config(Config(), Config().env),
             on_end=lambda episode: None,
         )
         self.conversation = Conversation(self.episode, chat, self._generate, max_turns=9, max_context=512)

@@ -38,6 +38,8 @@ def test_its_own_expert_solves_it_and_nothing_is_left(example: str, seed: int, r
     while not ended:
         _, reward, terminated, truncated, _ = env.step(env.demonstrate())
         ended = terminated or truncated
+    if hasattr(env, "close"):
+        env.close()
     assert reward == 1.0
     assert not list(runtime.iterdir())
 
@@ -90,6 +92,7 @@ def test_what_is_no_repair_earns_nothing(command: str, runtime: Path, monkeypatc
         observation, reward, terminated, _, _ = env.step(command)
         assert (reward, terminated) == (0.0, number == 2)
         assert observation
+    env.close()
     assert not list(runtime.iterdir())
 
 
@@ -100,3 +103,4 @@ def test_a_second_command_may_repair_what_the_first_did_not() -> None:
     assert observation.startswith("def add(a\n") and " is " in observation
     assert not terminated
     assert env.step(env.demonstrate())[:3] == ("ok", 1.0, True)
+    env.close()

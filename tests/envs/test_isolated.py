@@ -29,7 +29,7 @@ class Heavy:
         self._mischief, self._steps = mischief, 0
 
     async def reset(self, seed: int) -> Any:
-        return f"pid {os.getpid()}", {"anything": object(), "level": [1, 2]}
+        return f"pid {os.getpid()}", {"anything": object(), "level": [1, 2], "unwanted": 3}
 
     def step(self, action: str) -> Any:
         self._steps += 1
@@ -120,6 +120,29 @@ async def test_one_that_hangs_when_it_is_closed_harms_nobody(
     assert "held by Heavy.close" in caplog.text
 
 
+class Single(Heavy):
+    """One process, whoever asks."""
+
+    max_concurrent = 1
+
+    async def reset(self, seed: int) -> Any:
+        return f"{os.getpid()} {self._mischief}", {}
+
+
+async def test_all_tags_of_a_class_share_its_processes() -> None:
+    entry = {"name": "heavy", "data": {"source": "seeds"}}
+    mixture = {"calm": entry, "wild": entry | {"options": {"mischief": "hangs"}}}
+    seen = []
+    async with making(Config.model_validate({"env": {"mixture": mixture}}), {"heavy": Single}) as make:
+        for tag in mixture:
+            environment: Any = make(Task(task_id="t", tag=tag, index=0))
+            await environment.enter()
+            seen.append((await environment.reset(1))[0].split())
+            await environment.close()
+    (one, calm), (another, wild) = seen
+    assert (one, calm, wild) == (another, "none", "hangs")
+
+
 async def test_a_wrong_configuration_ends_it_all(chat: ChatTokenizer) -> None:
     with pytest.raises(BaseExceptionGroup) as errors:
         await play(chat, Refuses)
@@ -144,17 +167,28 @@ def test_another_process_finds_the_class(tmp_path: Any) -> None:
     assert importable_name(EnvConfig) == "penstock.config.environments:EnvConfig"
 
 
+def test_files_of_one_name_are_two_modules(tmp_path: Any) -> None:
+    files = [tmp_path / folder / "my_world.py" for folder in ("one", "two")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("class World:\n    def reset(self, seed): ...\n    def step(self, action): ...\n")
+    names = [f"{file}:World" for file in files]
+    kinds = [resolve(name) for name in names]
+    assert [importable_name(kind) for kind in kinds] == names
+
+
 def test_an_isolated_agent_is_refused() -> None:
     with pytest.raises(ConfigError, match="an agent cannot be `isolated`"):
         resolve(f"{__name__}:IsolatedAgent")
 
 
-async def test_what_is_told_beside_comes_along_as_json_has_it() -> None:
-    config = Config()
+async def test_what_is_wanted_of_what_is_told_beside_comes_along_as_json_has_it() -> None:
+    config = Config.model_validate({"dump": {"columns": [["level", "json"], ["anything", "string"]]}})
     async with making(config, {config.env.name: Heavy}) as make:
         environment: Any = make(work(1).task)
         await environment.enter()
         observation, info = await environment.reset(1)
         await environment.close()
     assert observation.startswith("pid")
+    assert info.keys() == {"level", "anything"}
     assert info["level"] == [1, 2] and info["anything"].startswith("<object object")

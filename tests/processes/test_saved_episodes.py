@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,7 +37,7 @@ def save(*requests: GrantRequest, attempt: int = 1) -> list[SavedEpisode]:
     group = live_group(attempt)
     for request in requests:
         assert request.saved is not None
-        group.keep(request.episode.episode, request.saved, ended=False)
+        group.keep(request.episode.episode, request.saved)
     return list(group.saved.values())
 
 
@@ -121,7 +122,10 @@ async def test_members_that_ended_are_taken_as_they_are(tmp_path: Path) -> None:
         stage.kill("env-0")
         (ref,) = ended.saved
         assert ref is not None
-        done = SavedEpisode(episode=ended.episodes[0].episode._replace(attempt=1), refs=(ref,), ended=True)
+        group = live_group(attempt=1)
+        (summary,) = ended.episodes
+        group.keep(0, ref, msgspec.structs.replace(summary, info={"level": 2}))
+        done = group.saved[0]
         await stage.join("env-1")
         await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=[done, *save(cut)]))
         played = await finish(stage, "env-1")
@@ -130,6 +134,8 @@ async def test_members_that_ended_are_taken_as_they_are(tmp_path: Path) -> None:
         (3, "completed", 1.0),
         (20, "truncated", 0.0),
     ]
+    first = played.episodes[0]
+    assert (first.stop_reason, first.info) == ("terminated", {"level": 2})
     prompt = len(prompts[0])
     assert [len(ids) - prompt for ids in prompts] == [0, 4, 8, 12, 16], "nothing was generated twice"
     assert played.ref is not None

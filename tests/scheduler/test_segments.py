@@ -29,7 +29,7 @@ def test_the_bounds_come_from_the_configuration() -> None:
             "scheduler": {"segment_length": 16, "max_segment_count": 4, "global_max_length": 128},
         }
     )
-    assert SegmentPolicy.from_config(config) == policy(
+    assert SegmentPolicy.from_config(config, config.env) == policy(
         segment_length=16, max_segment_count=4, global_max_length=128, max_new_tokens=90
     )
 
@@ -115,4 +115,5 @@ def test_budgets_hold_whatever_servers_do(answers: list[int], seed: int, **bound
 )
 def test_the_longest_episode_there_can_be(bounds: dict[str, int], longest: int) -> None:
     tree = {"env": {"max_turns": 3, "max_new_tokens": 20}, "scheduler": bounds}
-    assert SegmentPolicy.from_config(Config.model_validate(tree)).max_episode_tokens == longest
+    config = Config.model_validate(tree)
+    assert SegmentPolicy.from_config(config, config.env).max_episode_tokens == longest

@@ -64,6 +64,7 @@ def test_files_go_where_they_are_told(path: Path, tmp_path: Path) -> None:
         (["simulator.workload.source=trace"], "needs workload.path"),
         (["simulator.workload={source: trace, path: nowhere.csv}"], "nowhere.csv does not exist"),
         (["rollout.slots=0"], "rollout.slots"),
+        (["env.mixture={a: {name: guess_number}, b: {name: single_turn}}"], "configuration without a mixture"),
         (["simulator.engine.kv_tokens=100"], "does not hold the longest sequence"),
     ],
 )

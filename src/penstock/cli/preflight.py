@@ -15,6 +15,7 @@ from penstock.envs.rewards.reward import locate_reward
 from penstock.model.files import has_weights, weights_bytes
 from penstock.scheduler.filters import FilterChain
 from penstock.scheduler.length.predictor import length_predictor
+from penstock.scheduler.segments import max_trained_tokens
 from penstock.supervisor.run_directory import existing_parent
 from penstock.supervisor.runtime import runtime_path
 
@@ -111,7 +112,7 @@ def check_free(key: str, directory: Path, num_bytes: int, what: str, remedy: str
 
 def check_predictor(config: Config) -> None:
     """Whether lengths can be predicted as asked; a missing package or function is a `ConfigError`."""
-    length_predictor(config.scheduler.length, max_new_tokens=config.env.max_new_tokens, temperature=1.0)
+    length_predictor(config.scheduler.length, max_new_tokens=max_trained_tokens(config), temperature=1.0)
 
 
 def check_model(directory: Path) -> None:

@@ -24,6 +24,11 @@ class AtroposOptions(Section):
 
 def check_atropos(config: Config) -> None:
     """Raises ValueError for what such environments cannot do."""
+    if config.env.mixture or config.validation.mixture:
+        raise ValueError(
+            "env.name atropos is for a run of its own: remove env.mixture and validation.mixture, or play the other "
+            "environments in another run"
+        )
     try:
         AtroposOptions.model_validate(config.env.options)
     except ValidationError as error:
@@ -34,6 +39,7 @@ def check_atropos(config: Config) -> None:
     needed = {
         "data.source": (config.data.source, "seeds", "such environments choose their own tasks"),
         "data.eval_tasks": (config.data.eval_tasks, 0, "such environments evaluate by themselves"),
+        "validation.tasks": (config.validation_tasks, 0, "such environments evaluate by themselves"),
         "env.workers": (config.env.workers, 1, "all such environments push to one address"),
         "model.warm_start.steps": (config.model.warm_start.steps, 0, "such environments show no demonstrations"),
         "scheduler.segment_length": (config.scheduler.segment_length, None, "what such environments play is never cut"),

@@ -64,9 +64,19 @@ class DataConfig(Section):
         return self.source in FILE_SOURCES
 
     @property
+    def is_endless(self) -> bool:
+        """Whether there is always another task to train on."""
+        return not self.has_rows or self.epochs is None
+
+    @property
     def holds_out_apart(self) -> bool:
         """Whether held-out rows lie elsewhere than those that are trained on."""
         return self.eval_path is not None or self.eval_split is not None
+
+    def num_held_out_of(self, other: DataConfig) -> int:
+        """Rows of `other`'s file, the last of them, that are held out here."""
+        own, others = (self.source, self.path, self.split), (other.source, other.path, other.split)
+        return self.eval_tasks if self.has_rows and own == others and not self.holds_out_apart else 0
 
     @model_validator(mode="after")
     def _settings_fit_the_source(self) -> DataConfig:

@@ -27,14 +27,24 @@ FIXED = (
     "trainer.lora",
     "dump.columns",
 )
-FREE = ("model.device", "env.workers", "env.episode_timeout_s", "env.max_attempts")
+FREE = (
+    "model.device",
+    "env.workers",
+    "env.reward_workers",
+    "env.episode_timeout_s",
+    "env.max_attempts",
+)
 """Of the sections above."""
+FREE_OF_EACH = ("turn_timeout_s", "reward_timeout_s")
+"""Of `env`, and of every entry of a mixture."""
 
 
 def lineage(config: Config) -> dict[str, Any]:
     """The settings that must not change, by their dotted names; plain values."""
     settings = _flat(config.model_dump(mode="json"))
-    return {name: value for name, value in settings.items() if _is_in(name, FIXED) and not _is_in(name, FREE)}
+    keys = {"env", *config.environments.by_key}
+    free = (*FREE, *(f"{key}.{name}" for key in keys for name in FREE_OF_EACH))
+    return {name: value for name, value in settings.items() if _is_in(name, FIXED) and not _is_in(name, free)}
 
 
 def check_lineage(before: Mapping[str, Any], config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -288,6 +289,8 @@ class Config(Section):
                     f"validation.tasks -1 is every task there is, and data.source {settings.data.source} of {tag} has "
                     "no end: set validation.tasks to a number"
                 )
+        if self.validation_tasks:
+            self._check_held_out()
         if samples > self.max_running:
             raise ValueError(
                 f"validation.samples ({samples}) exceeds the episodes that may run at once (scheduler.max_running, "
@@ -295,9 +298,19 @@ class Config(Section):
             )
         return self
 
+    def _check_held_out(self) -> None:
+        """Nobody trains on rows of a file that somebody else holds out."""
+        environments = self.environments
+        for (holder, held), (learner, trained) in product(environments.eval.items(), environments.train.items()):
+            if held.data.num_held_out_of(trained.data) > trained.data.num_held_out_of(trained.data):
+                raise ValueError(
+                    f"data.path {held.data.path}: {holder} holds out its last {held.data.eval_tasks} rows, and "
+                    f"{learner} trains on some of them: give both the same data.eval_tasks, and neither an eval_path"
+                )
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.env.name == ATROPOS:
+        if ATROPOS in (self.env.name, *self.environments.names):
             check_atropos(self)
         if self.env.group_size == 1 and self.scheduler.drops_equal_rewards:
             raise ValueError(

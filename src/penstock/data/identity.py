@@ -5,10 +5,11 @@ A run writes it down, so that nobody resumes it on other data under the same nam
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ Identities = Mapping[str, Mapping[str, str]]
 
 def identities(config: Config) -> dict[str, dict[str, str]]:
     """Of everything that the run plays. Raises `ConfigError` if something cannot be read."""
-    environments = config.environments
+    environments, known = config.environments, functools.cache(fingerprint)
     purposes: tuple[Purpose, ...] = ("train", "eval")
     return {
-        f"{purpose} {tag}": {"source": _source(settings.data, purpose), "identity": identity(settings.data, purpose)}
+        f"{purpose} {tag}": {
+            "source": _source(settings.data, purpose),
+            "identity": identity(settings.data, purpose, known),
+        }
         for purpose in purposes
         for tag, settings in environments.tagged(purpose).items()
     }
@@ -46,14 +50,14 @@ def check_identities(before: Identities, config: Config) -> None:
             )
 
 
-def identity(data: DataConfig, purpose: Purpose) -> str:
-    """The hash of what `data` gives out for one purpose."""
+def identity(data: DataConfig, purpose: Purpose, content: Callable[[Path], str]) -> str:
+    """The hash of what `data` gives out for one purpose, `content` being that of a path."""
     facts: dict[str, Any] = {"source": data.source}
     if data.source == "reasoning_gym":
         facts |= {"dataset": data.dataset, "options": data.options, "version": _version("reasoning-gym")}
     elif data.has_rows:
         split = (data.eval_split if purpose == "eval" else None) or data.split
-        facts |= {"split": split, "content": fingerprint(_path(data, purpose))}
+        facts |= {"split": split, "content": content(_path(data, purpose))}
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 

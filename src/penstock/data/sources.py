@@ -56,7 +56,7 @@ class FirstTasks:
 
 
 class TaskStream:
-    """Walks a source in order, skipping tasks whose question is held out. `position` is all there is to save."""
+    """Walks a source in order, skipping tasks whose `question` is held out. `position` is all there is to save."""
 
     max_skipped_in_a_row = 10_000
 
@@ -87,7 +87,8 @@ class TaskStream:
 
 
 def question(task: Task) -> str:
-    """What identifies the problem itself, whatever its number; empty for tasks made from seeds alone."""
+    """What identifies the problem itself, whatever its number: its `question`. Empty for tasks that have none, which
+    are held out by their numbers alone."""
     return str(task.payload.get("question", ""))
 
 

@@ -24,12 +24,14 @@ PACKAGES = {"gym": "gymnasium", "gem": "gem"}
 """What is behind a name like `gym:FrozenLake-v1`; the extras have the names' own beginnings."""
 LARGEST_SEED = 2**31
 """Some of these environments seed generators that take no more."""
+KEPT = ("__module__", "__qualname__", "blocking", "isolated", "max_concurrent")
+"""Of a class that is adapted: where it is found, and how it wants to be called."""
 
 Result = tuple[str, float, bool, bool, dict[str, Any]]
 
 
 class Adapter:
-    """One episode of such an environment. Its own options are `prompt`, `max_steps`, `action_names`, `unparsable` and
+    """One episode of such an environment. Its own options are `prompt`, `action_names`, `unparsable` and
     `unparsable_reward`; all others are the environment's."""
 
     make: Callable[..., Any]
@@ -40,22 +42,20 @@ class Adapter:
         task: Task,
         *,
         prompt: str | None = None,
-        max_steps: int | None = None,
         action_names: Sequence[str] = (),
         unparsable: Literal["again", "end"] = "again",
         unparsable_reward: float = 0.0,
         **arguments: Any,
     ) -> None:
         """`prompt` is a format string over `{observation}` and `{actions}`, which says what an action looks like; every
-        observation is shown with it. After `max_steps` actions the episode is truncated. An answer without an action
-        earns `unparsable_reward` and is followed by the last observation `again`, or by the `end`."""
+        observation is shown with it. An answer without an action earns `unparsable_reward` and is followed by the last
+        observation `again`, or by the `end`."""
         if unparsable not in ("again", "end"):
             raise ConfigError(f"env.options.unparsable is `again` or `end`, not {unparsable!r}")
         self._env = type(self).make(**arguments)
         self._reader = self._read_spaces(action_names)
         self._prompt = prompt or ("{observation}" if self._reader is None else "{observation}\nAction: {actions}")
         _check_prompt(self._prompt)
-        self._max_steps, self._num_steps = max_steps, 0
         self._unparsable, self._unparsable_reward = unparsable, unparsable_reward
         self._shown = ""
 
@@ -72,24 +72,20 @@ class Adapter:
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         with self._randomness():
             observation, info = self._env.reset(seed=seed % LARGEST_SEED)
-        self._num_steps = 0
         if self._reader is not None:
             self._env.action_space.seed(seed % LARGEST_SEED)
         return self._show(observation, info), info
 
     def step(self, action: str) -> Result:
-        self._num_steps += 1
-        out_of_steps = self._max_steps is not None and self._num_steps >= self._max_steps
         try:
             understood = action if self._reader is None else self._reader.read(action)
         except ValueError as why:
             ends = self._unparsable == "end"
             said = f"Not an action: {why}.\n{self._shown}"
-            return said, self._unparsable_reward, ends, out_of_steps and not ends, {"unparsable": True}
+            return said, self._unparsable_reward, ends, False, {"unparsable": True}
         with self._randomness():
             observation, reward, terminated, truncated, info = self._env.step(understood)
-        truncated = bool(truncated) or (out_of_steps and not terminated)
-        return self._show(observation, info), float(reward), bool(terminated), truncated, info
+        return self._show(observation, info), float(reward), bool(terminated), bool(truncated), info
 
     def demonstrate(self) -> str:
         """Some action, as it should be written: it shows the form, not how to play well."""
@@ -196,7 +192,7 @@ def adapt_id(name: str) -> type[Adapter]:
         library.spec(identifier)
     except library.error.Error as error:
         raise ConfigError(f"env.name {name!r}: {error}") from None
-    return _adapting(Adapter, make)
+    return _adapting(Adapter, make, identifier)
 
 
 def _gem(name: str, library: Any, identifier: str) -> type[Adapter]:
@@ -205,7 +201,7 @@ def _gem(name: str, library: Any, identifier: str) -> type[Adapter]:
     if identifier not in known:
         near = [each for each in known if identifier.partition("-")[0].lower() in each.lower()]
         raise ConfigError(f"env.name {name!r}: GEM has no {identifier}; there are {', '.join(near or known)}")
-    return _adapting(GemAdapter, lambda **arguments: library.make(identifier, **arguments))
+    return _adapting(GemAdapter, lambda **arguments: library.make(identifier, **arguments), identifier)
 
 
 def adapt_class(kind: type) -> type[Adapter] | None:
@@ -213,9 +209,11 @@ def adapt_class(kind: type) -> type[Adapter] | None:
     for package, adapter in (("gymnasium", Adapter), ("gem", GemAdapter)):
         base = getattr(sys.modules.get(package), "Env", None)  # whoever subclasses it has imported it
         if base is not None and issubclass(kind, base):
-            return _adapting(adapter, kind)
+            kept = {key: getattr(kind, key) for key in KEPT if hasattr(kind, key)}
+            return _adapting(adapter, kind, kind.__name__, **kept)
     return None
 
 
-def _adapting(adapter: type[Adapter], make: Callable[..., Any]) -> type[Adapter]:
-    return type(adapter.__name__, (adapter,), {"make": staticmethod(make)})
+def _adapting(adapter: type[Adapter], make: Callable[..., Any], name: str, **kept: Any) -> type[Adapter]:
+    """Called `name`: failures say so."""
+    return type(name, (adapter,), {"make": staticmethod(make), **kept})

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.config import ConfigError
-from penstock.deadline import deadline, patient
+from penstock.deadline import deadline, placed
+from penstock.envs.hosted import awaited
 from penstock.envs.isolated import IsolatedEnvironment
 from penstock.envs.threads import in_thread
 from penstock.types import Endpoint
@@ -27,10 +28,6 @@ T = TypeVar("T")
 
 CLOSE_S = 5.0
 """For an environment to put its things away."""
-PLACE_S = 600.0
-"""After so long a wait for a place among those of one class is reported; those who hold one have deadlines."""
-
-
 SHOWN_CHARACTERS = 120
 """Of what a method returned instead of what it should."""
 
@@ -68,14 +65,9 @@ class Places:
             yield
             return
         free = self._free.setdefault(kind, asyncio.Semaphore(limit))
-        with patient(
-            PLACE_S, waiter=waiter, resource=f"a place in {kind.__name__}", holder=f"{limit} others (max_concurrent)"
-        ):
-            await free.acquire()
-        try:
+        holder = f"{limit} others (max_concurrent)"
+        async with placed(free, waiter=waiter, resource=f"a place in {kind.__name__}", holder=holder):
             yield
-        finally:
-            free.release()
 
 
 class World:
@@ -165,9 +157,10 @@ async def call_async(env: object, method: str, *args: Any) -> Any:
     """What the method returns in the end. A plain one of an environment that is `blocking` gets a thread."""
     function = getattr(env, method)
     if getattr(env, "blocking", False) and not inspect.iscoroutinefunction(function):
-        return await in_thread(function, *args, name=f"{type(env).__name__}.{method}")
-    result = function(*args)
-    return await result if inspect.isawaitable(result) else result
+        result = await in_thread(function, *args, name=f"{type(env).__name__}.{method}")
+    else:
+        result = function(*args)
+    return await awaited(result)
 
 
 def _is_cancelled() -> bool:

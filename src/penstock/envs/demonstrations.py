@@ -25,29 +25,45 @@ class Tasks(Protocol):
 
 
 def demonstrations(
-    tasks: Tasks, *, make: Callable[[Task], Environment], chat: ChatTokenizer, seed: int
+    tasks: Tasks,
+    *,
+    make: Callable[[Task], Environment],
+    max_turns: Callable[[Task], int],
+    chat: ChatTokenizer,
+    seed: int,
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields (token_ids, loss_mask) per episode, as long as there are tasks; the mask is 1 on the expert's tokens."""
+    """Yields (token_ids, loss_mask) per episode of at most `max_turns`, as long as there are tasks; the mask is 1 on
+    the expert's tokens."""
     while (task := tasks.next()) is not None:
         env: Any = make(task)
-        if not isinstance(env, Expert):
-            raise ConfigError(
-                f"model.warm_start needs an environment with demonstrate(); {type(env).__name__} has none: "
-                "set model.warm_start.steps to 0 or use a trained model"
-            )
-        yield _episode(env, chat, seed=stable_seed(seed, "demonstration", task.index))
+        try:
+            _check_expert(env)
+            example = _episode(env, chat, max_turns(task), seed=stable_seed(seed, "demonstration", task.index))
+        finally:
+            if hasattr(env, "close"):
+                env.close()
+        yield example
 
 
-def _episode(env: Any, chat: ChatTokenizer, *, seed: int) -> tuple[list[int], list[int]]:
+def _check_expert(env: object) -> None:
+    if not isinstance(env, Expert):
+        raise ConfigError(
+            f"model.warm_start needs an environment with demonstrate(); {type(env).__name__} has none: "
+            "set model.warm_start.steps to 0 or use a trained model"
+        )
+
+
+def _episode(env: Any, chat: ChatTokenizer, max_turns: int, *, seed: int) -> tuple[list[int], list[int]]:
     observation, _ = env.reset(seed)
     token_ids = chat.prompt([{"role": "user", "content": observation}])
     mask = [0] * len(token_ids)
-    while True:
+    for turn in range(1, max_turns + 1):
         action = env.demonstrate()
         action_ids = [*chat.encode(action), chat.eos_ids[0]]
         token_ids, mask = token_ids + action_ids, mask + [1] * len(action_ids)
         observation, _, terminated, truncated, _ = env.step(action)
-        if terminated or truncated:
-            return token_ids, mask
+        if terminated or truncated or turn == max_turns:
+            break
         observed = chat.continuation([{"role": "user", "content": observation}], ended=True)
         token_ids, mask = token_ids + observed, mask + [0] * len(observed)
+    return token_ids, mask

@@ -14,12 +14,13 @@ import queue
 import struct
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgspec
 
 from penstock.config import ConfigError
+from penstock.config.imports import load
+from penstock.envs.info import of_numpy
 
 LENGTH = struct.Struct(">I")
 
@@ -59,15 +60,9 @@ Answer = Returned | Raised
 
 
 def frame(message: Request | Answer) -> bytes:
-    """As it goes through the pipe. Numbers of numpy become plain ones."""
-    body = msgspec.msgpack.encode(message, enc_hook=_plain)
+    """As it goes through the pipe. What is numpy's becomes plain."""
+    body = msgspec.msgpack.encode(message, enc_hook=of_numpy)
     return LENGTH.pack(len(body)) + body
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} cannot leave its process")
 
 
 class Hosted:
@@ -88,21 +83,14 @@ class Hosted:
     def _act(self, request: Request) -> Any:
         if isinstance(request, Call):
             result = getattr(self._held, request.method)(*request.args)
-            return self._loop.run(_awaited(result)) if inspect.isawaitable(result) else result
-        self._held = _find(request.maker)(*request.args)
+            return self._loop.run(awaited(result)) if inspect.isawaitable(result) else result
+        self._held = load(request.maker)(*request.args)
         return None
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-def _find(maker: str) -> Callable[..., Any]:
-    import importlib
-
-    module, _, name = maker.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+async def awaited(result: Any) -> Any:
+    """What it comes to in the end."""
+    return await result if inspect.isawaitable(result) else result
 
 
 def read_requests(source: BinaryIO, requests: queue.Queue[Request]) -> None:

@@ -18,15 +18,13 @@ from typing import Any
 import msgspec
 
 from penstock.config import ConfigError
-from penstock.deadline import deadline, patient
+from penstock.deadline import deadline, take_place
 from penstock.envs.hosted import LENGTH, Answer, Call, Make, Raised, Request, frame
 
 START_S = 60.0
 """To start a process, and for it to import what it is to hold."""
 END_S = 10.0
 """For a process that was killed to be gone."""
-PLACE_S = 600.0
-"""After so long a wait for a process is reported; those who hold one have deadlines."""
 
 
 class HostLost(RuntimeError):
@@ -142,8 +140,7 @@ class Hosts:
 
     async def take(self, *, waiter: str) -> Host:
         """A process, until it is given back."""
-        with patient(PLACE_S, waiter=waiter, resource="a process", holder=f"{self._limit} others"):
-            await self._free.acquire()
+        await take_place(self._free, waiter=waiter, resource="a process", holder=f"{self._limit} others")
         try:
             while self._idle:
                 host = self._idle.pop()

@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 
 from penstock.config import Config, EnvironmentConfig
+from penstock.config.imports import FILE_MODULE
+from penstock.envs.hosted import awaited
 from penstock.envs.hosts import Host, Hosts
 from penstock.envs.info import plain
-from penstock.envs.registry import FILE_MODULE, environment_maker, maker_by_tag, resolve
+from penstock.envs.registry import environment_maker, maker_by_tag, resolve
 from penstock.ports import Environment
 from penstock.types import Task
 
@@ -25,43 +27,40 @@ WORKSHOP = f"{__name__}:Workshop"
 
 class Workshop:
     """In the other process: imports the class once, then holds one environment after the other. An `info` may be
-    anything, and leaves as JSON has it."""
+    anything: what is wanted of it leaves, as JSON has it."""
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        self._make = environment_maker(EnvironmentConfig(name=name, options=options), resolve(name))
+    def __init__(self, name: str, wanted: list[str]) -> None:
+        self._name, self._kind, self._wanted = name, resolve(name), wanted
         self._environment: Any = None
 
-    async def reset(self, task: dict[str, Any], seed: int) -> Any:
+    async def reset(self, task: dict[str, Any], options: dict[str, Any], seed: int) -> Any:
         """Of a new environment."""
-        self._environment = self._make(msgspec.convert(task, Task))
-        return _portable(await _ended(self._environment.reset(seed)))
+        make = environment_maker(EnvironmentConfig(name=self._name, options=options), self._kind)
+        self._environment = make(msgspec.convert(task, Task))
+        return self._portable(await awaited(self._environment.reset(seed)))
 
     async def step(self, action: str) -> Any:
-        return _portable(await _ended(self._environment.step(action)))
+        return self._portable(await awaited(self._environment.step(action)))
 
     async def close(self) -> None:
         if hasattr(self._environment, "close"):
-            await _ended(self._environment.close())
+            await awaited(self._environment.close())
         self._environment = None
 
-
-async def _ended(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result
-
-
-def _portable(result: Any) -> Any:
-    """With an `info` as JSON has it."""
-    if not isinstance(result, tuple) or not result or not isinstance(result[-1], dict):
-        return result
-    return (*result[:-1], {str(key): plain(value) for key, value in result[-1].items()})
+    def _portable(self, result: Any) -> Any:
+        """With what is wanted of its `info`."""
+        if not isinstance(result, tuple) or not result or not isinstance(result[-1], dict):
+            return result
+        info = result[-1]
+        return (*result[:-1], {name: plain(info[name]) for name in self._wanted if name in info})
 
 
 class IsolatedEnvironment:
     """`Environment` in another process."""
 
-    def __init__(self, task: Task, *, class_name: str, hosts: Hosts) -> None:
+    def __init__(self, task: Task, *, class_name: str, options: dict[str, Any], hosts: Hosts) -> None:
         self.class_name = class_name
-        self._task, self._hosts = task, hosts
+        self._task, self._options, self._hosts = task, options, hosts
         self._host: Host | None = None
 
     async def enter(self) -> None:
@@ -69,7 +68,7 @@ class IsolatedEnvironment:
         self._host = await self._hosts.take(waiter=self._task.task_id)
 
     async def reset(self, seed: int) -> Any:
-        return await self._entered.call("reset", msgspec.to_builtins(self._task), seed)
+        return await self._entered.call("reset", msgspec.to_builtins(self._task), self._options, seed)
 
     async def step(self, action: str) -> Any:
         return await self._entered.call("step", action)
@@ -97,20 +96,22 @@ async def making(
 ) -> AsyncIterator[Callable[[Task], Environment]]:
     """Makes the environment that a task's tag asks for, one per episode, of `kinds` (by name): here, or in processes
     that live as long as the body."""
-    hosts: list[Hosts] = []
+    hosts: dict[type[Environment], Hosts] = {}
+    wanted = sorted(config.dump.foreign_columns)
 
     def maker(settings: EnvironmentConfig, kind: type[Environment]) -> Callable[[Task], Any]:
         if not getattr(kind, "isolated", False):
             return environment_maker(settings, kind)
-        found = importable_name(kind), dict(settings.options)
-        own = Hosts(getattr(kind, "max_concurrent", NUM_PROCESSES), prepare=lambda host: host.make(WORKSHOP, *found))
-        hosts.append(own)
-        return partial(IsolatedEnvironment, class_name=kind.__name__, hosts=own)
+        if kind not in hosts:
+            limit, name = getattr(kind, "max_concurrent", NUM_PROCESSES), importable_name(kind)
+            hosts[kind] = Hosts(limit, prepare=lambda host: host.make(WORKSHOP, name, wanted))
+        options = dict(settings.options)
+        return partial(IsolatedEnvironment, class_name=kind.__name__, options=options, hosts=hosts[kind])
 
     try:
         yield maker_by_tag(config, kinds, maker)
     finally:
-        for each in hosts:
+        for each in hosts.values():
             await each.close()
 
 

@@ -62,7 +62,7 @@ class Job:
     """Told of the task that plays them, which may be cancelled."""
 
 
-class Player(Protocol):
+class WorkPlayer(Protocol):
     """Who plays: the `EnvManager`, or somebody who waits for others that do."""
 
     async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
@@ -70,7 +70,7 @@ class Player(Protocol):
         ...
 
 
-async def run_rollout_loop(player: Player, jobs: AsyncIterator[Job]) -> None:
+async def run_rollout_loop(player: WorkPlayer, jobs: AsyncIterator[Job]) -> None:
     """Play what comes, all of it at once, until nothing more does. Which episodes are played, and how many, is for the
     scheduler to decide: it hands out leases as there is room for them."""
     async with asyncio.TaskGroup() as playing:
@@ -133,6 +133,7 @@ class EnvManager:
         settings = self._environments.of_task(work.task)
         bounds = SegmentPolicy.from_config(self._config, settings)
         bounds = replace(bounds, max_new_tokens=work.sampling.max_new_tokens)
+        scorer = self._scorers.of(settings) if self._scorers is not None else None
         return [
             Episode(
                 lease=lease,
@@ -140,7 +141,7 @@ class EnvManager:
                 task_id=work.task.task_id,
                 settings=settings,
                 payload=work.task.payload,
-                scorer=self._scorers.of(settings) if self._scorers is not None else None,
+                scorer=scorer,
                 sampling=work.sampling,
                 bounds=bounds,
                 turn_timeout_s=settings.turn_timeout_s or math.inf,

@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from penstock.config import Config, ConfigError, EnvironmentConfig
 from penstock.config.atropos import ATROPOS
+from penstock.config.imports import is_file, is_there, load
 from penstock.envs.adapter import PACKAGES, adapt_class, adapt_id, check_package
 from penstock.envs.discovery import Unreadable, defines, read_file
 from penstock.ports import Environment
 from penstock.types import Purpose, Task
-
-FILE_MODULE = "penstock_environment_"
-"""What modules made from files are called, before their file's own name."""
 
 _BUILT_IN = {
     "single_turn": ("penstock.envs.single_turn:SingleTurn", "one question, one answer, scored by the task's own rule"),
@@ -67,11 +62,6 @@ def means(name: str, kind: type) -> bool:
     return class_name == kind.__name__ and home in files | {kind.__module__.rpartition(".")[2]}
 
 
-def is_file(where: str) -> bool:
-    """Whether that is a file, not a module."""
-    return where.endswith(".py")
-
-
 def is_foreign(name: str) -> bool:
     """Whether that is an id in another library's registry."""
     return name.partition(":")[0] in PACKAGES and ":" in name
@@ -92,19 +82,12 @@ def _check_file(name: str, file: str, class_name: str) -> None:
 
 
 def _check_module(name: str, module_name: str, class_name: str) -> None:
-    import_from(Path.cwd())
     try:
-        found = importlib.util.find_spec(module_name)
+        found = is_there(module_name)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"env.name {name!r}: {error}") from None
-    if found is None:
+    if not found:
         raise ConfigError(f"env.name {name!r}: there is no module {module_name} here or among the installed packages")
-
-
-def import_from(directory: Path) -> None:
-    """It counts as a place to import from."""
-    if str(directory) not in sys.path:
-        sys.path.insert(0, str(directory))
 
 
 def is_agent(kind: type) -> bool:
@@ -120,10 +103,14 @@ def resolve(name: str) -> type[Environment]:
     if name in _PROGRAMS:
         raise ConfigError(f"env.name {name}: its environments are programs of their own, and cannot be made here")
     try:
-        module = load_file(Path(where).absolute()) if is_file(where) else importlib.import_module(where)
-        found: Any = getattr(module, class_name)
+        found = load(f"{where}:{class_name}")
     except Exception as error:
         raise ConfigError(f"env.name {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    return playable(name, found)
+
+
+def playable(name: str, found: Any) -> type[Environment]:
+    """How `found` is played, which `name` means. Raises `ConfigError` if it cannot be."""
     plays = hasattr(found, "play") or (hasattr(found, "reset") and hasattr(found, "step"))
     if not (isinstance(found, type) and plays):
         raise ConfigError(
@@ -144,18 +131,6 @@ def _check_play(name: str, found: Any) -> None:
             "waits: make it `async def` with an async client (openai.AsyncOpenAI), or declare `blocking = True` in the "
             "class, and every episode gets a thread"
         )
-
-
-@functools.cache
-def load_file(file: Path) -> ModuleType:
-    """As a module of its own; what lies beside it can be imported, as if it were run as a script."""
-    import_from(file.parent)
-    spec = importlib.util.spec_from_file_location(FILE_MODULE + file.stem, file)
-    assert spec is not None and spec.loader is not None, "it ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def maker_by_tag(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from penstock.deadline import patient
 from penstock.envs.calls import EpisodeFailure
+from penstock.envs.manager import Ended
 from penstock.ports import Work
 from penstock.types import NO_VERSION, EpisodeId, Trajectory, Turn
 
@@ -50,9 +51,6 @@ class Offer:
     """Who brought it."""
     taken: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Ends when a lease has taken it, or with `TurnedAway`."""
-
-
-Ended = Callable[[Trajectory, str], None]
 
 
 class Exchange:

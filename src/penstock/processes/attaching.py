@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from penstock.config import Config, ConfigError, load_config
-from penstock.envs.registry import means, resolve
+from penstock.envs.registry import means, playable, resolve
 from penstock.ports import Environment
 from penstock.processes import env
 from penstock.processes.member import first
@@ -41,7 +41,7 @@ def kinds_with(kind: type[Environment], config: Config) -> dict[str, type[Enviro
     names = config.environments.names
     if not any(means(name, kind) for name in names):
         raise ConfigError(f"run {config.run_id} plays {', '.join(names)}, and this file holds {kind.__name__}")
-    return {name: kind if means(name, kind) else resolve(name) for name in names}
+    return {name: playable(name, kind) if means(name, kind) else resolve(name) for name in names}
 
 
 def goes_on(child: Child) -> bool:

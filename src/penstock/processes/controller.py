@@ -293,9 +293,8 @@ def tasks_to_play(config: Config, source: MixedTasks, recorder: Recorder) -> Tas
     """As many as `synthesis.tasks` says; how many these are is told."""
     wanted, size = config.synthesis.tasks, source.size
     if wanted < 0 and size is None:
-        raise ConfigError(
-            f"synthesis.tasks: data.source {config.data.source} has no end: say how many of its tasks are to be played"
-        )
+        tags = ", ".join(tag for tag, each in config.environments.train.items() if each.data.is_endless)
+        raise ConfigError(f"synthesis.tasks: the tasks of {tags} have no end: say how many are to be played")
     num_tasks = min(number for number in (wanted if wanted >= 0 else size, size) if number is not None)
     recorder.event("tasks", total=num_tasks)
     return FirstTasks(source, num_tasks)

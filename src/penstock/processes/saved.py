@@ -92,6 +92,7 @@ class SavedEpisodes:
                 trajectory = Trajectory.unflatten(
                     sample, episode=episode, task_id=task_id, ended=saved.ended, env_seed=work.env_seed
                 )
+                trajectory = replace(trajectory, stop_reason=saved.stop_reason, info=saved.info)
                 (ended if saved.ended else begun)[episode.episode] = trajectory
         return Recalled(work=_without(work, ended), begun=begun, ended=ended)
 

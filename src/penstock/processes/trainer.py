@@ -216,11 +216,12 @@ class TrainerProcess:
         return {"steps": settings.steps, "seconds": result.seconds, "loss": result.loss}
 
     def _demonstrations(self) -> Iterator[tuple[list[int], list[int]]]:
-        config = self._config
+        config, environments = self._config, self._config.environments
         source = open_tasks(config, seed=config.seed + 1)
         for example in demonstrations(
             TaskStream(source, held_out=held_out_tasks(config)),
             make=maker_by_tag(config),
+            max_turns=lambda task: environments.of_task(task).max_turns,
             chat=ChatTokenizer.load(self._model_dir),
             seed=config.seed,
         ):

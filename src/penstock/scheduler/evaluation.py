@@ -29,7 +29,7 @@ class Evaluations:
         return number in self._results
 
     def played(self, group: LiveGroup, summaries: Played) -> None:
-        """All its episodes ended."""
+        """It is whole. Its episodes end as those of a training group do, as TRAINED, though nothing trains them."""
         for state in (EpisodeState.TRAINING, EpisodeState.TRAINED):
             self.ledger.move(group.number, range(group.size), state)
         self._results.pop(group.number).set_result(summaries)

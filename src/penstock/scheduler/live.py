@@ -37,12 +37,18 @@ class LiveGroup(msgspec.Struct, kw_only=True, eq=False):
     """Of the whole group."""
     ref: PayloadRef | None = None
 
-    def keep(self, member: int, ref: PayloadRef | None, *, ended: bool) -> None:
-        """Remember where the member's tokens lie: a whole record once it ended, else one more piece."""
+    def keep(self, member: int, ref: PayloadRef | None, summary: EpisodeSummary | None = None) -> None:
+        """Remember where the member's tokens lie: a whole record once it ended, with its `summary`, else one more
+        piece."""
         if ref is not None:
             episode = EpisodeId(self.task.tag, self.number, member, self.attempt)
-            pieces = self.saved[member].refs if member in self.saved and not ended else ()
-            self.saved[member] = SavedEpisode(episode=episode, refs=(*pieces, ref), ended=ended)
+            if summary is not None:
+                reason, info = summary.stop_reason, summary.info
+                saved = SavedEpisode(episode=episode, refs=(ref,), ended=True, stop_reason=reason, info=info)
+            else:
+                pieces = self.saved[member].refs if member in self.saved else ()
+                saved = SavedEpisode(episode=episode, refs=(*pieces, ref), ended=False)
+            self.saved[member] = saved
 
     def forget(self) -> None:
         """The next attempt starts from nothing."""

@@ -225,7 +225,7 @@ class Scheduler:
         member = episode.episode
         self._dispatcher.places.stop(group, [member])
         group.num_tokens[member] = num_tokens
-        group.keep(member, saved, ended=False)
+        group.keep(member, saved)
         if unfinished:
             group.ledger.move(group.number, [member], EpisodeState.UNFINISHED)
             inputs = {"group": group.number, "episode": member, "tokens": num_tokens, "saved": saved is not None}
@@ -258,8 +258,8 @@ class Scheduler:
             return
         members = [summary.episode.episode for summary in summaries]
         self._dispatcher.places.stop(group, members)
-        for member, ref in zip(members, saved, strict=True):
-            group.keep(member, ref, ended=True)
+        for member, ref, summary in zip(members, saved, summaries, strict=True):
+            group.keep(member, ref, summary)
         if error := _first_error(summaries):
             self._fail(group, error)
         else:
@@ -308,7 +308,7 @@ class Scheduler:
         return EpisodeState.FAILED
 
     def _scored(self, group: LiveGroup) -> EpisodeState:
-        """An evaluation's episode."""
+        """A held-out group is whole; whoever asked for it hears of it."""
         self._leave(group, EpisodeState.TRAINED)
         self._evaluations.played(group, group.summaries)
         self._progress.changed(self._evaluated)

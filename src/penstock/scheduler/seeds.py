@@ -1,7 +1,8 @@
 """Seeds of everything that is played, from nothing but the configuration and what is played. Pure.
 
 All members of a group, and all attempts at it, meet the same world: the environment's seed is theirs together. What
-they say there differs, with the attempt and the member (`Work.leases` mixes the latter in).
+they say there differs between members (`Work.leases` mixes these in), and after a failure; whoever goes on for a lost
+worker says what that one would have said.
 """
 
 from __future__ import annotations
@@ -30,5 +31,5 @@ class Seeds:
         return stable_seed(self._seed, task.purpose, task.tag, task.index)
 
     def of_sampling(self, task: Task, num_failures: int) -> int:
-        """Of one attempt at the group."""
+        """Of the whole group, until it fails once more."""
         return stable_seed(self._seed, "sampling", task.purpose, task.tag, task.index, num_failures)

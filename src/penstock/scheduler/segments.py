@@ -36,9 +36,9 @@ class SegmentPolicy:
     max_turns: int = 1
 
     @classmethod
-    def from_config(cls, config: Config, environment: EnvironmentConfig | None = None) -> SegmentPolicy:
-        """For `environment`, one of several, or for the only one."""
-        settings, environment = config.scheduler, environment or config.env
+    def from_config(cls, config: Config, environment: EnvironmentConfig) -> SegmentPolicy:
+        """For one environment of the run."""
+        settings = config.scheduler
         return cls(
             segment_length=settings.segment_length,
             max_segment_count=settings.max_segment_count,

@@ -89,7 +89,8 @@ class Measures:
 def measure(outcome: Outcome, workload: Workload, *, shares_devices: bool) -> Measures:
     """What `outcome` comes to."""
     experience, config = outcome.experience, outcome.config
-    people = population(workload, outcome.num_tasks, longest=SegmentPolicy.from_config(config).max_episode_tokens)
+    longest = SegmentPolicy.from_config(config, config.env).max_episode_tokens
+    people = population(workload, outcome.num_tasks, longest=longest)
     filtered = experience.num_filtered / max(experience.num_groups, 1)
     kept_tokens = float(np.mean(experience.trained_lengths)) if experience.num_filtered else people.mean_tokens
     bound = limit(config, people, kept=1 - filtered, kept_tokens=kept_tokens, shares_devices=shares_devices)

@@ -85,6 +85,11 @@ class Report:
 
 def predict(config: Config, *, watch: Watch = lambda name, step, steps: None) -> Report:
     """Simulate everything that `config.simulator` asks for. Raises `ConfigError` before anything runs."""
+    if config.env.mixture:
+        raise ConfigError(
+            "env.mixture: a simulation has one kind of episode, which simulator.workload describes: simulate a "
+            "configuration without a mixture"
+        )
     seeds = [config.seed + number for number in range(config.simulator.seeds)]
     workloads = {seed: _open(config, seed) for seed in seeds}
     chosen = combinations(config, workloads[seeds[0]])

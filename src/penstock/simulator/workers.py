@@ -91,7 +91,7 @@ class FleetWorkers:
         self._loop = asyncio.get_running_loop()
         self._fleet, self._workload, self._experience = fleet, workload, experience
         self._collect, self._ended, self._request_grant = collect, ended, request_grant
-        self._segments = SegmentPolicy.from_config(config)
+        self._segments = SegmentPolicy.from_config(config, config.env)
         self._penalize, self._latency_s = config.env.penalize_truncation, config.simulator.engine.latency_s
         self._playing: dict[int, _Playing] = {}
         self.started_at: dict[int, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, EnvironmentConfig
 from penstock.envs.rewards.judge import Judge
 
 
@@ -104,6 +105,12 @@ async def test_a_prompt_that_does_not_fit_is_named() -> None:
         with pytest.raises(ValueError, match="does not fit the task, which has index: 'question'"):
             await judge.score("4", {"index": 1})
         await judge.close()
+
+
+def test_all_its_attempts_fit_into_the_time_of_a_reward() -> None:
+    options = inspect.signature(Judge).parameters
+    attempts = 1 + options["max_retries"].default
+    assert attempts * options["timeout_s"].default < EnvironmentConfig().reward_timeout_s
 
 
 def test_without_a_key_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

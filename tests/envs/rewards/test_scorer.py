@@ -15,6 +15,7 @@ import pytest
 from penstock.config import Config, ConfigError, EnvConfig
 from penstock.envs.rewards.reward import RewardResult, locate_reward, make_reward
 from penstock.envs.rewards.scorer import RewardFailure, Scorer, scoring
+from penstock.simulator.clock import run_virtual
 
 
 class Letters:
@@ -124,6 +125,25 @@ async def test_a_reward_that_asks_others_stays_on_the_loop() -> None:
         assert await score(scorer, "a") == 0.5
         with pytest.raises(RewardFailure, match="no score within"):
             await score(scorer, "hangs")
+
+
+class Queued:
+    """One at a time, each of them well in time."""
+
+    max_concurrent = 1
+
+    async def score(self, answer: str, payload: Mapping[str, Any]) -> float:
+        await asyncio.sleep(0.6)
+        return 0.5
+
+
+def test_waiting_for_a_place_costs_a_score_none_of_its_time() -> None:
+    async def main() -> None:
+        async with scorer_of("Queued", reward_timeout_s=1.0) as scorer:
+            assert await asyncio.gather(*(score(scorer, "a") for _ in range(5))) == [0.5] * 5
+            assert asyncio.get_running_loop().time() == pytest.approx(5 * 0.6)
+
+    run_virtual(main())
 
 
 @pytest.mark.integration

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.config import ConfigError
-from penstock.deadline import patient
 
 PROMPT = """Judge how good the answer to a question is.
 
@@ -19,8 +17,6 @@ Answer: {answer}
 
 Reply with one line, `Score: X`, with X from 0 (useless) to {best:g} (perfect)."""
 SCORE = re.compile(r"score\W*?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-PLACE_S = 600.0
-"""After so long a wait for a place among the calls to the endpoint is reported."""
 
 
 class Judge:
@@ -35,13 +31,13 @@ class Judge:
         prompt: str = PROMPT,
         best: float = 10.0,
         max_tokens: int = 256,
-        timeout_s: float = 20.0,
-        max_retries: int = 3,
+        timeout_s: float = 9.0,
+        max_retries: int = 2,
         max_concurrent: int = 32,
     ) -> None:
         """`prompt`: a format string over the task's payload, `answer` and `best`. The judge ends its reply with `Score:
         X`, X from 0 to `best`. `api_key_variable`: the environment variable that has the key. `timeout_s`: of one call;
-        what fails for a moment is asked again, up to `max_retries` times."""
+        what fails for a moment is asked again, up to `max_retries` times, all within `env.reward_timeout_s`."""
         try:
             import openai
         except ImportError:
@@ -51,15 +47,10 @@ class Judge:
             raise ConfigError(f"env.reward judge: the environment variable {api_key_variable} has no key")
         self._client = openai.AsyncOpenAI(api_key=key, base_url=base_url, timeout=timeout_s, max_retries=max_retries)
         self._model, self._prompt, self._best, self._max_tokens = model, prompt, best, max_tokens
-        self._places = asyncio.Semaphore(max_concurrent)
+        self.max_concurrent = max_concurrent
 
     async def score(self, answer: str, payload: Mapping[str, Any]) -> float:
-        with patient(PLACE_S, waiter="a reward", resource="a place among its calls", holder="the judge"):
-            await self._places.acquire()
-        try:
-            return self._read(await self._ask(self._question(answer, payload)))
-        finally:
-            self._places.release()
+        return self._read(await self._ask(self._question(answer, payload)))
 
     async def close(self) -> None:
         """End its connections."""

@@ -9,27 +9,25 @@
 
 `answer` is what the policy said last, `payload` the task's. A plain `score` runs in a reward worker, a process of its
 own that is killed if it takes longer than `env.reward_timeout_s`; an `async` one, for rewards that ask others, on the
-event loop, and its `close`, if it has one, is awaited in the end. Too long a score fails the episode, unless the class
-says what it is worth: `timeout_reward = 0.0`.
+event loop, at most `max_concurrent` at once if it has that, and its `close`, if it has one, is awaited in the end. Who
+waits for a process or a place has not begun: that costs a score none of its time. Too long a score fails the episode,
+unless the class says what it is worth: `timeout_reward = 0.0`.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from penstock.config import ConfigError
-from penstock.envs.registry import import_from, is_file, load_file
+from penstock.config.imports import is_there, load
 
 BUILT_IN = {
     "math": "penstock.envs.rewards.math:Math",
@@ -48,7 +46,7 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reward(Protocol):
-    """See above. May have `timeout_reward`."""
+    """See above. May have `timeout_reward` and `max_concurrent`."""
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> Any: ...
 
@@ -69,9 +67,8 @@ def locate_reward(name: str) -> tuple[str, str]:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         known = f"known are {', '.join(BUILT_IN)}, or file.py:Class, or package.module:Class"
         raise ConfigError(f"unknown reward {name!r} in env.reward: {f'did you mean {near[0]}?' if near else known}")
-    import_from(Path.cwd())
     try:
-        there = Path(where).is_file() if is_file(where) else importlib.util.find_spec(where) is not None
+        there = is_there(where)
     except (ImportError, ValueError):
         there = False
     if not there:
@@ -83,8 +80,7 @@ def make_reward(name: str, options: Mapping[str, Any]) -> Reward:
     """Raises `ConfigError`, whatever goes wrong in the user's module."""
     where, attribute = locate_reward(name)
     try:
-        module = load_file(Path(where).absolute()) if is_file(where) else importlib.import_module(where)
-        found: Any = getattr(module, attribute)
+        found = load(f"{where}:{attribute}")
         reward: Reward = found(**options) if isinstance(found, type) else _Function(found, options)
     except ConfigError:
         raise

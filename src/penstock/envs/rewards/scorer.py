@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import msgspec
 
 from penstock.config import Config, ConfigError, EnvironmentConfig
-from penstock.deadline import Stalled, deadline
+from penstock.deadline import Stalled, deadline, placed
 from penstock.envs.hosts import Host, HostedError, Hosts
 from penstock.envs.rewards.reward import Reward, RewardResult, checked_result, is_async, make_reward
 
@@ -47,6 +48,8 @@ class Scorer:
         self._options = dict(config.reward_options)
         self._reward = make_reward(self.name, self._options)
         self._timeout_reward: float | None = getattr(self._reward, "timeout_reward", None)
+        limit: int | None = getattr(self._reward, "max_concurrent", None)
+        self._places = asyncio.Semaphore(limit) if limit is not None else None
         self._hosts = Hosts(num_workers, prepare=self._prepare)
         self.counts: Counter[str] = Counter()
         """Since the start: `scored`, `score_timeouts`, and the sums of the rewards' parts."""
@@ -68,10 +71,17 @@ class Scorer:
 
     async def _score(self, answer: str, payload: Mapping[str, Any], waiter: str) -> Any:
         if is_async(self._reward):
-            return await self._in_time(self._reward.score(answer, payload), waiter)
+            async with self._place(waiter):
+                return await self._in_time(self._reward.score(answer, payload), waiter)
         async with self._hosts.one(waiter=waiter) as host:
             result = await self._in_time(host.call("score", answer, dict(payload)), waiter)
         return msgspec.convert(result, RewardResult) if isinstance(result, dict) else result
+
+    def _place(self, waiter: str) -> AbstractAsyncContextManager[None]:
+        """Among those that are scored on the event loop."""
+        if self._places is None:
+            return nullcontext()
+        return placed(self._places, waiter=waiter, resource="a place to be scored", holder=f"reward {self.name}")
 
     async def _in_time(self, score: Awaitable[Any], waiter: str) -> Any:
         """The score, or what too long a one is worth."""
@@ -106,7 +116,7 @@ class Scorers:
 
     def of(self, settings: EnvironmentConfig) -> Scorer | None:
         """None if the environment gives the rewards itself."""
-        return self._scorers.get(_key(settings))
+        return self._scorers[_key(settings)] if settings.reward is not None else None
 
     def counts(self) -> Counter[str]:
         """Of all scorers."""

@@ -1,0 +1,59 @@
+"""Worked examples: as long as the policy's own episodes may be, and nothing is left open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.data.sources import TaskStream
+from penstock.envs.demonstrations import demonstrations
+from penstock.model.chat import ChatTokenizer
+from penstock.simulator.parts import NumberedTasks
+from penstock.types import Task
+
+NUM_TASKS = 2
+
+
+class Endless:
+    """Goes on as long as it is played."""
+
+    num_open = 0
+
+    def __init__(self, task: Task) -> None:
+        Endless.num_open += 1
+
+    def reset(self, seed: int) -> Any:
+        return "begin", {}
+
+    def step(self, action: str) -> Any:
+        return "more", 0.0, False, False, {}
+
+    def close(self) -> None:
+        Endless.num_open -= 1
+
+
+class Shown(Endless):
+    def demonstrate(self) -> str:
+        return "on"
+
+
+def examples(kind: Any, chat: ChatTokenizer) -> list[tuple[list[int], list[int]]]:
+    tasks = TaskStream(NumberedTasks("train", size=NUM_TASKS))
+    return list(demonstrations(tasks, make=kind, max_turns=lambda task: 3, chat=chat, seed=0))
+
+
+def test_they_end_after_their_turns_and_are_closed(chat: ChatTokenizer) -> None:
+    found = examples(Shown, chat)
+    assert len(found) == NUM_TASKS and Endless.num_open == 0
+    for token_ids, mask in found:
+        said = [token for token, is_said in zip(token_ids, mask, strict=True) if is_said]
+        assert said == [*chat.encode("on"), chat.eos_ids[0]] * 3
+        assert mask[-1] == 1, "what nobody answers is not shown"
+
+
+def test_one_that_shows_nothing_is_refused_and_closed(chat: ChatTokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"demonstrate\(\); Endless has none"):
+        examples(Endless, chat)
+    assert Endless.num_open == 0
