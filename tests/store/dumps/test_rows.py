@@ -83,6 +83,13 @@ def test_tokens_and_the_names_that_roll_has(tmp_path: Path) -> None:
     assert first["loss_mask"] == sample.loss_mask.tolist() and first["logprobs"] == sample.logprobs.tolist()
 
 
+def test_an_episode_that_is_trained_turn_by_turn_is_one_trajectory(tmp_path: Path) -> None:
+    columns = [["messages", "json"], *([name, "json"] for name in ("token_ids", "loss_mask", "logprobs", "versions"))]
+    settings = config("train", columns=columns)
+    whole, by_step = rows(tmp_path / "0", settings), rows(tmp_path / "1", settings, formulation="step")
+    assert by_step == whole and [message["content"] for message in whole[0]["messages"]] == ["say 5", "ab", "more", "cd"]
+
+
 def test_every_name_has_its_fact() -> None:
     assert FACTS.keys() | OTHER_NAMES.keys() == OWN_COLUMNS
     assert set(OTHER_NAMES.values()) <= FACTS.keys()

@@ -88,13 +88,15 @@ class RowMaker:
         self, record: GroupRecord, samples: Sequence[Sample], payload: Mapping[str, Any], *, step: int | None = None
     ) -> list[Row]:
         """Of a group that was played. Raises `DumpError` naming trajectory and column."""
-        tokens = {sample.episode: sample for sample in samples}
+        tokens: dict[int, list[Sample]] = {}
+        for sample in samples:
+            tokens.setdefault(sample.episode, []).append(sample)
         return [
             self._row(
                 Played(
                     record=record,
                     summary=summary,
-                    sample=tokens[summary.episode.episode],
+                    sample=Sample.overlaid(tokens[summary.episode.episode]),
                     payload=payload,
                     mode=self._mode,
                     step=step,
