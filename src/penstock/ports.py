@@ -328,6 +328,17 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[EpisodeState, int] = {}
     """Once it has ended; see `EndedGroup`."""
     trained_in: int | None = None
+    attempt: int = 0
+    """At which it was played; of a group that is to be played, one at which it never was."""
+
+    @property
+    def group_attempt(self) -> GroupAttempt:
+        return GroupAttempt(self.group, self.attempt)
+
+    @property
+    def next_attempt(self) -> int:
+        """At which it would be played anew."""
+        return self.attempt + (self.ref is not None)
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):

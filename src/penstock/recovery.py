@@ -186,7 +186,9 @@ async def _take_up(system: System) -> int:
                 yield record
             else:
                 damaged.append(record)
-                yield msgspec.structs.replace(record, state=EpisodeState.PENDING, ref=None, episodes=[])
+                yield msgspec.structs.replace(
+                    record, state=EpisodeState.PENDING, ref=None, episodes=[], attempt=record.next_attempt
+                )
 
     system.scheduler.take_up(records(), lambda record: _task(system, record))
     system.tasks.position = max(system.tasks.position, position)

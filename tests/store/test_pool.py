@@ -10,7 +10,7 @@ import pytest
 from penstock.ports import EndedGroup
 from penstock.simulator.parts import NumberedTasks, played
 from penstock.store.pool import ExperiencePool
-from penstock.types import EpisodeId, EpisodeState, PayloadRef, Task
+from penstock.types import EpisodeId, EpisodeState, GroupAttempt, PayloadRef, Task
 
 LONG_AGO = 1_000.0
 
@@ -57,6 +57,17 @@ def test_a_group_from_its_admission_to_its_end_and_back(tmp_path: Path) -> None:
     assert (states(pool)[0], pool.highest_version) == (("ready", None), 7)
     pool.admit([(0, task(0))])
     assert states(pool)[0] == ("pending", None)
+    pool.close()
+
+
+def test_a_group_that_is_played_anew_has_another_attempt(tmp_path: Path) -> None:
+    pool = ExperiencePool(tmp_path)
+    play(pool, tmp_path, 0, "env-0-00000.seg")
+    for _ in range(2):
+        pool.close()
+        pool = ExperiencePool(tmp_path)
+        pool.admit([(0, task(0))])
+        assert [record.group_attempt for record in pool.records()] == [GroupAttempt(0, 1)]
     pool.close()
 
 

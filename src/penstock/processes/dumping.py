@@ -37,16 +37,17 @@ def open_dumps(
         task = tasks.at(record.task_index) if config.dump.foreign_columns else None
         return task.payload if task is not None else {}
 
-    def rendering(dump: DumpConfig) -> Rendering:
-        maker, target = RowMaker(config, chat, columns=dump.columns), open_target(dump)
+    def rendering(dump: DumpConfig, *, run_id: str = "") -> Rendering:
+        maker, target = RowMaker(config, chat, columns=dump.columns), open_target(dump, run_id=run_id)
         target.check()
         return Rendering(pool=run_dir / "pool", maker=maker, target=target, payload=payload)
 
     dumps: list[Dump | Samples] = []
     if config.dump.url is not None or not config.has_trainer:
-        wanted = config.dump if config.dump.url else config.dump.model_copy(update={"url": str(run_dir / TRAJECTORIES)})
+        own = config.dump.model_copy(update={"url": str(run_dir / TRAJECTORIES)})
+        wanted = rendering(config.dump, run_id=config.run_id or "") if config.dump.url else rendering(own)
         rows = config.dump.rows_per_shard
-        dumps.append(Dump(pool, rendering(wanted), rows_per_shard=rows, trains=config.has_trainer, tell=tell))
+        dumps.append(Dump(pool, wanted, rows_per_shard=rows, trains=config.has_trainer, tell=tell))
     if config.has_trainer and config.observe.trajectories:
         directory = run_dir / TRAJECTORIES
         keep, sample = config.observe.trajectories, DumpConfig(url=str(directory))

@@ -40,12 +40,16 @@ class ExperiencePool:
         """Groups whose tokens are not known to be covered by durable checkpoints."""
 
     def admit(self, groups: Sequence[tuple[int, Task]]) -> None:
-        now = time.time()
-        records = []
+        now, records = time.time(), []
+        known = {record.group: record for record in self._index.get([number for number, _ in groups])}
         for number, task in groups:
-            since = self._needed[number].admitted_at if number in self._needed else now
+            since, attempt = (known[number].admitted_at, known[number].next_attempt) if number in known else (now, 0)
             self._needed[number] = Needed(since)
-            records.append(GroupRecord(group=number, task_id=task.task_id, task_index=task.index, admitted_at=since))
+            records.append(
+                GroupRecord(
+                    group=number, task_id=task.task_id, task_index=task.index, admitted_at=since, attempt=attempt
+                )
+            )
         self._index.put(records)
 
     def add(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
@@ -61,6 +65,7 @@ class ExperiencePool:
                     ref=ref,
                     episodes=list(episodes),
                     state=EpisodeState.READY,
+                    attempt=episodes[0].episode.attempt,
                 )
             ]
         )

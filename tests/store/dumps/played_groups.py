@@ -34,8 +34,8 @@ def chat() -> ChatTokenizer:
         return ChatTokenizer.load(Path(directory))
 
 
-def config(pipeline: str = "rollout", **dump: Any) -> Config:
-    return Config.model_validate({"pipeline": pipeline, "dump": dump})
+def config(pipeline: str = "rollout", *, run_id: str = "mine", **dump: Any) -> Config:
+    return Config.model_validate({"pipeline": pipeline, "run_id": run_id, "dump": dump})
 
 
 def task(group: int) -> Task:

@@ -22,7 +22,7 @@ from penstock.store.dumps.columns import DumpError, Row
 from penstock.store.dumps.dump import Dump, Rendering, Samples
 from penstock.store.dumps.rows import RowMaker
 from penstock.store.dumps.tables import TablePartition
-from penstock.store.dumps.targets import Folder, Target
+from penstock.store.dumps.targets import Folder, Target, open_target
 from penstock.store.pool import ExperiencePool
 from penstock.types import EpisodeState
 
@@ -196,7 +196,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def expected(sizes: Sequence[int]) -> list[str]:
-    return sorted(f"train/{group}/{member}" for group, size in enumerate(sizes) for member in range(size))
+    return sorted(f"mine/train/{group}/{member}/0" for group, size in enumerate(sizes) for member in range(size))
 
 
 SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=9)
@@ -298,7 +298,7 @@ async def test_training_goes_on_with_an_alarm_and_keeps_the_tokens(played: Playe
     resumed, _ = make(played.pool, played.directory, target, trains=True)
     resumed.take_up(played.pool.records())
     await to_the_end(resumed)
-    assert names_in(directory) == ["train/0/0", "train/0/1"] and not resumed.unwritten
+    assert names_in(directory) == expected([2]) and not resumed.unwritten
 
 
 class Defective(Broken):
@@ -366,8 +366,43 @@ async def test_a_group_that_is_played_again_is_dumped_as_it_was_played_last(play
     dump.played(*played.play(0, state=EpisodeState.READY, attempt=1))
     dump.stepped(2)
     await to_the_end(dump)
-    assert names_in(directory) == ["train/0/0", "train/0/1"]
+    assert names_in(directory) == ["mine/train/0/0/1", "mine/train/0/1/1"]
     assert json.loads((directory / "train/step_2.0.jsonl").read_text().splitlines()[0])["attempt"] == 1
+
+
+async def test_runs_that_share_a_folder_keep_apart(tmp_path: Path) -> None:
+    url = DumpConfig(url=str(tmp_path / "files"))
+    for run_id in ("mine", "yours"):
+        with Played(tmp_path / run_id) as played:
+            target = open_target(url, run_id=run_id)
+            dump, events = make(played.pool, played.directory, target, run_id=run_id)
+            dump.played(*played.play(0))
+            await to_the_end(dump)
+        assert events[-1]["url"] == str(tmp_path / "files" / run_id)
+    assert names_in(tmp_path / "files") == [
+        f"{run}/train/0/{member}/0" for run in ("mine", "yours") for member in (0, 1)
+    ]
+
+
+async def test_a_table_tells_runs_and_attempts_apart(tmp_path: Path) -> None:
+    """Else what is written again seems to be there."""
+    columns = [["trajectory", "string"], ["reward", "double"]]
+    url = DumpConfig.model_validate({"url": "odps://p/tables/t/ds=1", "columns": columns})
+    table = FakeTable(Hazard(0))
+    for run_id in ("mine", "yours"):
+        with Played(tmp_path / run_id) as played:
+            target = TablePartition(table, url, partition=["ds"])
+            dump, _ = make(played.pool, played.directory, target, rows_per_shard=2, run_id=run_id, columns=columns)
+            running = asyncio.create_task(dump.run())
+            for attempt in (0, 1):
+                table.hazard = Hazard(1)
+                dump.played(*played.play(0, attempt=attempt))
+                while dump.unwritten:
+                    await asyncio.sleep(0.01)
+            await to_the_end(dump, running)
+    assert sorted(row["trajectory"] for row in table.rows) == [
+        f"{run}/train/0/{member}/{attempt}" for run in ("mine", "yours") for member in (0, 1) for attempt in (0, 1)
+    ]
 
 
 async def test_a_column_that_nobody_fills_is_told_once(played: Played) -> None:
@@ -392,4 +427,4 @@ async def test_samples_are_the_newest_few(played: Played) -> None:
     samples.stepped(4)
     await to_the_end(samples)
     assert sorted(path.name for path in directory.iterdir()) == ["step_000002.jsonl", "step_000003.jsonl"]
-    assert names_in(directory) == ["train/4/0", "train/4/1", "train/6/0", "train/6/1"]
+    assert names_in(directory) == [f"mine/train/{group}/{member}/0" for group in (4, 6) for member in (0, 1)]

@@ -136,10 +136,10 @@ class Dump:
                 self._put(shard, again=True)
         num_gone = 0
         for record in records:
-            if record.ref is None or record.state not in self._wanted or (attempt := attempt_of(record)) in known:
+            if record.ref is None or record.state not in self._wanted or record.group_attempt in known:
                 continue
             if self._is_there(record):
-                self.played(attempt, EpisodeState(record.state), len(record.episodes))
+                self.played(record.group_attempt, EpisodeState(record.state), len(record.episodes))
             else:
                 num_gone += 1
         if num_gone:
@@ -232,7 +232,7 @@ class Dump:
         """In a thread. What a shard is made of is on disk before the shard is anywhere, and so is all else that the
         index knows of by then."""
         numbers = dict(shard.groups)
-        records = [r for r in self._books.get(list(numbers)) if r.ref and attempt_of(r).attempt == numbers[r.group]]
+        records = [r for r in self._books.get(list(numbers)) if r.ref and r.attempt == numbers[r.group]]
         sync_files(self._rendering.pool, [path.name for path in self._rendering.pool.glob("*.seg")])
         self._books.sync_index()
         self._rendering.write(shard, records, again=again)
@@ -296,7 +296,7 @@ class Samples:
 
     def _write(self, shard: Shard) -> None:
         (wanted,) = shard.groups
-        records = [r for r in self._books.get([wanted.group]) if r.ref is not None and attempt_of(r) == wanted]
+        records = [r for r in self._books.get([wanted.group]) if r.ref is not None and r.group_attempt == wanted]
         self._rendering.write(shard, records)
         for old in sorted(self._directory.glob(SAMPLES))[: -self._keep]:
             old.unlink(missing_ok=True)
@@ -308,8 +308,3 @@ class Samples:
 
 def _say(error: Exception) -> str:
     return str(error) if isinstance(error, DumpError) else f"the dump failed: {error!r}"
-
-
-def attempt_of(record: GroupRecord) -> GroupAttempt:
-    """At which a group was played."""
-    return GroupAttempt(record.group, record.episodes[0].episode.attempt)
