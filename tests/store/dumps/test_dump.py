@@ -392,14 +392,12 @@ async def test_a_table_tells_runs_and_attempts_apart(tmp_path: Path) -> None:
     for run_id in ("mine", "yours"):
         with Played(tmp_path / run_id) as played:
             target = TablePartition(table, url, partition=["ds"])
-            dump, _ = make(played.pool, played.directory, target, rows_per_shard=2, run_id=run_id, columns=columns)
-            running = asyncio.create_task(dump.run())
             for attempt in (0, 1):
                 table.hazard = Hazard(1)
+                dump, _ = make(played.pool, played.directory, target, run_id=run_id, columns=columns)
+                dump.take_up(played.pool.records())
                 dump.played(*played.play(0, attempt=attempt))
-                while dump.unwritten:
-                    await asyncio.sleep(0.01)
-            await to_the_end(dump, running)
+                await to_the_end(dump)
     assert sorted(row["trajectory"] for row in table.rows) == [
         f"{run}/train/0/{member}/{attempt}" for run in ("mine", "yours") for member in (0, 1) for attempt in (0, 1)
     ]
