@@ -278,7 +278,7 @@ class Observer(Protocol):
         ...
 
     def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
-        """A moment of a run without optimizer steps: `groups` have ended."""
+        """A moment of a run without optimizer steps: `groups` have ended. Told again, it is no news."""
         ...
 
     def evaluated(
