@@ -408,6 +408,10 @@ class Pool(Protocol):
         """Those of `groups` that are known."""
         ...
 
+    def shards(self) -> list[Shard]:
+        """Of the dump, whether written or only planned."""
+        ...
+
     def is_whole(self, ref: PayloadRef) -> bool:
         """A played group's tokens are there as they were written."""
         ...

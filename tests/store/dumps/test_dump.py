@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_groups import Played, chat, config, payload
+from played_groups import Played, chat, config, payload, task
 
 from penstock.config import Config, DumpConfig
 from penstock.ports import Shard
@@ -139,10 +139,10 @@ async def to_the_end(dump: Dump | Samples, running: asyncio.Task[None] | None = 
     running = running or asyncio.create_task(dump.run())
     finishing = asyncio.create_task(dump.finish())
     done, unfinished = await asyncio.wait([running, finishing], return_when=asyncio.FIRST_EXCEPTION)
-    for task in unfinished:
-        task.cancel()
-    for task in done:
-        task.result()
+    for each in unfinished:
+        each.cancel()
+    for each in done:
+        each.result()
 
 
 async def live(
@@ -368,6 +368,22 @@ async def test_a_group_that_is_played_again_is_dumped_as_it_was_played_last(play
     await to_the_end(dump)
     assert names_in(directory) == ["mine/train/0/0/1", "mine/train/0/1/1"]
     assert json.loads((directory / "train/step_2.0.jsonl").read_text().splitlines()[0])["attempt"] == 1
+
+
+async def test_what_is_played_anew_is_in_the_next_shard_alone(played: Played) -> None:
+    """A shard that could not be written is written without it."""
+    target, directory = folder(played)
+    dump, _ = make(played.pool, played.directory, Broken())
+    for group in (0, 1):
+        dump.played(*played.play(group))
+    with pytest.raises(DumpError):
+        await to_the_end(dump)
+    resumed, _ = make(played.pool, played.directory, target)
+    played.pool.admit([(0, task(0))])
+    resumed.take_up(played.pool.records())
+    resumed.played(*played.play(0, attempt=1))
+    await to_the_end(resumed)
+    assert names_in(directory) == [f"mine/train/{name}" for name in ("1/0/0", "1/1/0", "0/0/1", "0/1/1")]
 
 
 async def test_runs_that_share_a_folder_keep_apart(tmp_path: Path) -> None:
