@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -384,6 +385,30 @@ async def test_what_is_played_anew_is_in_the_next_shard_alone(played: Played) ->
     resumed.played(*played.play(0, attempt=1))
     await to_the_end(resumed)
     assert names_in(directory) == [f"mine/train/{name}" for name in ("1/0/0", "1/1/0", "0/0/1", "0/1/1")]
+
+
+async def test_a_stop_waits_for_what_is_being_written(played: Played) -> None:
+    """Else the pool is closed under it."""
+    target, directory = folder(played)
+    began, may_end = asyncio.Event(), threading.Event()
+    loop, write = asyncio.get_running_loop(), target.write
+
+    def slow(*args: Any, **options: Any) -> None:
+        loop.call_soon_threadsafe(began.set)
+        may_end.wait(10)
+        write(*args, **options)
+
+    target.write = slow  # type: ignore[method-assign]
+    dump, _ = make(played.pool, played.directory, target, rows_per_shard=2)
+    dump.played(*played.play(0))
+    running = asyncio.create_task(dump.run())
+    await began.wait()
+    running.cancel()
+    await asyncio.wait([running], timeout=0.05)
+    assert not running.done()
+    may_end.set()
+    await asyncio.wait([running])
+    assert running.cancelled() and names_in(directory) == expected([2])
 
 
 async def test_runs_that_share_a_folder_keep_apart(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.deadline import patient
 from penstock.ports import GroupRecord, Shard
@@ -30,6 +31,8 @@ PAUSES_S = (1.0, 4.0, 15.0)
 """Before a shard that could not be written is tried again."""
 WRITE_S = 600.0
 """For one shard, before it is worth a report: an object store may be slow."""
+LAST_WRITE_S = 10.0
+"""For what is being written when a run is stopped, before the pool is closed under it."""
 SAMPLES = "step_*.jsonl"
 """Files of what is kept to be read."""
 BEHIND = 4
@@ -43,6 +46,8 @@ Payload = Callable[[GroupRecord], Mapping[str, Any]]
 """Of a group's task."""
 Tell = Callable[..., None]
 """Records an event."""
+
+T = TypeVar("T")
 
 
 class Books(Protocol):
@@ -220,7 +225,7 @@ class Dump:
         for pause_s in (*PAUSES_S, None):
             try:
                 with patient(WRITE_S, waiter="the dump", resource=due.shard.name, holder=self._rendering.target.where):
-                    await asyncio.to_thread(self._write_now, due.shard, again)
+                    await in_thread(partial(self._write_now, due.shard, again))
                 return
             except DumpError:
                 if pause_s is None:
@@ -287,7 +292,7 @@ class Samples:
         while (shard := await self._next()) is not None:
             try:
                 with patient(WRITE_S, waiter="a sample", resource=shard.name, holder=str(self._directory)):
-                    await asyncio.to_thread(self._write, shard)
+                    await in_thread(partial(self._write, shard))
             except Exception as error:  # whatever it is: training does not end by it
                 self._tell("alarm", reason=f"no sample of step {shard.step}: {_say(error)}")
 
@@ -304,6 +309,16 @@ class Samples:
     async def finish(self) -> None:
         """The last ones may be missing."""
         self._due.put_nowait(None)
+
+
+async def in_thread(write: Callable[[], T]) -> T:
+    """What it returns. Whoever is cancelled waits for it, within bounds: it uses the pool."""
+    writing = asyncio.ensure_future(asyncio.to_thread(write))
+    try:
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing], timeout=LAST_WRITE_S)
+        raise
 
 
 def _say(error: Exception) -> str:
