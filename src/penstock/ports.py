@@ -349,6 +349,9 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     """Optimizer step after which it was planned; None where there are none."""
     written: bool = False
+    num_rows: int = 0
+    cpu_s: float = 0.0
+    """What it took to write it; both are known once it is written."""
 
 
 class Dump(Protocol):

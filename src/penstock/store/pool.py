@@ -108,7 +108,7 @@ class ExperiencePool:
         self._index.put_shard(shard)
 
     def written(self, shard: Shard) -> None:
-        """It is where it belongs."""
+        """It is where it belongs; `shard` says what that took."""
         self._index.put_shard(msgspec.structs.replace(shard, written=True))
 
     def sync_index(self) -> None:

@@ -411,6 +411,19 @@ async def test_a_stop_waits_for_what_is_being_written(played: Played) -> None:
     assert running.cancelled() and names_in(directory) == expected([2])
 
 
+async def test_totals_go_on_with_another_controller(played: Played) -> None:
+    target, _ = folder(played)
+    totals: list[tuple[int, int, float]] = []
+    for group in range(3):
+        dump, events = make(played.pool, played.directory, target)
+        dump.take_up(played.pool.records())
+        dump.played(*played.play(group))
+        await to_the_end(dump)
+        totals.append((events[-1]["shards"], events[-1]["rows"], events[-1]["cpu_s"]))
+    assert [each[:2] for each in totals] == [(1, 2), (2, 4), (3, 6)]
+    assert 0.0 < totals[0][2] < totals[1][2] < totals[2][2]
+
+
 async def test_runs_that_share_a_folder_keep_apart(tmp_path: Path) -> None:
     url = DumpConfig(url=str(tmp_path / "files"))
     for run_id in ("mine", "yours"):

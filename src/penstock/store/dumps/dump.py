@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from penstock.deadline import patient
 from penstock.ports import GroupRecord, Shard
@@ -66,31 +68,27 @@ class Books(Protocol):
         ...
 
     def written(self, shard: Shard) -> None:
-        """It is where it belongs."""
+        """It is where it belongs; `shard` says what that took."""
         ...
 
 
 @dataclass(slots=True)
 class Rendering:
-    """From groups of the pool to rows of a target; blocks, and counts the processor time it takes."""
+    """From groups of the pool to rows of a target; blocks."""
 
     pool: Path
     maker: RowMaker
     target: Target
     payload: Payload
-    cpu_s: float = 0.0
-    num_rows: int = 0
 
-    def write(self, shard: Shard, records: Sequence[GroupRecord], *, again: bool = False) -> None:
-        """Raises `DumpError`."""
+    def write(self, shard: Shard, records: Sequence[GroupRecord], *, again: bool = False) -> Shard:
+        """Returns it as it was written. Raises `DumpError`."""
         started, reader = time.thread_time(), PayloadReader(self.pool)
-        try:
-            rows = [row for record in records for row in self._rows(record, reader, shard.step)]
-            if rows:
-                self.target.write(shard.name, rows, again=again)
-            self.num_rows += len(rows)
-        finally:
-            self.cpu_s += time.thread_time() - started
+        rows = [row for record in records for row in self._rows(record, reader, shard.step)]
+        if rows:
+            self.target.write(shard.name, rows, again=again)
+        cpu_s = time.thread_time() - started
+        return msgspec.structs.replace(shard, written=True, num_rows=len(rows), cpu_s=cpu_s)
 
     def _rows(self, record: GroupRecord, reader: PayloadReader, step: int | None) -> list[Row]:
         assert record.ref is not None
@@ -99,6 +97,20 @@ class Rendering:
         except PayloadError as error:
             raise DumpError(f"the trajectories of group {record.group} are lost: {error}") from None
         return self.maker.rows(record, samples, self.payload(record), step=step)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of what is written, earlier lives of the run included."""
+
+    shards: int = 0
+    rows: int = 0
+    cpu_s: float = 0.0
+
+    def add(self, shard: Shard) -> None:
+        self.shards += 1
+        self.rows += shard.num_rows
+        self.cpu_s += shard.cpu_s
 
 
 class _Due(NamedTuple):
@@ -123,7 +135,7 @@ class Dump:
         self._unwritten: dict[str, Shard] = {}
         self._due: asyncio.Queue[_Due | None] = asyncio.Queue()
         self._finished = asyncio.Event()
-        self._num_written = 0
+        self._totals = Totals()
 
     @property
     def unwritten(self) -> set[int]:
@@ -137,7 +149,9 @@ class Dump:
         self._names = {shard.name for shard in shards}
         known = {attempt for shard in shards for attempt in shard.groups}
         for shard in shards:
-            if not shard.written:
+            if shard.written:
+                self._totals.add(shard)
+            else:
                 self._put(shard, again=True)
         num_gone = 0
         for record in records:
@@ -202,45 +216,45 @@ class Dump:
         """Write shard after shard, until `finish`. Raises `DumpError`."""
         while due := await self._next():
             try:
-                await self._write(due)
+                written = await self._write(due)
             except Exception as error:  # whatever it is: training does not end by it
                 if not self._trains:
                     raise
                 self._tell("alarm", reason=f"{_say(error)}; `penstock resume` writes it again")
                 continue
-            self._books.written(due.shard)
-            del self._unwritten[due.shard.name]
-            self._num_written += 1
-            if self._num_written == 1 and (unfilled := sorted(self._rendering.maker.unfilled)):
-                reason = f"dump.columns {', '.join(unfilled)}: null in the whole of {due.shard.name}; neither the task "
+            self._books.written(written)
+            del self._unwritten[written.name]
+            self._totals.add(written)
+            if self._totals.shards == 1 and (unfilled := sorted(self._rendering.maker.unfilled)):
+                reason = f"dump.columns {', '.join(unfilled)}: null in the whole of {written.name}; neither the task "
                 self._tell("alarm", reason=f"{reason}nor the environment's info has such names")
         self._finished.set()
 
     async def _next(self) -> _Due | None:
         return await self._due.get()
 
-    async def _write(self, due: _Due) -> None:
+    async def _write(self, due: _Due) -> Shard:
         """With a few more tries: a store may be out of reach for a moment."""
         again = due.again
         for pause_s in (*PAUSES_S, None):
             try:
                 with patient(WRITE_S, waiter="the dump", resource=due.shard.name, holder=self._rendering.target.where):
-                    await in_thread(partial(self._write_now, due.shard, again))
-                return
+                    return await in_thread(partial(self._write_now, due.shard, again))
             except DumpError:
                 if pause_s is None:
                     raise
             again = True
             await asyncio.sleep(pause_s)
+        raise AssertionError("the last try returns or raises")
 
-    def _write_now(self, shard: Shard, again: bool) -> None:
+    def _write_now(self, shard: Shard, again: bool) -> Shard:
         """In a thread. What a shard is made of is on disk before the shard is anywhere, and so is all else that the
         index knows of by then."""
         numbers = dict(shard.groups)
         records = [r for r in self._books.get(list(numbers)) if r.ref and r.attempt == numbers[r.group]]
         sync_files(self._rendering.pool, [path.name for path in self._rendering.pool.glob("*.seg")])
         self._books.sync_index()
-        self._rendering.write(shard, records, again=again)
+        return self._rendering.write(shard, records, again=again)
 
     async def finish(self) -> None:
         """Everything that was played is written, but for what could not be."""
@@ -253,10 +267,8 @@ class Dump:
         self._tell(
             "dumped",
             url=self._rendering.target.where,
-            shards=self._num_written,
-            rows=self._rendering.num_rows,
+            **asdict(self._totals),
             unwritten=len(self._unwritten),
-            cpu_s=self._rendering.cpu_s,
             waited_s=time.monotonic() - started,
         )
 
