@@ -158,7 +158,9 @@ def test_a_group_whose_tokens_are_gone_before_they_are_dumped_is_played_anew(tmp
     pool.plan(Shard(name="rollout/000001", groups=damaged + whole))
     lost = PayloadRef(file="lost", offset=0, length=1, crc32=0)
     for (group, _), record in ((each, pool.get([each.group])[0]) for each in dumped + damaged):
-        pool.add(group, Task(task_id=record.task_id, tag="train", index=record.task_index), lost, record.episodes)
+        its_task = Task(task_id=record.task_id, tag="train", index=record.task_index)
+        pool.admit([(group, its_task)])
+        pool.add(group, its_task, lost, record.episodes)
         pool.end([EndedGroup(group=group, counts=record.counts)])
     pool.close()
     anew: list[tuple[int, int]] = []

@@ -88,6 +88,18 @@ def test_files_go_when_no_checkpoint_can_send_anybody_back_to_them(tmp_path: Pat
     pool.close()
 
 
+def test_of_what_is_collected_nothing_is_kept_in_memory(tmp_path: Path) -> None:
+    pool = ExperiencePool(tmp_path)
+    for group, state in enumerate((EpisodeState.COLLECTED, EpisodeState.FILTERED)):
+        play(pool, tmp_path, group, "env-0-00000.seg")
+        pool.end([EndedGroup(group=group, counts={state: 1})])
+    assert pool._needed.keys() == {1}
+    pool.close()
+    pool = ExperiencePool(tmp_path)
+    assert pool._needed.keys() == {1}
+    pool.close()
+
+
 def test_tokens_are_on_disk_before_the_index_that_knows_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,8 +36,8 @@ class ExperiencePool:
         """Raises `PoolUnreadable`."""
         self._directory = directory
         self._index = PoolIndex(directory)
-        self._needed = {record.group: _needed(record) for record in self._index}
-        """Groups whose tokens are not known to be covered by durable checkpoints."""
+        self._needed = {r.group: _needed(r) for r in self._index if r.state != EpisodeState.COLLECTED}
+        """Groups whose tokens are not known to be covered by durable checkpoints, but for those that never will be."""
 
     def admit(self, groups: Sequence[tuple[int, Task]]) -> None:
         now, records = time.time(), []
@@ -77,7 +77,9 @@ class ExperiencePool:
             end = ended[record.group]
             facts = {"state": end.state, "counts": end.counts, "trained_in": end.trained_in}
             records.append(msgspec.structs.replace(record, **facts))
-            self._needed[record.group] = replace(self._needed[record.group], ended=True, trained_in=end.trained_in)
+            needed = self._needed.pop(record.group)
+            if end.state != EpisodeState.COLLECTED:
+                self._needed[record.group] = replace(needed, ended=True, trained_in=end.trained_in)
         self._index.put(records)
 
     def revive(self, groups: Sequence[int]) -> None:
