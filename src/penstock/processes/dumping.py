@@ -40,7 +40,7 @@ def open_dumps(
 
     def rendering(dump: DumpConfig, *, run_id: str = "") -> Rendering:
         maker, target = RowMaker(config, chat, columns=dump.columns), open_target(dump, run_id=run_id)
-        return Rendering(pool=run_dir / "pool", maker=maker, target=target, payload=payload)
+        return Rendering(pool=run_dir / "pool", maker=maker, target=target)
 
     dumps: list[Dump | Samples] = []
     if config.dump.url is not None or not config.has_trainer:
@@ -48,7 +48,7 @@ def open_dumps(
         rows = config.dump.rows_per_shard
         try:
             wanted = rendering(config.dump, run_id=config.run_id or "") if config.dump.url else rendering(own)
-            dumps.append(Dump(pool, wanted, rows_per_shard=rows, trains=config.has_trainer, tell=tell))
+            dumps.append(Dump(pool, wanted, payload=payload, rows_per_shard=rows, trains=config.has_trainer, tell=tell))
         except ConfigError as error:
             if not config.has_trainer:
                 raise

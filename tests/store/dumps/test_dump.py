@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from played_groups import Played, chat, config, payload, task
 
 from penstock.config import Config, DumpConfig
-from penstock.ports import Shard
+from penstock.ports import GroupRecord, Shard
 from penstock.store.dumps import dump as dump_module
 from penstock.store.dumps.columns import DumpError, Row
 from penstock.store.dumps.dump import Dump, Rendering, Samples
@@ -118,7 +118,13 @@ class FakeTable:
 
 def render(directory: Path, target: Target, settings: Config) -> Rendering:
     maker = RowMaker(settings, chat(), columns=settings.dump.columns)
-    return Rendering(pool=directory, maker=maker, target=target, payload=payload)
+    return Rendering(pool=directory, maker=maker, target=target)
+
+
+def payload_on_the_loop(record: GroupRecord) -> dict[str, Any]:
+    """Sources of tasks are for one thread."""
+    asyncio.get_running_loop()
+    return payload(record)
 
 
 def make(
@@ -132,7 +138,8 @@ def make(
     def tell(event: str, **details: Any) -> None:
         events.append({"event": event, **details})
 
-    return Dump(pool, rendering, rows_per_shard=rows_per_shard, trains=trains, tell=tell), events
+    dump = Dump(pool, rendering, payload=payload_on_the_loop, rows_per_shard=rows_per_shard, trains=trains, tell=tell)
+    return dump, events
 
 
 async def to_the_end(dump: Dump | Samples, running: asyncio.Task[None] | None = None) -> None:
@@ -409,6 +416,17 @@ async def test_a_stop_waits_for_what_is_being_written(played: Played) -> None:
     may_end.set()
     await asyncio.wait([running])
     assert running.cancelled() and names_in(directory) == expected([2])
+
+
+async def test_only_the_files_of_a_shard_are_synced(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    target, _ = folder(played)
+    (played.directory / "env-1-00000.seg").touch()
+    dump, _ = make(played.pool, played.directory, target)
+    dump.played(*played.play(0))
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().suffix))
+    await to_the_end(dump)
+    assert synced.count(".seg") == 1
 
 
 async def test_totals_go_on_with_another_controller(played: Played) -> None:

@@ -44,8 +44,8 @@ KEPT = (EpisodeState.READY, EpisodeState.TRAINED, EpisodeState.FILTERED, Episode
 COLLECTED = (EpisodeState.COLLECTED,)
 """What a run that only plays dumps: what no filter dropped."""
 
-Payload = Callable[[GroupRecord], Mapping[str, Any]]
-"""Of a group's task."""
+Payload = Mapping[str, Any]
+"""Of a task."""
 Tell = Callable[..., None]
 """Records an event."""
 
@@ -79,24 +79,27 @@ class Rendering:
     pool: Path
     maker: RowMaker
     target: Target
-    payload: Payload
 
-    def write(self, shard: Shard, records: Sequence[GroupRecord], *, again: bool = False) -> Shard:
-        """Returns it as it was written. Raises `DumpError`."""
+    def write(
+        self, shard: Shard, records: Sequence[GroupRecord], payloads: Mapping[int, Payload], *, again: bool = False
+    ) -> Shard:
+        """Returns it as it was written; `payloads` are those of the groups' tasks. Raises `DumpError`."""
         started, reader = time.thread_time(), PayloadReader(self.pool)
-        rows = [row for record in records for row in self._rows(record, reader, shard.step)]
+        rows = [row for record in records for row in self._rows(record, reader, payloads, shard.step)]
         if rows:
             self.target.write(shard.name, rows, again=again)
         cpu_s = time.thread_time() - started
         return msgspec.structs.replace(shard, written=True, num_rows=len(rows), cpu_s=cpu_s)
 
-    def _rows(self, record: GroupRecord, reader: PayloadReader, step: int | None) -> list[Row]:
+    def _rows(
+        self, record: GroupRecord, reader: PayloadReader, payloads: Mapping[int, Payload], step: int | None
+    ) -> list[Row]:
         assert record.ref is not None
         try:
             samples = reader.read(record.ref)
         except PayloadError as error:
             raise DumpError(f"the trajectories of group {record.group} are lost: {error}") from None
-        return self.maker.rows(record, samples, self.payload(record), step=step)
+        return self.maker.rows(record, samples, payloads.get(record.group, {}), step=step)
 
 
 @dataclass(slots=True)
@@ -123,15 +126,25 @@ class _Due(NamedTuple):
 class Dump:
     """`ports.Dump`: a table of everything that was played."""
 
-    def __init__(self, books: Books, rendering: Rendering, *, rows_per_shard: int, trains: bool, tell: Tell) -> None:
-        """A run that trains goes on if a shard cannot be written, with an alarm; for one that only plays it is the end.
-        What is left unwritten is written when the run is resumed."""
-        self._books, self._rendering, self._tell = books, rendering, tell
+    def __init__(
+        self,
+        books: Books,
+        rendering: Rendering,
+        *,
+        payload: Callable[[GroupRecord], Payload],
+        rows_per_shard: int,
+        trains: bool,
+        tell: Tell,
+    ) -> None:
+        """`payload` is called on the event loop. A run that trains goes on if a shard cannot be written, with an alarm;
+        for one that only plays it is the end. What is left unwritten is written when the run is resumed."""
+        self._books, self._rendering, self._payload, self._tell = books, rendering, payload, tell
         self._rows_per_shard, self._trains = rows_per_shard, trains
         self._wanted = KEPT if trains else COLLECTED
         self._names: set[str] = set()
         self._pending: dict[GroupAttempt, int] = {}
         """Groups that are in no shard, with their number of rows."""
+        self._num_pending_rows = 0
         self._unwritten: dict[str, Shard] = {}
         self._due: asyncio.Queue[_Due | None] = asyncio.Queue()
         self._finished = asyncio.Event()
@@ -174,7 +187,8 @@ class Dump:
         if state not in self._wanted:
             return
         self._pending[attempt] = num_rows
-        if not self._trains and sum(self._pending.values()) >= self._rows_per_shard:
+        self._num_pending_rows += num_rows
+        if not self._trains and self._num_pending_rows >= self._rows_per_shard:
             self._cut(None)
 
     def stepped(self, step: int) -> None:
@@ -194,6 +208,7 @@ class Dump:
         if groups:
             self._plan(groups, step)
         self._pending.clear()
+        self._num_pending_rows = 0
 
     def _plan(self, groups: list[GroupAttempt], step: int | None) -> None:
         shard = Shard(name=self._new_name(step), groups=groups, step=step)
@@ -235,29 +250,43 @@ class Dump:
 
     async def _write(self, due: _Due) -> Shard:
         """With a few more tries: a store may be out of reach for a moment."""
-        again = due.again
-        for pause_s in (*PAUSES_S, None):
+        shard, again, pauses_s = due.shard, due.again, iter(PAUSES_S)
+        while True:
             try:
-                with patient(WRITE_S, waiter="the dump", resource=due.shard.name, holder=self._rendering.target.where):
-                    return await in_thread(partial(self._write_now, due.shard, again))
+                with patient(WRITE_S, waiter="the dump", resource=shard.name, holder=self._rendering.target.where):
+                    records = self._records(shard)
+                    payloads = await self._payloads(records)
+                    return await in_thread(partial(self._write_now, shard, records, payloads, again))
             except DumpError:
-                if pause_s is None:
+                if (pause_s := next(pauses_s, None)) is None:
                     raise
             again = True
             await asyncio.sleep(pause_s)
-        raise AssertionError("the last try returns or raises")
 
-    def _write_now(self, shard: Shard, again: bool) -> Shard:
-        """In a thread. What a shard is made of is on disk before the shard is anywhere, and so is all else that the
-        index knows of by then."""
+    def _records(self, shard: Shard) -> list[GroupRecord]:
+        """Of its groups, but for those that are played anew."""
         numbers = dict(shard.groups)
-        records = [r for r in self._books.get(list(numbers)) if r.ref and r.attempt == numbers[r.group]]
-        sync_files(self._rendering.pool, [path.name for path in self._rendering.pool.glob("*.seg")])
+        return [r for r in self._books.get(list(numbers)) if r.ref is not None and r.attempt == numbers[r.group]]
+
+    async def _payloads(self, records: Sequence[GroupRecord]) -> dict[int, Payload]:
+        """By group. The source of tasks is the loop's, and no thread's; others have their turn between two of them."""
+        payloads: dict[int, Payload] = {}
+        for record in records:
+            payloads[record.group] = self._payload(record)
+            await asyncio.sleep(0)
+        return payloads
+
+    def _write_now(
+        self, shard: Shard, records: Sequence[GroupRecord], payloads: Mapping[int, Payload], again: bool
+    ) -> Shard:
+        """In a thread. What a shard is made of is on disk before the shard is anywhere."""
+        sync_files(self._rendering.pool, {record.ref.file for record in records if record.ref is not None})
         self._books.sync_index()
-        return self._rendering.write(shard, records, again=again)
+        return self._rendering.write(shard, records, payloads, again=again)
 
     async def finish(self) -> None:
-        """Everything that was played is written, but for what could not be."""
+        """Every shard is written, but for those that could not be. A run that only plays makes its last one of what is
+        in none; of training, what no optimizer step followed stays in the pool."""
         started = time.monotonic()
         if not self._trains:
             self._cut(None)
@@ -280,7 +309,8 @@ class Samples:
         """`directory`: where `rendering` writes its files."""
         self._books, self._rendering, self._tell = books, rendering, tell
         self._directory, self._keep = directory, keep
-        self._latest: GroupAttempt | None = None
+        self._chosen: GroupAttempt | None = None
+        """The first group since the latest step."""
         self._due: asyncio.Queue[Shard | None] = asyncio.Queue()
         self.unwritten: set[int] = set()
         """Nobody waits for a sample."""
@@ -291,13 +321,13 @@ class Samples:
     def played(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
         """A group is in the pool; the first one after a step is the sample of the next."""
         if state in KEPT:
-            self._latest = self._latest or attempt
+            self._chosen = self._chosen or attempt
 
     def stepped(self, step: int) -> None:
         """An optimizer step was taken."""
-        if self._latest is not None and self._due.qsize() < BEHIND:
-            self._due.put_nowait(Shard(name=f"step_{step:06d}", groups=[self._latest], step=step))
-        self._latest = None
+        if self._chosen is not None and self._due.qsize() < BEHIND:
+            self._due.put_nowait(Shard(name=f"step_{step:06d}", groups=[self._chosen], step=step))
+        self._chosen = None
 
     async def run(self) -> None:
         """Write sample after sample, until `finish`."""
@@ -314,7 +344,7 @@ class Samples:
     def _write(self, shard: Shard) -> None:
         (wanted,) = shard.groups
         records = [r for r in self._books.get([wanted.group]) if r.ref is not None and r.group_attempt == wanted]
-        self._rendering.write(shard, records)
+        self._rendering.write(shard, records, {})
         for old in sorted(self._directory.glob(SAMPLES))[: -self._keep]:
             old.unlink(missing_ok=True)
 
