@@ -18,14 +18,14 @@ from penstock import loop
 from penstock.config import Config, ConfigError
 from penstock.data.sources import FirstTasks, TaskStream, open_tasks
 from penstock.observe.recorder import Recorder
-from penstock.ports import GroupRecord, Work
+from penstock.ports import EndedGroup, GroupRecord, Shard, Work
 from penstock.processes.controller import tasks_to_play
 from penstock.scheduler.pacing import PacingState, Unpaced
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
 from penstock.store.pool import ExperiencePool
-from penstock.types import EpisodeState, GroupAttempt
+from penstock.types import EpisodeState, GroupAttempt, PayloadRef, Task
 
 GROUP_SIZE, NUM_TASKS = 4, 40
 
@@ -70,6 +70,7 @@ async def synthesize(
 ) -> tuple[Scheduler, Heard]:
     """A controller, which dies at `until` seconds."""
     recorder, pool, heard = Recorder(directory), ExperiencePool(directory / "pool"), Heard()
+    payloads(directory).touch()
     scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, record=recorder.decision)
     workers = ModelledWorkers(play, lambda *played: loop.collect(system, *played), lambda: 0)
     system = loop.System(
@@ -95,6 +96,11 @@ async def synthesize(
         recorder.close()
         pool.close()
     return scheduler, heard
+
+
+def payloads(directory: Path) -> Path:
+    """Where modelled workers say that all tokens are."""
+    return directory / "pool" / "none"
 
 
 def random_play(seed: int) -> Play:
@@ -136,13 +142,38 @@ def test_a_group_that_was_whole_when_the_controller_died_is_not_played_again(tmp
     pool = ExperiencePool(tmp_path / "pool")
     pool.revive([3])  # as if it had died between the two lines that it writes of a group
     pool.close()
-    (tmp_path / "pool" / "none").touch()  # where modelled workers say that their tokens are
 
     def nothing(work: Work) -> tuple[float, list[float]]:
         raise AssertionError("everything was played")
 
     _, heard = run_virtual(synthesize(tmp_path, config(), nothing))
     assert sorted(heard.groups) == list(range(NUM_TASKS))
+
+
+def test_a_group_whose_tokens_are_gone_before_they_are_dumped_is_played_anew(tmp_path: Path) -> None:
+    run_virtual(synthesize(tmp_path, config(), random_play(0)))
+    pool = ExperiencePool(tmp_path / "pool")
+    dumped, damaged, whole = ([GroupAttempt(group, 0)] for group in (3, 4, 5))
+    pool.plan(Shard(name="rollout/000000", groups=dumped))
+    pool.written(Shard(name="rollout/000000", groups=dumped))
+    pool.plan(Shard(name="rollout/000001", groups=damaged + whole))
+    lost = PayloadRef(file="lost", offset=0, length=1, crc32=0)
+    for (group, _), record in ((each, pool.get([each.group])[0]) for each in dumped + damaged):
+        its_task = Task(task_id=record.task_id, tag="train", index=record.task_index)
+        pool.admit([(group, its_task)])
+        pool.add(group, its_task, lost, record.episodes)
+        pool.end([EndedGroup(group=group, counts=record.counts)])
+    pool.close()
+    anew: list[tuple[int, int]] = []
+
+    def play(work: Work) -> tuple[float, list[float]]:
+        anew.append((work.group, work.attempt))
+        return random_play(1)(work)
+
+    scheduler, heard = run_virtual(synthesize(tmp_path, config(), play))
+    assert anew == [(4, 1)] and sorted(heard.groups) == list(range(NUM_TASKS))
+    assert scheduler.num_ended == NUM_TASKS
+    assert scheduler.ledger.counts()["collected"] == scheduler.ledger.num_admitted == NUM_TASKS * GROUP_SIZE
 
 
 def test_no_group_waits_for_a_trainer() -> None:

@@ -282,7 +282,7 @@ class Observer(Protocol):
         ...
 
     def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
-        """A moment of a run without optimizer steps: `groups` have ended."""
+        """A moment of a run without optimizer steps: `groups` have ended. Told again, it is no news."""
         ...
 
     def evaluated(
@@ -332,6 +332,17 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[EpisodeState, int] = {}
     """Once it has ended; see `EndedGroup`."""
     trained_in: int | None = None
+    attempt: int = 0
+    """At which it was played; of a group that is to be played, one at which it never was."""
+
+    @property
+    def group_attempt(self) -> GroupAttempt:
+        return GroupAttempt(self.group, self.attempt)
+
+    @property
+    def next_attempt(self) -> int:
+        """At which it would be played anew."""
+        return self.attempt + (self.ref is not None)
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -342,6 +353,9 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     """Optimizer step after which it was planned; None where there are none."""
     written: bool = False
+    num_rows: int = 0
+    cpu_s: float = 0.0
+    """What it took to write it; both are known once it is written."""
 
 
 class Dump(Protocol):
@@ -399,6 +413,10 @@ class Pool(Protocol):
 
     def get(self, groups: Sequence[int]) -> list[GroupRecord]:
         """Those of `groups` that are known."""
+        ...
+
+    def shards(self) -> list[Shard]:
+        """Of the dump, whether written or only planned."""
         ...
 
     def is_whole(self, ref: PayloadRef) -> bool:

@@ -173,20 +173,27 @@ def _revive(system: System, point: SavedState | None) -> list[GroupRecord]:
 
 
 async def _take_up(system: System) -> int:
-    """Ledger, queues, task position and length predictions from the pool; returns how many groups there are. Ready
-    groups whose tokens are damaged are to be played anew."""
+    """Ledger, queues, task position and length predictions from the pool; returns how many groups there are. Those
+    whose tokens are needed, to be trained or dumped, and damaged are to be played anew."""
     number = position = 0
     damaged: list[GroupRecord] = []
+    written = {attempt for shard in system.pool.shards() if shard.written for attempt in shard.groups}
+
+    def is_damaged(record: GroupRecord) -> bool:
+        is_undumped = record.state == EpisodeState.COLLECTED and record.group_attempt not in written
+        is_needed = record.state == EpisodeState.READY or is_undumped
+        return is_needed and record.ref is not None and not system.pool.is_whole(record.ref)
 
     def records() -> Iterator[GroupRecord]:
         nonlocal number, position
         for record in system.pool.records():
             number, position = number + 1, max(position, record.task_index + 1)
-            if record.state != EpisodeState.READY or record.ref is None or system.pool.is_whole(record.ref):
-                yield record
-            else:
+            if is_damaged(record):
                 damaged.append(record)
-                yield msgspec.structs.replace(record, state=EpisodeState.PENDING, ref=None, episodes=[])
+                facts = {"state": EpisodeState.PENDING, "counts": {}, "attempt": record.next_attempt}
+                yield msgspec.structs.replace(record, ref=None, episodes=[], **facts)
+            else:
+                yield record
 
     system.scheduler.take_up(records(), lambda record: _task(system, record))
     system.tasks.position = max(system.tasks.position, position)

@@ -343,6 +343,16 @@ class Sample:
             versions=np.concatenate([piece.versions for piece in pieces]),
         )
 
+    @classmethod
+    def overlaid(cls, samples: Sequence[Sample]) -> Sample:
+        """The whole of a trajectory, of which `formulate` made these: each is a prefix of the next."""
+        whole = samples[-1]
+        mask, logprobs, versions = whole.loss_mask.copy(), whole.logprobs.copy(), whole.versions.copy()
+        for sample in samples[:-1]:
+            said = np.flatnonzero(sample.loss_mask)
+            mask[said], logprobs[said], versions[said] = 1, sample.logprobs[said], sample.versions[said]
+        return replace(whole, loss_mask=mask, logprobs=logprobs, versions=versions)
+
 
 def _segment(sample: Sample, start: int, end: int) -> Segment:
     """Tokens [start, end) of a sample, their versions as spans."""

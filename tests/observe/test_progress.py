@@ -109,15 +109,20 @@ def test_the_panel_shows_processes_then_figures(tmp_path: Path) -> None:
 
 
 class BrokenPipe(io.StringIO):
+    was_written_to = False
+
     def write(self, text: str, /) -> int:
+        self.was_written_to = True
         raise BrokenPipeError
 
 
 async def test_a_reader_that_goes_away_ends_the_display_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # rich would point this process's own output nowhere
     plan = Plan(num_steps=3, num_warm_start_steps=10, num_eval_tasks=4)
+    pipe = BrokenPipe()
     async with asyncio.timeout(5):
-        await progress.follow(make_run(tmp_path, 3), plan, Console(file=BrokenPipe()))
+        await progress.follow(make_run(tmp_path, 3), plan, Console(file=pipe))
+    assert pipe.was_written_to
 
 
 async def test_lines_are_printed_where_there_is_no_terminal(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.observe import steps
+from penstock.observe import jsonl, steps
 from penstock.observe.recorder import MAX_REASONS, OTHER_REASONS, Recorder
 from penstock.observe.view import Plan, RunView
 from penstock.simulator.parts import played
@@ -78,6 +78,15 @@ def test_the_display_goes_back_with_the_trainer() -> None:
         view.see_step(line(number, reward=number / 10))
     view.see_step(line(3, reward=0.9))
     assert (view.step, list(view.rewards.values())) == (3, [0.1, 0.2, 0.9])
+
+
+def test_a_moment_at_which_nothing_more_has_ended_is_not_written(tmp_path: Path) -> None:
+    for groups in ((0, 0, 2), (2, 2, 3)):
+        recorder = Recorder(tmp_path)
+        for number in groups:
+            recorder.progressed(number, {}, {})
+        recorder.close()
+    assert [line["step"] for line in jsonl.read(tmp_path / "metrics.jsonl")] == [0, 2, 3]
 
 
 def test_rewards_are_kept_by_tag_and_so_is_what_a_validation_found(tmp_path: Path) -> None:

@@ -65,9 +65,10 @@ def test_a_run_that_only_plays(tmp_path: Path) -> None:
         line = {"step": 10 * number, "time": number, "wall_s": 4.0 * number, **totals, "num_servers": 1}
         jsonl.append(tmp_path / "metrics.jsonl", line)
     dumped = {"event": "dumped", "url": "there", "rows": 120, "cpu_s": 0.1, "waited_s": 0.2}
-    jsonl.append(tmp_path / "events.jsonl", dumped)
+    for totals in ({"rows": 80, "cpu_s": 0.05}, {}):
+        jsonl.append(tmp_path / "events.jsonl", dumped | totals)
     found = summary.summarize(tmp_path)
     assert (found["steps"], found["tasks"], found["tasks_played"]) == (0, 30, 30)
     assert (found["dump"], found["dump_rows"], found["reward_mean"]) == ("there", 120, 0.25)
-    assert found["dump_share"] == pytest.approx(0.1 / 10.0 + 0.2 / 8.0)
+    assert found["dump_share"] == pytest.approx(0.1 / 10.0 + 0.4 / 8.0)
     assert found["trajectories_per_second"] == 10.0

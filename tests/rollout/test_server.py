@@ -559,8 +559,27 @@ async def test_an_api_key_guards_everything_but_health(runner: EngineRunner) -> 
         assert (await http.get("/ready", headers={"Authorization": "Bearer secret"}))[0] == 200
 
 
+@dataclass(frozen=True)
+class Held:
+    """An engine that admits requests, and generates nothing for them until it is let go."""
+
+    engine: Engine
+    step: Callable[[], list[Generated]]
+    let_go: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self) -> list[Generated]:
+        return self.step() if self.let_go.is_set() or not self.engine.num_active else []
+
+
+@pytest.fixture
+def held(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> Held:
+    held = Held(runner.engine, runner.engine.step)
+    monkeypatch.setattr(runner.engine, "step", held)
+    return held
+
+
 async def test_a_draining_commit_lets_running_answers_end_and_holds_the_others(
-    http: Http, runner: EngineRunner
+    http: Http, runner: EngineRunner, held: Held
 ) -> None:
     running = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(60)}))
     await until(lambda: runner.engine.num_active)
@@ -568,19 +587,17 @@ async def test_a_draining_commit_lets_running_answers_end_and_holds_the_others(
     commit = asyncio.create_task(http.post("/weights/commit", {"policy_version": 1, "mode": "drain"}))
     await until(lambda: not runner.engine.admitting)
     later = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(4)}))
+    held.let_go.set()
     spans = [(await task)[1]["meta_info"]["weight_versions"] for task in (running, later)]
     assert (await commit)[0] == 200
     assert spans == [[{"version": "0", "start": 0, "end": 60}], [{"version": "1", "start": 0, "end": 4}]]
 
 
-async def draining_for_ever(
-    http: Http, runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
-) -> asyncio.Task[tuple[int, Any]]:
+async def draining_for_ever(http: Http, runner: EngineRunner) -> asyncio.Task[tuple[int, Any]]:
     """A commit that waits for an answer that never ends."""
     request = make_request("long", [5], max_new_tokens=60)
     asyncio.get_running_loop().create_task(runner.generate(request)).add_done_callback(lambda done: done.exception())
     await until(lambda: runner.engine.num_active)
-    monkeypatch.setattr(runner.engine, "step", list)
     await http.post("/weights/begin", weights_handle(1))
     commit = asyncio.create_task(http.post("/weights/commit", {"policy_version": 1, "mode": "drain"}))
     await until(lambda: not runner.engine.admitting)
@@ -591,9 +608,9 @@ async def draining_for_ever(
     ("path", "body"), [("/weights/abort", {}), ("/weights/begin", weights_handle(2)), ("/weights/forget", {})]
 )
 async def test_a_draining_commit_gives_way_to_whoever_drops_or_replaces_it(
-    http: Http, runner: EngineRunner, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+    http: Http, runner: EngineRunner, held: Held, path: str, body: Any
 ) -> None:
-    commit = await draining_for_ever(http, runner, monkeypatch)
+    commit = await draining_for_ever(http, runner)
     assert (await http.post(path, body))[0] == 200
     status, reply = await commit
     assert (status, "given up while running answers were to end" in reply["error"]["message"]) == (409, True)
@@ -602,9 +619,9 @@ async def test_a_draining_commit_gives_way_to_whoever_drops_or_replaces_it(
 
 
 async def test_a_draining_commit_ends_with_its_client(
-    http: Http, runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+    http: Http, runner: EngineRunner, held: Held
 ) -> None:
-    commit = await draining_for_ever(http, runner, monkeypatch)
+    commit = await draining_for_ever(http, runner)
     commit.cancel()
     await until(lambda: runner.engine.admitting)
     assert (await http.post("/weights/commit", {"policy_version": 1}))[0] == 200, "it is still staged"

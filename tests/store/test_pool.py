@@ -10,7 +10,7 @@ import pytest
 from penstock.ports import EndedGroup
 from penstock.simulator.parts import NumberedTasks, played
 from penstock.store.pool import ExperiencePool
-from penstock.types import EpisodeId, EpisodeState, PayloadRef, Task
+from penstock.types import EpisodeId, EpisodeState, GroupAttempt, PayloadRef, Task
 
 LONG_AGO = 1_000.0
 
@@ -60,6 +60,17 @@ def test_a_group_from_its_admission_to_its_end_and_back(tmp_path: Path) -> None:
     pool.close()
 
 
+def test_a_group_that_is_played_anew_has_another_attempt(tmp_path: Path) -> None:
+    pool = ExperiencePool(tmp_path)
+    play(pool, tmp_path, 0, "env-0-00000.seg")
+    for _ in range(2):
+        pool.close()
+        pool = ExperiencePool(tmp_path)
+        pool.admit([(0, task(0))])
+        assert [record.group_attempt for record in pool.records()] == [GroupAttempt(0, 1)]
+    pool.close()
+
+
 def test_files_go_when_no_checkpoint_can_send_anybody_back_to_them(tmp_path: Path) -> None:
     pool = ExperiencePool(tmp_path)
     for group in range(4):
@@ -74,6 +85,18 @@ def test_files_go_when_no_checkpoint_can_send_anybody_back_to_them(tmp_path: Pat
     assert files(tmp_path) == ["env-0-00001.seg", "env-0-00002.seg", "env-0-00003.seg"]
     pool.covered(2)
     assert files(tmp_path) == ["env-0-00002.seg", "env-0-00003.seg"], "what is ready is needed"
+    pool.close()
+
+
+def test_of_what_is_collected_nothing_is_kept_in_memory(tmp_path: Path) -> None:
+    pool = ExperiencePool(tmp_path)
+    for group, state in enumerate((EpisodeState.COLLECTED, EpisodeState.FILTERED)):
+        play(pool, tmp_path, group, "env-0-00000.seg")
+        pool.end([EndedGroup(group=group, counts={state: 1})])
+    assert pool._needed.keys() == {1}
+    pool.close()
+    pool = ExperiencePool(tmp_path)
+    assert pool._needed.keys() == {1}
     pool.close()
 
 

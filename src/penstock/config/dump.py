@@ -61,9 +61,10 @@ class DumpConfig(Section):
     """Trajectories as a table, one row each."""
 
     url: str | None = None
-    """Where it is written: a folder (a path or `file://`), a prefix of an object store (`s3://`, `oss://`, `gs://`,
-    `memory://`), or a partition of a table, `odps://project/tables/name/key=value`. Unset: `penstock rollout` writes to
-    `trajectories/` of the run, and training writes nothing but `observe.trajectories`."""
+    """Where it is written: a folder (a path or `file://`) or a prefix of an object store (`s3://`, `oss://`, `gs://`,
+    `memory://`), in a folder named after the run, or a partition of a table, `odps://project/tables/name/key=value`.
+    Unset: `penstock rollout` writes to `trajectories/` of the run, and training writes nothing but
+    `observe.trajectories`."""
     format: Literal["jsonl", "parquet"] = "jsonl"
     """Of files."""
     columns: list[Column] = Field(default_factory=lambda: _columns(DEFAULT_COLUMNS), min_length=1)

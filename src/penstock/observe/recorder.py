@@ -18,6 +18,8 @@ from penstock.types import NO_VERSION, BusySpan, EpisodeSummary, LearnerState, T
 MAX_REASONS = 32
 """For which groups were dropped, that are counted each by itself."""
 OTHER_REASONS = "other reasons"
+LAST_LINE_BYTES = 1 << 20
+"""Many times what a line of the metrics takes."""
 
 
 @dataclass(slots=True)
@@ -52,9 +54,10 @@ class Recorder:
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = trackers
-        lines = jsonl.read(run_dir / "metrics.jsonl")
+        lines = jsonl.tail(run_dir / "metrics.jsonl", LAST_LINE_BYTES)
         self._before: Mapping[str, Any] = lines[-1] if lines else {}
         """The last line that an earlier controller wrote."""
+        self._latest_step: int | None = self._before.get("step")
         self._opened = time.monotonic()
         self._metrics = JsonLinesWriter(run_dir / "metrics.jsonl")
         self._events = JsonLinesWriter(run_dir / "events.jsonl")
@@ -153,8 +156,10 @@ class Recorder:
         self._write(line)
 
     def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
-        """Write the line of a moment; its step is the number of groups that have ended. Tokens are those of what was
-        played to its end."""
+        """Write the line of a moment, unless nothing has ended since the latest one; its step is the number of groups
+        that have. Tokens are those of what was played to its end."""
+        if groups == self._latest_step:
+            return
         line = self._line(groups)
         totals = {"reward_total": self._reward_sum, "tokens_played_total": self._tokens_played}
         self._write({**line, **totals, "tokens_generated_total": self._tokens_played, **scheduling, "ledger": ledger})
@@ -186,6 +191,7 @@ class Recorder:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(line)
+        self._latest_step = line["step"]
         for tracker in self._trackers:
             tracker.log(line["step"], {name: value for name, value in line.items() if isinstance(value, int | float)})
         self._played.clear()

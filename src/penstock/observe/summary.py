@@ -84,6 +84,7 @@ def of_playing(lines: Sequence[Record], events: Sequence[Record]) -> Record:
         return {}
     first, last = (lines[0], lines[-1]) if lines else ({}, {})
     dumped = [event for event in events if event.get("event") == "dumped"]
+    latest = dumped[-1] if dumped else {}  # its totals are those of all lives
     playing_s, cpu_s = (last.get(key, 0.0) - first.get(key, 0.0) for key in ("wall_s", "cpu_s"))
     played = last.get("episodes_total", 0)
     return {
@@ -91,9 +92,9 @@ def of_playing(lines: Sequence[Record], events: Sequence[Record]) -> Record:
         "tasks": totals[-1],
         "tasks_played": last.get("step", 0),
         "reward_mean": last.get("reward_total", 0.0) / played if played else None,
-        "dump": dumped[-1]["url"] if dumped else None,
-        "dump_rows": sum(event["rows"] for event in dumped),
-        "dump_share": sum(event["cpu_s"] / cpu_s + event["waited_s"] / playing_s for event in dumped)
+        "dump": latest.get("url"),
+        "dump_rows": latest.get("rows", 0),
+        "dump_share": latest["cpu_s"] / cpu_s + sum(event["waited_s"] for event in dumped) / playing_s
         if dumped and min(playing_s, cpu_s) > 0
         else None,
         "trajectories_per_second": (played - first["episodes_total"]) / playing_s if playing_s > 0 else None,

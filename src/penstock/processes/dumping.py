@@ -25,7 +25,8 @@ TRAJECTORIES = "trajectories"
 def open_dumps(
     config: Config, run_dir: Path, pool: ExperiencePool, tasks: TaskStream, tell: Tell
 ) -> list[Dump | Samples]:
-    """Raises `ConfigError` if the target cannot be written to."""
+    """A run that trains goes on without a dump that cannot be opened, with an alarm; for one that only plays it is a
+    `ConfigError`."""
     if config.pipeline == "eval":
         return []  # what is held out is not in the pool
     chat = ChatTokenizer.load(model_dir(config, run_dir))
@@ -37,16 +38,21 @@ def open_dumps(
         task = tasks.at(record.task_index) if config.dump.foreign_columns else None
         return task.payload if task is not None else {}
 
-    def rendering(dump: DumpConfig) -> Rendering:
-        maker, target = RowMaker(config, chat, columns=dump.columns), open_target(dump)
-        target.check()
-        return Rendering(pool=run_dir / "pool", maker=maker, target=target, payload=payload)
+    def rendering(dump: DumpConfig, *, run_id: str = "") -> Rendering:
+        maker, target = RowMaker(config, chat, columns=dump.columns), open_target(dump, run_id=run_id)
+        return Rendering(pool=run_dir / "pool", maker=maker, target=target)
 
     dumps: list[Dump | Samples] = []
     if config.dump.url is not None or not config.has_trainer:
-        wanted = config.dump if config.dump.url else config.dump.model_copy(update={"url": str(run_dir / TRAJECTORIES)})
+        own = config.dump.model_copy(update={"url": str(run_dir / TRAJECTORIES)})
         rows = config.dump.rows_per_shard
-        dumps.append(Dump(pool, rendering(wanted), rows_per_shard=rows, trains=config.has_trainer, tell=tell))
+        try:
+            wanted = rendering(config.dump, run_id=config.run_id or "") if config.dump.url else rendering(own)
+            dumps.append(Dump(pool, wanted, payload=payload, rows_per_shard=rows, trains=config.has_trainer, tell=tell))
+        except ConfigError as error:
+            if not config.has_trainer:
+                raise
+            tell("alarm", reason=f"nothing is dumped until `penstock resume`: {error}")
     if config.has_trainer and config.observe.trajectories:
         directory = run_dir / TRAJECTORIES
         keep, sample = config.observe.trajectories, DumpConfig(url=str(directory))

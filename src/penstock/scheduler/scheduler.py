@@ -532,7 +532,7 @@ class Scheduler:
         """It waits as long as the next group that was admitted after it."""
         since = min([g.admitted_at for g in self._groups.values() if g.number > record.group], default=self._now())
         group = self._add(task, self._config.env.group_size, self.ledger, number=record.group)
-        group.admitted_at = since
+        group.admitted_at, group.attempt = since, record.attempt
         if record.ref is None:
             self._push_again(group)
             return

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from penstock.ports import EndedGroup, GroupRecord
+from penstock.ports import EndedGroup, GroupRecord, Shard
 from penstock.simulator.engine import Request
 from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, GroupRef, PayloadRef, Task
 
@@ -128,6 +128,9 @@ class Experience:
         return iter(())
 
     def get(self, groups: Sequence[int]) -> list[GroupRecord]:
+        return []
+
+    def shards(self) -> list[Shard]:
         return []
 
     def is_whole(self, ref: PayloadRef) -> bool:

@@ -36,16 +36,20 @@ class ExperiencePool:
         """Raises `PoolUnreadable`."""
         self._directory = directory
         self._index = PoolIndex(directory)
-        self._needed = {record.group: _needed(record) for record in self._index}
-        """Groups whose tokens are not known to be covered by durable checkpoints."""
+        self._needed = {r.group: _needed(r) for r in self._index if r.state != EpisodeState.COLLECTED}
+        """Groups whose tokens are not known to be covered by durable checkpoints, but for those that never will be."""
 
     def admit(self, groups: Sequence[tuple[int, Task]]) -> None:
-        now = time.time()
-        records = []
+        now, records = time.time(), []
+        known = {record.group: record for record in self._index.get([number for number, _ in groups])}
         for number, task in groups:
-            since = self._needed[number].admitted_at if number in self._needed else now
+            since, attempt = (known[number].admitted_at, known[number].next_attempt) if number in known else (now, 0)
             self._needed[number] = Needed(since)
-            records.append(GroupRecord(group=number, task_id=task.task_id, task_index=task.index, admitted_at=since))
+            records.append(
+                GroupRecord(
+                    group=number, task_id=task.task_id, task_index=task.index, admitted_at=since, attempt=attempt
+                )
+            )
         self._index.put(records)
 
     def add(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
@@ -61,6 +65,7 @@ class ExperiencePool:
                     ref=ref,
                     episodes=list(episodes),
                     state=EpisodeState.READY,
+                    attempt=episodes[0].episode.attempt,
                 )
             ]
         )
@@ -72,7 +77,9 @@ class ExperiencePool:
             end = ended[record.group]
             facts = {"state": end.state, "counts": end.counts, "trained_in": end.trained_in}
             records.append(msgspec.structs.replace(record, **facts))
-            self._needed[record.group] = replace(self._needed[record.group], ended=True, trained_in=end.trained_in)
+            needed = self._needed.pop(record.group)
+            if end.state != EpisodeState.COLLECTED:
+                self._needed[record.group] = replace(needed, ended=True, trained_in=end.trained_in)
         self._index.put(records)
 
     def revive(self, groups: Sequence[int]) -> None:
@@ -103,7 +110,7 @@ class ExperiencePool:
         self._index.put_shard(shard)
 
     def written(self, shard: Shard) -> None:
-        """It is where it belongs."""
+        """It is where it belongs; `shard` says what that took."""
         self._index.put_shard(msgspec.structs.replace(shard, written=True))
 
     def sync_index(self) -> None:

@@ -13,7 +13,17 @@ from penstock.model.tiny import write_tiny_model
 from penstock.ports import EndedGroup, GroupRecord
 from penstock.store.payload import PayloadWriter
 from penstock.store.pool import ExperiencePool
-from penstock.types import EpisodeId, EpisodeState, GroupAttempt, Segment, Task, Trajectory, Turn, VersionSpan
+from penstock.types import (
+    EpisodeId,
+    EpisodeState,
+    Formulation,
+    GroupAttempt,
+    Segment,
+    Task,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 
 
 @functools.cache
@@ -24,8 +34,8 @@ def chat() -> ChatTokenizer:
         return ChatTokenizer.load(Path(directory))
 
 
-def config(pipeline: str = "rollout", **dump: Any) -> Config:
-    return Config.model_validate({"pipeline": pipeline, "dump": dump})
+def config(pipeline: str = "rollout", *, run_id: str = "mine", **dump: Any) -> Config:
+    return Config.model_validate({"pipeline": pipeline, "run_id": run_id, "dump": dump})
 
 
 def task(group: int) -> Task:
@@ -76,11 +86,17 @@ class Played:
         self.pool.close()
 
     def play(
-        self, group: int, *, size: int = 2, state: EpisodeState = EpisodeState.COLLECTED, **facts: Any
+        self,
+        group: int,
+        *,
+        size: int = 2,
+        state: EpisodeState = EpisodeState.COLLECTED,
+        formulation: Formulation = "trajectory",
+        **facts: Any,
     ) -> tuple[GroupAttempt, EpisodeState, int]:
         """Admit it, play it, end it; returns what a dump hears of it."""
         played = [trajectory(group, member, **facts) for member in range(size)]
-        ref = self._writer.append([each.flatten() for each in played])
+        ref = self._writer.append([sample for each in played for sample in each.formulate(formulation)])
         self.pool.admit([(group, task(group))])
         self.pool.add(group, task(group), ref, [each.summary() for each in played])
         self.pool.end([EndedGroup(group=group, counts={state: size})])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,16 +14,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_groups import Played, chat, config, payload
+from played_groups import Played, chat, config, payload, task
 
 from penstock.config import Config, DumpConfig
-from penstock.ports import Shard
+from penstock.ports import GroupRecord, Shard
 from penstock.store.dumps import dump as dump_module
 from penstock.store.dumps.columns import DumpError, Row
 from penstock.store.dumps.dump import Dump, Rendering, Samples
 from penstock.store.dumps.rows import RowMaker
 from penstock.store.dumps.tables import TablePartition
-from penstock.store.dumps.targets import Folder, Target
+from penstock.store.dumps.targets import Folder, Target, open_target
 from penstock.store.pool import ExperiencePool
 from penstock.types import EpisodeState
 
@@ -117,7 +118,13 @@ class FakeTable:
 
 def render(directory: Path, target: Target, settings: Config) -> Rendering:
     maker = RowMaker(settings, chat(), columns=settings.dump.columns)
-    return Rendering(pool=directory, maker=maker, target=target, payload=payload)
+    return Rendering(pool=directory, maker=maker, target=target)
+
+
+def payload_on_the_loop(record: GroupRecord) -> dict[str, Any]:
+    """Sources of tasks are for one thread."""
+    asyncio.get_running_loop()
+    return payload(record)
 
 
 def make(
@@ -131,7 +138,8 @@ def make(
     def tell(event: str, **details: Any) -> None:
         events.append({"event": event, **details})
 
-    return Dump(pool, rendering, rows_per_shard=rows_per_shard, trains=trains, tell=tell), events
+    dump = Dump(pool, rendering, payload=payload_on_the_loop, rows_per_shard=rows_per_shard, trains=trains, tell=tell)
+    return dump, events
 
 
 async def to_the_end(dump: Dump | Samples, running: asyncio.Task[None] | None = None) -> None:
@@ -139,10 +147,10 @@ async def to_the_end(dump: Dump | Samples, running: asyncio.Task[None] | None = 
     running = running or asyncio.create_task(dump.run())
     finishing = asyncio.create_task(dump.finish())
     done, unfinished = await asyncio.wait([running, finishing], return_when=asyncio.FIRST_EXCEPTION)
-    for task in unfinished:
-        task.cancel()
-    for task in done:
-        task.result()
+    for each in unfinished:
+        each.cancel()
+    for each in done:
+        each.result()
 
 
 async def live(
@@ -196,7 +204,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def expected(sizes: Sequence[int]) -> list[str]:
-    return sorted(f"train/{group}/{member}" for group, size in enumerate(sizes) for member in range(size))
+    return sorted(f"mine/train/{group}/{member}/0" for group, size in enumerate(sizes) for member in range(size))
 
 
 SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=9)
@@ -298,7 +306,7 @@ async def test_training_goes_on_with_an_alarm_and_keeps_the_tokens(played: Playe
     resumed, _ = make(played.pool, played.directory, target, trains=True)
     resumed.take_up(played.pool.records())
     await to_the_end(resumed)
-    assert names_in(directory) == ["train/0/0", "train/0/1"] and not resumed.unwritten
+    assert names_in(directory) == expected([2]) and not resumed.unwritten
 
 
 class Defective(Broken):
@@ -366,8 +374,105 @@ async def test_a_group_that_is_played_again_is_dumped_as_it_was_played_last(play
     dump.played(*played.play(0, state=EpisodeState.READY, attempt=1))
     dump.stepped(2)
     await to_the_end(dump)
-    assert names_in(directory) == ["train/0/0", "train/0/1"]
+    assert names_in(directory) == ["mine/train/0/0/1", "mine/train/0/1/1"]
     assert json.loads((directory / "train/step_2.0.jsonl").read_text().splitlines()[0])["attempt"] == 1
+
+
+async def test_what_is_played_anew_is_in_the_next_shard_alone(played: Played) -> None:
+    """A shard that could not be written is written without it."""
+    target, directory = folder(played)
+    dump, _ = make(played.pool, played.directory, Broken())
+    for group in (0, 1):
+        dump.played(*played.play(group))
+    with pytest.raises(DumpError):
+        await to_the_end(dump)
+    resumed, _ = make(played.pool, played.directory, target)
+    played.pool.admit([(0, task(0))])
+    resumed.take_up(played.pool.records())
+    resumed.played(*played.play(0, attempt=1))
+    await to_the_end(resumed)
+    assert names_in(directory) == [f"mine/train/{name}" for name in ("1/0/0", "1/1/0", "0/0/1", "0/1/1")]
+
+
+async def test_a_stop_waits_for_what_is_being_written(played: Played) -> None:
+    """Else the pool is closed under it."""
+    target, directory = folder(played)
+    began, may_end = asyncio.Event(), threading.Event()
+    loop, write = asyncio.get_running_loop(), target.write
+
+    def slow(*args: Any, **options: Any) -> None:
+        loop.call_soon_threadsafe(began.set)
+        may_end.wait(10)
+        write(*args, **options)
+
+    target.write = slow  # type: ignore[method-assign]
+    dump, _ = make(played.pool, played.directory, target, rows_per_shard=2)
+    dump.played(*played.play(0))
+    running = asyncio.create_task(dump.run())
+    await began.wait()
+    running.cancel()
+    await asyncio.wait([running], timeout=0.05)
+    assert not running.done()
+    may_end.set()
+    await asyncio.wait([running])
+    assert running.cancelled() and names_in(directory) == expected([2])
+
+
+async def test_only_the_files_of_a_shard_are_synced(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    target, _ = folder(played)
+    (played.directory / "env-1-00000.seg").touch()
+    dump, _ = make(played.pool, played.directory, target)
+    dump.played(*played.play(0))
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().suffix))
+    await to_the_end(dump)
+    assert synced.count(".seg") == 1
+
+
+async def test_totals_go_on_with_another_controller(played: Played) -> None:
+    target, _ = folder(played)
+    totals: list[tuple[int, int, float]] = []
+    for group in range(3):
+        dump, events = make(played.pool, played.directory, target)
+        dump.take_up(played.pool.records())
+        dump.played(*played.play(group))
+        await to_the_end(dump)
+        totals.append((events[-1]["shards"], events[-1]["rows"], events[-1]["cpu_s"]))
+    assert [each[:2] for each in totals] == [(1, 2), (2, 4), (3, 6)]
+    assert 0.0 < totals[0][2] < totals[1][2] < totals[2][2]
+
+
+async def test_runs_that_share_a_folder_keep_apart(tmp_path: Path) -> None:
+    url = DumpConfig(url=str(tmp_path / "files"))
+    for run_id in ("mine", "yours"):
+        with Played(tmp_path / run_id) as played:
+            target = open_target(url, run_id=run_id)
+            dump, events = make(played.pool, played.directory, target, run_id=run_id)
+            dump.played(*played.play(0))
+            await to_the_end(dump)
+        assert events[-1]["url"] == str(tmp_path / "files" / run_id)
+    assert names_in(tmp_path / "files") == [
+        f"{run}/train/0/{member}/0" for run in ("mine", "yours") for member in (0, 1)
+    ]
+
+
+async def test_a_table_tells_runs_and_attempts_apart(tmp_path: Path) -> None:
+    """Else what is written again seems to be there."""
+    columns = [["trajectory", "string"], ["reward", "double"]]
+    url = DumpConfig.model_validate({"url": "odps://p/tables/t/ds=1", "columns": columns})
+    table = FakeTable(Hazard(0))
+    for run_id in ("mine", "yours"):
+        with Played(tmp_path / run_id) as played:
+            target = TablePartition(table, url, partition=["ds"])
+            for attempt in (0, 1):
+                table.hazard = Hazard(1)
+                dump, _ = make(played.pool, played.directory, target, run_id=run_id, columns=columns)
+                dump.take_up(played.pool.records())
+                dump.played(*played.play(0, attempt=attempt))
+                await to_the_end(dump)
+    assert sorted(row["trajectory"] for row in table.rows) == [
+        f"{run}/train/0/{member}/{attempt}" for run in ("mine", "yours") for member in (0, 1) for attempt in (0, 1)
+    ]
 
 
 async def test_a_column_that_nobody_fills_is_told_once(played: Played) -> None:
@@ -392,4 +497,4 @@ async def test_samples_are_the_newest_few(played: Played) -> None:
     samples.stepped(4)
     await to_the_end(samples)
     assert sorted(path.name for path in directory.iterdir()) == ["step_000002.jsonl", "step_000003.jsonl"]
-    assert names_in(directory) == ["train/4/0", "train/4/1", "train/6/0", "train/6/1"]
+    assert names_in(directory) == [f"mine/train/{group}/{member}/0" for group in (4, 6) for member in (0, 1)]

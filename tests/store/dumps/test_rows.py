@@ -41,7 +41,7 @@ def test_the_default_columns(tmp_path: Path) -> None:
     ]
     assert msgspec.json.decode(first.pop("messages")) == messages  # type: ignore[attr-defined]
     assert first == {
-        "trajectory": "train/5/0",
+        "trajectory": "mine/train/5/0/0",
         "task_index": 5,
         "task_id": "t/5",
         "tag": "train",
@@ -62,7 +62,7 @@ def test_the_default_columns(tmp_path: Path) -> None:
         "response_tokens": 6,
         "seconds": 0.0,
     }
-    assert (second["trajectory"], second["reward"]) == ("train/5/1", 1.0)
+    assert (second["trajectory"], second["reward"]) == ("mine/train/5/1/0", 1.0)
 
 
 def test_columns_of_the_task_and_of_the_environment(tmp_path: Path) -> None:
@@ -81,6 +81,18 @@ def test_tokens_and_the_names_that_roll_has(tmp_path: Path) -> None:
     sample = trajectory(5, 0).flatten()
     assert first["token_ids"] == sample.token_ids.tolist() and first["versions"] == sample.versions.tolist()
     assert first["loss_mask"] == sample.loss_mask.tolist() and first["logprobs"] == sample.logprobs.tolist()
+
+
+def test_an_episode_that_is_trained_turn_by_turn_is_one_trajectory(tmp_path: Path) -> None:
+    columns = [["messages", "json"], *([name, "json"] for name in ("token_ids", "loss_mask", "logprobs", "versions"))]
+    settings = config("train", columns=columns)
+    whole, by_step = rows(tmp_path / "0", settings), rows(tmp_path / "1", settings, formulation="step")
+    assert by_step == whole and [message["content"] for message in whole[0]["messages"]] == [
+        "say 5",
+        "ab",
+        "more",
+        "cd",
+    ]
 
 
 def test_every_name_has_its_fact() -> None:
@@ -128,7 +140,9 @@ def test_what_does_not_fit_is_refused_by_name(kind: Any, value: object) -> None:
 
 
 def test_a_row_that_does_not_fit_names_its_trajectory(tmp_path: Path) -> None:
-    with pytest.raises(DumpError, match="trajectory train/5/0: column question is of type bigint, and 'q5' is none"):
+    with pytest.raises(
+        DumpError, match="trajectory mine/train/5/0/0: column question is of type bigint, and 'q5' is none"
+    ):
         rows(tmp_path, config(columns=[["question", "bigint"]]))
 
 

@@ -59,13 +59,13 @@ def test_columns_that_are_null_everywhere_keep_their_type(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_an_object_store(form: str) -> None:
-    target = open_target(dump(f"memory://bucket/{form}/1/", format=form))
+    target = open_target(dump(f"memory://bucket/{form}/1/", format=form), run_id="mine")
     target.check()
     target.write("rollout/000000", ROWS, again=False)
     target.write("rollout/000000", ROWS, again=True)
     files = fsspec.filesystem("memory")
-    assert files.find(f"/bucket/{form}/1") == [f"/bucket/{form}/1/rollout/000000.{form}"]
-    data = files.cat_file(f"/bucket/{form}/1/rollout/000000.{form}")
+    assert files.find(f"/bucket/{form}/1") == [f"/bucket/{form}/1/mine/rollout/000000.{form}"]
+    data = files.cat_file(f"/bucket/{form}/1/mine/rollout/000000.{form}")
     found = pq.read_table(io.BytesIO(data)).num_rows if form == "parquet" else len(data.splitlines())
     assert found == len(ROWS)
 

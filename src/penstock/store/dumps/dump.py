@@ -14,9 +14,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from penstock.deadline import patient
 from penstock.ports import GroupRecord, Shard
@@ -30,6 +33,8 @@ PAUSES_S = (1.0, 4.0, 15.0)
 """Before a shard that could not be written is tried again."""
 WRITE_S = 600.0
 """For one shard, before it is worth a report: an object store may be slow."""
+LAST_WRITE_S = 10.0
+"""For what is being written when a run is stopped, before the pool is closed under it."""
 SAMPLES = "step_*.jsonl"
 """Files of what is kept to be read."""
 BEHIND = 4
@@ -39,10 +44,12 @@ KEPT = (EpisodeState.READY, EpisodeState.TRAINED, EpisodeState.FILTERED, Episode
 COLLECTED = (EpisodeState.COLLECTED,)
 """What a run that only plays dumps: what no filter dropped."""
 
-Payload = Callable[[GroupRecord], Mapping[str, Any]]
-"""Of a group's task."""
+Payload = Mapping[str, Any]
+"""Of a task."""
 Tell = Callable[..., None]
 """Records an event."""
+
+T = TypeVar("T")
 
 
 class Books(Protocol):
@@ -61,39 +68,52 @@ class Books(Protocol):
         ...
 
     def written(self, shard: Shard) -> None:
-        """It is where it belongs."""
+        """It is where it belongs; `shard` says what that took."""
         ...
 
 
 @dataclass(slots=True)
 class Rendering:
-    """From groups of the pool to rows of a target; blocks, and counts the processor time it takes."""
+    """From groups of the pool to rows of a target; blocks."""
 
     pool: Path
     maker: RowMaker
     target: Target
-    payload: Payload
-    cpu_s: float = 0.0
-    num_rows: int = 0
 
-    def write(self, shard: Shard, records: Sequence[GroupRecord], *, again: bool = False) -> None:
-        """Raises `DumpError`."""
+    def write(
+        self, shard: Shard, records: Sequence[GroupRecord], payloads: Mapping[int, Payload], *, again: bool = False
+    ) -> Shard:
+        """Returns it as it was written; `payloads` are those of the groups' tasks. Raises `DumpError`."""
         started, reader = time.thread_time(), PayloadReader(self.pool)
-        try:
-            rows = [row for record in records for row in self._rows(record, reader, shard.step)]
-            if rows:
-                self.target.write(shard.name, rows, again=again)
-            self.num_rows += len(rows)
-        finally:
-            self.cpu_s += time.thread_time() - started
+        rows = [row for record in records for row in self._rows(record, reader, payloads, shard.step)]
+        if rows:
+            self.target.write(shard.name, rows, again=again)
+        cpu_s = time.thread_time() - started
+        return msgspec.structs.replace(shard, written=True, num_rows=len(rows), cpu_s=cpu_s)
 
-    def _rows(self, record: GroupRecord, reader: PayloadReader, step: int | None) -> list[Row]:
+    def _rows(
+        self, record: GroupRecord, reader: PayloadReader, payloads: Mapping[int, Payload], step: int | None
+    ) -> list[Row]:
         assert record.ref is not None
         try:
             samples = reader.read(record.ref)
         except PayloadError as error:
             raise DumpError(f"the trajectories of group {record.group} are lost: {error}") from None
-        return self.maker.rows(record, samples, self.payload(record), step=step)
+        return self.maker.rows(record, samples, payloads.get(record.group, {}), step=step)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of what is written, earlier lives of the run included."""
+
+    shards: int = 0
+    rows: int = 0
+    cpu_s: float = 0.0
+
+    def add(self, shard: Shard) -> None:
+        self.shards += 1
+        self.rows += shard.num_rows
+        self.cpu_s += shard.cpu_s
 
 
 class _Due(NamedTuple):
@@ -106,19 +126,29 @@ class _Due(NamedTuple):
 class Dump:
     """`ports.Dump`: a table of everything that was played."""
 
-    def __init__(self, books: Books, rendering: Rendering, *, rows_per_shard: int, trains: bool, tell: Tell) -> None:
-        """A run that trains goes on if a shard cannot be written, with an alarm; for one that only plays it is the end.
-        What is left unwritten is written when the run is resumed."""
-        self._books, self._rendering, self._tell = books, rendering, tell
+    def __init__(
+        self,
+        books: Books,
+        rendering: Rendering,
+        *,
+        payload: Callable[[GroupRecord], Payload],
+        rows_per_shard: int,
+        trains: bool,
+        tell: Tell,
+    ) -> None:
+        """`payload` is called on the event loop. A run that trains goes on if a shard cannot be written, with an alarm;
+        for one that only plays it is the end. What is left unwritten is written when the run is resumed."""
+        self._books, self._rendering, self._payload, self._tell = books, rendering, payload, tell
         self._rows_per_shard, self._trains = rows_per_shard, trains
         self._wanted = KEPT if trains else COLLECTED
         self._names: set[str] = set()
         self._pending: dict[GroupAttempt, int] = {}
         """Groups that are in no shard, with their number of rows."""
+        self._num_pending_rows = 0
         self._unwritten: dict[str, Shard] = {}
         self._due: asyncio.Queue[_Due | None] = asyncio.Queue()
         self._finished = asyncio.Event()
-        self._num_written = 0
+        self._totals = Totals()
 
     @property
     def unwritten(self) -> set[int]:
@@ -132,14 +162,16 @@ class Dump:
         self._names = {shard.name for shard in shards}
         known = {attempt for shard in shards for attempt in shard.groups}
         for shard in shards:
-            if not shard.written:
+            if shard.written:
+                self._totals.add(shard)
+            else:
                 self._put(shard, again=True)
         num_gone = 0
         for record in records:
-            if record.ref is None or record.state not in self._wanted or (attempt := attempt_of(record)) in known:
+            if record.ref is None or record.state not in self._wanted or record.group_attempt in known:
                 continue
             if self._is_there(record):
-                self.played(attempt, EpisodeState(record.state), len(record.episodes))
+                self.played(record.group_attempt, EpisodeState(record.state), len(record.episodes))
             else:
                 num_gone += 1
         if num_gone:
@@ -155,7 +187,8 @@ class Dump:
         if state not in self._wanted:
             return
         self._pending[attempt] = num_rows
-        if not self._trains and sum(self._pending.values()) >= self._rows_per_shard:
+        self._num_pending_rows += num_rows
+        if not self._trains and self._num_pending_rows >= self._rows_per_shard:
             self._cut(None)
 
     def stepped(self, step: int) -> None:
@@ -175,6 +208,7 @@ class Dump:
         if groups:
             self._plan(groups, step)
         self._pending.clear()
+        self._num_pending_rows = 0
 
     def _plan(self, groups: list[GroupAttempt], step: int | None) -> None:
         shard = Shard(name=self._new_name(step), groups=groups, step=step)
@@ -197,48 +231,62 @@ class Dump:
         """Write shard after shard, until `finish`. Raises `DumpError`."""
         while due := await self._next():
             try:
-                await self._write(due)
+                written = await self._write(due)
             except Exception as error:  # whatever it is: training does not end by it
                 if not self._trains:
                     raise
                 self._tell("alarm", reason=f"{_say(error)}; `penstock resume` writes it again")
                 continue
-            self._books.written(due.shard)
-            del self._unwritten[due.shard.name]
-            self._num_written += 1
-            if self._num_written == 1 and (unfilled := sorted(self._rendering.maker.unfilled)):
-                reason = f"dump.columns {', '.join(unfilled)}: null in the whole of {due.shard.name}; neither the task "
+            self._books.written(written)
+            del self._unwritten[written.name]
+            self._totals.add(written)
+            if self._totals.shards == 1 and (unfilled := sorted(self._rendering.maker.unfilled)):
+                reason = f"dump.columns {', '.join(unfilled)}: null in the whole of {written.name}; neither the task "
                 self._tell("alarm", reason=f"{reason}nor the environment's info has such names")
         self._finished.set()
 
     async def _next(self) -> _Due | None:
         return await self._due.get()
 
-    async def _write(self, due: _Due) -> None:
+    async def _write(self, due: _Due) -> Shard:
         """With a few more tries: a store may be out of reach for a moment."""
-        again = due.again
-        for pause_s in (*PAUSES_S, None):
+        shard, again, pauses_s = due.shard, due.again, iter(PAUSES_S)
+        while True:
             try:
-                with patient(WRITE_S, waiter="the dump", resource=due.shard.name, holder=self._rendering.target.where):
-                    await asyncio.to_thread(self._write_now, due.shard, again)
-                return
+                with patient(WRITE_S, waiter="the dump", resource=shard.name, holder=self._rendering.target.where):
+                    records = self._records(shard)
+                    payloads = await self._payloads(records)
+                    return await in_thread(partial(self._write_now, shard, records, payloads, again))
             except DumpError:
-                if pause_s is None:
+                if (pause_s := next(pauses_s, None)) is None:
                     raise
             again = True
             await asyncio.sleep(pause_s)
 
-    def _write_now(self, shard: Shard, again: bool) -> None:
-        """In a thread. What a shard is made of is on disk before the shard is anywhere, and so is all else that the
-        index knows of by then."""
+    def _records(self, shard: Shard) -> list[GroupRecord]:
+        """Of its groups, but for those that are played anew."""
         numbers = dict(shard.groups)
-        records = [r for r in self._books.get(list(numbers)) if r.ref and attempt_of(r).attempt == numbers[r.group]]
-        sync_files(self._rendering.pool, [path.name for path in self._rendering.pool.glob("*.seg")])
+        return [r for r in self._books.get(list(numbers)) if r.ref is not None and r.attempt == numbers[r.group]]
+
+    async def _payloads(self, records: Sequence[GroupRecord]) -> dict[int, Payload]:
+        """By group. The source of tasks is the loop's, and no thread's; others have their turn between two of them."""
+        payloads: dict[int, Payload] = {}
+        for record in records:
+            payloads[record.group] = self._payload(record)
+            await asyncio.sleep(0)
+        return payloads
+
+    def _write_now(
+        self, shard: Shard, records: Sequence[GroupRecord], payloads: Mapping[int, Payload], again: bool
+    ) -> Shard:
+        """In a thread. What a shard is made of is on disk before the shard is anywhere."""
+        sync_files(self._rendering.pool, {record.ref.file for record in records if record.ref is not None})
         self._books.sync_index()
-        self._rendering.write(shard, records, again=again)
+        return self._rendering.write(shard, records, payloads, again=again)
 
     async def finish(self) -> None:
-        """Everything that was played is written, but for what could not be."""
+        """Every shard is written, but for those that could not be. A run that only plays makes its last one of what is
+        in none; of training, what no optimizer step followed stays in the pool."""
         started = time.monotonic()
         if not self._trains:
             self._cut(None)
@@ -248,10 +296,8 @@ class Dump:
         self._tell(
             "dumped",
             url=self._rendering.target.where,
-            shards=self._num_written,
-            rows=self._rendering.num_rows,
+            **asdict(self._totals),
             unwritten=len(self._unwritten),
-            cpu_s=self._rendering.cpu_s,
             waited_s=time.monotonic() - started,
         )
 
@@ -263,7 +309,8 @@ class Samples:
         """`directory`: where `rendering` writes its files."""
         self._books, self._rendering, self._tell = books, rendering, tell
         self._directory, self._keep = directory, keep
-        self._latest: GroupAttempt | None = None
+        self._chosen: GroupAttempt | None = None
+        """The first group since the latest step."""
         self._due: asyncio.Queue[Shard | None] = asyncio.Queue()
         self.unwritten: set[int] = set()
         """Nobody waits for a sample."""
@@ -274,20 +321,20 @@ class Samples:
     def played(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
         """A group is in the pool; the first one after a step is the sample of the next."""
         if state in KEPT:
-            self._latest = self._latest or attempt
+            self._chosen = self._chosen or attempt
 
     def stepped(self, step: int) -> None:
         """An optimizer step was taken."""
-        if self._latest is not None and self._due.qsize() < BEHIND:
-            self._due.put_nowait(Shard(name=f"step_{step:06d}", groups=[self._latest], step=step))
-        self._latest = None
+        if self._chosen is not None and self._due.qsize() < BEHIND:
+            self._due.put_nowait(Shard(name=f"step_{step:06d}", groups=[self._chosen], step=step))
+        self._chosen = None
 
     async def run(self) -> None:
         """Write sample after sample, until `finish`."""
         while (shard := await self._next()) is not None:
             try:
                 with patient(WRITE_S, waiter="a sample", resource=shard.name, holder=str(self._directory)):
-                    await asyncio.to_thread(self._write, shard)
+                    await in_thread(partial(self._write, shard))
             except Exception as error:  # whatever it is: training does not end by it
                 self._tell("alarm", reason=f"no sample of step {shard.step}: {_say(error)}")
 
@@ -296,8 +343,8 @@ class Samples:
 
     def _write(self, shard: Shard) -> None:
         (wanted,) = shard.groups
-        records = [r for r in self._books.get([wanted.group]) if r.ref is not None and attempt_of(r) == wanted]
-        self._rendering.write(shard, records)
+        records = [r for r in self._books.get([wanted.group]) if r.ref is not None and r.group_attempt == wanted]
+        self._rendering.write(shard, records, {})
         for old in sorted(self._directory.glob(SAMPLES))[: -self._keep]:
             old.unlink(missing_ok=True)
 
@@ -306,10 +353,15 @@ class Samples:
         self._due.put_nowait(None)
 
 
+async def in_thread(write: Callable[[], T]) -> T:
+    """What it returns. Whoever is cancelled waits for it, within bounds: it uses the pool."""
+    writing = asyncio.ensure_future(asyncio.to_thread(write))
+    try:
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing], timeout=LAST_WRITE_S)
+        raise
+
+
 def _say(error: Exception) -> str:
     return str(error) if isinstance(error, DumpError) else f"the dump failed: {error!r}"
-
-
-def attempt_of(record: GroupRecord) -> GroupAttempt:
-    """At which a group was played."""
-    return GroupAttempt(record.group, record.episodes[0].episode.attempt)

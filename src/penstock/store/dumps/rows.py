@@ -25,6 +25,7 @@ class Played:
     sample: Sample
     payload: Mapping[str, Any]
     """Of the task."""
+    run_id: str | None
     mode: str
     step: int | None
     """Optimizer step after which it was written; None where there are none."""
@@ -33,9 +34,8 @@ class Played:
 
     @property
     def name(self) -> str:
-        """The same whenever and however often it is played."""
-        episode = self.summary.episode
-        return f"{episode.tag}/{episode.group}/{episode.episode}"
+        """Of no other trajectory, in whatever run."""
+        return f"{self.run_id}/{self.summary.episode}"
 
     @cached_property
     def messages(self) -> list[Message]:
@@ -78,7 +78,7 @@ class RowMaker:
 
     def __init__(self, config: Config, chat: ChatTokenizer, *, columns: Sequence[Column]) -> None:
         self.columns = columns
-        self._mode, self._model = config.pipeline, config.model.path
+        self._run_id, self._mode, self._model = config.run_id, config.pipeline, config.model.path
         self.unfilled = {column.name for column in columns} - OWN_COLUMNS
         """Columns for which neither a task nor an environment has had a value yet."""
         self._transcript = Transcript(chat)
@@ -88,14 +88,17 @@ class RowMaker:
         self, record: GroupRecord, samples: Sequence[Sample], payload: Mapping[str, Any], *, step: int | None = None
     ) -> list[Row]:
         """Of a group that was played. Raises `DumpError` naming trajectory and column."""
-        tokens = {sample.episode: sample for sample in samples}
+        tokens: dict[int, list[Sample]] = {}
+        for sample in samples:
+            tokens.setdefault(sample.episode, []).append(sample)
         return [
             self._row(
                 Played(
                     record=record,
                     summary=summary,
-                    sample=tokens[summary.episode.episode],
+                    sample=Sample.overlaid(tokens[summary.episode.episode]),
                     payload=payload,
+                    run_id=self._run_id,
                     mode=self._mode,
                     step=step,
                     model=self._model,

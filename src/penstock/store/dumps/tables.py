@@ -1,7 +1,8 @@
 """A partition of a MaxCompute table as a target.
 
 An upload is committed as a whole, yet a commit whose answer was lost may or may not have happened. So a shard that is
-written again is looked for first, by the name of its first trajectory: the table needs the column `trajectory`.
+written again is looked for first, by the name of its first trajectory, which no other run and no other attempt has: the
+table needs the column `trajectory`.
 """
 
 from __future__ import annotations

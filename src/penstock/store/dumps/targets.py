@@ -44,20 +44,21 @@ class Target(Protocol):
         ...
 
 
-def open_target(config: DumpConfig) -> Target:
-    """Of `config.url`, which is set. Raises `ConfigError` for what is no URL of ours, or needs a package."""
+def open_target(config: DumpConfig, *, run_id: str = "") -> Target:
+    """Of `config.url`, which is set; files go to a folder `run_id` in it, so that runs keep apart. Raises `ConfigError`
+    for what is no URL of ours, or needs a package."""
     assert config.url is not None
     scheme, _, rest = config.url.partition("://")
     if not rest:
-        return Folder(Path(config.url), config)
+        return Folder(Path(config.url, run_id), config)
     if scheme == "file":
-        return Folder(Path(unquote(urlsplit(config.url).path)), config)
+        return Folder(Path(unquote(urlsplit(config.url).path), run_id), config)
     if scheme == "odps":
         from penstock.store.dumps.tables import open_table
 
         return open_table(config)
     if scheme in EXTRAS:
-        return ObjectStore(config.url, config)
+        return ObjectStore(f"{config.url.rstrip('/')}/{run_id}", config)
     raise ConfigError(f"dump.url {config.url}: unknown scheme {scheme}; there are {', '.join(SCHEMES)}, and paths")
 
 
