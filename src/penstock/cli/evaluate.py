@@ -21,8 +21,6 @@ from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.ownership import Owned
 from penstock.supervisor.run_directory import OpenRun, RunExists, open_run
 
-RESULTS = "evaluation.json"
-
 
 def evaluate(path: Path, overrides: Sequence[str], *, checkpoint: str | None, runs_dir: Path, json: Path | None) -> int:
     """Returns the exit code."""
@@ -61,8 +59,8 @@ def conclude(run: OpenRun, json: Path | None) -> None:
         return
     found: dict[str, Any] = {"run_id": run.run_id, "model": run.config.model.path}
     found |= {key: value for key, value in events[-1].items() if key not in ("event", "when", "step")}
-    for file in [run.run_dir / RESULTS, *([json] if json is not None else [])]:
+    for file in [run.run_dir / summary.EVALUATION, *([json] if json is not None else [])]:
         jsonl.write_json(file, found)
     console = Console(highlight=False)
     console.print(report.evaluation_table(events[-1]))
-    console.print(f"results in {json or run.run_dir / RESULTS}", soft_wrap=True)
+    console.print(f"results in {json or run.run_dir / summary.EVALUATION}", soft_wrap=True)

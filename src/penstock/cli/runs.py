@@ -87,9 +87,15 @@ def known_runs(runs_dir: Path) -> list[dict[str, Any]]:
 
 def describe(run_dir: Path) -> dict[str, Any]:
     """A run in short, with keys that stay."""
-    state = read_state(run_dir) or {}
+    lines = jsonl.tail(run_dir / "metrics.jsonl", TAIL_BYTES)
+    return in_short(run_dir, read_state(run_dir) or {}, config_of(run_dir), lines)
+
+
+def in_short(
+    run_dir: Path, state: Mapping[str, Any], config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A run in short, from its state, its settings and the last lines of its metrics."""
     status = status_of(run_dir, state)
-    config, lines = config_of(run_dir), jsonl.tail(run_dir / "metrics.jsonl", TAIL_BYTES)
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
     return {
         "run_id": run_dir.name,

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import REFUSAL, refuse
-from penstock.config import Config, ConfigError, load_config
+from penstock.config import ConfigError, load_config
 from penstock.envs.registry import locate
 from penstock.observe import plots, progress, report, summary
 from penstock.observe.view import Plan
@@ -110,20 +110,9 @@ async def show_progress(run: OpenRun) -> None:
     if not run.config.observe.progress:
         return
     try:
-        await progress.follow(run.run_dir, plan_of(run.config))
+        await progress.follow(run.run_dir, Plan.of(run.config))
     except Exception as error:
         run.record.note("display", error=repr(error))
-
-
-def plan_of(config: Config) -> Plan:
-    """What the display needs to know beforehand."""
-    return Plan(
-        trains=config.has_trainer,
-        num_steps=config.trainer.steps if config.has_trainer else 0,
-        num_warm_start_steps=config.model.warm_start.steps if config.has_trainer else 0,
-        num_eval_tasks=config.validation_tasks,
-        max_staleness=config.scheduler.max_staleness,
-    )
 
 
 def conclude(run: OpenRun, outcome: Outcome) -> int:

@@ -16,6 +16,9 @@ from penstock.observe import jsonl, steps
 
 Record = dict[str, Any]
 
+EVALUATION = "evaluation.json"
+"""What a run that only evaluates has found."""
+
 
 def write(run_dir: Path) -> Record:
     """Write `summary.json` of a run and return it."""
