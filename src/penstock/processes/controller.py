@@ -353,8 +353,12 @@ def in_thread(tasks: asyncio.TaskGroup) -> Background:
 
 
 async def conclude(system: System) -> None:
-    """A stop was asked for: keep what was learned. What is in flight is played again when the run is resumed."""
-    if not system.config.has_trainer:
+    """A stop was asked for: keep what was learned, if anything was to be. What is in flight is played again when the
+    run is resumed."""
+    if system.config.pipeline == "eval":
+        system.recorder.event("stopped", step=system.num_steps, ledger=system.scheduler.evaluations.counts())
+        return
+    if system.config.pipeline == "rollout":
         loop.show(system)
         system.recorder.event("stopped", step=system.scheduler.num_ended, ledger=system.scheduler.ledger.counts())
         return
