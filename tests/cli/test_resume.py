@@ -23,13 +23,7 @@ from penstock.supervisor.states import RunState
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Of a run that has failed; its supervisor is gone."""
-    config = Config.model_validate(
-        {"runs_dir": str(tmp_path), "run_id": "mine", "trainer": {"steps": 40}, "observe": {"progress": False}}
-    )
-    with open_run(config) as run:
-        run.record.move(RunState.FAILED, actor="test", reason="it broke")
-    change_state(run.run_dir, supervisor=state_of(run.run_dir)["supervisor"] | {"start_ticks": 1})
-    return run.run_dir
+    return begun(tmp_path, RunState.FAILED, trainer={"steps": 40})
 
 
 def state_of(run_dir: Path) -> dict[str, object]:
@@ -124,6 +118,40 @@ def test_what_ended_or_was_abandoned_begins_another_life(run_dir: Path, status: 
     assert "steps: 50" in (run_dir / "config.yaml").read_text()
     reasons = [e["reason"] for e in jsonl.read(run_dir / "events.jsonl") if e.get("to") == "pending"]
     assert reasons == ["resumed with trainer.steps from 40 to 50"]
+
+
+def begun(runs_dir: Path, status: RunState, **settings: object) -> Path:
+    """A run that has ended so; its supervisor is gone."""
+    tree = {"runs_dir": str(runs_dir), "run_id": "mine", "observe": {"progress": False}, **settings}
+    with open_run(Config.model_validate(tree)) as run:
+        run.record.move(RunState.FAILED, actor="test", reason="it broke")
+    gone = state_of(run.run_dir)["supervisor"] | {"start_ticks": 1}
+    change_state(run.run_dir, supervisor=gone, status=status.value)
+    return run.run_dir
+
+
+FOUND = {"tasks": 3, "episodes": 3, "reward": 0.5, "response_tokens": 2.0, "turns": 1.0, "truncated": 0, "failed": 0}
+FOUND |= {"pass_at": {"1": 0.5}, "policy_versions": [1, 1], "samples": []}
+
+
+def test_an_evaluation_that_is_resumed_keeps_its_results(tmp_path: Path) -> None:
+    run_dir = begun(tmp_path, RunState.FAILED, pipeline="eval")
+    found = {"event": "evaluation", "when": "given", "step": 0, **FOUND, "tags": {"words": FOUND}}
+    jsonl.append(run_dir / "events.jsonl", found)
+    (run_dir / "pool").write_text("a file where a folder belongs")
+    result = penstock("resume", run_dir)
+    assert result.exit_code == 1 and "pool" in result.stderr
+    assert "words" in result.stdout and "results in" in result.stdout
+    written = json.loads((run_dir / "evaluation.json").read_text())
+    assert (written["run_id"], written["model"], written["reward"]) == ("mine", "tiny", 0.5)
+    assert json.loads((run_dir / "summary.json").read_text())["eval_given"] == 0.5
+
+
+def test_a_complete_evaluation_is_not_played_again(tmp_path: Path) -> None:
+    run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="eval", trainer={"steps": 40})
+    result = penstock("resume", run_dir, "trainer.steps=50")
+    assert result.exit_code == 0 and "its results are in its evaluation.json" in result.stdout
+    assert_untouched(run_dir, "completed")
 
 
 @pytest.mark.integration

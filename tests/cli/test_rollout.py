@@ -17,7 +17,9 @@ from penstock.processes.layout import stages
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    (tmp_path / "run.yaml").write_text("data: {source: seeds, eval_tasks: 9}\nenv: {name: guess_number}")
+    (tmp_path / "run.yaml").write_text(
+        "data: {source: seeds, eval_tasks: 9}\nenv: {name: guess_number}\nrun_id: trained"
+    )
     return tmp_path / "run.yaml"
 
 
@@ -45,6 +47,7 @@ def test_what_is_said_on_the_command_line_counts_most(config: Path) -> None:
     resolved = yaml.safe_load(penstock(*words).stdout)
     assert (resolved["pipeline"], resolved["data"]["eval_tasks"]) == ("rollout", 0)
     assert resolved["scheduler"]["group_filter"] == []
+    assert resolved["run_id"] is None, "that of the file is a training run's"
     resolved = yaml.safe_load(penstock(*words, "scheduler.group_filter=[zero_variance]").stdout)
     assert [each["name"] for each in resolved["scheduler"]["group_filter"]] == ["zero_variance"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.cli.policy import model_in
+from penstock.cli.policy import policy_word
 from penstock.cli.preflight import Refused
 from penstock.cli.refusal import refuse
 from penstock.cli.train import begin
 
-PLAYS_ONLY = ("pipeline=rollout", "data.eval_tasks=0", "validation.tasks=0", "scheduler.group_filter=[]")
+PLAYS_ONLY = ("pipeline=rollout", "run_id=null", "data.eval_tasks=0", "validation.tasks=0", "scheduler.group_filter=[]")
 """Over what the file says, and under what is said on the command line: every task is played, nothing is dropped."""
 
 
@@ -21,10 +21,8 @@ def rollout(
     path: Path, overrides: Sequence[str], *, checkpoint: str | None, runs_dir: Path, detach: bool, dry_run: bool
 ) -> int:
     """Returns the exit code."""
-    words = [*PLAYS_ONLY, *overrides]
     try:
-        if checkpoint is not None:
-            words.append(f"model.path={model_in(checkpoint, runs_dir)}")
+        words = [*PLAYS_ONLY, *overrides, *policy_word(checkpoint, runs_dir)]
     except Refused as error:
         return refuse(error, 1)
     return begin("rollout", path, words, detach=detach, dry_run=dry_run)

@@ -33,8 +33,6 @@ NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS = 8, 5, 3
 SAMPLE_S = 0.2
 """Between the two looks that tell how busy a processor is."""
 WATCH_EVERY_S = 1.0
-BEGINS = {"train": "begin it again", "eval": "begin it again", "rollout": "play what is left"}
-"""What a run without a checkpoint does when it is resumed."""
 
 
 def answer(run_dir: Path, *, as_json: bool, watch: bool, force: bool) -> None:
@@ -266,7 +264,8 @@ def next_commands(document: Document) -> list[Document]:
     """What one would type now, and what for."""
     run_dir, cause = Path(document["run_dir"]), document["root_cause"]
     run = name_of(run_dir)
-    where = f"go on from {document['checkpoint']}" if document["checkpoint"] else BEGINS[document["pipeline"]]
+    anew = "play what is left" if document["pipeline"] == "rollout" else "begin it again"
+    where = f"go on from {document['checkpoint']}" if document["checkpoint"] else anew
     resume = {"command": f"penstock resume {run}", "purpose": where}
     match document["status"]:
         case "completed" if document["pipeline"] == "eval":

@@ -122,7 +122,7 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     check_lineage(begun_with, config)
     check_identities(datasets, config)
     saved = _last_step_saved(run_dir)
-    if config.has_trainer and config.trainer.steps < saved:
+    if config.trainer.steps < saved:
         raise NotResumable(
             f"trainer.steps is {config.trainer.steps}, and run {run_dir.name} has a checkpoint of step {saved}: "
             f"give it {saved} at least, or begin a new run"
@@ -170,7 +170,9 @@ def _supervisor_of(run_dir: Path) -> str | None:
 
 def _goes_further(before: Config, after: Config) -> bool:
     """Whether `after` asks for more training than `before`, or for more tasks to be played."""
-    if not after.has_trainer:
+    if after.pipeline == "eval":
+        return False
+    if after.pipeline == "rollout":
         return after.synthesis.tasks != before.synthesis.tasks
     old, new = before.trainer, after.trainer
     return new.steps > old.steps or (new.total_samples or math.inf) > (old.total_samples or math.inf)
