@@ -96,6 +96,11 @@ async def synthesize(
     return scheduler, heard
 
 
+def test_what_training_would_wait_for_matters_to_nobody(tmp_path: Path) -> None:
+    scheduler, _ = run_virtual(synthesize(tmp_path, config(trigger={"min_samples": 100_000}), random_play(0)))
+    assert scheduler.ledger.counts()["collected"] == NUM_TASKS * GROUP_SIZE
+
+
 def random_play(seed: int) -> Play:
     rng = random.Random(seed)
 
