@@ -147,7 +147,6 @@ class Recorder:
             **scheduling,
             **self._groups_from_outside(),
             "samples_unusable": dict(self._skipped),
-            "groups_dropped": dict(self._dropped),
             "ledger": ledger,
         }
         self._write(line)
@@ -182,6 +181,7 @@ class Recorder:
             + time.process_time()
             + sum(process.cpu_s for process in self._processes.values()),
             "num_servers": len(self._of("rollout")),
+            "groups_dropped": dict(self._dropped),
         }
 
     def _write(self, line: Mapping[str, Any]) -> None:
