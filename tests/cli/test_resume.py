@@ -16,7 +16,7 @@ from test_commands import penstock
 from penstock.config import Config
 from penstock.observe import jsonl
 from penstock.supervisor import procfs
-from penstock.supervisor.run_directory import open_run
+from penstock.supervisor.run_directory import open_run, plan_resumption
 from penstock.supervisor.states import RunState
 
 
@@ -152,6 +152,23 @@ def test_a_complete_evaluation_is_not_played_again(tmp_path: Path) -> None:
     result = penstock("resume", run_dir, "trainer.steps=50")
     assert result.exit_code == 0 and "its results are in its evaluation.json" in result.stdout
     assert_untouched(run_dir, "completed")
+
+
+@pytest.mark.parametrize(("had", "asked", "refused"), [(150, 100, True), (-1, 100, True), (150, 150, False)])
+def test_fewer_tasks_than_were_to_be_played_are_refused(tmp_path: Path, had: int, asked: int, refused: bool) -> None:
+    run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="rollout", synthesis={"tasks": had})
+    result = penstock("resume", run_dir, f"synthesis.tasks={asked}")
+    assert result.exit_code == refused
+    said = f"synthesis.tasks is {asked}, and run mine had {had} to play (-1: all): give it as many at least"
+    assert said in result.stderr if refused else "raise synthesis.tasks to go further" in result.stdout
+    assert state_of(run_dir)["lives"] == 1
+
+
+@pytest.mark.parametrize("asked", [151, -1])
+def test_more_tasks_go_further(tmp_path: Path, asked: int) -> None:
+    run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="rollout", synthesis={"tasks": 150})
+    resumption = plan_resumption(run_dir, [f"synthesis.tasks={asked}"])
+    assert not resumption.is_complete
 
 
 @pytest.mark.integration

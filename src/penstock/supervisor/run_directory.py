@@ -127,6 +127,11 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
             f"trainer.steps is {config.trainer.steps}, and run {run_dir.name} has a checkpoint of step {saved}: "
             f"give it {saved} at least, or begin a new run"
         )
+    if config.pipeline == "rollout" and _num_tasks(config) < _num_tasks(before):
+        raise NotResumable(
+            f"synthesis.tasks is {config.synthesis.tasks}, and run {run_dir.name} had {before.synthesis.tasks} to play "
+            "(-1: all): give it as many at least, or begin a new run"
+        )
     return Resumption(
         config=config,
         changed=", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes(before, config).items()),
@@ -173,9 +178,14 @@ def _goes_further(before: Config, after: Config) -> bool:
     if after.pipeline == "eval":
         return False
     if after.pipeline == "rollout":
-        return after.synthesis.tasks != before.synthesis.tasks
+        return _num_tasks(after) > _num_tasks(before)
     old, new = before.trainer, after.trainer
     return new.steps > old.steps or (new.total_samples or math.inf) > (old.total_samples or math.inf)
+
+
+def _num_tasks(config: Config) -> float:
+    """That a rollout is to play; -1 is all there are."""
+    return math.inf if config.synthesis.tasks < 0 else config.synthesis.tasks
 
 
 def _last_step_saved(run_dir: Path) -> int:
