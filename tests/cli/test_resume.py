@@ -14,6 +14,7 @@ import pytest
 from test_commands import penstock
 
 from penstock.config import Config
+from penstock.data import identity
 from penstock.observe import jsonl
 from penstock.supervisor import procfs
 from penstock.supervisor.run_directory import open_run, plan_resumption
@@ -189,13 +190,21 @@ def test_a_detached_resume_outlives_the_session_it_was_given_in(run_dir: Path) -
 def test_a_run_is_not_resumed_on_changed_data(tmp_path: Path) -> None:
     file = tmp_path / "words.jsonl"
     file.write_text('{"question": "a"}\n')
-    data = {"source": "jsonl", "path": str(file), "eval_path": str(file)}
-    config = Config.model_validate({"runs_dir": str(tmp_path), "run_id": "mine", "data": data})
-    with open_run(config) as run:
-        run.record.move(RunState.FAILED, actor="test", reason="it broke")
-    change_state(run.run_dir, supervisor=state_of(run.run_dir)["supervisor"] | {"start_ticks": 1})
+    run_dir = begun(tmp_path, RunState.FAILED, data={"source": "jsonl", "path": str(file), "eval_path": str(file)})
     file.write_text('{"question": "b"}\n')
-    result = penstock("resume", run.run_dir)
+    result = penstock("resume", run_dir)
     assert result.exit_code == 2 and result.stderr.count("error") == 1
     assert f"{file} has changed since the run was begun" in result.stderr
-    assert state_of(run.run_dir)["lives"] == 1
+    assert state_of(run_dir)["lives"] == 1
+
+
+def test_data_are_read_once_before_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "words.jsonl"
+    file.write_text('{"question": "a"}\n')
+    run_dir = begun(tmp_path, RunState.FAILED, data={"source": "jsonl", "path": str(file), "eval_path": str(file)})
+    (run_dir / "pool").write_text("a file where a folder belongs")
+    read: list[Path] = []
+    fingerprint = identity.fingerprint
+    monkeypatch.setattr(identity, "fingerprint", lambda path: (read.append(path), fingerprint(path))[1])
+    assert penstock("resume", run_dir).exit_code == 1 and state_of(run_dir)["lives"] == 2
+    assert read == [file, file], "of what is trained on, and of what is held out"

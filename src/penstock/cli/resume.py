@@ -12,7 +12,7 @@ from penstock.config import ConfigError
 from penstock.observe.summary import EVALUATION
 from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.ownership import Owned
-from penstock.supervisor.run_directory import NotResumable, check_unsupervised, plan_resumption, reopen_run
+from penstock.supervisor.run_directory import NotResumable, check_data, check_unsupervised, plan_resumption, reopen_run
 
 REMEDIES = {
     "train": "raise trainer.steps to go further",
@@ -26,6 +26,8 @@ def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
     run_dir = run_dir.absolute()
     try:
         resumption = plan_resumption(run_dir, overrides)
+        if not resumption.is_complete and not detach:  # whoever goes on in the background looks by itself
+            check_data(run_dir, resumption.config)
     except ConfigError as error:
         return refuse(error, CONFIG_ERROR)
     except NotResumable as error:

@@ -297,7 +297,7 @@ def tasks_to_play(config: Config, source: MixedTasks, recorder: Recorder) -> Tas
             f"synthesis.tasks: data.source {config.data.source} has no end: say how many of its tasks are to be played"
         )
     num_tasks = min(number for number in (wanted if wanted >= 0 else size, size) if number is not None)
-    recorder.event("tasks", total=num_tasks)
+    recorder.intends(num_tasks)
     return FirstTasks(source, num_tasks)
 
 

@@ -118,9 +118,8 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     before = load_config(run_dir / CONFIG)
     config = load_config(run_dir / CONFIG, overrides)
     begun_with = _read_lineage(run_dir)
-    datasets = begun_with.pop(DATASETS, {})
+    begun_with.pop(DATASETS, None)
     check_lineage(begun_with, config)
-    check_identities(datasets, config)
     saved = _last_step_saved(run_dir)
     if config.trainer.steps < saved:
         raise NotResumable(
@@ -137,6 +136,11 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
         changed=", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes(before, config).items()),
         is_complete=state["status"] == RunState.COMPLETED and not _goes_further(before, config),
     )
+
+
+def check_data(run_dir: Path, config: Config) -> None:
+    """Raises `ConfigError` if the data are not those that the run was begun with. Reads them all."""
+    check_identities(_read_lineage(run_dir).get(DATASETS, {}), config)
 
 
 def check_unsupervised(run_dir: Path) -> None:
