@@ -98,6 +98,21 @@ def test_mistakes_on_the_command_line(file: Path, override: str, message: str) -
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("pipeline", ["eval", "rollout"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "env.top_p=0.9",
+        "env.top_k=20",
+        "env.group_size=1",
+        "scheduler.trigger.min_samples=100000",
+        "scheduler.trigger.feedback.fewest_samples=100000",
+    ],
+)
+def test_what_only_training_cannot_do_with_is_no_mistake_elsewhere(file: Path, pipeline: str, override: str) -> None:
+    assert load_config(file, [f"pipeline={pipeline}", override]).pipeline == pipeline
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -17,6 +17,7 @@ from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.observe.recorder import Recorder
 from penstock.ports import Work
+from penstock.processes.controller import PIPELINES, conclude
 from penstock.scheduler.filters import Drop, FilterFailed, FinishedGroup, Keep
 from penstock.scheduler.patience import NothingToLearn, OutOfTasks, Patience, TooManyFailures
 from penstock.scheduler.scheduler import Scheduler
@@ -75,7 +76,7 @@ class Run:
         )
         self.scheduler.worker_joined("env-0", 1000)
         try:
-            await loop.run(self.system)
+            await PIPELINES[self.settings.pipeline](self.system)
         finally:
             if self.system.stepping:
                 await asyncio.wait([self.system.stepping])
@@ -331,3 +332,23 @@ def _root(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+@pytest.mark.parametrize(("pipeline", "saved"), [("train", [0]), ("eval", [])])
+def test_only_training_is_saved_when_it_is_stopped(tmp_path: Path, pipeline: str, saved: list[int]) -> None:
+    run = Run(
+        tmp_path, config().model_copy(update={"pipeline": pipeline}), lambda work: (5.0, [1.0] * len(work.leases))
+    )
+
+    async def stop() -> None:
+        life = asyncio.create_task(run.go())
+        await asyncio.sleep(1.0)
+        await conclude(run.system)
+        life.cancel()
+        await asyncio.wait([life])
+
+    run_virtual(stop())
+    assert [event["step"] for event in run.events() if event["event"] == "checkpoint"] == saved
+    assert [event["ledger"]["admitted"] > 0 for event in run.events() if event["event"] == "stopped"] == [
+        pipeline == "eval"
+    ]

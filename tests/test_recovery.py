@@ -257,14 +257,34 @@ def test_what_a_dead_controller_did_not_validate_the_next_one_does(tmp_path: Pat
     run = Run(tmp_path, config(**MODES["asynchronous"]), slow)
 
     async def kill_in_mid_validation() -> None:
-        life = asyncio.create_task(run.go([Death("controller", 2.3)]))
-        await asyncio.sleep(2.2)
-        assert run.system.num_steps >= 2 and whens(tmp_path) == ["before"]
+        life = asyncio.create_task(run.go([Death("controller", 1.9)]))
+        await asyncio.sleep(1.8)
+        assert 2 <= run.system.num_steps < STEPS and whens(tmp_path) == ["before"]
         await life
 
     run_virtual(kill_in_mid_validation())
     run.check()
     assert len(whens(tmp_path)) == 3 and whens(tmp_path)[1].startswith("step ")
+
+
+def test_the_validation_after_the_last_step_is_not_played_twice(tmp_path: Path) -> None:
+    def slow(work: Work) -> tuple[float, list[float]]:
+        seconds, rewards = play(work)
+        return (1.0 if work.task.purpose == "eval" else seconds), rewards
+
+    run = Run(tmp_path, config(**MODES["asynchronous"]), slow)
+
+    async def kill_in_the_last_validation() -> None:
+        life = run._begin()
+        await asyncio.sleep(3.0)
+        assert run.system.done and whens(tmp_path)[-1] != "after"
+        await run._kill(life)
+        await run._begin()
+        run.close()
+
+    run_virtual(kill_in_the_last_validation())
+    run.check()
+    assert whens(tmp_path)[-1] == "after" and f"step {STEPS}" not in whens(tmp_path)
 
 
 def whens(run_dir: Path) -> list[str]:

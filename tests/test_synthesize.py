@@ -112,6 +112,22 @@ def random_play(seed: int) -> Play:
     return play
 
 
+def test_what_training_would_wait_for_matters_to_nobody(tmp_path: Path) -> None:
+    scheduler, _ = run_virtual(synthesize(tmp_path, config(trigger={"min_samples": 100_000}), random_play(0)))
+    assert scheduler.ledger.counts()["collected"] == NUM_TASKS * GROUP_SIZE
+
+
+def test_filtered_groups_end_nothing_and_are_counted(tmp_path: Path) -> None:
+    settings = config(group_filter=["zero_variance"], max_filtered_in_a_row=10)
+    scheduler, heard = run_virtual(synthesize(tmp_path, settings, lambda work: (0.3, [1.0] * len(work.leases))))
+    assert scheduler.ledger.counts()["filtered"] == NUM_TASKS * GROUP_SIZE and not heard.groups
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert sum(last["groups_dropped"].values()) == NUM_TASKS
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert any("groups in a row were filtered" in event["reason"] for event in events if event["event"] == "alarm")
+    assert events[-1]["event"] == "completed"
+
+
 def test_every_task_is_played_once(tmp_path: Path) -> None:
     scheduler, heard = run_virtual(synthesize(tmp_path, config(), random_play(0)))
     assert scheduler.ledger.counts()["collected"] == NUM_TASKS * GROUP_SIZE == scheduler.ledger.num_admitted

@@ -38,9 +38,10 @@ class Validation:
         self._begun_at = 0
 
     def make_up(self) -> None:
-        """Begin the one that was due last, if a dead controller did not bring it to its end."""
+        """Begin the one that was due last, if a dead controller did not bring it to its end; after the last step there
+        is one anyway."""
         step = self._system.num_steps
-        if self._every and step - step % self._every > validated_until(self._system):
+        if self._every and not self._system.done and step - step % self._every > validated_until(self._system):
             self._begin(step)
 
     def served(self, step: int) -> None:

@@ -15,6 +15,7 @@ from made_runs import penstock
 
 from penstock.cli import preflight
 from penstock.cli.train import why_not_started
+from penstock.config import Config, ConfigError
 from penstock.supervisor.log_files import end_of
 
 
@@ -168,6 +169,26 @@ def test_too_little_room_is_said_before_anything_starts(
     result = penstock("train", config)
     assert result.exit_code == 1 and message in result.stderr and str(tmp_path) in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("pipeline", "num_versions"), [("train", 2), ("eval", 1), ("rollout", 0)])
+def test_only_training_needs_room_for_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: str, num_versions: int
+) -> None:
+    needed: dict[str, int] = {}
+    monkeypatch.setattr(preflight, "weights_bytes", lambda directory: 2**40)
+    monkeypatch.setattr(preflight, "check_free", lambda key, directory, size, *words: needed.update({key: size}))
+    settings = {"pipeline": pipeline, "runs_dir": str(tmp_path), "model": {"path": str(tmp_path)}}
+    preflight.check_room(Config.model_validate(settings))
+    assert (needed["runs_dir"] > 2**40) == (pipeline == "train")
+    assert needed["model"] // 2**40 == num_versions
+
+
+def test_nothing_is_asked_of_a_dump_that_an_evaluation_never_writes(tmp_path: Path) -> None:
+    settings = {"data": {"source": "seeds"}, "env": {"name": "guess_number"}, "dump": {"url": "ftp://x/y"}}
+    preflight.check(Config.model_validate({"pipeline": "eval", "runs_dir": str(tmp_path), **settings}))
+    with pytest.raises(ConfigError, match="unknown scheme ftp"):
+        preflight.check(Config.model_validate({"pipeline": "rollout", "runs_dir": str(tmp_path), **settings}))
 
 
 @pytest.mark.integration

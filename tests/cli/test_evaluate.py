@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from test_commands import penstock
 
+from penstock.cli.evaluate import AS_IT_IS
+from penstock.config import load_config
+
 CONFIG = "data: {source: seeds}\nenv: {name: guess_number}\n"
 
 
@@ -32,6 +35,7 @@ def test_so_is_a_run_without_one(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message", "exit_code"),
     [
+        (["pipeline=train"], "pipeline is train: `penstock train", 2),
         (["data.eval_tasks=0"], "there are no tasks to play", 1),
         (["data.eval_task=0"], "did you mean data.eval_tasks?", 2),
         (["--json", "nowhere/results.json"], "--json: there is no directory nowhere", 1),
@@ -41,3 +45,18 @@ def test_so_is_what_could_come_to_nothing(config: Path, words: list[str], messag
     result = penstock("eval", config, *words)
     assert result.exit_code == exit_code and message in result.stderr
     assert not (config.parent / "runs").exists()
+
+
+def test_what_a_file_says_of_training_is_passed_over(config: Path) -> None:
+    config.write_text(config.read_text() + "run_id: trained\npipeline: train\nmodel: {warm_start: {steps: 9}}\n")
+    resolved = load_config(config, AS_IT_IS)
+    assert (resolved.pipeline, resolved.run_id, resolved.model.warm_start.steps) == ("eval", None, 0)
+
+
+def test_it_is_said_that_nobody_trained_the_policy(config: Path) -> None:
+    run_dir = config.parent / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    (run_dir / "pool").write_text("a file where a folder belongs")
+    result = penstock("eval", config, "run_id=mine", "observe.progress=false")
+    assert result.exit_code == 1 and "pool" in result.stderr
+    assert "note: model.path is tiny and nobody trains it here, so a random policy plays" in result.stderr

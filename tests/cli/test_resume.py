@@ -14,22 +14,17 @@ import pytest
 from test_commands import penstock
 
 from penstock.config import Config
+from penstock.data import identity
 from penstock.observe import jsonl
 from penstock.supervisor import procfs
-from penstock.supervisor.run_directory import open_run
+from penstock.supervisor.run_directory import open_run, plan_resumption
 from penstock.supervisor.states import RunState
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Of a run that has failed; its supervisor is gone."""
-    config = Config.model_validate(
-        {"runs_dir": str(tmp_path), "run_id": "mine", "trainer": {"steps": 40}, "observe": {"progress": False}}
-    )
-    with open_run(config) as run:
-        run.record.move(RunState.FAILED, actor="test", reason="it broke")
-    change_state(run.run_dir, supervisor=state_of(run.run_dir)["supervisor"] | {"start_ticks": 1})
-    return run.run_dir
+    return begun(tmp_path, RunState.FAILED, trainer={"steps": 40})
 
 
 def state_of(run_dir: Path) -> dict[str, object]:
@@ -126,6 +121,57 @@ def test_what_ended_or_was_abandoned_begins_another_life(run_dir: Path, status: 
     assert reasons == ["resumed with trainer.steps from 40 to 50"]
 
 
+def begun(runs_dir: Path, status: RunState, **settings: object) -> Path:
+    """A run that has ended so; its supervisor is gone."""
+    tree = {"runs_dir": str(runs_dir), "run_id": "mine", "observe": {"progress": False}, **settings}
+    with open_run(Config.model_validate(tree)) as run:
+        run.record.move(RunState.FAILED, actor="test", reason="it broke")
+    gone = state_of(run.run_dir)["supervisor"] | {"start_ticks": 1}
+    change_state(run.run_dir, supervisor=gone, status=status.value)
+    return run.run_dir
+
+
+FOUND = {"tasks": 3, "episodes": 3, "reward": 0.5, "response_tokens": 2.0, "turns": 1.0, "truncated": 0, "failed": 0}
+FOUND |= {"pass_at": {"1": 0.5}, "policy_versions": [1, 1], "samples": []}
+
+
+def test_an_evaluation_that_is_resumed_keeps_its_results(tmp_path: Path) -> None:
+    run_dir = begun(tmp_path, RunState.FAILED, pipeline="eval")
+    found = {"event": "evaluation", "when": "given", "step": 0, **FOUND, "tags": {"words": FOUND}}
+    jsonl.append(run_dir / "events.jsonl", found)
+    (run_dir / "pool").write_text("a file where a folder belongs")
+    result = penstock("resume", run_dir)
+    assert result.exit_code == 1 and "pool" in result.stderr
+    assert "words" in result.stdout and "results in" in result.stdout
+    written = json.loads((run_dir / "evaluation.json").read_text())
+    assert (written["run_id"], written["model"], written["reward"]) == ("mine", "tiny", 0.5)
+    assert json.loads((run_dir / "summary.json").read_text())["eval_given"] == 0.5
+
+
+def test_a_complete_evaluation_is_not_played_again(tmp_path: Path) -> None:
+    run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="eval", trainer={"steps": 40})
+    result = penstock("resume", run_dir, "trainer.steps=50")
+    assert result.exit_code == 0 and "its results are in its evaluation.json" in result.stdout
+    assert_untouched(run_dir, "completed")
+
+
+@pytest.mark.parametrize(("had", "asked", "refused"), [(150, 100, True), (-1, 100, True), (150, 150, False)])
+def test_fewer_tasks_than_were_to_be_played_are_refused(tmp_path: Path, had: int, asked: int, refused: bool) -> None:
+    run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="rollout", synthesis={"tasks": had})
+    result = penstock("resume", run_dir, f"synthesis.tasks={asked}")
+    assert result.exit_code == refused
+    said = f"synthesis.tasks is {asked}, and run mine had {had} to play (-1: all): give it as many at least"
+    assert said in result.stderr if refused else "raise synthesis.tasks to go further" in result.stdout
+    assert state_of(run_dir)["lives"] == 1
+
+
+@pytest.mark.parametrize("asked", [151, -1])
+def test_more_tasks_go_further(tmp_path: Path, asked: int) -> None:
+    run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="rollout", synthesis={"tasks": 150})
+    resumption = plan_resumption(run_dir, [f"synthesis.tasks={asked}"])
+    assert not resumption.is_complete
+
+
 @pytest.mark.integration
 def test_a_detached_resume_outlives_the_session_it_was_given_in(run_dir: Path) -> None:
     (run_dir / "pool").write_text("a file where a folder belongs")
@@ -144,13 +190,21 @@ def test_a_detached_resume_outlives_the_session_it_was_given_in(run_dir: Path) -
 def test_a_run_is_not_resumed_on_changed_data(tmp_path: Path) -> None:
     file = tmp_path / "words.jsonl"
     file.write_text('{"question": "a"}\n')
-    data = {"source": "jsonl", "path": str(file), "eval_path": str(file)}
-    config = Config.model_validate({"runs_dir": str(tmp_path), "run_id": "mine", "data": data})
-    with open_run(config) as run:
-        run.record.move(RunState.FAILED, actor="test", reason="it broke")
-    change_state(run.run_dir, supervisor=state_of(run.run_dir)["supervisor"] | {"start_ticks": 1})
+    run_dir = begun(tmp_path, RunState.FAILED, data={"source": "jsonl", "path": str(file), "eval_path": str(file)})
     file.write_text('{"question": "b"}\n')
-    result = penstock("resume", run.run_dir)
+    result = penstock("resume", run_dir)
     assert result.exit_code == 2 and result.stderr.count("error") == 1
     assert f"{file} has changed since the run was begun" in result.stderr
-    assert state_of(run.run_dir)["lives"] == 1
+    assert state_of(run_dir)["lives"] == 1
+
+
+def test_data_are_read_once_before_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "words.jsonl"
+    file.write_text('{"question": "a"}\n')
+    run_dir = begun(tmp_path, RunState.FAILED, data={"source": "jsonl", "path": str(file), "eval_path": str(file)})
+    (run_dir / "pool").write_text("a file where a folder belongs")
+    read: list[Path] = []
+    fingerprint = identity.fingerprint
+    monkeypatch.setattr(identity, "fingerprint", lambda path: (read.append(path), fingerprint(path))[1])
+    assert penstock("resume", run_dir).exit_code == 1 and state_of(run_dir)["lives"] == 2
+    assert read == [file, file], "of what is trained on, and of what is held out"

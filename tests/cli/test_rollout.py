@@ -17,7 +17,9 @@ from penstock.processes.layout import stages
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    (tmp_path / "run.yaml").write_text("data: {source: seeds, eval_tasks: 9}\nenv: {name: guess_number}")
+    (tmp_path / "run.yaml").write_text(
+        "data: {source: seeds, eval_tasks: 9}\nenv: {name: guess_number}\nrun_id: trained"
+    )
     return tmp_path / "run.yaml"
 
 
@@ -45,8 +47,23 @@ def test_what_is_said_on_the_command_line_counts_most(config: Path) -> None:
     resolved = yaml.safe_load(penstock(*words).stdout)
     assert (resolved["pipeline"], resolved["data"]["eval_tasks"]) == ("rollout", 0)
     assert resolved["scheduler"]["group_filter"] == []
+    assert resolved["run_id"] is None, "that of the file is a training run's"
     resolved = yaml.safe_load(penstock(*words, "scheduler.group_filter=[zero_variance]").stdout)
     assert [each["name"] for each in resolved["scheduler"]["group_filter"]] == ["zero_variance"]
+
+
+def test_every_task_of_a_mixture_is_played(config: Path) -> None:
+    rows = config.parent / "rows.jsonl"
+    rows.write_text('{"question": "a"}\n{"question": "b"}\n')
+    data = f"data: {{source: jsonl, path: {rows}, eval_tasks: 1}}"
+    config.write_text(f"env: {{mixture: {{a.1: {{{data}}}, b: {{name: guess_number, data: {{source: seeds}}}}}}}}")
+    words = ["rollout", config, "--dry-run"]
+    resolved = Config.model_validate(yaml.safe_load(penstock(*words).stdout))
+    assert {entry.data.eval_tasks for entry in resolved.env.mixture.values()} == {0}
+    assert resolved.env.mixture["a.1"].data.source == "jsonl" and resolved.env.mixture["b"].name == "guess_number"
+    assert penstock(*words, "env.mixture.b.data.eval_tasks=many").exit_code == 2
+    resolved = Config.model_validate(yaml.safe_load(penstock(*words, "env.mixture.b.data.eval_tasks=3").stdout))
+    assert resolved.env.mixture["b"].data.eval_tasks == 3
 
 
 def test_a_configuration_says_which_command_it_is_for(config: Path) -> None:
@@ -75,7 +92,7 @@ def test_the_table_and_the_status_count_tasks(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "mine", "running", settings={"pipeline": "rollout", "env": {"name": "x"}})
     note(run_dir, "tasks", total=40)
     for step in (10, 20):
-        take_step(run_dir, step, episodes_total=4 * step, tokens_generated_total=100 * step)
+        take_step(run_dir, step, tasks=40, episodes_total=4 * step, tokens_generated_total=100 * step)
     assert "20/40" in penstock("runs", "--runs-dir", tmp_path).stdout
     status = json.loads(penstock("status", run_dir, "--json").stdout)
     progress = status["progress"]

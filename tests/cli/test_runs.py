@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from made_runs import make_run, penstock, take_step
 
+from penstock.observe import jsonl
+
 
 def test_runs_are_listed_with_the_newest_first(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "running", started=time.time() - 30, settings={"env": {"name": "guess_number"}})
@@ -36,6 +38,15 @@ def test_programs_get_the_same_as_json(tmp_path: Path) -> None:
         "reward": 0.25,
         "run_dir": str(run_dir),
     }
+
+
+@pytest.mark.parametrize(("pipeline", "shown"), [("train", "5/9"), ("rollout", "5/40")])
+def test_only_the_ends_of_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: str, shown: str
+) -> None:
+    take_step(make_run(tmp_path / "a", "running", settings={"pipeline": pipeline}), 5, tasks=40)
+    monkeypatch.delattr(jsonl, "read")
+    assert penstock("runs", "--runs-dir", tmp_path).stdout.splitlines()[1].split()[-2] == shown
 
 
 def test_no_runs_is_no_error(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from made_runs import decide, make_run, note, owner, penstock, take_step
 
 from penstock.cli import polling
+from penstock.observe import jsonl
 from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 
 
@@ -57,6 +58,38 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
         "penstock stop",
     ):
         assert words in text
+
+
+def test_an_evaluation_counts_its_tasks_and_says_where_its_results_are(tmp_path: Path) -> None:
+    settings = {"pipeline": "eval", "validation": {"tasks": 12}, "model": {"warm_start": {"steps": 5}}}
+    run_dir = make_run(tmp_path / "a", "running", settings=settings)
+    document = ask(run_dir)
+    progress = document["progress"]
+    assert (progress["phase"], progress["unit"], progress["step"]) == ("evaluating the policy", "task", 0)
+    assert (document["pipeline"], progress["steps"]) == ("eval", 12)
+    note(run_dir, "evaluation", when="given", step=0, reward=0.5, tasks=10, tags={})
+    note(run_dir, "state", **{"from": "running"}, to="completed", actor="supervisor", reason="")
+    jsonl.write_json(run_dir / "state.json", json.loads((run_dir / "state.json").read_text()) | {"status": "completed"})
+    document = ask(run_dir)
+    assert (document["progress"]["step"], document["progress"]["steps"]) == (10, 10)
+    assert [row["command"] for row in document["next"]] == [f"cat {run_dir / 'evaluation.json'}"]
+    text = penstock("status", run_dir).stdout
+    assert "10/10" in text and "given 0.50" in text and "trajectories" not in text and "samples" not in text
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "purpose"), [("train", "begin it again"), ("eval", "begin it again"), ("rollout", "play what is left")]
+)
+def test_what_a_resume_would_do(tmp_path: Path, pipeline: str, purpose: str) -> None:
+    run_dir = make_run(tmp_path / "a", "stopped", settings={"pipeline": pipeline})
+    assert [row["purpose"] for row in ask(run_dir)["next"]] == [purpose]
+
+
+def test_settings_of_another_version_hide_nothing_else(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running", settings={"trainer": {"steps": 9, "forgotten": 1}})
+    take_step(run_dir, 4)
+    progress = ask(run_dir)["progress"]
+    assert (progress["phase"], progress["step"], progress["steps"]) == ("training", 4, 9)
 
 
 def test_the_newest_stall_says_where_to_read_on(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from made_run import STARTED, evaluate, make_run, mix
 from rich.console import Console
 
+from penstock.config import Config
 from penstock.observe import jsonl, progress, report, summary
 from penstock.observe.progress import Watched, clock, count, held_out, render_line, render_panel, sparkline
 from penstock.observe.view import Plan, RunView
@@ -82,6 +83,19 @@ def test_phases_follow_from_what_was_recorded(tmp_path: Path) -> None:
         "evaluating the trained policy",
     ]
     assert view.phase == "completed"
+
+
+def test_there_is_one_plan_of_each_pipeline() -> None:
+    tree = {"trainer": {"steps": 7}, "validation": {"tasks": 12}, "model": {"warm_start": {"steps": 5}}}
+    plans = {name: Plan.of(Config.model_validate({"pipeline": name, **tree})) for name in ("train", "eval", "rollout")}
+    assert {name: plan.num_steps for name, plan in plans.items()} == {"train": 7, "eval": 12, "rollout": 0}
+    assert {plan.num_eval_tasks for plan in plans.values()} == {12}
+    view = RunView(plan=plans["eval"], status="running")
+    assert (view.phase, view.unit, render_line(view)) == ("evaluating the policy", "task", "evaluating the policy")
+    view.see_event({"event": "evaluation", "when": "given", "reward": 0.5, "tasks": 10, "time": STARTED})
+    assert (view.step, view.plan.num_steps) == (10, 10)
+    assert RunView(plan=plans["rollout"], status="running").phase == "playing"
+    assert RunView(plan=plans["train"], status="running").phase == "warm start"
 
 
 def test_rates_come_from_the_latest_steps(tmp_path: Path) -> None:

@@ -104,3 +104,14 @@ def test_rewards_are_kept_by_tag_and_so_is_what_a_validation_found(tmp_path: Pat
     assert first["response_length_mean/words"] == 4.0 and first["reward"] == pytest.approx(1 / 3)
     assert (first["eval_step"], first["eval_reward"], first["eval_reward/words"]) == (20, 0.7, 0.7)
     assert not any(key.startswith(("reward/", "eval_")) for key in second)
+
+
+def test_the_lines_of_a_rollout_say_how_many_tasks_there_are(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.intends(40)
+    recorder.progressed(3, {}, {})
+    recorder.close()
+    assert [(line["step"], line["tasks"]) for line in steps.read(tmp_path)] == [(3, 40)]
+    view = RunView(plan=Plan(num_steps=0, pipeline="rollout"))
+    view.see_event(jsonl.read(tmp_path / "events.jsonl")[0])
+    assert view.plan.num_steps == 40

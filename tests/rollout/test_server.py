@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -23,6 +25,7 @@ from tiny_policy import (
     until,
 )
 
+from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.failures import Conflict
 from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
@@ -563,11 +566,11 @@ async def test_an_api_key_guards_everything_but_health(runner: EngineRunner) -> 
 class Held:
     """An engine that admits requests, and generates nothing for them until it is let go."""
 
-    engine: Engine
-    step: Callable[[], list[Generated]]
+    engine: SlotEngine
+    step: Callable[[], list[Finished]]
     let_go: threading.Event = field(default_factory=threading.Event)
 
-    def __call__(self) -> list[Generated]:
+    def __call__(self) -> list[Finished]:
         return self.step() if self.let_go.is_set() or not self.engine.num_active else []
 
 
@@ -618,9 +621,7 @@ async def test_a_draining_commit_gives_way_to_whoever_drops_or_replaces_it(
     await until(lambda: runner.engine.admitting)
 
 
-async def test_a_draining_commit_ends_with_its_client(
-    http: Http, runner: EngineRunner, held: Held
-) -> None:
+async def test_a_draining_commit_ends_with_its_client(http: Http, runner: EngineRunner, held: Held) -> None:
     commit = await draining_for_ever(http, runner)
     commit.cancel()
     await until(lambda: runner.engine.admitting)

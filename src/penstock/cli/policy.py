@@ -11,6 +11,11 @@ from penstock.system import CHECKPOINTS
 from penstock.trainer.checkpoint import newest
 
 
+def policy_word(checkpoint: str | None, runs_dir: Path) -> list[str]:
+    """The setting that says so; none where the configuration does. Raises `Refused`."""
+    return [] if checkpoint is None else [f"model.path={model_in(checkpoint, runs_dir)}"]
+
+
 def model_in(checkpoint: str, runs_dir: Path) -> Path:
     """A directory with weights: itself, or the newest whole checkpoint of a run, by its id or directory. Raises
     `Refused`."""

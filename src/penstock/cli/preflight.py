@@ -35,6 +35,8 @@ def check(config: Config) -> None:
     """Raises `Refused` or `ConfigError` with a remedy."""
     if config.model.path != "tiny":
         check_model(Path(config.model.path))
+    if config.pipeline == "eval" and not config.validation_tasks:
+        raise Refused("there are no tasks to play: data.eval_tasks and validation.tasks are 0")
     check_environments(config)
     check_packages(config)
     check_room(config)
@@ -46,7 +48,7 @@ def check(config: Config) -> None:
         check_predictor(config)
     if config.rollout.engine != "penstock" and not config.rollout.urls:
         check_engine(config.rollout.engine, config.rollout.python or sys.executable)
-    if config.dump.url is not None:
+    if config.dump.url is not None and config.pipeline != "eval":
         check_dump(config)
     if config.rollout.port and not config.rollout.urls:
         for number in range(config.rollout.servers):
@@ -91,14 +93,20 @@ def check_packages(config: Config) -> None:
 
 
 def check_room(config: Config) -> None:
-    """Whether what the run is sure to write has room: weights in shared memory, checkpoints on disk."""
+    """Whether what the run is sure to write has room: weights in shared memory, and on disk the checkpoints of one that
+    trains."""
     weights = 0 if config.model.path == "tiny" else weights_bytes(Path(config.model.path))
     runs_dir, published = existing_parent(Path(config.runs_dir)), runtime_path("").parent
-    checkpoints = (config.trainer.keep_checkpoints + 1) * weights + LEAST_DISK_BYTES
-    remedy = "free some, set runs_dir to another disk, or lower trainer.keep_checkpoints"
-    check_free("runs_dir", runs_dir, checkpoints, "checkpoints, tokens and logs", remedy)
+    if config.pipeline == "train":
+        checkpoints = (config.trainer.keep_checkpoints + 1) * weights + LEAST_DISK_BYTES
+        remedy = "free some, set runs_dir to another disk, or lower trainer.keep_checkpoints"
+        check_free("runs_dir", runs_dir, checkpoints, "checkpoints, tokens and logs", remedy)
+    else:
+        remedy = "free some, or set runs_dir to another disk"
+        check_free("runs_dir", runs_dir, LEAST_DISK_BYTES, "tokens and logs", remedy)
+    num_versions = {"train": 2, "eval": 1, "rollout": 0}[config.pipeline]
     remedy = f"free some, or mount {published} larger (in a container: --shm-size)"
-    versions = 2 * weights + LEAST_MEMORY_BYTES
+    versions = num_versions * weights + LEAST_MEMORY_BYTES
     check_free("model", published, versions, "the weights that are served and those that come", remedy)
 
 

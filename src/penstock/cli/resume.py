@@ -9,9 +9,16 @@ from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import refuse
 from penstock.cli.train import carry_out, conclude, start_detached
 from penstock.config import ConfigError
+from penstock.observe.summary import EVALUATION
 from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.ownership import Owned
-from penstock.supervisor.run_directory import NotResumable, check_unsupervised, plan_resumption, reopen_run
+from penstock.supervisor.run_directory import NotResumable, check_data, check_unsupervised, plan_resumption, reopen_run
+
+REMEDIES = {
+    "train": "raise trainer.steps to go further",
+    "eval": f"its results are in its {EVALUATION}; `penstock eval` plays the tasks once more",
+    "rollout": "raise synthesis.tasks to go further",
+}
 
 
 def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
@@ -19,13 +26,14 @@ def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
     run_dir = run_dir.absolute()
     try:
         resumption = plan_resumption(run_dir, overrides)
+        if not resumption.is_complete and not detach:  # whoever goes on in the background looks by itself
+            check_data(run_dir, resumption.config)
     except ConfigError as error:
         return refuse(error, CONFIG_ERROR)
     except NotResumable as error:
         return refuse(error, 1)
     if resumption.is_complete:
-        what = "trainer.steps" if resumption.config.has_trainer else "synthesis.tasks"
-        print(f"nothing was done, since run {run_dir.name} is complete: raise {what} to go further")
+        print(f"nothing was done, since run {run_dir.name} is complete: {REMEDIES[resumption.config.pipeline]}")
         return 0
     try:
         check_unsupervised(run_dir)

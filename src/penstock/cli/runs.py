@@ -87,9 +87,15 @@ def known_runs(runs_dir: Path) -> list[dict[str, Any]]:
 
 def describe(run_dir: Path) -> dict[str, Any]:
     """A run in short, with keys that stay."""
-    state = read_state(run_dir) or {}
+    lines = jsonl.tail(run_dir / "metrics.jsonl", TAIL_BYTES)
+    return in_short(run_dir, read_state(run_dir) or {}, config_of(run_dir), lines)
+
+
+def in_short(
+    run_dir: Path, state: Mapping[str, Any], config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A run in short, from its state, its settings and the last lines of its metrics."""
     status = status_of(run_dir, state)
-    config, lines = config_of(run_dir), jsonl.tail(run_dir / "metrics.jsonl", TAIL_BYTES)
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
     return {
         "run_id": run_dir.name,
@@ -98,7 +104,7 @@ def describe(run_dir: Path) -> dict[str, Any]:
         "started": state.get("started"),
         "wall_seconds": wall_seconds(state, now=_last_sign(run_dir, lines) if status == LOST else time.time()),
         "step": lines[-1].get("step", 0) if lines else 0,
-        "steps": _num_steps(config, run_dir),
+        "steps": _num_steps(config, lines),
         "reward": rewards[-1] if rewards else None,
         "run_dir": str(run_dir.absolute()),
     }
@@ -110,13 +116,12 @@ def _last_sign(run_dir: Path, lines: Sequence[Mapping[str, Any]]) -> float | Non
     return max((line["time"] for line in latest), default=None)
 
 
-def _num_steps(config: Mapping[str, Any], run_dir: Path) -> int | None:
-    """Optimizer steps, or tasks of a run that only plays."""
+def _num_steps(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> int | None:
+    """Optimizer steps, or tasks of a run that only plays, as soon as it has told of them."""
     if config.get("pipeline", "train") == "train":
         steps: int | None = config.get("trainer", {}).get("steps")
         return steps
-    totals: list[int] = [e["total"] for e in jsonl.read(run_dir / "events.jsonl") if e.get("event") == "tasks"]
-    return totals[-1] if totals else None
+    return lines[-1].get("tasks") if lines else None
 
 
 def status_of(run_dir: Path, state: Mapping[str, Any]) -> str:

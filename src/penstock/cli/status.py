@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
 from penstock.cli.console import open_console
 from penstock.cli.polling import claim_answer, refusal
-from penstock.cli.runs import config_of, describe, has_ended, name_of
+from penstock.cli.runs import config_of, has_ended, in_short, name_of
 from penstock.cli.status_view import render
+from penstock.config import Config
 from penstock.observe import jsonl
 from penstock.observe.notices import notice
+from penstock.observe.summary import EVALUATION
 from penstock.observe.view import Plan, RunView
 from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 from penstock.supervisor.procfs import Identity, is_alive
@@ -61,7 +64,7 @@ def follow(run_dir: Path, console: Console, *, quiet: bool) -> None:
                 live.update(render(document), refresh=True)
             elif not quiet and seen != shown:
                 unit, total = document["progress"]["unit"], document["progress"]["steps"]
-                console.print(f"{seen[0]}  {unit} {seen[1]}/{total}")
+                console.print(f"{seen[0]}  {unit} {seen[1]}/{total or '?'}")
             shown = seen
             time.sleep(WATCH_EVERY_S)
 
@@ -70,8 +73,9 @@ def status(run_dir: Path) -> Document:
     """Everything there is to say about a run. Its keys are those that `--json` promises."""
     state = read_state(run_dir) or {}
     config, events = config_of(run_dir), jsonl.read(run_dir / "events.jsonl")
-    view = _view(config, events, jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES))
-    short = describe(run_dir)
+    lines = jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES)
+    short = in_short(run_dir, state, config, lines)
+    view = _view(_plan(config, short["steps"]), events, lines)
     view.status = short["status"]
     last_step = max(view.latest.get("time", 0.0), state.get("born", 0.0))
     document: Document = {
@@ -79,6 +83,7 @@ def status(run_dir: Path) -> Document:
         "ended": state.get("ended"),
         "reason": _last_reason(events),
         "error": state.get("error"),
+        "pipeline": view.plan.pipeline,
         "root_cause": _root_cause(state, events),
         "leftovers": state.get("leftovers", []),
         "processes": processes(short["status"], state, events),
@@ -96,16 +101,15 @@ def status(run_dir: Path) -> Document:
     return document | {"next": next_commands(document)}
 
 
-def _view(config: Mapping[str, Any], events: Sequence[Document], lines: Sequence[Document]) -> RunView:
-    trainer, data, model = (config.get(section, {}) for section in ("trainer", "data", "model"))
-    trains = config.get("pipeline", "train") == "train"
-    plan = Plan(
-        trains=trains,
-        num_steps=trainer.get("steps", 0) if trains else 0,
-        num_warm_start_steps=model.get("warm_start", {}).get("steps", 0) if trains else 0,
-        num_eval_tasks=data.get("eval_tasks", 0),
-        max_staleness=config.get("scheduler", {}).get("max_staleness"),
-    )
+def _plan(config: Mapping[str, Any], num_steps: int | None) -> Plan:
+    """Of the settings that were written down, or what can be said of those that this version does not understand."""
+    try:
+        return Plan.of(Config.model_validate(config))
+    except ValidationError:
+        return Plan(pipeline=config.get("pipeline", "train"), num_steps=num_steps or 0)
+
+
+def _view(plan: Plan, events: Sequence[Document], lines: Sequence[Document]) -> RunView:
     view = RunView(plan=plan)
     for event in events:
         view.see_event(event)
@@ -260,10 +264,13 @@ def next_commands(document: Document) -> list[Document]:
     """What one would type now, and what for."""
     run_dir, cause = Path(document["run_dir"]), document["root_cause"]
     run = name_of(run_dir)
-    where = f"go on from {document['checkpoint']}" if document["checkpoint"] else "begin it again"
+    anew = "play what is left" if document["pipeline"] == "rollout" else "begin it again"
+    where = f"go on from {document['checkpoint']}" if document["checkpoint"] else anew
     resume = {"command": f"penstock resume {run}", "purpose": where}
     match document["status"]:
-        case "completed" if document["progress"]["unit"] == "task":
+        case "completed" if document["pipeline"] == "eval":
+            return [{"command": f"cat {run_dir / EVALUATION}", "purpose": "read what was found"}]
+        case "completed" if document["pipeline"] == "rollout":
             return [{"command": f"penstock trajectories {run}", "purpose": "read what was played"}]
         case "completed":
             model = run_dir / document["checkpoint"] if document["checkpoint"] else None

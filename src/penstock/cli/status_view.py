@@ -79,13 +79,13 @@ def _progress(status: Document) -> Table:
     facts, table = status["progress"], _grid()
     since = "" if facts["last_step_at"] is None else f", the last {_ago(facts['last_step_at'])}"
     table.add_row("phase", facts["phase"])
-    table.add_row(facts["unit"], f"{facts['step']}/{facts['steps']}{since}   ETA {clock(facts['eta_seconds'])}")
+    table.add_row(facts["unit"], f"{facts['step']}/{facts['steps'] or '?'}{since}   ETA {clock(facts['eta_seconds'])}")
     rate = facts["episodes_per_second"]
-    if facts["step"] and facts["unit"] == "task":
+    if facts["step"] and status["pipeline"] == "rollout":
         generated = count(facts["tokens_generated_per_second"])
         table.add_row("played", f"{facts['episodes']} trajectories, {count(rate)}/s, {generated} tokens/s")
         table.add_row("reward", number(facts["reward"]))
-    elif facts["step"]:
+    elif facts["step"] and status["pipeline"] == "train":
         table.add_row("samples", f"{facts['samples']} trained, {facts['episodes']} played, {count(rate)}/s")
         table.add_row("reward", number(facts["reward"]))
         staleness = f"{number(facts['staleness_mean'])} (at most {number(facts['staleness_max'])})"

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import REFUSAL, refuse
-from penstock.config import Config, ConfigError, load_config
+from penstock.config import ConfigError, load_config
 from penstock.envs.registry import locate
 from penstock.observe import plots, progress, report, summary
 from penstock.observe.view import Plan
@@ -32,6 +32,9 @@ from penstock.supervisor.states import RunState
 from penstock.supervisor.supervisor import Outcome, Supervisor, failed
 
 EXIT_CODES = {RunState.COMPLETED: 0, RunState.FAILED: 1, RunState.STOPPED: 130}
+RANDOM = (
+    "note: model.path is tiny and nobody trains it here, so a random policy plays: --checkpoint RUN names a trained one"
+)
 DETACH_S = 60.0
 """A resumed run may first have to wait for the janitor of the life before."""
 
@@ -41,8 +44,17 @@ def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) 
     return begin("train", path, overrides, detach=detach, dry_run=dry_run)
 
 
-def begin(pipeline: str, path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) -> int:
-    """A new run; `pipeline` is also the name of the command. Returns the exit code."""
+def begin(
+    pipeline: str,
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    detach: bool = False,
+    dry_run: bool = False,
+    results: Path | None = None,
+) -> int:
+    """A new run; `pipeline` is also the name of the command, and `results` where those of an evaluation go too. Returns
+    the exit code."""
     try:
         config = load_config(path, overrides)
         if config.pipeline != pipeline:
@@ -57,12 +69,14 @@ def begin(pipeline: str, path: Path, overrides: Sequence[str], *, detach: bool, 
         return 0
     try:
         check(config)
+        if pipeline != "train" and config.model.path == "tiny":
+            print(RANDOM, file=sys.stderr)
         if detach:
             run_id = config.run_id or new_run_id()
             run_dir = Path(config.runs_dir).absolute() / run_id
             return start_detached(run_dir, [pipeline, str(path), *overrides, f"run_id={run_id}"])
         with open_run(config) as run:
-            return conclude(run, carry_out(run))
+            return conclude(run, carry_out(run), results)
     except (ConfigError, Refused, RunExists, Owned) as error:
         return refuse(error, 1)
 
@@ -110,45 +124,36 @@ async def show_progress(run: OpenRun) -> None:
     if not run.config.observe.progress:
         return
     try:
-        await progress.follow(run.run_dir, plan_of(run.config))
+        await progress.follow(run.run_dir, Plan.of(run.config))
     except Exception as error:
         run.record.note("display", error=repr(error))
 
 
-def plan_of(config: Config) -> Plan:
-    """What the display needs to know beforehand."""
-    return Plan(
-        trains=config.has_trainer,
-        num_steps=config.trainer.steps if config.has_trainer else 0,
-        num_warm_start_steps=config.model.warm_start.steps if config.has_trainer else 0,
-        num_eval_tasks=config.validation_tasks,
-        max_staleness=config.scheduler.max_staleness,
-    )
-
-
-def conclude(run: OpenRun, outcome: Outcome) -> int:
-    """Write and show what the run came to."""
+def conclude(run: OpenRun, outcome: Outcome, results: Path | None = None) -> int:
+    """Write and show what the run came to, of an evaluation also into the file `results`; say how it ended, and return
+    the exit code."""
     try:
-        sum_up(run)
+        sum_up(run, results)
     except OSError as error:
         print(f"warning: the run cannot be summed up: {error}", file=sys.stderr)
-    return tell(outcome)
-
-
-def tell(outcome: Outcome) -> int:
-    """Say how a run ended; returns the exit code."""
     if outcome.message:
         label = "error" if outcome.status is RunState.FAILED else outcome.status.value
         print(f"{label}: {outcome.message}", file=sys.stderr)
     return EXIT_CODES[outcome.status]
 
 
-def sum_up(run: OpenRun) -> None:
-    """Summary, plots and report."""
+def sum_up(run: OpenRun, results: Path | None) -> None:
+    """The summary, and what belongs to the pipeline: the results of an evaluation, else plots and report."""
     summary.write(run.run_dir)
+    console = Console(highlight=False)
+    if run.config.pipeline == "eval":
+        if (found := summary.write_evaluation(run.run_dir, model=run.config.model.path, copy=results)) is not None:
+            console.print(report.evaluation_table(found))
+            console.print(f"results in {results or run.run_dir / summary.EVALUATION}", soft_wrap=True)
+        return
     if run.config.observe.plots:
         plots.draw(run.run_dir)
-    report.show(run.run_dir, Console(highlight=False))
+    report.show(run.run_dir, console)
 
 
 def why_not_started(run: str, log: Path, begun: log_files.Place) -> str:

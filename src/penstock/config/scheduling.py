@@ -157,7 +157,7 @@ class SchedulerConfig(Section):
     first to drop a group decides. [] trains all. `zero_variance`: drops groups whose rewards are all equal, since their
     advantages are zero."""
     max_filtered_in_a_row: int = Field(1000, ge=1)
-    """This many filtered groups without a trainable one in between end the run: there is nothing to learn."""
+    """This many filtered groups without a trainable one in between end training: there is nothing to learn."""
     dispatch: DispatchConfig = DispatchConfig()
     length: LengthConfig = LengthConfig()
     trigger: TriggerConfig = TriggerConfig()

@@ -309,9 +309,15 @@ class Config(Section):
                 )
 
     @model_validator(mode="after")
+<<<<<<< HEAD
     def _consistent(self) -> Config:
         if ATROPOS in (self.env.name, *self.environments.names):
             check_atropos(self)
+=======
+    def _can_train(self) -> Config:
+        if self.pipeline != "train":
+            return self
+>>>>>>> r8p
         if self.env.group_size == 1 and self.scheduler.drops_equal_rewards:
             raise ValueError(
                 "env.group_size 1 leaves every group with equal rewards and nothing to train on: use at least 2"
@@ -333,11 +339,6 @@ class Config(Section):
                 f"probabilities that trainer.objective {self.trainer.objective.name} divides by are taken over: set "
                 f"top_p to 1 and top_k to 0, or choose one of {', '.join(UNCORRECTED)}"
             )
-        if self.max_running < self.env.group_size:
-            raise ValueError(
-                f"scheduler.max_running ({self.max_running}) is smaller than env.group_size "
-                f"({self.env.group_size}): no group could ever start"
-            )
         batch = self.trainer.groups_per_step * self.env.group_size
         if (min_samples := self.scheduler.trigger.samples_of(batch)) > batch:
             raise ValueError(
@@ -349,6 +350,17 @@ class Config(Section):
             raise ValueError(
                 f"scheduler.trigger.feedback.fewest_samples ({fewest}) exceeds the samples of a step "
                 f"(trainer.groups_per_step * env.group_size = {batch})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.env.name == ATROPOS:
+            check_atropos(self)
+        if self.max_running < self.env.group_size:
+            raise ValueError(
+                f"scheduler.max_running ({self.max_running}) is smaller than env.group_size "
+                f"({self.env.group_size}): no group could ever start"
             )
         if self.rollout.port and self.rollout.port + self.rollout.servers - 1 > 65535:
             raise ValueError(

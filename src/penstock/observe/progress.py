@@ -94,7 +94,7 @@ def render_line(view: RunView) -> str:
     if not view.advances:
         return view.phase
     progress = f"{view.unit} {view.step}/{view.plan.num_steps}"
-    if not view.plan.trains:
+    if view.plan.pipeline == "rollout":
         played, generated = count(view.rate("episodes_total")), count(view.rate("tokens_generated_total"))
         rates = f"{played} trajectories/s  {generated} tokens/s"
         return f"{progress}  reward {number(view.reward)}  {rates}  ETA {clock(view.eta_s)}"
@@ -157,7 +157,7 @@ def _figures(view: RunView) -> RenderableType:
         table.add_row("held out", held_out(view.evaluations))
     if len(view.tags) > 1:
         table.add_row("by tag", "   ".join(f"{tag} {number(found['reward'])}" for tag, found in view.tags.items()))
-    if not view.plan.trains:
+    if view.plan.pipeline == "rollout":
         table.add_row("rate", f"{count(view.rate('episodes_total'))} trajectories/s")
         table.add_row("tokens/s", f"{count(view.rate('tokens_generated_total'))} generated")
         table.add_row("servers", Text(", ".join(view.servers.values()), "dim"))

@@ -73,6 +73,8 @@ class Recorder:
         self._newest_version = int(self._before.get("policy_version", NO_VERSION))
         self._reward_sum = float(self._before.get("reward_total", 0.0))
         self._tokens_played = int(self._before.get("tokens_played_total", 0))
+        self._num_tasks: int | None = None
+        """To be played, where that is known beforehand."""
         self._skipped: Counter[str] = Counter(self._before.get("samples_unusable", {}))
         """Samples that could not be trained, by reason."""
         self._dropped: Counter[str] = Counter(self._before.get("groups_dropped", {}))
@@ -80,6 +82,11 @@ class Recorder:
 
     def event(self, event: str, **details: Any) -> None:
         self._events.write({"time": time.time(), "event": event, **details})
+
+    def intends(self, num_tasks: int) -> None:
+        """So many tasks are to be played; every line of progress says so too."""
+        self._num_tasks = num_tasks
+        self.event("tasks", total=num_tasks)
 
     def decision(self, decider: str, reason: str, inputs: Mapping[str, Any]) -> None:
         if "dropped_by" in inputs:
@@ -150,7 +157,6 @@ class Recorder:
             **scheduling,
             **self._groups_from_outside(),
             "samples_unusable": dict(self._skipped),
-            "groups_dropped": dict(self._dropped),
             "ledger": ledger,
         }
         self._write(line)
@@ -161,8 +167,13 @@ class Recorder:
         if groups == self._latest_step:
             return
         line = self._line(groups)
-        totals = {"reward_total": self._reward_sum, "tokens_played_total": self._tokens_played}
-        self._write({**line, **totals, "tokens_generated_total": self._tokens_played, **scheduling, "ledger": ledger})
+        totals = {
+            "tasks": self._num_tasks,
+            "reward_total": self._reward_sum,
+            "tokens_played_total": self._tokens_played,
+            "tokens_generated_total": self._tokens_played,
+        }
+        self._write({**line, **totals, **scheduling, "ledger": ledger})
 
     def _line(self, step: int) -> dict[str, Any]:
         """What every line has."""
@@ -187,6 +198,7 @@ class Recorder:
             + time.process_time()
             + sum(process.cpu_s for process in self._processes.values()),
             "num_servers": len(self._of("rollout")),
+            "groups_dropped": dict(self._dropped),
         }
 
     def _write(self, line: Mapping[str, Any]) -> None:

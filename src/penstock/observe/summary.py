@@ -16,12 +16,27 @@ from penstock.observe import jsonl, steps
 
 Record = dict[str, Any]
 
+EVALUATION = "evaluation.json"
+"""What a run that only evaluates has found."""
+
 
 def write(run_dir: Path) -> Record:
     """Write `summary.json` of a run and return it."""
     summary = summarize(run_dir)
     jsonl.write_json(run_dir / "summary.json", summary)
     return summary
+
+
+def write_evaluation(run_dir: Path, *, model: str, copy: Path | None = None) -> Record | None:
+    """Write `evaluation.json` of a run that only evaluates, and the same to `copy`; returns the evaluation. None, and
+    nothing is written, if the run did not come so far."""
+    found = [event for event in jsonl.read(run_dir / "events.jsonl") if event.get("event") == "evaluation"]
+    if not found:
+        return None
+    figures = {key: value for key, value in found[-1].items() if key not in ("event", "when", "step")}
+    for file in (run_dir / EVALUATION, *([copy] if copy is not None else [])):
+        jsonl.write_json(file, {"run_id": run_dir.name, "model": model, **figures})
+    return found[-1]
 
 
 def summarize(run_dir: Path) -> Record:
@@ -69,6 +84,7 @@ def of_events(events: Iterable[Record]) -> Record:
     return {
         "eval_before": rewards.get("before"),
         "eval_after": rewards.get("after"),
+        "eval_given": rewards.get("given"),
         **(ledgers[-1] if ledgers else {}),
     }
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
+from penstock.config import Config
 from penstock.observe.notices import notice
 from penstock.observe.summary import busy_fraction
 
 Record = dict[str, Any]
-TRAINING, PLAYING = "training", "playing"
+TRAINING, PLAYING, EVALUATING = "training", "playing", "evaluating the policy"
 """Phases of a run."""
 INDISPENSABLE = ("controller", "trainer")
 """Roles each of whose processes the run needs."""
@@ -24,11 +25,24 @@ class Plan:
     """What a run set out to do."""
 
     num_steps: int
-    """Optimizer steps; of a run that only plays tasks, 0 until it is known."""
-    trains: bool = True
+    """Optimizer steps; of a run that only plays, tasks, and 0 until it is known how many."""
+    pipeline: str = "train"
     num_warm_start_steps: int = 0
     num_eval_tasks: int = 0
     max_staleness: int | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """What `config` asks for."""
+        num_held_out = config.validation_tasks
+        num_known = 0 if config.validation.tasks == -1 else num_held_out
+        return cls(
+            pipeline=config.pipeline,
+            num_steps={"train": config.trainer.steps, "eval": num_known, "rollout": 0}[config.pipeline],
+            num_warm_start_steps=config.model.warm_start.steps,
+            num_eval_tasks=num_held_out,
+            max_staleness=config.scheduler.max_staleness,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +65,8 @@ class RunView:
     """`before`, `step <n>`, `after` -> mean reward on the held-out tasks."""
     evaluated_tags: dict[str, Record] = field(default_factory=dict)
     """What the latest of them found, by tag."""
+    num_evaluated: int = 0
+    """Held-out tasks that the latest of them played."""
     checkpoints: dict[int, str] = field(default_factory=dict)
     """Step -> directory, of those that were saved and not given up."""
     is_warm: bool = False
@@ -89,6 +105,9 @@ class RunView:
                 self.evaluations.pop(when, None)
                 self.evaluations[when] = reward
                 self.evaluated_tags = event.get("tags", {})
+                self.num_evaluated = event.get("tasks", 0)
+                if self.plan.pipeline == "eval":
+                    self.plan = replace(self.plan, num_steps=self.num_evaluated)
             case {"event": "checkpoint", "step": step, "path": path}:
                 self.checkpoints[step] = path
             case {"event": "resumed" | "rewound", "step": step}:
@@ -117,6 +136,9 @@ class RunView:
 
     @property
     def step(self) -> int:
+        """How far the run is, in its unit."""
+        if self.plan.pipeline == "eval":
+            return self.num_evaluated
         return int(self.recent[-1]["step"]) if self.recent else 0
 
     @property
@@ -153,14 +175,14 @@ class RunView:
             return f"waiting for {', '.join(map(self._with_restarts, missing))}"
         if self.needs is not None:
             return f"waiting for an environment worker: {self.needs}"
-        if not self.plan.trains:
+        if self.plan.pipeline == "eval":
+            return EVALUATING
+        if self.plan.pipeline == "rollout":
             return PLAYING if self.step < self.plan.num_steps or not self.recent else "writing the rest of the dump"
         if self.recent:
             return TRAINING if self.step < self.plan.num_steps else "evaluating the trained policy"
         if self.plan.num_warm_start_steps and not self.is_warm:
             return "warm start"
-        if not self.plan.num_steps:
-            return "evaluating the policy"
         if self.plan.num_eval_tasks and "before" not in self.evaluations:
             return "evaluating the untrained policy"
         return "waiting for the first step"
@@ -184,7 +206,7 @@ class RunView:
     @property
     def unit(self) -> str:
         """What is counted."""
-        return "step" if self.plan.trains else "task"
+        return "step" if self.plan.pipeline == "train" else "task"
 
     @property
     def advances(self) -> bool:

@@ -296,7 +296,7 @@ def tasks_to_play(config: Config, source: MixedTasks, recorder: Recorder) -> Tas
         tags = ", ".join(tag for tag, each in config.environments.train.items() if each.data.is_endless)
         raise ConfigError(f"synthesis.tasks: the tasks of {tags} have no end: say how many are to be played")
     num_tasks = min(number for number in (wanted if wanted >= 0 else size, size) if number is not None)
-    recorder.event("tasks", total=num_tasks)
+    recorder.intends(num_tasks)
     return FirstTasks(source, num_tasks)
 
 
@@ -352,8 +352,12 @@ def in_thread(tasks: asyncio.TaskGroup) -> Background:
 
 
 async def conclude(system: System) -> None:
-    """A stop was asked for: keep what was learned. What is in flight is played again when the run is resumed."""
-    if not system.config.has_trainer:
+    """A stop was asked for: keep what was learned, if anything was to be. What is in flight is played again when the
+    run is resumed."""
+    if system.config.pipeline == "eval":
+        system.recorder.event("stopped", step=system.num_steps, ledger=system.scheduler.evaluations.counts())
+        return
+    if system.config.pipeline == "rollout":
         loop.show(system)
         system.recorder.event("stopped", step=system.scheduler.num_ended, ledger=system.scheduler.ledger.counts())
         return

@@ -72,7 +72,7 @@ class Patience:
         )
 
     def alarm(self) -> str | None:
-        """What will end the run if it goes on."""
+        """What will end a run that trains if it goes on, and is worth knowing of another."""
         if self._dropped.total() < WORTH_TELLING * self._max_filtered:
             return None
         return f"{self._filtered_so_far}; scheduler.max_filtered_in_a_row is {self._max_filtered}"

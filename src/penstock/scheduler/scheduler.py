@@ -328,7 +328,9 @@ class Scheduler:
             self._record("filter", dropped.reason, {"group": group.number, "dropped_by": dropped.name})
             group.ledger.move(group.number, range(group.size), EpisodeState.FILTERED)
             self._leave(group, EpisodeState.FILTERED)
-            self._give_up(self._patience.filtered(dropped))
+            hopeless = self._patience.filtered(dropped)
+            if self._config.has_trainer:
+                self._give_up(hopeless)
             self._alarms.update("filter", self._patience.alarm())
             self._notify_trainer()
             return EpisodeState.FILTERED

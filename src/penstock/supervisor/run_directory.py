@@ -118,20 +118,29 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     before = load_config(run_dir / CONFIG)
     config = load_config(run_dir / CONFIG, overrides)
     begun_with = _read_lineage(run_dir)
-    datasets = begun_with.pop(DATASETS, {})
+    begun_with.pop(DATASETS, None)
     check_lineage(begun_with, config)
-    check_identities(datasets, config)
     saved = _last_step_saved(run_dir)
-    if config.has_trainer and config.trainer.steps < saved:
+    if config.trainer.steps < saved:
         raise NotResumable(
             f"trainer.steps is {config.trainer.steps}, and run {run_dir.name} has a checkpoint of step {saved}: "
             f"give it {saved} at least, or begin a new run"
+        )
+    if config.pipeline == "rollout" and _num_tasks(config) < _num_tasks(before):
+        raise NotResumable(
+            f"synthesis.tasks is {config.synthesis.tasks}, and run {run_dir.name} had {before.synthesis.tasks} to play "
+            "(-1: all): give it as many at least, or begin a new run"
         )
     return Resumption(
         config=config,
         changed=", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes(before, config).items()),
         is_complete=state["status"] == RunState.COMPLETED and not _goes_further(before, config),
     )
+
+
+def check_data(run_dir: Path, config: Config) -> None:
+    """Raises `ConfigError` if the data are not those that the run was begun with. Reads them all."""
+    check_identities(_read_lineage(run_dir).get(DATASETS, {}), config)
 
 
 def check_unsupervised(run_dir: Path) -> None:
@@ -170,10 +179,17 @@ def _supervisor_of(run_dir: Path) -> str | None:
 
 def _goes_further(before: Config, after: Config) -> bool:
     """Whether `after` asks for more training than `before`, or for more tasks to be played."""
-    if not after.has_trainer:
-        return after.synthesis.tasks != before.synthesis.tasks
+    if after.pipeline == "eval":
+        return False
+    if after.pipeline == "rollout":
+        return _num_tasks(after) > _num_tasks(before)
     old, new = before.trainer, after.trainer
     return new.steps > old.steps or (new.total_samples or math.inf) > (old.total_samples or math.inf)
+
+
+def _num_tasks(config: Config) -> float:
+    """That a rollout is to play; -1 is all there are."""
+    return math.inf if config.synthesis.tasks < 0 else config.synthesis.tasks
 
 
 def _last_step_saved(run_dir: Path) -> int:
