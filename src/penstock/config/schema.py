@@ -309,15 +309,9 @@ class Config(Section):
                 )
 
     @model_validator(mode="after")
-<<<<<<< HEAD
-    def _consistent(self) -> Config:
-        if ATROPOS in (self.env.name, *self.environments.names):
-            check_atropos(self)
-=======
     def _can_train(self) -> Config:
         if self.pipeline != "train":
             return self
->>>>>>> r8p
         if self.env.group_size == 1 and self.scheduler.drops_equal_rewards:
             raise ValueError(
                 "env.group_size 1 leaves every group with equal rewards and nothing to train on: use at least 2"
@@ -355,7 +349,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.env.name == ATROPOS:
+        if ATROPOS in (self.env.name, *self.environments.names):
             check_atropos(self)
         if self.max_running < self.env.group_size:
             raise ValueError(
