@@ -207,4 +207,4 @@ def test_data_are_read_once_before_a_run_goes_on(tmp_path: Path, monkeypatch: py
     fingerprint = identity.fingerprint
     monkeypatch.setattr(identity, "fingerprint", lambda path: (read.append(path), fingerprint(path))[1])
     assert penstock("resume", run_dir).exit_code == 1 and state_of(run_dir)["lives"] == 2
-    assert read == [file, file], "of what is trained on, and of what is held out"
+    assert read == [file], "which is trained on and held out"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.envs.registry import is_file
+from penstock.config.imports import is_file
 from penstock.observe.recorder import Recorder
 
 

@@ -288,12 +288,15 @@ class EngineRunner:
         done: asyncio.Future[None] = self._loop.create_future()
         self._actions.add(done)
         act = partial(self._act, action, done)
-        self._commands.put(partial(self._when_drained.append, (act, done)) if drained else act)
+        self._commands.put(partial(self._put_off, act, done) if drained else act)
         try:
             with patient(PATIENCE_S, waiter="server", resource="a moment between two steps", holder="the engine"):
                 await done
         finally:
             self._actions.discard(done)
+
+    def _put_off(self, act: Command, done: asyncio.Future[None]) -> None:
+        self._when_drained.append((act, done))
 
     def _act(self, action: Command, done: asyncio.Future[None]) -> None:
         if done.done():
