@@ -253,10 +253,10 @@ class Dump:
         shard, again, pauses_s = due.shard, due.again, iter(PAUSES_S)
         while True:
             try:
-                with patient(WRITE_S, waiter="the dump", resource=shard.name, holder=self._rendering.target.where):
-                    records = self._records(shard)
-                    payloads = await self._payloads(records)
-                    return await in_thread(partial(self._write_now, shard, records, payloads, again))
+                records = self._records(shard)
+                payloads = await self._payloads(records)
+                write = partial(self._write_now, shard, records, payloads, again)
+                return await in_thread(write, shard.name, self._rendering.target.where)
             except DumpError:
                 if (pause_s := next(pauses_s, None)) is None:
                     raise
@@ -333,8 +333,7 @@ class Samples:
         """Write sample after sample, until `finish`."""
         while (shard := await self._next()) is not None:
             try:
-                with patient(WRITE_S, waiter="a sample", resource=shard.name, holder=str(self._directory)):
-                    await in_thread(partial(self._write, shard))
+                await in_thread(partial(self._write, shard), shard.name, str(self._directory))
             except Exception as error:  # whatever it is: training does not end by it
                 self._tell("alarm", reason=f"no sample of step {shard.step}: {_say(error)}")
 
@@ -353,11 +352,12 @@ class Samples:
         self._due.put_nowait(None)
 
 
-async def in_thread(write: Callable[[], T]) -> T:
+async def in_thread(write: Callable[[], T], shard: str, where: str) -> T:
     """What it returns. Whoever is cancelled waits for it, within bounds: it uses the pool."""
     writing = asyncio.ensure_future(asyncio.to_thread(write))
     try:
-        return await asyncio.shield(writing)
+        with patient(WRITE_S, waiter="the dump", resource=shard, holder=where):
+            return await asyncio.shield(writing)
     except asyncio.CancelledError:
         await asyncio.wait([writing], timeout=LAST_WRITE_S)
         raise
