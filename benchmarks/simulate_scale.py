@@ -52,7 +52,7 @@ def main() -> None:
     options = arguments(__doc__ or "")
     settings = config(QUICK_STEPS if options.quick else STEPS)
     started = time.perf_counter()
-    workload = open_workload(settings.simulator.workload, group_size=settings.env.group_size, seed=settings.seed)
+    workload = open_workload(settings.simulator.workload, group_size=settings.env.num_members, seed=settings.seed)
     (combination,) = combinations(settings, workload)
     outcome = simulate(combination.config, workload, seed=settings.seed)
     wall_s = time.perf_counter() - started

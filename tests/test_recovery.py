@@ -63,10 +63,10 @@ class Servers(ModelledServers):
         self.served.append(handle)
 
 
-def config(**scheduler: Any) -> Config:
+def config(*, redundancy: int = 0, **scheduler: Any) -> Config:
     return Config.model_validate(
         {
-            "env": {"group_size": GROUP_SIZE},
+            "env": {"group_size": GROUP_SIZE, "redundancy": redundancy},
             "data": {"eval_tasks": 2},
             "validation": {"every": 2},
             "rollout": {"slots": 8},
@@ -79,7 +79,9 @@ def config(**scheduler: Any) -> Config:
 def play(work: Work) -> tuple[float, list[float]]:
     """The same task always takes as long and earns as much; every fifth is filtered."""
     rng = random.Random(work.task.index)
-    return rng.expovariate(5.0), [float(member > 0 or work.task.index % 5 == 0) for member in work.members]
+    return rng.expovariate(5.0), [
+        float(member + 1 < len(work.members) or work.task.index % 5 == 0) for member in work.members
+    ]
 
 
 class Run:
@@ -179,11 +181,11 @@ class Run:
         counts = Counter[str]()
         for record in self.records:
             assert record.state not in (EpisodeState.PENDING, EpisodeState.READY), f"{record.group} was left behind"
-            assert sum(record.counts.values()) == GROUP_SIZE
+            assert sum(record.counts.values()) == self.settings.env.num_members
             counts.update(record.counts)
         ledger = self.system.scheduler.ledger.counts()
         assert {state: n for state, n in ledger.items() if n and state != "admitted"} == dict(counts)
-        assert ledger["admitted"] == GROUP_SIZE * len(self.records)
+        assert ledger["admitted"] == self.settings.env.num_members * len(self.records)
         self._check_versions()
         self._check_validations()
 
@@ -299,10 +301,10 @@ def deaths(*victims: Victim) -> st.SearchStrategy[list[Death]]:
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=40, deadline=None)
-@given(deaths("trainer", "controller", "both", "worker"))
-def test_whoever_dies_nothing_is_lost_or_trained_twice(mode: str, who: list[Death]) -> None:
+@given(deaths("trainer", "controller", "both", "worker"), st.integers(0, 2))
+def test_whoever_dies_nothing_is_lost_or_trained_twice(mode: str, who: list[Death], redundancy: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        run = Run(Path(directory), config(**MODES[mode]))
+        run = Run(Path(directory), config(redundancy=redundancy, **MODES[mode]))
         run_virtual(run.go(who))
         run.check()
 

@@ -113,7 +113,7 @@ class SavedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Members of a group handed to an environment worker: one lease and one first grant each.
 
-    A worker that has played all `group_size` members, in one piece of work or two (a probe, then the rest), reports the
+    A worker that has played `group_size` members, in one piece of work or two (a probe, then the rest), reports the
     group; whatever members end before that are reported as they do, and kept: always by the worker, and also in the
     pool, where another worker finds them, if `SavedEpisode` says that such episodes are saved.
     """
@@ -122,6 +122,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     attempt: int
     group_size: int
+    """Members that make the group."""
+    redundancy: int = 0
+    """Further ones. So many may fail, and who still plays when the group is made is given up."""
     members: tuple[int, ...]
     max_tokens: tuple[int, ...]
     """Of each member's first grant."""

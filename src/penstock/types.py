@@ -235,6 +235,11 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     """Of what the environment told beside its observations: what `dump.columns` names, the latest of each."""
 
+    @property
+    def num_tokens(self) -> int:
+        """That the policy generated."""
+        return sum(len(segment.token_ids) for turn in self.turns for segment in turn.segments)
+
     def summary(self, *, text: str | None = None) -> EpisodeSummary:
         """The part of it the controller needs."""
         segments = [segment for turn in self.turns for segment in turn.segments]
@@ -246,7 +251,7 @@ class Trajectory:
             reward=self.reward,
             num_turns=len(self.turns),
             prompt_tokens=sum(len(turn.observation_ids) for turn in self.turns),
-            response_tokens=sum(len(segment.token_ids) for segment in segments),
+            response_tokens=self.num_tokens,
             version_min=min(versions, default=NO_VERSION),
             version_max=max(versions, default=NO_VERSION),
             seconds=self.finished_at - self.started_at,

@@ -132,6 +132,65 @@ async def test_a_failed_member_ends_its_groups_attempt(tmp_path: Path) -> None:
         assert stage.controller.generated.empty() and stage.controller.ended.empty()
 
 
+async def test_a_group_does_without_its_slowest_member(tmp_path: Path) -> None:
+    OneByOne.gates = []
+    async with working(tmp_path, OneByOne) as stage:  # type: ignore[arg-type]
+        await stage.start("env-0", job(1, members=range(3), redundancy=1))
+        async with asyncio.timeout(10):
+            while stage.policy.num_sampled < 9:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        for member in (2, 0):
+            OneByOne.gates[member].set()
+        played = await stage.controller.generated.get()
+        assert [episode.episode.episode for episode in played.episodes] == [0, 2]
+        assert played.ref is not None
+        assert [sample.episode for sample in PayloadReader(tmp_path).read(played.ref)] == [0, 2]
+        async with asyncio.timeout(10):
+            while not stage.workers["env-0"].num_surplus_tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert stage.workers["env-0"].num_surplus_tokens == 3
+
+
+class Breaking(OneByOne):
+    """The first of them that may go on do not."""
+
+    num_broken: int
+
+    async def step(self, action: str) -> Any:  # type: ignore[override]
+        await self._gate.wait()
+        Breaking.num_broken -= 1
+        if Breaking.num_broken >= 0:
+            raise OSError("lost the sandbox")
+        return "", 1.0, True, False, {}
+
+
+@pytest.mark.parametrize(("num_broken", "is_whole"), [(1, True), (2, False)])
+async def test_a_group_does_without_as_many_broken_members_as_it_has_more(
+    tmp_path: Path, num_broken: int, is_whole: bool
+) -> None:
+    OneByOne.gates, Breaking.num_broken = [], num_broken
+    async with working(tmp_path, Breaking) as stage:  # type: ignore[arg-type]
+        await stage.start("env-0", job(1, members=range(3), redundancy=1))
+        async with asyncio.timeout(10):
+            while stage.policy.num_sampled < 9:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        OneByOne.gates[1].set()
+        first = await stage.controller.ended.get()
+        assert [(e.episode.episode, e.status) for e in first.episodes] == [(1, "failed")]
+        OneByOne.gates[0].set()
+        second = await stage.controller.ended.get()
+        assert [(e.episode.episode, e.status == "failed") for e in second.episodes] == [(0, not is_whole)]
+        OneByOne.gates[2].set()
+        if is_whole:
+            played = await stage.controller.generated.get()
+            assert [episode.episode.episode for episode in played.episodes] == [0, 2] and played.ref is not None
+        else:
+            await stage.start("env-0", job(1, members=range(3), redundancy=1, attempt=1))
+            while len(OneByOne.gates) < 6:  # noqa: ASYNC110 - the worker makes them
+                await asyncio.sleep(0)
+        assert stage.controller.generated.empty()
+
+
 async def test_a_cancel_that_overtakes_its_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "REMEMBERED_CANCELS", 2)
     async with working(tmp_path) as stage:
@@ -196,7 +255,12 @@ async def test_the_controller_hears_when_only_rewards_are_missing(tmp_path: Path
         played = await stage.controller.generated.get()
         assert [episode.reward for episode in played.episodes] == [0.5] * 4
         assert stage.controller.reports == ["Hello", "TaskRequest", "EpisodesGenerated", "DataGenerated"]
-        assert stage.workers["env-0"].telemetry().counters == {"episodes": 4, "drifts": 0, "scored": 4}
+        assert stage.workers["env-0"].telemetry().counters == {
+            "episodes": 4,
+            "surplus_tokens": 0,
+            "drifts": 0,
+            "scored": 4,
+        }
 
 
 async def test_turns_are_samples_of_their_own_if_that_is_asked_for(tmp_path: Path) -> None:

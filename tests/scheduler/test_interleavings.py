@@ -35,9 +35,10 @@ class Play:
 
     def __init__(self, draw: st.DataObject, mode: dict[str, Any], policy: str) -> None:
         self.draw = draw
+        self.redundancy = draw.draw(st.integers(0, 2))
         self.config = Config.model_validate(
             {
-                "env": {"group_size": GROUP_SIZE, "max_attempts": 2},
+                "env": {"group_size": GROUP_SIZE, "redundancy": self.redundancy, "max_attempts": 2},
                 "scheduler": mode
                 | {
                     "segment_length": 8,
@@ -68,6 +69,10 @@ class Play:
         self.rewarding: dict[EpisodeId, int] = {}
         """Episodes that have generated everything, with the version that did."""
         self.ended: dict[int, dict[int, EpisodeSummary]] = {}
+        self.broken: dict[int, dict[int, bool]] = {}
+        """Members that failed and are not needed, by group; whether their reward did."""
+        self.kept: dict[int, list[int]] = {}
+        """The members that make a group."""
         self.trained: set[tuple[int, int]] = set()
         self.versions: dict[tuple[int, int], int] = {}
         """Version that ended each episode."""
@@ -140,14 +145,19 @@ class Play:
         episode = min(playing) if self.closing else self.pick(playing)
         summary = self._summary(episode, version=playing[episode], error=error)
         self.generating.pop(episode, None)
-        self.rewarding.pop(episode, None)
+        was_rewarding = self.rewarding.pop(episode, None) is not None
         ended = self.ended.setdefault(episode.group, {})
-        ended[episode.episode] = summary
         if error:
-            self._forget(episode.group)
+            broken = self.broken.setdefault(episode.group, {})
+            broken[episode.episode] = was_rewarding
+            if len(broken) > self.redundancy:
+                self._forget(episode.group)
             self.scheduler.ended(episode.group, [summary], [None])
-        elif len(ended) == GROUP_SIZE:
+            return
+        ended[episode.episode] = summary
+        if len(ended) == GROUP_SIZE:
             self._forget(episode.group)
+            self.kept[episode.group] = sorted(ended)
             self.scheduler.finish(episode.group, REF, [ended[member] for member in sorted(ended)])
         else:
             self.scheduler.ended(episode.group, [summary], [REF])
@@ -157,6 +167,7 @@ class Play:
         played_ = (*self.generating, *self.rewarding, *self.waiting)
         self.past += [episode for episode in played_ if episode.group == group]
         self.ended.pop(group, None)
+        self.broken.pop(group, None)
         self.generating = {e: v for e, v in self.generating.items() if e.group != group}
         self.rewarding = {e: v for e, v in self.rewarding.items() if e.group != group}
         self.waiting = {e for e in self.waiting if e.group != group}
@@ -190,7 +201,7 @@ class Play:
             for member in ref.episodes:
                 assert (ref.group, member) not in self.trained, "trained twice"
                 self.trained.add((ref.group, member))
-                age = self.scheduler.trained_version - self.versions[ref.group, member]
+                age = self.scheduler.trained_version - self.versions[ref.group, self.kept[ref.group][member]]
                 assert age <= self.config.scheduler.max_staleness, "too old to train"
         if batch.step:
             self.version += 1
@@ -245,7 +256,7 @@ class Play:
         assert scheduler._dispatcher.places.free_grants == 7 - len(self.generating)
         counts = scheduler.ledger.counts()
         assert counts["unfinished"] == len(self.waiting)
-        assert counts["rewarding"] == len(self.rewarding)
+        assert counts["rewarding"] == len(self.rewarding) + sum(sum(each.values()) for each in self.broken.values())
         assert counts["trained"] + counts["training"] == len(self.trained)
 
     async def finish_everything(self) -> None:

@@ -57,6 +57,18 @@ def test_a_group_leaves_when_all_its_members_have() -> None:
         ledger.state(7, 0)
 
 
+def test_a_group_sheds_what_it_does_without() -> None:
+    ledger = Ledger()
+    ledger.admit(7, 4)
+    ledger.move(7, range(4), S.LEASED)
+    ledger.move(7, [1, 3], S.READY)
+    ledger.shed(7, [1, 3])
+    assert ledger.members(7) == ledger.members(7, S.READY) == (0, 1)
+    ledger.move(7, [0, 1], S.FILTERED)
+    ledger.check()
+    assert (ledger.count(S.FILTERED), ledger.count(S.DISCARDED_SURPLUS), 7 in ledger) == (2, 2, False)
+
+
 def test_a_group_is_admitted_once() -> None:
     ledger = Ledger()
     ledger.admit(0, 1)

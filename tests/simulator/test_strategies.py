@@ -122,6 +122,17 @@ def test_overlap_and_over_sampling_beat_lock_step_on_a_long_tail() -> None:
     assert found["colocated"].samples_per_s > found["synchronous"].samples_per_s, "it has one more server"
 
 
+def test_redundant_members_spare_groups_their_stragglers() -> None:
+    modes = [{"strategies": ["synchronous"], "workload": LONG_TAIL}] * 2
+    alone, spared = (
+        measures(config(env={"redundancy": redundancy}, simulator=mode))["synchronous"]
+        for redundancy, mode in zip((0, 1), modes, strict=True)
+    )
+    assert spared.samples_per_s > 1.5 * alone.samples_per_s
+    assert alone.wasted_surplus == 0.0 < spared.wasted_surplus
+    assert spared.length_mean_ratio < alone.length_mean_ratio, "which prefers short answers"
+
+
 def test_restarted_leftovers_waste_what_resumed_ones_keep() -> None:
     strategies = ["over_sampling", "tail_batching"]
     found = measures(config(simulator={"strategies": strategies, "workload": LONG_TAIL, "trainer_devices": 1}))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_training_run import SHORT, command, leftovers, lines, only_run
+from test_training_run import SHORT, command, had_their_groups, leftovers, lines, only_run
 
 from penstock.config import TinyModelConfig
 from penstock.model.load import load_policy
@@ -62,7 +62,7 @@ def test_a_killed_server_costs_no_episode(
     summary = json.loads((run_dir / "summary.json").read_text())
     ledger = summary["ledger"]
     assert (summary["status"], summary["steps"], ledger["failed"]) == ("completed", STEPS, 0)
-    assert ledger["trained"] == STEPS * 16 * 8
+    assert had_their_groups(STEPS, ledger)
     assert summary["kl_engine_trainer"] < 1e-4
     lost = [event["url"] for event in lines(run_dir / "events.jsonl") if event["event"] == "server_lost"]
     assert set(lost) == {url}

@@ -39,6 +39,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def had_their_groups(steps: int, ledger: dict[str, int]) -> bool:
+    """Each of so many optimizer steps trained 16 groups of 8, less members that the bound of staleness dropped: on a
+    slow machine a group may grow too old while it is played."""
+    wanted = steps * 16 * 8
+    return ledger["trained"] <= wanted <= ledger["trained"] + ledger["discarded_stale"]
+
+
 def leftovers(run_dir: Path) -> list[str]:
     """Processes and shared-memory files that carry the run's id."""
     run_id = run_dir.name
@@ -80,7 +87,7 @@ def test_the_reward_rises_and_everything_is_written_down(tmp_path: Path) -> None
     assert summary["staleness_max"] <= 1
     ledger = summary["ledger"]
     assert ledger.pop("admitted") == sum(ledger.values())
-    assert ledger["trained"] == 60 * 16 * 8
+    assert had_their_groups(60, ledger)
     for name in ("config.yaml", "state.json", "timeline.jsonl", "plots/reward.png", "plots/timeline.png"):
         assert (run_dir / name).stat().st_size > 0, name
     assert (run_dir / "checkpoints" / "step_60" / "model.safetensors").exists()

@@ -41,6 +41,7 @@ def check_atropos(config: Config) -> None:
         "data.eval_tasks": (config.data.eval_tasks, 0, "such environments evaluate by themselves"),
         "validation.tasks": (config.validation_tasks, 0, "such environments evaluate by themselves"),
         "env.workers": (config.env.workers, 1, "all such environments push to one address"),
+        "env.redundancy": (config.env.redundancy, 0, "such environments play whole groups"),
         "model.warm_start.steps": (config.model.warm_start.steps, 0, "such environments show no demonstrations"),
         "scheduler.segment_length": (config.scheduler.segment_length, None, "what such environments play is never cut"),
     }

@@ -143,6 +143,9 @@ class EnvConfig(EnvironmentConfig):
     """Several environments that are trained together, by tag; none is the one described here."""
     group_size: int = Field(8, ge=1)
     """Episodes per task whose rewards are compared (G)."""
+    redundancy: int = Field(0, ge=0)
+    """Episodes played beside these. The first `group_size` that end without an error make the group, the others are
+    given up (`discarded_surplus`): no group waits for its slowest or broken ones, and short episodes are preferred."""
     workers: int = Field(1, ge=0)
     """Environment worker processes that the run starts. With 0 it waits for others to attach:
     `python my_env.py serve --run RUN`."""
@@ -164,6 +167,11 @@ class EnvConfig(EnvironmentConfig):
     """Of environments. `hashed`: from the run's seed, purpose, tag and the task's index. `arithmetic`: the run's seed
     + group + episode, where `trainer.groups_per_step` groups play one episode after the other, as other systems count;
     different tasks then often get the same seed."""
+
+    @property
+    def num_members(self) -> int:
+        """Episodes that are played of each task."""
+        return self.group_size + self.redundancy
 
     @model_validator(mode="after")
     def _tags_are_names(self) -> EnvConfig:

@@ -245,7 +245,7 @@ class Config(Section):
     def max_open(self) -> int:
         """Episodes that may be open at once, generating or not: what pacing lets start, or what may generate."""
         groups = max(self.scheduler.max_staleness + 1, math.ceil(self.scheduler.over_sampling))
-        return max(groups * self.trainer.groups_per_step * self.env.group_size, self.max_running)
+        return max(groups * self.trainer.groups_per_step * self.env.num_members, self.max_running)
 
     @property
     def environments(self) -> Environments:
@@ -351,10 +351,10 @@ class Config(Section):
     def _consistent(self) -> Config:
         if ATROPOS in (self.env.name, *self.environments.names):
             check_atropos(self)
-        if self.max_running < self.env.group_size:
+        if self.max_running < self.env.num_members:
             raise ValueError(
-                f"scheduler.max_running ({self.max_running}) is smaller than env.group_size "
-                f"({self.env.group_size}): no group could ever start"
+                f"scheduler.max_running ({self.max_running}) is smaller than env.group_size + env.redundancy "
+                f"({self.env.num_members}): no group could ever start"
             )
         if self.rollout.port and self.rollout.port + self.rollout.servers - 1 > 65535:
             raise ValueError(

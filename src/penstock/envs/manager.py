@@ -6,8 +6,9 @@ configuration pass through.
 
 Token-in/token-out: the context of a turn is the token ids already seen plus the ids of the new observation; nothing the
 policy said is ever re-tokenised, also if it is shown back. Members that see the same first prompt share one generate
-request. An answer that is cut, by its grant or by a server that gave way, waits for its next grant with its environment
-parked. An episode that has said its last word needs no place to generate while its reward is computed.
+request, unless their group waits for the first few of them only. An answer that is cut, by its grant or by a server
+that gave way, waits for its next grant with its environment parked. An episode that has said its last word needs no
+place to generate while its reward is computed.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class EnvManager:
                         continue
                     if world.is_agent:
                         tasks.create_task(self._play_agent(episode, world))
-                    elif saved is not None or world.is_isolated:
+                    elif saved is not None or world.is_isolated or work.redundancy:
                         tasks.create_task(self._play_alone(episode, world, saved))
                     else:
                         together.append(episode)

@@ -18,6 +18,7 @@ from penstock.types import NO_VERSION, BusySpan, EpisodeSummary, LearnerState, T
 MAX_REASONS = 32
 """For which groups were dropped, that are counted each by itself."""
 OTHER_REASONS = "other reasons"
+COUNTED_BY_WORKERS = ("drifts", "scored", "score_timeouts", "surplus_tokens")
 LAST_LINE_BYTES = 1 << 20
 """Many times what a line of the metrics takes."""
 
@@ -192,7 +193,7 @@ class Recorder:
             **self._evaluated,
             "tokens_generated_total": self._before.get("tokens_generated_total", 0.0)
             + sum(process.counters["tokens"] for process in self._of("rollout")),
-            **{f"{name}_total": self._total(name, of="env") for name in ("drifts", "scored", "score_timeouts")},
+            **{f"{name}_total": self._total(name, of="env") for name in COUNTED_BY_WORKERS},
             "generator_busy_s": self._before.get("generator_busy_s", 0.0) + self._busy_s("rollout"),
             "cpu_s": self._before.get("cpu_s", 0.0)
             + time.process_time()

@@ -57,9 +57,8 @@ def _draw_speed(axes: Any, places: Any, results: Sequence[Record]) -> None:
 
 
 def _draw_losses(axes: Any, places: Any, results: Sequence[Record]) -> None:
-    wasted = np.sum(
-        [_numbers(results, f"wasted_{kind}") for kind in ("discarded", "filtered", "restarted", "masked")], axis=0
-    )
+    kinds = ("discarded", "filtered", "restarted", "surplus", "masked")
+    wasted = np.sum([_numbers(results, f"wasted_{kind}") for kind in kinds], axis=0)
     rows = (
         (_numbers(results, "generator_bubble"), SKY, "generator bubble"),
         (_numbers(results, "trainer_idle"), ORANGE, "trainer idle"),

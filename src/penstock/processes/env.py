@@ -70,7 +70,7 @@ class Worker:
         self._tasks = tasks
         self._closed = False
         self.peer: Peer | None = None
-        self.num_played = 0
+        self.num_played = self.num_surplus_tokens = 0
         self.counts: Callable[[], Mapping[str, float]] = dict
         """What else there is to count."""
 
@@ -151,6 +151,7 @@ class Worker:
                 number=number,
                 attempt=attempt,
                 size=work.group_size,
+                redundancy=work.redundancy,
                 keep_text=work.keep_text,
                 saves_cut=self._saved.saves_cut(work.task),
             )
@@ -181,7 +182,8 @@ class Worker:
     def _ended(self, group: PlayedGroup, trajectory: Trajectory, text: str) -> None:
         """A member ended. All that do so in one turn of the event loop are reported together."""
         if self._groups.get(group.number) is not group:
-            return  # cancelled or closed meanwhile
+            self.num_surplus_tokens += trajectory.num_tokens if group.whole and not group.failed else 0
+            return  # whole, cancelled or closed meanwhile
         group.keep(trajectory, text)
         group.unreported.append(trajectory.episode.episode)
         self.num_played += 1
@@ -195,11 +197,11 @@ class Worker:
         members, group.unreported = sorted(group.unreported), []
         if group.whole or group.failed:
             del self._groups[group.number]  # before the controller hears of it: a next attempt may follow at once
+            if not group.over:
+                group.stop()
         if group.whole:
             await self._report_whole(group)
             return
-        if group.failed:
-            group.stop()  # its next attempt starts all members anew
         saved = self._saved.save_ended(group, members)
         await self.ask(
             EpisodesEnded(worker=self._name, group=group.number, episodes=group.summaries(members), saved=saved)
@@ -230,7 +232,8 @@ class Worker:
         self._cancelled.clear()
 
     def telemetry(self) -> Telemetry:
-        return Telemetry(progress=self.num_played, counters={"episodes": self.num_played, **self.counts()})
+        counters = {"episodes": self.num_played, "surplus_tokens": self.num_surplus_tokens}
+        return Telemetry(progress=self.num_played, counters={**counters, **self.counts()})
 
     def close(self) -> None:
         """Give up what is being played or reported; what is still asked for is not played."""

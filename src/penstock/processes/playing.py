@@ -15,6 +15,9 @@ class PlayedGroup:
     number: int
     attempt: int
     size: int
+    """Members that make the group."""
+    redundancy: int
+    """Further ones, of which each may fail."""
     keep_text: bool
     saves_cut: bool
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -27,17 +30,28 @@ class PlayedGroup:
 
     @property
     def whole(self) -> bool:
-        """All members have ended."""
-        return len(self._ended) == self.size
+        """As many members as make the group have ended well, or all have ended somehow."""
+        return len(self._well) >= self.size or self.over
+
+    @property
+    def over(self) -> bool:
+        """Nobody plays any more."""
+        return len(self._ended) == self.size + self.redundancy
 
     @property
     def failed(self) -> bool:
-        return any(trajectory.status in ("failed", "aborted") for trajectory, _ in self._ended.values())
+        """Too many members did."""
+        return len(self._ended) - len(self._well) > self.redundancy
 
     @property
     def members(self) -> list[int]:
-        """Those that have ended, in their order."""
-        return sorted(self._ended)
+        """The first ones that ended well, as many as make the group, in their order; of a failed group all that
+        ended."""
+        return sorted(self._ended if self.failed else self._well[: self.size])
+
+    @property
+    def _well(self) -> list[int]:
+        return [member for member, (played, _) in self._ended.items() if played.status not in ("failed", "aborted")]
 
     def keep(self, trajectory: Trajectory, text: str) -> None:
         """A member ended."""

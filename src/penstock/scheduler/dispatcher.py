@@ -46,7 +46,7 @@ class Dispatcher:
     def __init__(self, config: Config, groups: dict[int, LiveGroup], *, now: Callable[[], float]) -> None:
         settings = config.scheduler
         self._groups, self._now = groups, now
-        self._group_size, self._alternates = config.env.group_size, settings.alternates
+        self._num_members, self._alternates = config.env.num_members, settings.alternates
         self._round = config.trainer.groups_per_step
         self._restarts = settings.alternates and settings.leftovers == "restart"
         self.policy = dispatch_policy(settings.dispatch, look_ahead=config.look_ahead)
@@ -115,6 +115,7 @@ class Dispatcher:
         """All members but those to keep are pending again, under a new attempt."""
         self.places.release(group)
         group.attempt += 1
+        group.broken.clear()
         group.num_tokens = {member: group.num_tokens[member] for member in group.saved if member in group.num_tokens}
         kept = {*keep, *group.ledger.members(group.number, EpisodeState.PENDING)}
         group.ledger.move(group.number, [m for m in range(group.size) if m not in kept], EpisodeState.PENDING)
@@ -192,7 +193,7 @@ class Dispatcher:
         pace = self._pacing.decide(self._pacing_state(demand), groups_per_step=demand.groups_per_step)
         if pace.leftovers_only and pace.num_groups:
             return self._next_leftover(pace.reason)
-        worker = self.places.roomiest(self._group_size)
+        worker = self.places.roomiest(self._num_members)
         may_start = pace.num_groups > 0 and worker is not None
         free = self.places.free_grants
         while decision := self.policy.pop(now=self._now(), free=free, may_start=may_start):

@@ -19,10 +19,10 @@ FINAL = frozenset({S.TRAINED, S.COLLECTED, S.FILTERED, S.DISCARDED_STALE, S.DISC
 
 _LEAVES = frozenset({S.FAILED, S.CANCELLED})
 NEXT: Mapping[S, frozenset[S]] = {
-    S.PENDING: frozenset({S.LEASED}) | _LEAVES,
+    S.PENDING: frozenset({S.LEASED, S.DISCARDED_SURPLUS}) | _LEAVES,
     S.LEASED: frozenset({S.PENDING, S.UNFINISHED, S.REWARDING, S.READY, S.DISCARDED_SURPLUS}) | _LEAVES,
-    S.UNFINISHED: frozenset({S.LEASED, S.PENDING, S.READY}) | _LEAVES,
-    S.REWARDING: frozenset({S.PENDING, S.READY}) | _LEAVES,
+    S.UNFINISHED: frozenset({S.LEASED, S.PENDING, S.READY, S.DISCARDED_SURPLUS}) | _LEAVES,
+    S.REWARDING: frozenset({S.PENDING, S.READY, S.DISCARDED_SURPLUS}) | _LEAVES,
     S.READY: frozenset({S.TRAINING, S.COLLECTED, S.PENDING, S.FILTERED, S.DISCARDED_STALE, S.DISCARDED_SURPLUS})
     | _LEAVES,
     S.TRAINING: frozenset({S.TRAINED, S.READY}) | _LEAVES,
@@ -83,6 +83,13 @@ class Ledger:
                 states[episode] = to
         if to in FINAL and FINAL.issuperset(states):
             del self._live[group]
+
+    def shed(self, group: int, kept: Sequence[int]) -> None:
+        """The group is made of these members, `ready` ones, from now on numbered as they stand here; the others are
+        surplus."""
+        states = self._group(group)
+        self.move(group, set(range(len(states))).difference(kept), S.DISCARDED_SURPLUS)
+        states[:] = [states[member] for member in kept]
 
     def state(self, group: int, episode: int) -> S:
         """State of a live group's member."""

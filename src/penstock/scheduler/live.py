@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -17,6 +17,8 @@ class LiveGroup(msgspec.Struct, kw_only=True, eq=False):
     number: int
     task: Task
     size: int
+    """Members, redundant ones included until the group is whole."""
+    redundancy: int = 0
     ledger: Ledger
     admitted_at: float
     predicted_tokens: float = 0.0
@@ -25,6 +27,10 @@ class LiveGroup(msgspec.Struct, kw_only=True, eq=False):
     num_failures: int = 0
     num_stale: int = 0
     """Members that were discarded because they were too old to train."""
+    num_surplus: int = 0
+    """Members that were discarded because the group was whole without them."""
+    broken: set[int] = msgspec.field(default_factory=set)
+    """Members that failed, and are not needed."""
     worker: str | None = None
     """Who plays it."""
     generating: set[int] = msgspec.field(default_factory=set)
@@ -50,7 +56,12 @@ class LiveGroup(msgspec.Struct, kw_only=True, eq=False):
                 saved = SavedEpisode(episode=episode, refs=(*pieces, ref), ended=False)
             self.saved[member] = saved
 
+    def spares(self, failed: Iterable[int]) -> bool:
+        """Enough members are left if these fail too."""
+        return len(self.broken.union(failed)) <= self.redundancy
+
     def forget(self) -> None:
         """The next attempt starts from nothing."""
         self.saved.clear()
+        self.broken.clear()
         self.num_tokens.clear()

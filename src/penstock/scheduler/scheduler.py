@@ -122,7 +122,8 @@ class Scheduler:
         """Take `tasks` in, one group each; returns (group, task) pairs."""
         admitted = []
         for task, tokens in zip(tasks, self._foresight.estimate(tasks), strict=True):
-            group = self._add(task, self._config.env.group_size, self.ledger)
+            group = self._add(task, self._config.env.num_members, self.ledger)
+            group.redundancy = self._config.env.redundancy
             group.predicted_tokens = tokens or 0.0
             self._dispatcher.push(group)
             inputs = {"group": group.number, "task": task.task_id, "predicted_tokens": tokens}
@@ -260,11 +261,15 @@ class Scheduler:
         self._dispatcher.places.stop(group, members)
         for member, ref, summary in zip(members, saved, summaries, strict=True):
             group.keep(member, ref, summary)
-        if error := _first_error(summaries):
-            self._fail(group, error)
+        failed = {summary.episode.episode: _error(summary) for summary in summaries if _has_failed(summary)}
+        if not group.spares(failed):
+            self._fail(group, next(iter(failed.values())))
         else:
             rewarded = group.ledger.members(number, EpisodeState.REWARDING)
-            self._finish_members(group, members)
+            self._finish_members(group, set(members).difference(failed))
+            group.broken.update(failed)
+            for member, error in failed.items():
+                self._record("surplus", f"the group does without: {error}", {"group": number, "episode": member})
             if not rewarded:  # else whoever was held back runs since its probe was generated
                 self._push_rest(group, summaries[0].response_tokens)
         self._progress.changed(self._runnable)
@@ -276,10 +281,12 @@ class Scheduler:
         if group is None:
             return None
         self._progress.changed(self._runnable)
-        if error := _first_error(summaries):
-            return self._fail(group, error)
+        if failed := [summary for summary in summaries if _has_failed(summary)]:
+            return self._fail(group, _error(failed[0]))
         self._dispatcher.places.release(group)
-        self._finish_members(group, range(group.size))
+        members = [summary.episode.episode for summary in summaries]
+        self._finish_members(group, members)
+        self._shed(group, members)
         self._patience.played()
         group.ref, group.summaries = ref, summaries
         return self._scored(group) if number in self._evaluations else self._rewarded(group)
@@ -287,6 +294,15 @@ class Scheduler:
     def _finish_members(self, group: LiveGroup, members: Iterable[int]) -> None:
         known = group.ledger.members(group.number, EpisodeState.READY)
         group.ledger.move(group.number, set(members).difference(known), EpisodeState.READY)
+
+    def _shed(self, group: LiveGroup, kept: Sequence[int]) -> None:
+        """It is whole with these members: nobody needs the others."""
+        if len(kept) == group.size:
+            return
+        group.num_surplus += group.size - len(kept)
+        group.ledger.shed(group.number, kept)
+        group.size, group.redundancy = len(kept), 0
+        self._record("surplus", f"{group.num_surplus} episodes more than needed", {"group": group.number})
 
     def _fail(self, group: LiveGroup, error: str) -> EpisodeState:
         """Try the group again, or give it up."""
@@ -533,13 +549,15 @@ class Scheduler:
     def _admit_again(self, record: GroupRecord, task: Task) -> None:
         """It waits as long as the next group that was admitted after it."""
         since = min([g.admitted_at for g in self._groups.values() if g.number > record.group], default=self._now())
-        group = self._add(task, self._config.env.group_size, self.ledger, number=record.group)
+        group = self._add(task, self._config.env.num_members, self.ledger, number=record.group)
+        group.redundancy = self._config.env.redundancy
         group.admitted_at, group.attempt = since, record.attempt
         if record.ref is None:
             self._push_again(group)
             return
         for state in (EpisodeState.LEASED, EpisodeState.READY):
-            self.ledger.move(group.number, range(group.size), state)
+            self.ledger.move(group.number, range(len(record.episodes)), state)
+        self._shed(group, range(len(record.episodes)))
         group.ref, group.summaries = record.ref, record.episodes
         if self._config.has_trainer:
             self._supply.put(group, now=self._now())
@@ -591,7 +609,8 @@ class Scheduler:
         self._dispatcher.stop_playing(group)
         if group.ledger is self.ledger:
             stale, others = {EpisodeState.DISCARDED_STALE: group.num_stale}, {state: group.size - group.num_stale}
-            counts = {each: count for each, count in (others | stale).items() if count}
+            surplus = {EpisodeState.DISCARDED_SURPLUS: group.num_surplus}
+            counts = {each: count for each, count in (others | stale | surplus).items() if count}
             trained_in = self.trained_version if state is EpisodeState.TRAINED else None
             self._ended.append(EndedGroup(group=group.number, counts=counts, trained_in=trained_in))
             self.num_ended += 1
@@ -603,5 +622,9 @@ class Scheduler:
             self._progress.give_up(reason)
 
 
-def _first_error(summaries: Sequence[EpisodeSummary]) -> str | None:
-    return next((s.error or "no reason given" for s in summaries if s.status in ("failed", "aborted")), None)
+def _has_failed(summary: EpisodeSummary) -> bool:
+    return summary.status in ("failed", "aborted")
+
+
+def _error(summary: EpisodeSummary) -> str:
+    return summary.error or "no reason given"

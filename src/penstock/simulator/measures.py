@@ -50,6 +50,8 @@ class Measures:
     """Shares of the tokens generated: of episodes too old to train."""
     wasted_filtered: float
     wasted_restarted: float
+    wasted_surplus: float
+    """Of redundant members, once their groups were whole."""
     wasted_masked: float
     """Of tokens too old to train in episodes that were trained."""
     filtered_groups: float
@@ -158,6 +160,7 @@ def _waste(outcome: Outcome, last: StepMark) -> dict[str, Any]:
         "wasted_discarded": tokens[EpisodeState.DISCARDED_STALE] / generated,
         "wasted_filtered": tokens[EpisodeState.FILTERED] / generated,
         "wasted_restarted": last.cancelled_tokens / generated,
+        "wasted_surplus": last.surplus_tokens / generated,
         "wasted_masked": tokens["masked"] / generated,
     }
 

@@ -86,9 +86,9 @@ class ModelledWorkers:
         self._generated(work.episodes, [8] * len(work.episodes))
         await asyncio.sleep(seconds / 2)
         self.playing.pop(group, None)
+        ended = list(zip(work.episodes, rewards, strict=True))[work.redundancy :]
         summaries = [
-            played(episode, reward=reward, policy_version=version, seconds=seconds)
-            for episode, reward in zip(work.episodes, rewards, strict=True)
+            played(episode, reward=reward, policy_version=version, seconds=seconds) for episode, reward in ended
         ]
         ref = None if work.keep_text else PayloadRef(file="none", offset=0, length=0, crc32=0)
         self._collect(group, ref, summaries)
@@ -101,6 +101,7 @@ def leased(
     sampling: Sampling,
     group: int = 1,
     group_size: int | None = None,
+    redundancy: int = 0,
     attempt: int = 0,
     env_seed: int = 7,
     deadline_s: float = 5.0,
@@ -112,6 +113,7 @@ def leased(
         group=group,
         attempt=attempt,
         group_size=group_size or len(members),
+        redundancy=redundancy,
         members=tuple(members),
         max_tokens=(max_tokens,) * len(members),
         env_seed=env_seed,

@@ -98,7 +98,7 @@ def predict(config: Config, *, watch: Watch = lambda name, step, steps: None) ->
 
 
 def _open(config: Config, seed: int) -> Workload:
-    workload = open_workload(config.simulator.workload, group_size=config.env.group_size, seed=seed)
+    workload = open_workload(config.simulator.workload, group_size=config.env.num_members, seed=seed)
     _check_memory(config.simulator.engine, workload, config.simulator.workload.prompt_tokens)
     return workload
 

@@ -48,6 +48,8 @@ class StepMark(NamedTuple):
     trainer_busy_s: float
     cancelled_tokens: int
     """Of groups that had to start over."""
+    surplus_tokens: int
+    """Of members that their groups did without."""
     totals: Totals | None
     """Of the servers; only where the steady part begins and ends."""
 
@@ -192,6 +194,7 @@ class Simulation:
             num_samples=self.experience.num_samples,
             trainer_busy_s=self.trainer.busy_s,
             cancelled_tokens=self.workers.cancelled_tokens,
+            surplus_tokens=self.workers.surplus_tokens,
             totals=self.fleet.totals() if step in ends else None,
         )
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from penstock.simulator.calibration import FIGURES, Comparison
 from penstock.simulator.report import Report, Result
 
-WASTE = ("wasted_discarded", "wasted_filtered", "wasted_restarted", "wasted_masked")
+WASTE = ("wasted_discarded", "wasted_filtered", "wasted_restarted", "wasted_surplus", "wasted_masked")
 
 
 COLUMNS = ("samples/s", "of X*", "bubble", "trainer idle", "staleness", "wait p99", "wasted", "KS", "first B")

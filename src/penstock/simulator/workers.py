@@ -38,8 +38,9 @@ class _Playing:
 
     __slots__ = ("attempt", "ended", "episodes", "group", "news", "plan", "requests", "size", "started_at")
 
-    def __init__(self, group: int, attempt: int, size: int, plan: Plan, started_at: float) -> None:
-        self.group, self.attempt, self.size, self.plan, self.started_at = group, attempt, size, plan, started_at
+    def __init__(self, work: Work, plan: Plan, started_at: float) -> None:
+        self.group, self.attempt, self.size = work.group, work.attempt, work.group_size
+        self.plan, self.started_at = plan, started_at
         self.episodes: dict[int, _Episode] = {}
         self.ended: dict[int, EpisodeSummary] = {}
         self.news: list[EpisodeSummary] = []
@@ -98,7 +99,7 @@ class FleetWorkers:
         """When each task was first handed out, by its index."""
         self.ended_at, self.whole_at = array("d"), array("d")
         """When each episode had its last token, and each group its last member; by the order of reports."""
-        self.cancelled_tokens = 0
+        self.cancelled_tokens = self.surplus_tokens = 0
 
     def start(self, worker: str, work: Work) -> None:
         """Play `work`; a second part of a group joins the first."""
@@ -107,13 +108,17 @@ class FleetWorkers:
             now = self._loop.time()
             self.started_at.setdefault(work.task.index, now)
             plan = self._workload.plan(work.task.index, work.attempt)
-            playing = _Playing(work.group, work.attempt, work.group_size, plan, now)
-            self._playing[work.group] = playing
-            if len(work.members) == work.group_size and _fit(plan, work.max_tokens):
+            playing = self._playing[work.group] = _Playing(work, plan, now)
+            is_whole = len(work.members) == work.group_size
+            if is_whole and not work.redundancy and _fit(plan, work.max_tokens):
                 self._request(playing, plan.lengths, plan.prompt_tokens, self._played_at_once, work)
                 return
         episodes = playing.join(work.episodes)
-        self._generate(playing, episodes, work.max_tokens)
+        if work.redundancy:
+            for episode, max_tokens in zip(episodes, work.max_tokens, strict=True):
+                self._generate(playing, [episode], [max_tokens])
+        else:
+            self._generate(playing, episodes, work.max_tokens)
 
     def grant(self, worker: str, grant: SegmentGrant) -> None:
         """Go on with one episode."""
@@ -128,8 +133,12 @@ class FleetWorkers:
         gone = [playing for playing in of_old if playing is not None and playing.attempt <= last[playing.group]]
         for playing in gone:
             del self._playing[playing.group]
-        self.cancelled_tokens += sum(e.num_tokens for playing in gone for e in playing.episodes.values())
-        self.cancelled_tokens += self._fleet.cancel(request for playing in gone for request in playing.requests)
+        self.cancelled_tokens += self._tokens_of(gone)
+
+    def _tokens_of(self, gone: Sequence[_Playing]) -> int:
+        """What their members had generated; nobody waits for more of it."""
+        ended = sum(episode.num_tokens for playing in gone for episode in playing.episodes.values())
+        return ended + self._fleet.cancel([request for playing in gone for request in playing.requests])
 
     def _generate(self, playing: _Playing, episodes: Sequence[_Episode], limits: Sequence[int]) -> None:
         """One request for all of them: their contexts are the same prompt, or there is one of them."""
@@ -187,6 +196,8 @@ class FleetWorkers:
         playing = episodes[0].playing
         playing.requests.discard(request)
         request.key = None  # no cycles: a long run would be half garbage collection
+        if self._playing.get(playing.group) is not playing:
+            return  # whole without these
         for sequence, episode in enumerate(episodes):
             tokens = request.generated[sequence]
             episode.pieces.append((request, sequence))
@@ -197,9 +208,10 @@ class FleetWorkers:
                 self._cut(episode, aborted=tokens < request.lengths[sequence])
             else:
                 self._turn_ended(episode)
-        if len(playing.ended) == playing.size:
-            order = range(playing.size)
-            pieces = [playing.episodes[member].pieces for member in order]
+        if len(playing.ended) >= playing.size:
+            order = sorted(list(playing.ended)[: playing.size])
+            pieces = [playing.episodes.pop(member).pieces for member in order]
+            self.surplus_tokens += self._tokens_of([playing])
             self._whole(playing, [playing.ended[member] for member in order], pieces)
         elif playing.news:
             self._loop.call_soon(self._report, playing)
