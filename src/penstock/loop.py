@@ -60,7 +60,7 @@ async def run(system: System) -> None:
 
 async def evaluate_only(system: System) -> None:
     """Play the held-out tasks with the policy that there is."""
-    await recovery.begin(system)
+    await (recovery.begin(system) if system.config.has_trainer else recovery.begin_to_play(system))
     async with asyncio.TaskGroup() as loops:
         dispatching = loops.create_task(never_returns(dispatch, system))
         await evaluate(system, "given")
