@@ -195,7 +195,7 @@ class Injector:
 
     def _is_busy(self) -> bool:
         """Whether the victim still deals with the strike before, and may need this very process for that: it was asked
-        to end and does so, or has not lost anything yet."""
+        to end and does so, has not lost anything yet, or has played no group yet for which there is no room."""
         if not self._struck or self._victim == SUPERVISOR:
             return False
         if self._fault is Fault.LOST_MESSAGES:
@@ -203,7 +203,8 @@ class Injector:
         if self._victim == self._name:
             return False
         state, pid = self._recorded()
-        return self._fault is Fault.TERMINATE and state == "ready" and self._is_doomed(pid)
+        notices_late = self._fault is Fault.TERMINATE or (self._fault is Fault.FULL_DISK and self._victim == ENV)
+        return notices_late and state == "ready" and self._is_doomed(pid)
 
     def _is_doomed(self, pid: int) -> bool:
         """Whether that victim was struck, and does not survive it."""
