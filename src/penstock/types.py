@@ -352,6 +352,8 @@ class Sample:
     def overlaid(cls, samples: Sequence[Sample]) -> Sample:
         """The whole of a trajectory, of which `formulate` made these: each is a prefix of the next."""
         whole = samples[-1]
+        if len(samples) == 1:
+            return whole
         mask, logprobs, versions = whole.loss_mask.copy(), whole.logprobs.copy(), whole.versions.copy()
         for sample in samples[:-1]:
             said = np.flatnonzero(sample.loss_mask)

@@ -228,8 +228,8 @@ class Config(Section):
 
     @property
     def has_trainer(self) -> bool:
-        """Somebody makes weights and publishes them; else the servers load the policy themselves. Those of other engines,
-        and those that somebody else started, cannot, and are given what is evaluated."""
+        """Somebody makes weights and publishes them; else the servers load the policy themselves. Those of other
+        engines, and those that somebody else started, cannot, and are given what is evaluated."""
         given = self.rollout.engine != "penstock" or bool(self.rollout.urls)
         return self.pipeline == "train" or (self.pipeline == "eval" and given)
 

@@ -15,6 +15,7 @@ import struct
 import zlib
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,12 @@ def decode(record: memoryview) -> list[Sample]:
     if magic != _MAGIC:
         raise PayloadError("not a payload record")
     headers = _decoder.decode(record[_PREFIX.size : _PREFIX.size + header_length])
-    ends = np.cumsum([h.num_tokens for h in headers])
+    bounds = [0, *accumulate(h.num_tokens for h in headers)]
     offset = _aligned(_PREFIX.size + header_length)
     columns: dict[str, list[npt.NDArray[Any]]] = {}
     for name, dtype in _COLUMNS:
-        column = np.frombuffer(record, dtype=dtype, count=int(ends[-1]), offset=offset)
-        columns[name] = np.split(column, ends[:-1])
+        column = np.frombuffer(record, dtype=dtype, count=bounds[-1], offset=offset)
+        columns[name] = [column[start:end] for start, end in pairwise(bounds)]
         offset = _aligned(offset + column.nbytes)
     return [
         Sample(

@@ -36,9 +36,12 @@ def as_text(value: object) -> str:
 
 
 def _bigint(value: object) -> int:
-    if not isinstance(value, int | float) or int(value) != value or not -(2**63) <= value < 2**63:
+    if not isinstance(value, int | float) or not -(2**63) <= value < 2**63:
         raise ValueError
-    return int(value)
+    whole = int(value)
+    if whole != value:
+        raise ValueError
+    return whole
 
 
 def _double(value: object) -> float:
