@@ -22,12 +22,22 @@ class DumpError(RuntimeError):
 
 def cell(column: Column, value: object) -> Any:
     """Raises `DumpError` naming the column."""
-    if value is None:
-        return None
-    try:
-        return _CONVERT[column.type](value)
-    except (TypeError, ValueError, OverflowError):
-        raise DumpError(f"column {column.name} is of type {column.type}, and {value!r:.80} is none") from None
+    return converter(column)(value)
+
+
+def converter(column: Column) -> Callable[[object], Any]:
+    """From a value to what the column holds; it raises `DumpError` naming the column."""
+    convert = _CONVERT[column.type]
+
+    def converted(value: object) -> Any:
+        if value is None:
+            return None
+        try:
+            return convert(value)
+        except (TypeError, ValueError, OverflowError):
+            raise DumpError(f"column {column.name} is of type {column.type}, and {value!r:.80} is none") from None
+
+    return converted
 
 
 def as_text(value: object) -> str:

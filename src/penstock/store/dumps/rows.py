@@ -11,7 +11,7 @@ from penstock.config import Config
 from penstock.config.dump import OTHER_NAMES, OWN_COLUMNS, Column
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import GroupRecord
-from penstock.store.dumps.columns import DumpError, Row, cell
+from penstock.store.dumps.columns import DumpError, Row, converter
 from penstock.store.dumps.transcript import Message, Transcript
 from penstock.types import NO_VERSION, EpisodeSummary, Sample
 
@@ -82,7 +82,7 @@ class RowMaker:
         self.unfilled = {column.name for column in columns} - OWN_COLUMNS
         """Columns for which neither a task nor an environment has had a value yet."""
         self._transcript = Transcript(chat)
-        self._values = [(column, _value(column.name)) for column in columns]
+        self._values = [(column.name, converter(column), _value(column.name)) for column in columns]
 
     def rows(
         self, record: GroupRecord, samples: Sequence[Sample], payload: Mapping[str, Any], *, step: int | None = None
@@ -110,7 +110,7 @@ class RowMaker:
 
     def _row(self, played: Played) -> Row:
         try:
-            row = {column.name: cell(column, value(played)) for column, value in self._values}
+            row = {name: convert(value(played)) for name, convert, value in self._values}
         except DumpError as error:
             raise DumpError(f"trajectory {played.name}: {error}") from None
         if self.unfilled:
