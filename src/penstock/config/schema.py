@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from penstock.config.atropos import ATROPOS, check_atropos
+from penstock.config.cluster import ClusterConfig
 from penstock.config.dump import DumpConfig, SynthesisConfig
 from penstock.config.environments import DataConfig, EnvConfig, Environments, ValidationConfig, with_fallbacks
 from penstock.config.objective import UNCORRECTED, CanaryConfig, CriticConfig, LoraConfig, ObjectiveConfig
@@ -225,6 +226,7 @@ class Config(Section):
     synthesis: SynthesisConfig = SynthesisConfig()
     dump: DumpConfig = DumpConfig()
     simulator: SimulatorConfig = SimulatorConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @property
     def has_trainer(self) -> bool:
