@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.cluster.pools import GIB, DoesNotFit, Node, Part, Placed, fits, parts_of, plan
-from penstock.config.cluster import ClusterConfig
+from penstock.cluster.pools import DoesNotFit, Node, Part, Placed, fits, parts_of, plan
+from penstock.config.cluster import GIB, ClusterConfig
 
 
 def node(
