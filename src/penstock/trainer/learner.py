@@ -33,7 +33,10 @@ from transformers import PreTrainedModel
 
 from penstock.config.schema import TrainerConfig
 from penstock.groups.batch import Batch
-from penstock.groups.method import Rank, Shard, add, first, reduce, remote_method
+from penstock.groups.collect import add, first, reduce
+from penstock.groups.intent import Shard
+from penstock.groups.method import remote_method
+from penstock.groups.role import Rank
 from penstock.trainer.advantages import generalized_advantages
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.canaries import Canaries
@@ -118,7 +121,7 @@ class Learner:
         self._num_steps = 0
         self._num_bad = 0
 
-    @remote_method(dispatch={"batch": Shard(uneven=True)}, collect=reduce(add))
+    @remote_method(dispatch={"batch": Shard(uneven="allow")}, collect=reduce(add))
     def accumulate(self, batch: Batch) -> dict[str, float]:
         """Add the gradient of a batch from `prepare`. Returns what it counted."""
         if not self._measure_noise or self._pending.tokens:
