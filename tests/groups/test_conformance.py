@@ -24,7 +24,16 @@ from penstock.groups.role import Role
 from penstock.groups.spawned import SpawnedBackend
 
 Start = Callable[[Mapping[str, Role], int], Backend]
-APART = {"spawned": SpawnedBackend}
+
+
+def on_ray(roles: Mapping[str, Role], size: int) -> Backend:
+    pytest.importorskip("ray")
+    from on_ray import Placed
+
+    return Placed(roles, size)
+
+
+APART: dict[str, Start] = {"spawned": SpawnedBackend, "ray": on_ray}
 """Backends whose workers are processes of their own."""
 BACKENDS: dict[str, Start] = {"local": LocalBackend, **APART}
 

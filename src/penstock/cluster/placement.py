@@ -6,6 +6,7 @@ label: it never waits for room that nobody has, and ranks follow the nodes in on
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -145,7 +146,7 @@ def _ask(placed: Placed) -> PlacementGroup:
     group: PlacementGroup = placement_group(
         [dict(part.per_slot) for _ in range(part.num_slots)],
         strategy="STRICT_PACK",
-        name=f"{part.pool}-{part.index}",
+        name=f"penstock-{part.pool}-{part.index}-{secrets.token_hex(4)}",  # no two on a cluster have one name
         bundle_label_selector=[{NODE_ID: placed.node.node_id}] * part.num_slots,
     )
     return group

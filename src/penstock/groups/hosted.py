@@ -35,13 +35,20 @@ class Hosted:
         self._workers: dict[str, Any] = {}
 
     def answer(self, request: Frames) -> Frames:
-        """A pickle of (whether it was raised, what came of it)."""
+        """A pickle of what `outcome` returns."""
         try:
-            return pack((False, self._act(unpack(request))))
-        except Raised as error:
-            return pack((True, _travelling(error)))
+            return pack(self.outcome(unpack(request)))
         except Exception as error:  # it did not arrive whole, or what came of it cannot travel
             return pack((True, _travelling(Raised.of(error))))
+
+    def outcome(self, request: Make | Call) -> tuple[bool, Any]:
+        """(Whether it was raised, what came of it)."""
+        try:
+            return False, self._act(request)
+        except Raised as error:
+            return True, _travelling(error)
+        except Exception as error:
+            return True, _travelling(Raised.of(error))
 
     def _act(self, request: Make | Call) -> Any:
         if isinstance(request, Call):
