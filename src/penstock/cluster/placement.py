@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -84,10 +83,16 @@ def place(config: ClusterConfig) -> Pools:
     """All pools of the configuration, or nothing. Blocks, for `place_timeout_s` at most. Raises `DoesNotFit`: at once
     for what the nodes could not hold if they were all free, else when the time is up."""
     parts, give_up = parts_of(config), time.monotonic() + config.place_timeout_s
-    chosen = _plan(parts, give_up=give_up)
-    with _all_or_nothing(chosen) as groups:
+    chosen, groups = _plan(parts, give_up=give_up), list[PlacementGroup]()
+    try:
+        for placed in chosen:
+            groups.append(_ask(placed))
         if all(group.wait(max(give_up - time.monotonic(), 0.0)) for group in groups):
-            return Pools(_slots(chosen, groups))
+            whole, groups = groups, []
+            return Pools(_slots(chosen, whole))
+    finally:
+        for group in groups:
+            remove_placement_group(group)
     raise Stalled(
         waiter="the run",
         resource=f"{sum(part.num_slots for part in parts)} slots of cluster.pools",
@@ -123,22 +128,6 @@ def _plan(parts: Sequence[Part], *, give_up: float) -> list[Placed]:
             if time.monotonic() >= give_up:
                 raise
         time.sleep(POLL_S)
-
-
-@contextmanager
-def _all_or_nothing(chosen: Sequence[Placed]) -> Iterator[list[PlacementGroup]]:
-    """What is not whole at the end of the body is given back."""
-    groups: list[PlacementGroup] = []
-    is_whole = False
-    try:
-        for placed in chosen:
-            groups.append(_ask(placed))
-        yield groups
-        is_whole = all(group.wait(0) for group in groups)
-    finally:
-        if not is_whole:
-            for group in groups:
-                remove_placement_group(group)
 
 
 def _ask(placed: Placed) -> PlacementGroup:
