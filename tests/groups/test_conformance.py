@@ -20,7 +20,7 @@ from penstock.groups.batch import Batch
 from penstock.groups.errors import CallRefused, CallTimedOut, RemoteError, ResultRefused, WorkerLost
 from penstock.groups.group import Group, OneWorker
 from penstock.groups.intent import Broadcast, PerRank, Shard
-from penstock.groups.local import LocalBackend
+from penstock.groups.local import LocalBackend, LocalGroup
 from penstock.groups.role import Role
 from penstock.groups.spawned import SpawnedBackend
 
@@ -446,6 +446,24 @@ class TestApart:
         assert third.result(TIMEOUT_S) == ["third"] * 3
         assert lasting.noted() == [["first", ["first"] * 3, "third"]] * 3
 
+    def test_a_future_is_an_argument_of_other_groups(self, lasting: Group, apart: Start, gate: Path) -> None:
+        with Group(apart({"probe": Role(Probe)}, 2), "probe") as other, LocalGroup(Probe) as local:
+            first = lasting.held(gate, 1, [7])
+            with gate.open("w"):
+                second = other.note(first)
+                third = local.note(second)
+                assert not third.done()
+            assert third.result(TIMEOUT_S) == [[[[7]] * 3] * 2]
+        lasting.noted()
+
+    def test_what_waits_for_its_turn_is_refused_at_once(self, lasting: Group, gate: Path) -> None:
+        first = lasting.held(gate, 1, [7])
+        with gate.open("w"):
+            lasting.note(first)
+            with pytest.raises(CallRefused, match="expected a Batch, given int"):
+                lasting.even(7)
+        assert lasting.noted() == [[[7], [[7]] * 3]] * 3
+
     def test_a_call_that_was_not_sent_can_be_cancelled(self, lasting: Group, gate: Path) -> None:
         first = lasting.held(gate, 0, "first")
         with gate.open("w"):
@@ -463,7 +481,7 @@ class TestApart:
             with pytest.raises(CancelledError, match=r"probe\.held was cancelled"):
                 first.result()
             with pytest.raises(CancelledError):
-                lasting.note(first)
+                lasting.note(first).result(TIMEOUT_S)
         assert lasting.noted() == [["first"]] * 3
 
     def test_whoever_waits_has_a_deadline(self, lasting: Group, gate: Path) -> None:

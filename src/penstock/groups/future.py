@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +12,15 @@ from typing import Any, NoReturn
 from penstock.groups.backend import Gone, Handle, Raised, settle
 from penstock.groups.errors import CallTimedOut, RemoteError, WorkerLost
 from penstock.groups.mesh import Parts
-from penstock.groups.method import Masks, RemoteMethod
+from penstock.groups.method import Masks, RemoteMethod, Split
 
-Given = Mapping[str, Any]
-"""Arguments by name."""
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that can be sent."""
+
+    split: Split
+    parts: Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,8 @@ class Sent:
     """A call that is on its way."""
 
     handles: Mapping[int, Handle]
-    parts: Parts
+    collectors: Sequence[int]
+    """The rank whose result counts, by part."""
     padding: Masks | None
     at: float
     """When it was sent, on the monotonic clock."""
@@ -36,22 +42,20 @@ class CallFuture:
         self._role, self._method = role, method
         self._sent: Future[Sent] = Future()
 
-    def begin(self, given: Callable[[], Given], send: Callable[[Given], Sent]) -> None:
-        """Wait for what is `given`, and send the call, unless it was cancelled meanwhile. What either raises is the
-        result."""
+    def begin(self, prepare: Callable[[], Prepared], send: Callable[[Prepared], Sent]) -> None:
+        """Prepare the call, and send it unless it was cancelled meanwhile. What either raises is the result."""
         try:
-            arguments = given()
+            prepared = prepare()
             if self._sent.set_running_or_notify_cancel():
-                self._sent.set_result(send(arguments))
+                self._sent.set_result(send(prepared))
         except Gone as gone:
             settle(self._sent, error=self._lost(gone))
         except Exception as error:
             settle(self._sent, error=error)
 
     def raise_if_refused(self) -> None:
-        """Raise why it could not be sent, if that is known by now."""
-        if self._sent.done():
-            self._sent.result()
+        """Once it has begun: raise why it could not be sent."""
+        self._sent.result()
 
     def result(self, timeout: float | None = None) -> Any:
         """The collected result, waited for at most `timeout` seconds, and no longer than the method's own deadline.
@@ -101,7 +105,7 @@ class CallFuture:
     @cached_property
     def _collected(self) -> Any:
         sent = self._sent.result()
-        return self._method.join([sent.handles[rank].result() for rank in sent.parts.collectors], sent.padding)
+        return self._method.join([sent.handles[rank].result() for rank in sent.collectors], sent.padding)
 
     def _raise_first(self, handles: Mapping[int, Handle]) -> None:
         for rank, handle in handles.items():
