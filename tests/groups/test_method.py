@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,16 @@ from group_workers import NoMesh, Probe, deal, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.groups.backend import Call, Handle
 from penstock.groups.batch import Batch
 from penstock.groups.collect import concat, each, first
 from penstock.groups.errors import CallRefused
+from penstock.groups.group import Group
 from penstock.groups.intent import Broadcast, PerRank, Shard
-from penstock.groups.local import LocalGroup
+from penstock.groups.local import LocalBackend, LocalGroup
 from penstock.groups.method import remote_method, remote_methods
 from penstock.groups.modes import PLANS, Custom, Execute, Mode
-from penstock.groups.role import Rank
+from penstock.groups.role import Rank, Role
 from penstock.groups.spawned import SpawnedGroup
 
 
@@ -130,6 +133,30 @@ def test_any_number_of_ranks_computes_what_one_does(size: int, num_samples: int,
     result = LocalGroup(Probe, size).dp_compute_proto_with_func(scaled, numbers(num_samples))
     assert np.array_equal(result["number"], np.arange(num_samples) * factor)
     assert LocalGroup(Probe, size).weighted_total(numbers(num_samples)) == {"sum": num_samples * (num_samples - 1) / 2}
+
+
+def test_only_results_that_count_are_asked_for() -> None:
+    class Recording(LocalBackend):
+        def start(self, calls: Mapping[int, Call]) -> dict[int, Handle]:
+            handles = super().start(calls)
+            returned.append([handle.result() is not None for handle in handles.values()])
+            return handles
+
+    returned: list[list[bool]] = []
+    mesh = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    group = Group(Recording({"probe": Role(Probe, {"mesh": mesh})}, 4), "probe")
+    group.megatron_compute([1, 2])
+    assert returned == [[True] * 4, [True, False, True, False]], "where they are, and what they made of it"
+
+
+def test_a_split_of_ones_own_goes_over_a_mesh_too() -> None:
+    class Dealing(Probe):
+        @remote_method(Custom(deal, each, over="dp"))
+        def dealt_over_dp(self, values: list[int]) -> Any:
+            return self.rank.index, values
+
+    group = LocalGroup(Dealing, 4, mesh=[(1, 0, 0), (0, 0, 0), (1, 1, 0), (0, 1, 0)])
+    assert group.dealt_over_dp([1, 2, 3]) == [(1, [1, 3]), (0, [2])]
 
 
 def test_marked_methods_alone_are_remote() -> None:

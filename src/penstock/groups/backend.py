@@ -78,8 +78,9 @@ class Order:
         self._lock = threading.Lock()
         self._later: deque[Callable[[], None]] = deque()
 
-    def run(self, begin: Callable[[], None], *, waits: bool) -> None:
-        """At once, unless it `waits` or one before it does: then in a thread, when its turn has come."""
+    def run(self, begin: Callable[[], None], *, waits: bool) -> bool:
+        """At once, unless it `waits` or one before it does: then in a thread, when its turn has come. Returns whether
+        it has begun."""
         with self._lock:
             at_once = not waits and not self._later
             if not at_once:
@@ -88,6 +89,7 @@ class Order:
                     threading.Thread(target=self._run_later, name="group-calls", daemon=True).start()
         if at_once:
             begin()
+        return at_once
 
     def _run_later(self) -> None:
         is_more = True

@@ -26,7 +26,8 @@ class RemoteError(RuntimeError):
         self.self_explanatory = getattr(raised.error, "self_explanatory", False)
         self.hopeless = getattr(raised.error, "hopeless", False)
         self.__cause__ = raised.error
-        self.add_note(f"on rank {rank}:\n{raised.trace}")
+        if raised.error is None or raised.error.__traceback__ is None:  # else it shows where it comes from itself
+            self.add_note(f"on rank {rank}:\n{raised.trace}")
 
 
 class WorkerLost(RuntimeError):

@@ -10,10 +10,10 @@ from typing import Any, Self
 
 from penstock.groups.backend import Backend, Call
 from penstock.groups.errors import CallRefused
-from penstock.groups.future import CallFuture, Sent
+from penstock.groups.future import CallFuture, Prepared, Sent
 from penstock.groups.intent import Intent
 from penstock.groups.mesh import Mesh, Parts, every_rank, only
-from penstock.groups.method import RemoteMethod, remote_method, remote_methods
+from penstock.groups.method import RemoteMethod, Split, remote_method, remote_methods
 from penstock.groups.modes import Execute
 
 
@@ -69,23 +69,30 @@ class Group:
         return self._call_over(lambda: self._parts(method), method, method.bind(arguments, keywords))
 
     def _call_over(self, parts: Callable[[], Parts], method: RemoteMethod, given: Mapping[str, Any]) -> Any:
-        future = CallFuture(self.role, method)
-        waits = any(isinstance(v, CallFuture) and not v.done() for v in map(_unwrapped, given.values()))
+        """What takes no futures is refused here; else it is for the future to tell."""
 
-        def begin() -> None:
-            future.begin(lambda: _resolved_all(given), lambda arguments: self._send(method, arguments, parts()))
+        def prepare(arguments: Mapping[str, Any]) -> Prepared:
+            chosen = parts()
+            return Prepared(method.split(arguments, len(chosen)), chosen)
 
-        self.backend.order.run(begin, waits=waits)
-        future.raise_if_refused()
+        future, send = CallFuture(self.role, method), partial(self._send, method)
+        futures = [value for value in map(_unwrapped, given.values()) if isinstance(value, CallFuture)]
+        if futures:
+            waits = not all(taken.done() for taken in futures)
+            self.backend.order.run(lambda: future.begin(lambda: prepare(_resolved(given)), send), waits=waits)
+        else:
+            prepared = prepare(given)
+            if self.backend.order.run(lambda: future.begin(lambda: prepared, send), waits=False):
+                future.raise_if_refused()
         return future.result() if method.blocking else future
 
-    def _send(self, method: RemoteMethod, given: Mapping[str, Any], parts: Parts) -> Sent:
-        split = method.split(given, len(parts))
+    def _send(self, method: RemoteMethod, prepared: Prepared) -> Sent:
+        split, parts = prepared.split, prepared.parts
         calls = {
             rank: Call(self.role, method.name, split.arguments[part], wanted=rank in parts.collectors)
             for rank, part in parts.of_rank.items()
         }
-        return Sent(self.backend.start(calls), parts, split.padding, time.monotonic())
+        return Sent(self.backend.start(calls), parts.collectors, split.padding, time.monotonic())
 
     def _parts(self, method: RemoteMethod) -> Parts:
         if method.execute is Execute.RANK_ZERO:
@@ -95,8 +102,8 @@ class Group:
     @cached_property
     def _mesh(self) -> Mesh:
         """Asked for once, when it is first needed."""
-        asking = CallFuture(self.role, MESH_RANK)
-        asking.begin(dict, lambda arguments: self._send(MESH_RANK, arguments, every_rank(self.size)))
+        asking, nothing = CallFuture(self.role, MESH_RANK), Split([{}] * self.size, None)
+        asking.begin(lambda: Prepared(nothing, every_rank(self.size)), partial(self._send, MESH_RANK))
         return Mesh(self.role, asking.result())
 
 
@@ -127,12 +134,12 @@ def _unwrapped(value: Any) -> Any:
     return value.value if isinstance(value, Intent) else value
 
 
-def _resolved_all(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: _resolved(value) for name, value in given.items()}
+def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
+    """With results in place of futures."""
+    return {name: _result_of(value) for name, value in given.items()}
 
 
-def _resolved(value: Any) -> Any:
-    """With the result in place of a future."""
+def _result_of(value: Any) -> Any:
     if isinstance(value, Intent):
-        return replace(value, value=_resolved(value.value))
+        return replace(value, value=_result_of(value.value))
     return value.result() if isinstance(value, CallFuture) else value
