@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
+from ray_machines import machines
 
 from penstock.cluster.placement import nodes, place
 from penstock.cluster.pools import DoesNotFit
@@ -17,12 +18,16 @@ from penstock.config.cluster import ClusterConfig
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.usefixtures("cluster"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
 START_S = 120.0
 """For Ray to start processes of its own."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> None:
+    machines()
 
 
 def config(*, place_timeout_s: float = 30.0, **pools: Any) -> ClusterConfig:

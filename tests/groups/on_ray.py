@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 
-import ray
+from ray_machines import machines
 
 from penstock.cluster.placement import place
 from penstock.cluster.ray_group import RayBackend
@@ -18,9 +16,7 @@ class Placed(RayBackend):
     """In a pool of its own."""
 
     def __init__(self, roles: Mapping[str, Role], size: int) -> None:
-        if not ray.is_initialized():
-            path = os.pathsep.join(path for path in sys.path if path)
-            ray.init(num_cpus=4, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": path}})
+        machines()
         pool = {"slots_per_node": size, "cpus": 0.001}
         self._pools = place(ClusterConfig.model_validate({"pools": {"workers": pool}}))
         super().__init__(roles, self._pools["workers"])

@@ -5,13 +5,14 @@ What several ranks are given is put into the object store once, and arrays are r
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from penstock.cluster.placement import Slot
 from penstock.deadline import Stalled
@@ -22,6 +23,7 @@ from penstock.groups.role import Rank, Role
 
 START_S = 180.0
 """For actors to start, import what they are to hold, and build it."""
+DETAIL = re.compile(r"Worker exit detail: (.*?)\.(?: |$)")
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -84,7 +86,7 @@ class RayBackend(Backend):
             self._ends.setdefault(rank, _end(error))
             settle(handle, error=Gone(rank, self._ends[rank]))
         elif error is not None:
-            settle(handle, error=Raised.of(error))
+            settle(handle, error=Raised.of(error.cause if isinstance(error, RayTaskError) else error))
         else:
             is_raised, result = answer.result()
             if is_raised:
@@ -124,10 +126,14 @@ class _Stored:
 def _put(call: Call, name: str, value: Any) -> Any:
     try:
         return ray.put(value)
-    except Exception as error:  # whatever its own pickling raises
-        raise CallRefused(f"{call.role}.{call.method}: {name} cannot be sent to an actor: {error}") from error
+    except Exception as error:  # whatever its own pickling raises; Ray says much around it
+        reason = error.__cause__ or error.__context__ or error
+        raise CallRefused(f"{call.role}.{call.method}: {name} cannot be sent to an actor: {reason}") from error
 
 
 def _end(error: RayError) -> str:
-    """How an actor ended, in a line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """How an actor ended, as far as Ray knows: the process, its machine, and the first sentence of why."""
+    text = str(error)
+    why = DETAIL.search(text)
+    where = ", ".join(f"{name} {found[1]}" for name in ("pid", "ip") if (found := re.search(rf"{name}: (\S+)", text)))
+    return f"its actor ({where}) is dead: {why[1] if why else text.splitlines()[0]}"

@@ -1,0 +1,24 @@
+"""A Ray cluster of this machine, with nodes that say that they have more than there is; one for all tests."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from functools import cache
+
+import ray
+from ray.cluster_utils import Cluster
+
+
+@cache
+def machines() -> None:
+    """A head without room, and two nodes of 8 CPUs and 4 chips each, the second one labelled as fast. Workers import
+    what the tests do."""
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    atexit.register(started.shutdown)
+    started.add_node(num_cpus=8, resources={"chip": 4})
+    started.add_node(num_cpus=8, resources={"chip": 4}, labels={"kind": "fast"})
+    path = os.pathsep.join(path for path in sys.path if path)
+    ray.init(address=started.address, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": path}})
+    atexit.register(ray.shutdown)
