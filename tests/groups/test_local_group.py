@@ -6,7 +6,7 @@ import pytest
 
 from penstock.groups.batch import Batch
 from penstock.groups.local import LocalGroup
-from penstock.groups.method import CallRefused, Rank, Shard, add, concat, first, reduce, remote_method
+from penstock.groups.method import CallRefused, PerRank, Rank, Shard, add, concat, first, reduce, remote_method
 
 
 class Worker:
@@ -28,6 +28,11 @@ class Worker:
     @remote_method(dispatch={"batch": Shard(uneven=True)}, collect=reduce(add))
     def total(self, batch: Batch, weight: float = 1.0) -> dict[str, float]:
         return {"sum": float(batch["number"].sum()) * weight, "n": float(len(batch))}
+
+    @remote_method(dispatch={"value": PerRank()})
+    def own(self, value: Any) -> Any:
+        self.calls += 1
+        return value
 
     @remote_method(execute="rank_zero", collect=first)
     def lead(self) -> int:
@@ -64,6 +69,21 @@ def test_an_uneven_batch_is_refused_before_anything_runs() -> None:
     ):
         group.double(numbers(4))
     assert [worker.calls for worker in group.workers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_each_rank_gets_its_own(kind: type) -> None:
+    assert LocalGroup(Worker, 3).own(kind([1, [2, 3], None])) == [1, [2, 3], None]
+
+
+@pytest.mark.parametrize(
+    ("value", "why"), [([1, 2, 3], "expected 2 entries, given 3"), ("ab", "expected a list, given str")]
+)
+def test_what_is_not_one_each_is_refused_before_anything_runs(value: Any, why: str) -> None:
+    group = LocalGroup(Worker, 2)
+    with pytest.raises(CallRefused, match=f"own: value is given per rank, {why}"):
+        group.own(value)
+    assert [worker.calls for worker in group.workers] == [0, 0]
 
 
 def test_only_a_batch_is_sharded() -> None:

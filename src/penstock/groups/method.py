@@ -41,6 +41,14 @@ class Shard:
     depend on the cut."""
 
 
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Worker i gets the i-th entry of a list or tuple that has one for each worker."""
+
+
+Intent = Broadcast | Shard | PerRank
+
+
 class CallRefused(ValueError):
     """The arguments do not fit what the method declares; nothing has run."""
 
@@ -78,7 +86,7 @@ class RemoteMethod:
 
     name: str
     signature: inspect.Signature
-    dispatch: Mapping[str, Broadcast | Shard]
+    dispatch: Mapping[str, Intent]
     collect: Collect
     execute: Execute
 
@@ -97,6 +105,8 @@ class RemoteMethod:
         intent = self.dispatch.get(name, Broadcast())
         if isinstance(intent, Broadcast):
             return [value] * world_size
+        if isinstance(intent, PerRank):
+            return self._one_each(name, value, world_size)
         if not isinstance(value, Batch):
             raise CallRefused(f"{self.name}: {name} is sharded, expected a Batch, given {type(value).__name__}")
         if len(value) % world_size and not intent.uneven:
@@ -106,9 +116,16 @@ class RemoteMethod:
             )
         return value.chunk(world_size)
 
+    def _one_each(self, name: str, value: Any, world_size: int) -> Sequence[Any]:
+        if not isinstance(value, list | tuple):
+            raise CallRefused(f"{self.name}: {name} is given per rank, expected a list, given {type(value).__name__}")
+        if len(value) != world_size:
+            raise CallRefused(f"{self.name}: {name} is given per rank, expected {world_size} entries, given {len(value)}")
+        return value
+
 
 def remote_method(
-    *, dispatch: Mapping[str, Broadcast | Shard] | None = None, collect: Collect = each, execute: Execute = "all"
+    *, dispatch: Mapping[str, Intent] | None = None, collect: Collect = each, execute: Execute = "all"
 ) -> Callable[[Method], Method]:
     """Mark a method. Arguments that `dispatch` does not name are broadcast."""
 
@@ -119,7 +136,7 @@ def remote_method(
             raise TypeError(f"{method.__qualname__} has no argument {min(unknown)!r} to dispatch")
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
             raise TypeError(f"{method.__qualname__}: a remote method names all its arguments")
-        if execute == "rank_zero" and any(isinstance(intent, Shard) for intent in intents.values()):
+        if execute == "rank_zero" and any(isinstance(intent, Shard | PerRank) for intent in intents.values()):
             raise TypeError(f"{method.__qualname__} runs on rank zero alone: its arguments cannot be sharded")
         declared = RemoteMethod(
             name=method.__name__, signature=signature, dispatch=intents, collect=collect, execute=execute
