@@ -120,7 +120,9 @@ class RemoteMethod:
         if not isinstance(value, list | tuple):
             raise CallRefused(f"{self.name}: {name} is given per rank, expected a list, given {type(value).__name__}")
         if len(value) != world_size:
-            raise CallRefused(f"{self.name}: {name} is given per rank, expected {world_size} entries, given {len(value)}")
+            raise CallRefused(
+                f"{self.name}: {name} is given per rank, expected {world_size} entries, given {len(value)}"
+            )
         return value
 
 
