@@ -1,7 +1,7 @@
 """What ranks do in `test_ranks.py`: each scenario runs unchanged on one rank, in this process, or on several.
 
 As a program this is one rank: `python rank_scenarios.py MODEL_DIR OUT_DIR RANK SIZE`. Rank 0 prints where it listens;
-the others read it. What each scenario gave goes to `OUT_DIR/rank_<i>.pt`.
+the others read it. All end with their input. What each scenario gave goes to `OUT_DIR/rank_<i>.pt`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "noise": {},
 }
 """Of the trainer, by scenario."""
+SAVED = ("critic", "copies", "lora")
 STRATEGIES = ("ddp", "fsdp")
 NUM_STEPS = 4
 
@@ -96,6 +97,7 @@ def saved(ranks: Ranks, model_dir: Path, directory: Path, name: str, strategy: s
     """Two steps, a checkpoint, and two more."""
     learner = make_learner(ranks, model_dir, name, strategy)
     train(learner, ranks, steps=2)
+    directory.mkdir(exist_ok=True)
     learner.write(directory)
     return {"metrics": train(learner, ranks, steps=2), "weights": learner.named_weights()}
 
@@ -149,7 +151,6 @@ def lost(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
     try:
         learner.step()
     except RankLost as error:
-        ranks.leave()  # as a process does that ends: whoever waits for this rank is told
         return {"error": str(error), "seconds": time.monotonic() - start}
     raise AssertionError("the step went on without a rank")
 
@@ -161,7 +162,7 @@ def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], di
         for name in SETTINGS:
             found[f"{strategy}/{name}"] = lambda n=name, s=strategy: scenario(ranks, model_dir, n, s)
         found[f"{strategy}/poisoned"] = lambda s=strategy: poisoned(ranks, model_dir, s)
-        for name in ("critic", "copies", "lora"):
+        for name in SAVED:
             directory = out / f"saved_{strategy}_{name}_{ranks.size}"
             found[f"{strategy}/saved/{name}"] = lambda d=directory, n=name, s=strategy: saved(ranks, model_dir, d, n, s)
             for origin in sorted(out.glob(f"saved_*_{name}_*")):
@@ -187,6 +188,7 @@ def main(model_dir: Path, out: Path, index: int, size: int) -> None:
     for name, run in every(ranks, model_dir, out).items():
         results[name] = run()
         torch.save(results, out / f"rank_{index}_of_{size}.pt")
+    sys.stdin.read()  # the others may still ask rank 0 who had come
 
 
 if __name__ == "__main__":

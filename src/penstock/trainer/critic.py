@@ -32,10 +32,10 @@ class ValueFunction(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """[R, L] token ids, and [N] places in them -> V there, [N] in float32."""
+        """[R, L] token ids, and [N] places in them -> V there, [N, 1] in float32."""
         hidden = self.body(input_ids=inputs, use_cache=False).last_hidden_state[rows, columns].float()
         with torch.autocast(hidden.device.type, enabled=False):
-            values: Tensor = self.head(hidden)[:, 0]
+            values: Tensor = self.head(hidden)
         return values
 
 
@@ -121,4 +121,4 @@ class Critic:
     def _forward(self, micro: MicroBatch) -> Tensor:
         with self._autocast():
             value: Tensor = self._function(micro.inputs, micro.rows, micro.columns)
-        return value
+        return value[:, 0]

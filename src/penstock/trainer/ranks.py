@@ -85,7 +85,7 @@ class Ranks:
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self.index} of {self.size} waited up to {self._timeout_s:g} s for the others at "
-                f"{meeting.host}:{meeting.port}: {_first_line(error)}"
+                f"{meeting.host}:{meeting.port}: {_brief(error)}"
             ) from error
 
     def _connect(self, meeting: Meeting, listener: int | None = None) -> TCPStore:
@@ -120,10 +120,9 @@ class Ranks:
         return self._combined(values, what, distributed.ReduceOp.MAX)
 
     def leave(self) -> None:
-        """Whoever waits for this rank is told so."""
+        """Whoever waits for this rank is told so. Rank 0 goes on telling who had come."""
         if distributed.is_initialized():
             distributed.destroy_process_group()
-        self._store = None
 
     def _combined(self, values: Sequence[float], what: str, operation: distributed.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
@@ -148,9 +147,11 @@ class Ranks:
             self._store_or_fail().set(_place(self.index), str(self._num_calls))
             call()
         except RuntimeError as error:
+            waited, absent = time.monotonic() - start, self._absent()
+            self.leave()
             raise RankLost(
-                f"rank {self.index} of {self.size} waited {time.monotonic() - start:.3g} s to {what} with the others; "
-                f"{self._absent()}: {_first_line(error)}"
+                f"rank {self.index} of {self.size} waited {waited:.3g} s to {what} with the others; {absent}: "
+                f"{_brief(error)}"
             ) from error
 
     def _store_or_fail(self) -> TCPStore:
@@ -207,5 +208,6 @@ def _place(rank: int) -> str:
     return f"calls/{rank}"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _brief(error: Exception) -> str:
+    """Backends are talkative."""
+    return str(error).partition("\n")[0].partition(". ")[0]
