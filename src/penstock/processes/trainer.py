@@ -164,6 +164,8 @@ class TrainerProcess:
 
     def _dealt(self, batch: Batch) -> list[Batch]:
         """By rank."""
+        if self._num_ranks == 1:
+            return [batch]
         lengths = [len(ids) for ids in batch["token_ids"]]
         hands = deal(costs(lengths, self._attention_per_token), batch["groups"], self._num_ranks)
         return [batch.select(hand) for hand in hands]

@@ -53,10 +53,7 @@ def deal(costs: Floats, groups: npt.ArrayLike, num_ranks: int) -> list[Ints]:
     `groups` [n] names each sample's group; members are neighbours. Bundles go, the most expensive first, to whoever has
     least (Graham's LPT rule): no two ranks differ by more than the most expensive bundle.
     """
-    share = float(costs.sum()) / num_ranks
-    bundles = (
-        _bundles(costs, np.asarray(groups), share / BUNDLES_PER_RANK) if num_ranks > 1 else [np.arange(len(costs))]
-    )
+    bundles = _bundles(costs, np.asarray(groups), most=float(costs.sum()) / num_ranks / BUNDLES_PER_RANK)
     hands: list[list[Ints]] = [[] for _ in range(num_ranks)]
     least = [(0.0, rank) for rank in range(num_ranks)]
     for bundle in sorted(bundles, key=lambda bundle: -float(costs[bundle].sum())):
@@ -66,7 +63,7 @@ def deal(costs: Floats, groups: npt.ArrayLike, num_ranks: int) -> list[Ints]:
     return [np.sort(np.concatenate(hand)) if hand else np.zeros(0, dtype=np.int64) for hand in hands]
 
 
-def _bundles(costs: Floats, groups: npt.NDArray[np.int64], most: float) -> list[Ints]:
+def _bundles(costs: Floats, groups: npt.NDArray[np.int64], *, most: float) -> list[Ints]:
     """Neighbours of one group, cut where they would cost more than `most`."""
     bundles: list[Ints] = []
     bounds = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(groups)]

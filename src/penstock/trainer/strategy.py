@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
+from penstock.config import ConfigError
 from penstock.trainer.lora import merged_weights
 from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
@@ -90,7 +91,13 @@ class Sharded:
     is_sharded = True
 
     def __init__(self, ranks: Ranks, policy: PreTrainedModel, device: torch.device) -> None:
-        """`policy` is whole, and without adapters."""
+        """`policy` is whole, and without adapters. Raises `ConfigError` where torch is too old to add up gradients as
+        they are."""
+        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            raise ConfigError(
+                f"trainer.distributed.strategy fsdp: torch {torch.__version__} only averages gradients of shares: take "
+                "a newer one, or ddp"
+            )
         self.ranks, self._device = ranks, device
         self._mesh = ranks.mesh(device)
         self._hollow = _hollow(policy)
