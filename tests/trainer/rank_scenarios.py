@@ -43,8 +43,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Of the trainer, by scenario."""
 SAVED = ("critic", "copies", "lora")
+FEW = ("decay", "critic")
+"""What more than two ranks do: they share cores here."""
 STRATEGIES = ("ddp", "fsdp")
-NUM_STEPS = 4
+NUM_STEPS = 3
+
+
+def settings_of(num_ranks: int) -> tuple[str, ...]:
+    """Which scenarios so many ranks play."""
+    return tuple(SETTINGS) if num_ranks <= 2 else FEW
+
+
+def saved_of(num_ranks: int) -> tuple[str, ...]:
+    """Of which they save checkpoints, and go on from those of others."""
+    return SAVED if num_ranks <= 2 else ("critic",)
 
 
 def make_learner(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> Learner:
@@ -159,10 +171,10 @@ def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], di
     """All scenarios of several ranks, by name. Those that resume read what fewer or more ranks left in `out`."""
     found: dict[str, Callable[[], dict[str, Any]]] = {}
     for strategy in STRATEGIES:
-        for name in SETTINGS:
+        for name in settings_of(ranks.size):
             found[f"{strategy}/{name}"] = lambda n=name, s=strategy: scenario(ranks, model_dir, n, s)
         found[f"{strategy}/poisoned"] = lambda s=strategy: poisoned(ranks, model_dir, s)
-        for name in SAVED:
+        for name in saved_of(ranks.size):
             directory = out / f"saved_{strategy}_{name}_{ranks.size}"
             found[f"{strategy}/saved/{name}"] = lambda d=directory, n=name, s=strategy: saved(ranks, model_dir, d, n, s)
             for origin in sorted(out.glob(f"saved_*_{name}_*")):
