@@ -20,7 +20,7 @@ from made_samples import five_groups
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
-from penstock.groups.method import Rank
+from penstock.groups.role import Rank
 from penstock.model.load import load_policy
 from penstock.trainer.dealing import costs, deal
 from penstock.trainer.learner import Learner

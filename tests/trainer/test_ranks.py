@@ -16,7 +16,7 @@ import torch
 from rank_scenarios import CPU, NUM_STEPS, STRATEGIES, every, resumed, saved_of, settings_of
 
 from penstock.config import ConfigError
-from penstock.groups.method import Rank
+from penstock.groups.role import Rank
 from penstock.trainer import checkpoint
 from penstock.trainer.ranks import Meeting, RankLost, Ranks
 

@@ -1,31 +1,58 @@
 """The batch that travels between a driver and its workers: named columns over the same n samples.
 
 `columns` are arrays (numpy or torch) whose first dimension is n; `values` are lists of n Python objects, for what is
-ragged. Every operation returns a new batch; nothing is padded or changed in place.
+ragged; `meta` is about the batch as a whole and travels along. Every operation returns a new batch; nothing is changed
+in place, and arrays are shared where that does no harm.
+
+On the wire (pickle protocol 5) arrays are buffers of their own, which a transport hands over without copying, and a
+slice is no larger than itself. Numpy arrays, and the lists of one-dimensional ones that ragged samples are, arrive as
+views of what the transport received, read-only if that is shared. Tensors arrive on the CPU and without gradients;
+torch knows no read-only memory, so out of shared memory they are copied. A plain class, because drivers do without
+torch and samples are ragged: `tensordict` brings the one and pads the other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
+
+PADDING = "is_padding"
+"""The column of a padded batch that says which rows are only there to fill it, [n] bool."""
+METRICS = "metrics"
+"""The key of `meta` under which batches that are joined may differ."""
+
+Rows = Sequence[int] | npt.NDArray[Any]
+"""Row numbers in the order wanted, or [n] bool."""
 
 
 class Batch:
     """n samples by column."""
 
-    __slots__ = ("_num_samples", "columns", "values")
+    __slots__ = ("_num_samples", "columns", "meta", "values")
 
     def __init__(
-        self, columns: Mapping[str, Any] | None = None, values: Mapping[str, Sequence[Any]] | None = None
+        self,
+        columns: Mapping[str, Any] | None = None,
+        values: Mapping[str, Sequence[Any]] | None = None,
+        meta: Mapping[str, Any] | None = None,
     ) -> None:
         self.columns: dict[str, Any] = dict(columns or {})
         self.values: dict[str, list[Any]] = {name: list(value) for name, value in (values or {}).items()}
-        sizes = {name: len(column) for name, column in (*self.columns.items(), *self.values.items())}
+        self.meta: dict[str, Any] = dict(meta or {})
+        for name, column in self.columns.items():
+            if not getattr(column, "shape", ()):
+                raise TypeError(
+                    f"batch column {name!r} is no array of samples but {type(column).__name__}: Python objects go "
+                    "into `values`, what is about the whole batch into `meta`"
+                )
         if both := self.columns.keys() & self.values.keys():
             raise ValueError(f"batch column {min(both)!r} is given twice")
+        sizes = {name: len(column) for name, column in (*self.columns.items(), *self.values.items())}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"batch columns differ in length: {sizes}")
         self._num_samples = next(iter(sizes.values()), 0)
@@ -33,45 +60,213 @@ class Batch:
     def __len__(self) -> int:
         return self._num_samples
 
-    def __getitem__(self, name: str) -> Any:
-        return self.columns[name] if name in self.columns else self.values[name]
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} samples of {', '.join(self.names) or 'nothing'})"
 
-    def select(self, indices: Sequence[int] | np.ndarray[Any, Any]) -> Batch:
-        """The samples at `indices`, in that order."""
-        picked = np.asarray(indices, dtype=np.int64)
+    @property
+    def names(self) -> list[str]:
+        """Of all columns, ragged ones included."""
+        return [*self.columns, *self.values]
+
+    @property
+    def is_padding(self) -> npt.NDArray[np.bool_]:
+        """[n]: rows that fill the batch and count for nothing."""
+        return np.asarray(self.columns.get(PADDING, np.zeros(len(self))), dtype=np.bool_)
+
+    @overload
+    def __getitem__(self, wanted: str) -> Any: ...
+
+    @overload
+    def __getitem__(self, wanted: slice) -> Batch: ...
+
+    def __getitem__(self, wanted: str | slice) -> Any:
+        """A column by name, or a run of samples, which shares its arrays with this batch."""
+        if isinstance(wanted, str):
+            return self.columns[wanted] if wanted in self.columns else self.values[wanted]
+        if wanted.step not in (None, 1):
+            return self.select(range(*wanted.indices(len(self))))
+        columns = {name: column[wanted] for name, column in self.columns.items()}
+        return Batch(columns, {name: value[wanted] for name, value in self.values.items()}, self.meta)
+
+    def select(self, rows: Rows) -> Batch:
+        """The samples at `rows`, in that order."""
+        picked = self._row_numbers(rows)
         columns = {name: column[picked] for name, column in self.columns.items()}
-        return Batch(columns, {name: [value[i] for i in picked] for name, value in self.values.items()})
+        return Batch(columns, {name: [value[i] for i in picked] for name, value in self.values.items()}, self.meta)
 
-    def chunk(self, num_chunks: int) -> list[Batch]:
-        """Cut into `num_chunks` runs of neighbours whose lengths differ by at most one; some may be empty."""
-        cuts = [len(self) * i // num_chunks for i in range(num_chunks + 1)]
-        return [self._slice(start, end) for start, end in pairwise(cuts)]
+    def _row_numbers(self, rows: Rows) -> npt.NDArray[np.int64]:
+        given = np.asarray(rows)
+        if given.dtype != np.bool_:
+            return given.astype(np.int64)
+        if given.shape != (len(self),):
+            raise ValueError(f"a mask of {given.size} rows does not select from {len(self)} samples")
+        return np.flatnonzero(given)
 
-    def _slice(self, start: int, end: int) -> Batch:
-        columns = {name: column[start:end] for name, column in self.columns.items()}
-        return Batch(columns, {name: value[start:end] for name, value in self.values.items()})
+    def reorder(self, order: Rows) -> Batch:
+        """All samples in another order: row i of the result is row `order[i]`."""
+        if not np.array_equal(np.sort(np.asarray(order)), np.arange(len(self))):
+            raise ValueError(f"an order of {len(self)} samples names each of 0 to {len(self) - 1} once, not {order}")
+        return self.select(order)
+
+    def keep(self, names: Iterable[str]) -> Batch:
+        """These columns alone; the mark of padding always stays."""
+        wanted = [*names, *(name for name in (PADDING,) if name in self.columns)]
+        if unknown := set(wanted) - set(self.names):
+            raise ValueError(f"the batch has no column {min(unknown)!r}: it has {self.names}")
+        columns = {name: column for name, column in self.columns.items() if name in wanted}
+        return Batch(columns, {name: value for name, value in self.values.items() if name in wanted}, self.meta)
+
+    def repeat(self, times: int, *, interleave: bool = True) -> Batch:
+        """Every sample `times` times: next to itself, or the whole batch again and again."""
+        rows = np.arange(len(self))
+        return self.select(np.repeat(rows, times) if interleave else np.tile(rows, times))
+
+    def union(self, other: Batch) -> Batch:
+        """The columns and `meta` of both, over the same samples. What both have must be equal."""
+        if self.names and other.names and len(self) != len(other):
+            raise ValueError(f"batches of {len(self)} and {len(other)} samples have no union")
+        for name in set(self.names) & set(other.names):
+            if not _same(self[name], other[name]):
+                raise ValueError(f"both batches have a column {name!r}, with different content")
+        return Batch(self.columns | other.columns, self.values | other.values, _agreed([self.meta, other.meta]))
+
+    def chunk(self, num_chunks: int, *, pad: bool = False) -> list[Batch]:
+        """Cut into `num_chunks` runs of neighbours. Lengths differ by at most one, and some may be empty; with `pad`
+        all are equal, as if the batch had been padded before, which it is if need be."""
+        if not pad or len(self) % num_chunks == 0:
+            cuts = [len(self) * i // num_chunks for i in range(num_chunks + 1)]
+            return [self[start:end] for start, end in pairwise(cuts)]
+        size = math.ceil(len(self) / num_chunks)
+        return [self._filled(i * size, (i + 1) * size) for i in range(num_chunks)]
+
+    def pad(self, multiple: int) -> Batch:
+        """Filled up to a multiple with copies of the last sample, marked in the column `is_padding`. An empty batch
+        is a multiple of anything."""
+        return self._filled(0, math.ceil(len(self) / multiple) * multiple)
+
+    def unpad(self) -> Batch:
+        """Without the rows that `is_padding`, and without that column."""
+        rest = Batch({name: c for name, c in self.columns.items() if name != PADDING}, self.values, self.meta)
+        return rest.select(~self.is_padding) if self.is_padding.any() else rest
+
+    def _filled(self, start: int, end: int) -> Batch:
+        if PADDING in self.columns:
+            raise ValueError(f"the batch of {len(self)} samples is padded already: unpad it first")
+        rows, last = np.arange(start, end), len(self) - 1
+        part = self[start:end] if end <= len(self) else self.select(np.minimum(rows, last))
+        return Batch({**part.columns, PADDING: rows > last}, part.values, part.meta)
 
     @staticmethod
     def concat(batches: Iterable[Batch]) -> Batch:
-        """The samples of all batches in order. All must have the same columns."""
+        """The samples of all batches in order. All must have the same columns, and agree in what they share of `meta`;
+        of `metrics` each becomes the list of its values."""
         parts = list(batches)
         if not parts:
             return Batch()
         for part in parts[1:]:
             if part.columns.keys() != parts[0].columns.keys() or part.values.keys() != parts[0].values.keys():
-                raise ValueError(f"batches have different columns: {_names(parts[0])} and {_names(part)}")
-        columns = {name: _join([part.columns[name] for part in parts]) for name in parts[0].columns}
+                raise ValueError(f"batches have different columns: {sorted(parts[0].names)} and {sorted(part.names)}")
+        columns = {name: join([part.columns[name] for part in parts]) for name in parts[0].columns}
         values = {name: [value for part in parts for value in part.values[name]] for name in parts[0].values}
-        return Batch(columns, values)
+        return Batch(columns, values, _joined_meta([part.meta for part in parts]))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        columns = {name: _column_to_wire(column) for name, column in self.columns.items()}
+        values = {name: _values_to_wire(value) for name, value in self.values.items()}
+        return _from_wire, (columns, values, self.meta)
 
 
-def _names(batch: Batch) -> list[str]:
-    return sorted((*batch.columns, *batch.values))
-
-
-def _join(arrays: list[Any]) -> Any:
+def join(arrays: Sequence[Any]) -> Any:
+    """Arrays of one kind, along their first dimension."""
     if isinstance(arrays[0], np.ndarray):
         return np.concatenate(arrays)
     import torch  # only where a column already is a tensor
 
-    return torch.cat(arrays)
+    return torch.cat(list(arrays))
+
+
+def _joined_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    metrics: dict[str, list[Any]] = {}
+    for meta in metas:
+        for name, value in meta.get(METRICS, {}).items():
+            metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+    agreed = _agreed([{key: value for key, value in meta.items() if key != METRICS} for meta in metas])
+    return agreed | ({METRICS: metrics} if any(METRICS in meta for meta in metas) else {})
+
+
+def _agreed(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for meta in metas:
+        for key, value in meta.items():
+            if key in merged and not _same(merged[key], value):
+                raise ValueError(f"batches differ in meta {key!r}: {merged[key]!r} and {value!r}")
+            merged[key] = value
+    return merged
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Equal in content, arrays in type and shape too; what is not a number equals itself."""
+    if left is right:
+        return True
+    if _is_array(left) or _is_array(right):
+        return type(left) is type(right) and left.dtype == right.dtype and _same_elements(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right or (left != left and right != right))
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _same_elements(left: Any, right: Any) -> bool:
+    if left.shape != right.shape:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def _column_to_wire(column: Any) -> Any:
+    """A contiguous array; of a tensor its bytes, and how to read them."""
+    if isinstance(column, np.ndarray):
+        return column if column.flags.forc else np.ascontiguousarray(column)
+    import torch
+
+    raw = column.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw, str(column.dtype).removeprefix("torch."), tuple(column.shape)
+
+
+def _column_from_wire(column: Any) -> Any:
+    if isinstance(column, np.ndarray):
+        return column
+    import torch
+
+    raw, dtype, shape = column
+    if not raw.size:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(getattr(torch, dtype)).reshape(shape)
+
+
+def _values_to_wire(values: list[Any]) -> Any:
+    """One array and the lengths of its pieces, if that is what they are; else the list."""
+    kinds = {(type(value), value.dtype, value.ndim) if isinstance(value, np.ndarray) else None for value in values}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None or kind[0] is not np.ndarray or kind[1].hasobject or kind[2] != 1:
+        return values
+    return np.concatenate(values), np.asarray([len(value) for value in values], dtype=np.int64)
+
+
+def _values_from_wire(values: Any) -> list[Any]:
+    if isinstance(values, list):
+        return values
+    joined, lengths = values
+    return [joined[start:end] for start, end in pairwise(accumulate(lengths.tolist(), initial=0))]
+
+
+def _from_wire(columns: Mapping[str, Any], values: Mapping[str, Any], meta: Mapping[str, Any]) -> Batch:
+    return Batch(
+        {name: _column_from_wire(column) for name, column in columns.items()},
+        {name: _values_from_wire(value) for name, value in values.items()},
+        meta,
+    )

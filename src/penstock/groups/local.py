@@ -1,36 +1,44 @@
-"""The one-process backend: workers are plain objects called one after another."""
+"""The one-process backend: workers are plain objects, called one after another by whoever calls the group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-from penstock.groups.method import Rank, RemoteMethod, remote_methods
+from penstock.groups.backend import Backend, Call, Handle, Raised, carry_out, settle
+from penstock.groups.group import Group
+from penstock.groups.role import Rank, Role, make_all
 
-Worker = TypeVar("Worker")
+
+class LocalBackend(Backend):
+    """Arguments and results are handed over as they are, not copied. What a constructor raises comes as it is."""
+
+    def __init__(self, roles: Mapping[str, Role], size: int = 1) -> None:
+        super().__init__(roles, size)
+        self.workers = [make_all(self.roles, Rank(i, size)) for i in range(size)]
+        """By rank, then by role."""
+
+    def start(self, calls: Mapping[int, Call]) -> dict[int, Handle]:
+        return {rank: self._run(self.workers[rank], call) for rank, call in calls.items()}
+
+    def _run(self, workers: Mapping[str, Any], call: Call) -> Handle:
+        handle: Handle = Handle()
+        try:
+            settle(handle, carry_out(workers, call))
+        except Raised as error:
+            settle(handle, error=error)
+        return handle
+
+    def close(self) -> None:
+        self.workers = []
 
 
-class LocalGroup(Generic[Worker]):
-    """`world_size` workers in this process; the marked methods of `worker_cls` are methods of the group."""
+class LocalGroup(Group):
+    """A group of one role, in this process."""
 
-    def __init__(self, worker_cls: Callable[..., Worker], world_size: int = 1, **init: Any) -> None:
-        """Each worker is built as `worker_cls(rank=Rank(i, world_size), **init)`."""
-        if world_size < 1:
-            raise ValueError(f"a group has at least one worker, not {world_size}")
-        if not isinstance(worker_cls, type):
-            raise TypeError(f"{worker_cls!r} is not a class")
-        self._methods = remote_methods(worker_cls)
-        self.workers: list[Worker] = [worker_cls(rank=Rank(i, world_size), **init) for i in range(world_size)]
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = self.__dict__.get("_methods", {}).get(name)
-        if method is None:
-            raise AttributeError(f"{name!r} is not a remote method of this group")
-        return lambda *arguments, **keywords: self._call(method, arguments, keywords)
-
-    def _call(self, method: RemoteMethod, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        per_rank = method.split(arguments, keywords, len(self.workers))
-        chosen = self.workers[:1] if method.execute == "rank_zero" else self.workers
-        return method.collect(
-            [getattr(worker, method.name)(**given) for worker, given in zip(chosen, per_rank, strict=False)]
-        )
+    def __init__(self, worker_cls: type, size: int = 1, **init: Any) -> None:
+        """Each worker is built as `worker_cls(rank=Rank(i, size), **init)`."""
+        role = Role(worker_cls, init)
+        backend = LocalBackend({worker_cls.__name__: role}, size)
+        super().__init__(backend, worker_cls.__name__)
+        self.workers: list[Any] = [workers[self.role] for workers in backend.workers]

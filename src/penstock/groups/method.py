@@ -1,7 +1,7 @@
 """Mark a worker's method for calls on the whole group: how its arguments are split, where it runs, how results return.
 
-The decorator only marks; a backend (`groups/local.py`) does the calling. What a call does to its arguments is declared
-per argument and never guessed from lengths: a list that happens to be as long as the group is still broadcast.
+The decorator only marks; `group.py` does the calling, over a backend. An argument that nothing is declared for is open:
+whoever calls may wrap it in an intent, else it is broadcast.
 """
 
 from __future__ import annotations
@@ -9,75 +9,29 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce as fold
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.groups.batch import Batch
+from penstock.groups.collect import Collect, concat, each, first, masks_of, without_padding
+from penstock.groups.errors import CallRefused, ResultRefused
+from penstock.groups.intent import DECLARED, Broadcast, Intent, PerRank, Shard
+from penstock.groups.mesh import Over
+from penstock.groups.modes import PLANS, Custom, Execute, Mode
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Collect = Callable[[list[Any]], Any]
-Execute = Literal["all", "rank_zero"]
+Masks = Sequence[npt.NDArray[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
-    """Which worker of how many."""
+class Split:
+    """The arguments of one call, by part."""
 
-    index: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Broadcast:
-    """Every worker gets the whole argument."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Worker i of n gets the i-th of n runs of neighbouring samples of a `Batch`."""
-
-    uneven: bool = False
-    """Allow batches that n does not divide: lengths then differ by one. Only for methods whose result does not
-    depend on the cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class PerRank:
-    """Worker i gets the i-th entry of a list or tuple that has one for each worker."""
-
-
-Intent = Broadcast | Shard | PerRank
-
-
-class CallRefused(ValueError):
-    """The arguments do not fit what the method declares; nothing has run."""
-
-
-def each(results: list[Any]) -> list[Any]:
-    """All results, by rank."""
-    return results
-
-
-def first(results: list[Any]) -> Any:
-    """The result of rank zero."""
-    return results[0]
-
-
-def concat(results: list[Any]) -> Any:
-    """Batches (or lists) joined in rank order."""
-    if isinstance(results[0], Batch):
-        return Batch.concat(results)
-    return [value for result in results for value in result]
-
-
-def reduce(combine: Callable[[Any, Any], Any]) -> Collect:
-    """Results folded with `combine` in rank order."""
-    return lambda results: fold(combine, results)
-
-
-def add(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
-    """Sum two mappings of counts; for `reduce`."""
-    return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in (*left, *(k for k in right if k not in left))}
+    arguments: Sequence[Mapping[str, Any]]
+    padding: Masks | None
+    """What of each part fills it up; None if nothing does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,67 +40,158 @@ class RemoteMethod:
 
     name: str
     signature: inspect.Signature
-    dispatch: Mapping[str, Intent]
+    intents: Mapping[str, Intent]
     collect: Collect
+    over: Over
     execute: Execute
+    blocking: bool
+    timeout: float | None
+    custom_split: Callable[[Mapping[str, Any], int], Sequence[Mapping[str, Any]]] | None
+    is_direct: bool
+    """Called on one worker, not on the group."""
 
-    def split(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any], world_size: int) -> list[dict[str, Any]]:
-        """Keyword arguments per rank. Raises `CallRefused` before anything runs."""
+    def bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that are given, by name."""
         try:
             bound = self.signature.bind(None, *arguments, **keywords)
         except TypeError as error:
             raise CallRefused(f"{self.name}: {error}") from None
-        bound.apply_defaults()
-        given = dict(list(bound.arguments.items())[1:])
-        parts = {name: self._split_argument(name, value, world_size) for name, value in given.items()}
-        return [{name: part[rank] for name, part in parts.items()} for rank in range(world_size)]
+        return dict(list(bound.arguments.items())[1:])
 
-    def _split_argument(self, name: str, value: Any, world_size: int) -> Sequence[Any]:
-        intent = self.dispatch.get(name, Broadcast())
-        if isinstance(intent, Broadcast):
-            return [value] * world_size
-        if isinstance(intent, PerRank):
-            return self._one_each(name, value, world_size)
-        if not isinstance(value, Batch):
-            raise CallRefused(f"{self.name}: {name} is sharded, expected a Batch, given {type(value).__name__}")
-        if len(value) % world_size and not intent.uneven:
-            raise CallRefused(
-                f"{self.name}: {name} is sharded over {world_size} workers, expected a multiple of {world_size} "
-                f"samples, given {len(value)}"
-            )
-        return value.chunk(world_size)
+    def split(self, given: Mapping[str, Any], num_parts: int) -> Split:
+        """Cut the arguments into parts. Raises `CallRefused`."""
+        chosen = {name: self._intent_of(name, value) for name, value in given.items()}
+        values = {name: value for name, (_, value) in chosen.items()}
+        if self.custom_split is not None:
+            return Split(self._split_by_custom(values, num_parts), None)
+        intents = {name: intent for name, (intent, _) in chosen.items()}
+        self._check_sharded(intents, values)
+        parts = {name: self._split_argument(name, intent, values[name], num_parts) for name, intent in intents.items()}
+        arguments = [{name: part[i] for name, part in parts.items()} for i in range(num_parts)]
+        return Split(arguments, masks_of([(values[name], part) for name, part in parts.items()]))
 
-    def _one_each(self, name: str, value: Any, world_size: int) -> Sequence[Any]:
-        if not isinstance(value, list | tuple):
-            raise CallRefused(f"{self.name}: {name} is given per rank, expected a list, given {type(value).__name__}")
-        if len(value) != world_size:
+    def join(self, results: list[Any], padding: Masks | None) -> Any:
+        """One result of those of all parts, without what stems from padding. Raises `ResultRefused`."""
+        try:
+            if padding is not None:
+                rows = self.collect is concat
+                results = [without_padding(*each, is_rows=rows) for each in zip(results, padding, strict=True)]
+            return self.collect(results)
+        except ResultRefused as error:
+            raise ResultRefused(f"{self.name}: {error}") from None
+
+    def _intent_of(self, name: str, value: Any) -> tuple[Intent, Any]:
+        declared = self.intents.get(name)
+        if not isinstance(value, Intent):
+            return declared or Broadcast(), value
+        kind = type(value).__name__
+        if declared is not None:
             raise CallRefused(
-                f"{self.name}: {name} is given per rank, expected {world_size} entries, given {len(value)}"
+                f"{self.name}: {name} is declared as {type(declared).__name__}, expected a plain value, given {kind}"
             )
-        return value
+        if value.value is DECLARED:
+            raise CallRefused(f"{self.name}: {name} is a {kind} of nothing, expected {kind}(value)")
+        if self.execute is Execute.RANK_ZERO and not isinstance(value, Broadcast):
+            raise CallRefused(f"{self.name} runs on rank zero alone, expected {name} plain, given {kind}")
+        return value, value.value
+
+    def _check_sharded(self, intents: Mapping[str, Intent], values: Mapping[str, Any]) -> None:
+        """All sharded arguments are cut alike, so that their rows go together."""
+        sharded = {name: intent for name, intent in intents.items() if isinstance(intent, Shard)}
+        if len({intent.uneven for intent in sharded.values()}) > 1:
+            given = {name: intent.uneven for name, intent in sharded.items()}
+            raise CallRefused(f"{self.name}: arguments are sharded together, expected one `uneven`, given {given}")
+        sizes = {name: len(values[name]) for name in sharded if isinstance(values[name], Batch)}
+        if len(set(sizes.values())) > 1:
+            raise CallRefused(
+                f"{self.name}: arguments are sharded together, expected as many samples in each, given {sizes}"
+            )
+
+    def _split_argument(self, name: str, intent: Intent, value: Any, num_parts: int) -> Sequence[Any]:
+        try:
+            return intent.split(value, num_parts)
+        except ValueError as error:
+            raise CallRefused(f"{self.name}: {name} {error}") from None
+
+    def _split_by_custom(self, values: Mapping[str, Any], num_parts: int) -> Sequence[Mapping[str, Any]]:
+        assert self.custom_split is not None
+        try:
+            parts = self.custom_split(values, num_parts)
+        except ValueError as error:
+            raise CallRefused(f"{self.name}: {error}") from None
+        if len(parts) != num_parts:
+            raise CallRefused(f"{self.name}: its split made {len(parts)} parts, expected {num_parts}")
+        return parts
 
 
 def remote_method(
-    *, dispatch: Mapping[str, Intent] | None = None, collect: Collect = each, execute: Execute = "all"
+    mode: Mode | Custom | None = None,
+    *,
+    dispatch: Mapping[str, Intent] | None = None,
+    collect: Collect | None = None,
+    over: Over = "ranks",
+    execute: Execute = Execute.ALL,
+    blocking: bool = True,
+    timeout: float | None = None,
 ) -> Callable[[Method], Method]:
-    """Mark a method. Arguments that `dispatch` does not name are broadcast."""
+    """Mark a method, by a mode or in detail.
+
+    `dispatch`: intents by argument. `collect`: `each` if nothing is said. `over`: see `Over`. A call that is not
+    `blocking` returns a `CallFuture`. `timeout`: seconds after which an unanswered call raises `CallTimedOut`.
+    """
+    if mode is not None and (dispatch is not None or collect is not None or over != "ranks"):
+        raise TypeError(f"{mode} says how to dispatch and collect: nothing else may")
 
     def mark(method: Method) -> Method:
         signature = inspect.signature(method)
-        intents = dict(dispatch or {})
-        if unknown := intents.keys() - signature.parameters.keys():
-            raise TypeError(f"{method.__qualname__} has no argument {min(unknown)!r} to dispatch")
+        arguments = list(signature.parameters)[1:]
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
             raise TypeError(f"{method.__qualname__}: a remote method names all its arguments")
-        if execute == "rank_zero" and any(isinstance(intent, Shard | PerRank) for intent in intents.values()):
-            raise TypeError(f"{method.__qualname__} runs on rank zero alone: its arguments cannot be sharded")
+        plan = PLANS[mode] if isinstance(mode, Mode) else None
+        if plan is not None and plan.first_intent is not None and not arguments:
+            raise TypeError(f"{method.__qualname__} has no first argument, which {mode} needs")
         declared = RemoteMethod(
-            name=method.__name__, signature=signature, dispatch=intents, collect=collect, execute=execute
+            name=method.__name__,
+            signature=signature,
+            intents=plan.intents(arguments) if plan is not None else dict(dispatch or {}),
+            collect=_collect(mode, collect, execute),
+            over=plan.over if plan is not None else mode.over if isinstance(mode, Custom) else over,
+            execute=execute,
+            blocking=blocking,
+            timeout=timeout,
+            custom_split=mode.split if isinstance(mode, Custom) else None,
+            is_direct=mode is Mode.DIRECT_ROLLOUT_METHOD,
         )
+        _check(declared, arguments, given=collect)
         method.__remote_method__ = declared  # type: ignore[attr-defined]
         return method
 
     return mark
+
+
+def _collect(mode: Mode | Custom | None, collect: Collect | None, execute: Execute) -> Collect:
+    if execute is Execute.RANK_ZERO:
+        return first
+    if mode is None:
+        return collect or each
+    return mode.collect if isinstance(mode, Custom) else PLANS[mode].collect
+
+
+def _check(method: RemoteMethod, arguments: Sequence[str], *, given: Collect | None) -> None:
+    """Raises TypeError for what can never work."""
+    if unknown := method.intents.keys() - set(arguments):
+        raise TypeError(f"{method.name} has no argument {min(unknown)!r} to dispatch")
+    for name, intent in method.intents.items():
+        if intent.value is not DECLARED:
+            raise TypeError(f"{method.name}: {name} is declared with a value, which only a call has")
+    if method.execute is Execute.ALL:
+        return
+    if given not in (None, first):
+        raise TypeError(f"{method.name} runs on rank zero alone: there is one result, and nothing to collect")
+    if cut := [name for name, intent in method.intents.items() if isinstance(intent, Shard | PerRank)]:
+        raise TypeError(f"{method.name} runs on rank zero alone: {cut[0]} cannot be sharded or per rank")
+    if method.over != "ranks" or method.custom_split is not None or method.is_direct:
+        raise TypeError(f"{method.name} runs on rank zero alone: its mode needs all ranks")
 
 
 def remote_methods(worker_cls: type) -> dict[str, RemoteMethod]:

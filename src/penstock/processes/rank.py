@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.config import Config
 from penstock.groups.batch import Batch
-from penstock.groups.method import PerRank, Rank, Shard, add, first, reduce, remote_method
+from penstock.groups.collect import add, first, reduce
+from penstock.groups.intent import PerRank, Shard
+from penstock.groups.local import LocalGroup
+from penstock.groups.method import remote_method
+from penstock.groups.modes import Execute
+from penstock.groups.role import Rank
+from penstock.groups.spawned import SpawnedGroup
 from penstock.model.load import load_policy, resolve_device, resolve_dtype, with_tied_names
 from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.scheduler.segments import max_trained_tokens
@@ -39,7 +46,7 @@ class TrainerRank:
         self._publisher = WeightsPublisher(weights_dir) if self._ranks.is_first else None
         self._first_version = 0
 
-    @remote_method(execute="rank_zero", collect=first)
+    @remote_method(execute=Execute.RANK_ZERO)
     def listen(self) -> Meeting:
         """Where the others find this rank."""
         return self._ranks.listen()
@@ -49,12 +56,12 @@ class TrainerRank:
         """Comes before everything else where there are several ranks."""
         self._ranks.meet(meeting, self._device, self._config.trainer.distributed.backend)
 
-    @remote_method(execute="rank_zero", collect=first)
+    @remote_method(execute=Execute.RANK_ZERO)
     def attention_per_token(self) -> float:
         """See `penstock.trainer.dealing`."""
         return attention_per_token(self._model)
 
-    @remote_method(dispatch={"batch": Shard(uneven=True)}, collect=reduce(add))
+    @remote_method(dispatch={"batch": Shard(uneven="allow")}, collect=reduce(add))
     def imitate(self, batch: Batch, learning_rate: float) -> dict[str, float]:
         """One step of the warm start."""
         return self._imitation.step(batch, learning_rate)
@@ -125,6 +132,20 @@ class TrainerRank:
     def _set_threads(self) -> None:
         threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=self._ranks.size)
         torch.set_num_threads(threads)
+
+
+def trainer_group(num_ranks: int, *, config: Config, model_dir: Path, weights_dir: Path) -> LocalGroup | SpawnedGroup:
+    """One rank in this process, or several in processes of their own, that have met."""
+    init: dict[str, Any] = {"config": config, "model_dir": model_dir, "weights_dir": weights_dir}
+    if num_ranks == 1:
+        return LocalGroup(TrainerRank, **init)
+    group = SpawnedGroup(TrainerRank, num_ranks, **init)
+    try:
+        group.meet(group.listen())
+    except BaseException:
+        group.close()
+        raise
+    return group
 
 
 def _device_of(rank: Rank, device: torch.device) -> torch.device:

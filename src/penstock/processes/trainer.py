@@ -41,12 +41,11 @@ from penstock.deadline import patient
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import maker_by_tag
 from penstock.groups.batch import Batch
-from penstock.groups.local import LocalGroup
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import TrainerState
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
-from penstock.processes.rank import TrainerRank
+from penstock.processes.rank import trainer_group
 from penstock.store.payload import PayloadReader
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
@@ -82,7 +81,9 @@ class TrainerProcess:
         self._group = self._thread.submit(self._make_group, child.runtime_dir / "weights").result()
 
     def _make_group(self, weights_dir: Path) -> Any:
-        return LocalGroup(TrainerRank, config=self._config, model_dir=self._model_dir, weights_dir=weights_dir)
+        return trainer_group(
+            self._num_ranks, config=self._config, model_dir=self._model_dir, weights_dir=weights_dir
+        )
 
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
         what = f"the end of {type(message).__name__}"
@@ -225,6 +226,7 @@ class TrainerProcess:
     def close(self) -> None:
         """What it has published stays, for servers that have not read it yet: it goes with the runtime directory."""
         self._thread.shutdown(wait=True)
+        self._group.close()
 
 
 @dataclass(frozen=True, slots=True)

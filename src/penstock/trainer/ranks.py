@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.config import ConfigError
-from penstock.groups.method import Rank
+from penstock.groups.role import Rank
 
 TIMEOUT_S = 300.0
 """For all ranks to meet, and for one collective call: how far apart they may be."""
