@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.config import Config
+from penstock.config import Config, ConfigError
 from penstock.control.messages import (
     Accumulate,
     Accumulated,
@@ -42,7 +42,13 @@ def configured(**trainer: Any) -> Config:
     return Config.model_validate(
         {
             "model": {
-                "tiny": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 48},
+                "tiny": {
+                    "num_layers": 2,
+                    "hidden_size": 32,
+                    "num_heads": 2,
+                    "num_kv_heads": 1,
+                    "intermediate_size": 48,
+                },
                 "max_context": 64,
                 "warm_start": {"steps": 3, "batch_size": 7},
             },
@@ -152,3 +158,11 @@ async def test_a_rank_that_is_killed_ends_the_call_that_needs_it(tmp_path: Path,
         second.kill()
         with pytest.raises(WorkerLost, match=r"TrainerRank\.\w+ lost its worker of rank 1: SIGKILL"):
             await step(process, pool)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_what_a_rank_refuses_is_refused_by_the_trainer(tmp_path: Path, pool: list[GroupRef], ranks: int) -> None:
+    with trainer(tmp_path, ranks=ranks, lora={"targets": ["q_prj"]}) as process:
+        await process.handle("controller", Begin(policy_version=0))
+        with pytest.raises(ConfigError, match=r"trainer.lora.targets \['q_prj'\]"):
+            await process.handle("controller", Publish())

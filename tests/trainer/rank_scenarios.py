@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Of the trainer, by scenario."""
 SAVED = ("critic", "copies", "lora")
-FEW = ("decay", "critic")
+FEW = ("decay",)
 """What more than two ranks do: they share cores here."""
 STRATEGIES = ("ddp", "fsdp")
 NUM_STEPS = 3

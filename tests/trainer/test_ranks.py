@@ -36,7 +36,7 @@ def play(model_dir: Path, out: Path, size: int) -> list[Results]:
                     [sys.executable, str(PROGRAM), str(model_dir), str(out), str(index), str(size)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=(out / f"rank_{index}_of_{size}.log").open("w"),
+                    stderr=stack.enter_context((out / f"rank_{index}_of_{size}.log").open("w")),
                     text=True,
                     env=environment,
                 )

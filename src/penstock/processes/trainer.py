@@ -41,6 +41,7 @@ from penstock.deadline import patient
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import maker_by_tag
 from penstock.groups.batch import Batch
+from penstock.groups.errors import RemoteError
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import TrainerState
 from penstock.processes.layout import model_dir
@@ -81,9 +82,10 @@ class TrainerProcess:
         self._group = self._thread.submit(self._make_group, child.runtime_dir / "weights").result()
 
     def _make_group(self, weights_dir: Path) -> Any:
-        return trainer_group(
-            self._num_ranks, config=self._config, model_dir=self._model_dir, weights_dir=weights_dir
-        )
+        with plainly():
+            return trainer_group(
+                self._num_ranks, config=self._config, model_dir=self._model_dir, weights_dir=weights_dir
+            )
 
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
         what = f"the end of {type(message).__name__}"
@@ -93,7 +95,8 @@ class TrainerProcess:
     def _execute(self, message: AnyMessage) -> AnyMessage | None:
         self._doing = type(message).__name__
         try:
-            return self._act(message)
+            with plainly():
+                return self._act(message)
         finally:
             self._progress, self._doing = self._progress + 1, ""
 
@@ -227,6 +230,19 @@ class TrainerProcess:
         """What it has published stays, for servers that have not read it yet: it goes with the runtime directory."""
         self._thread.shutdown(wait=True)
         self._group.close()
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """What a rank raised is raised here as it was: how this process ends depends on it."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.__cause__ is None:
+            raise
+        if error.__cause__.__traceback__ is None:  # it was left on the way
+            error.__cause__.add_note(f"on rank {error.rank}:\n{error.remote_traceback}")
+        raise error.__cause__ from None
 
 
 @dataclass(frozen=True, slots=True)
