@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import traceback
@@ -233,7 +234,8 @@ def test_rows_made_of_padding_are_dropped_however_they_come_back(calls: Waited) 
         parts = calls.batches(batch)
         assert [i for part in parts for i in part["number"].tolist()] == whole
         assert all(part.names == ["number", "text"] for part in parts) and len(parts) == calls.size
-        assert len(calls.lists(batch)) == calls.size, "a list of the rank's own stays"
+        own = [len(words) for words in calls.lists(batch)]
+        assert own == [-(-num_samples // calls.size)] * calls.size, "a list of the rank's own stays"
 
 
 def test_rows_that_cannot_be_told_from_padding_are_an_error(calls: Waited) -> None:
@@ -584,3 +586,17 @@ def test_an_error_is_the_result_of_a_future_and_of_what_follows_from_it(group: G
     with pytest.raises(RemoteError, match=r"probe\.held failed on rank 0"):
         value_of(group.note(group.held(gate="no path", rank=0)))
     group.noted()
+
+
+def test_an_error_that_nobody_asks_for_is_told(group: Group, later: Group, caplog: pytest.LogCaptureFixture) -> None:
+    later.fail(0, "value")
+    later.one_to_all(1)
+    seen = later.fail(0, "hopeless")
+    with pytest.raises(RemoteError):
+        seen.result(TIMEOUT_S)
+    del seen
+    assert group.lead() == (0, None)
+    gc.collect()  # in one process, an error holds the frames that it came through
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "nobody asked what became of probe-later.fail on rank 0:" in told[0]
+    assert "ValueError: rank 0 of" in told[0]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from penstock.groups.backend import Gone, Handle, Raised, settle
 from penstock.groups.errors import CallTimedOut, RemoteError, WorkerLost
 from penstock.groups.mesh import Parts
 from penstock.groups.method import Masks, RemoteMethod, Split
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class CallFuture:
     def __init__(self, role: str, method: RemoteMethod) -> None:
         self._role, self._method = role, method
         self._sent: Future[Sent] = Future()
+        self._is_asked = False
+        """Somebody has seen, or will see, how it ended."""
 
     def begin(self, prepare: Callable[[], Prepared], send: Callable[[Prepared], Sent]) -> None:
         """Prepare the call, and send it unless it was cancelled meanwhile. What either raises is the result."""
@@ -55,6 +60,7 @@ class CallFuture:
 
     def raise_if_refused(self) -> None:
         """Once it has begun: raise why it could not be sent."""
+        self._is_asked = self._sent.exception() is not None
         self._sent.result()
 
     def result(self, timeout: float | None = None) -> Any:
@@ -62,7 +68,7 @@ class CallFuture:
 
         Raises `RemoteError` or `WorkerLost` as soon as one rank does, `CallTimedOut`, after which it can be asked
         again, `CancelledError`, and what the call was refused for."""
-        began = time.monotonic()
+        self._is_asked, began = True, time.monotonic()
         try:
             sent = self._sent.result(timeout)
         except TimeoutError:
@@ -92,6 +98,7 @@ class CallFuture:
     def cancel(self) -> bool:
         """Give up on the result; False if it is there already. A call that was not sent never is. One that was is
         carried out to its end on every rank, so that no rank waits for another in vain, and nobody hears of it."""
+        self._is_asked = True
         if self._sent.cancel():
             return True
         if self._sent.exception() is not None:
@@ -129,9 +136,27 @@ class CallFuture:
             role=self._role, method=self._method.name, missing=ranks, holder=holder, seconds=round(seconds, 3)
         )
 
+    def __del__(self) -> None:
+        """An error that nobody asked for is told in the log."""
+        if self._is_asked or not self._sent.done() or self._sent.cancelled():
+            return
+        what = f"{self._role}.{self._method.name}"
+        if (error := self._sent.exception()) is not None:
+            logger.error("nobody asked what became of %s: %s", what, error)
+            return
+        for rank, handle in self._sent.result().handles.items():
+            handle.add_done_callback(partial(_tell, what, rank))
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("a CallFuture does not travel: it is an argument of its own, or give its result()")
 
 
 def _has_failed(handle: Handle) -> bool:
     return handle.done() and (handle.cancelled() or handle.exception() is not None)
+
+
+def _tell(what: str, rank: int, handle: Handle) -> None:
+    """A worker that is gone is found missing by others."""
+    error = None if handle.cancelled() else handle.exception()
+    if isinstance(error, Raised):
+        logger.error("nobody asked what became of %s on rank %d:\n%s", what, rank, error.trace)
