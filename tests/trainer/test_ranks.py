@@ -182,6 +182,33 @@ def test_a_rank_that_dies_ends_the_others_wait_and_is_named(together: dict[int, 
         assert said["seconds"] < 10
 
 
+SILENT = """
+import sys, torch
+from penstock.groups.role import Rank
+from penstock.trainer.ranks import Meeting, Ranks
+ranks = Ranks(Rank(1, 2))
+print("ready", flush=True)
+ranks.meet(Meeting(host="127.0.0.1", port=int(sys.stdin.readline())), torch.device("cpu"))
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_lives_but_does_not_come_is_waited_for_until_the_deadline() -> None:
+    ranks = Ranks(Rank(0, 2), timeout_s=3.0)
+    words = [sys.executable, "-c", SILENT]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as silent:
+        assert silent.stdout.readline() == "ready\n"
+        meeting = ranks.listen()
+        silent.stdin.write(f"{meeting.port}\n")
+        silent.stdin.flush()
+        ranks.meet(meeting, CPU)
+        assert silent.stdout.readline() == "met\n"
+        with pytest.raises(RankLost, match=r"rank 0 of 2 waited 3\S* s to add up with the others; rank 1 had"):
+            ranks.total([1.0], "add up")
+        silent.kill()
+
+
 def test_a_rank_that_comes_alone_gives_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]

@@ -74,6 +74,7 @@ class Ranks:
         name = _backend(device, backend)
         try:
             self._store = self._store or self._connect(meeting)
+            self._store.set(_place(self.index), "0")
             distributed.init_process_group(
                 name if device.type == "cpu" else f"cpu:gloo,{device.type}:{name}",
                 store=PrefixStore("ranks", self._store),
@@ -156,7 +157,7 @@ class Ranks:
 
     def _store_or_fail(self) -> TCPStore:
         if self._store is None:
-            raise RuntimeError("the ranks have not met, or have left")
+            raise RuntimeError("the ranks have not met")
         return self._store
 
     def _absent(self) -> str:
@@ -166,7 +167,7 @@ class Ranks:
             store.set_timeout(timedelta(seconds=ASKING_S))
             calls = [int(store.get(_place(rank))) for rank in range(self.size)]
         except RuntimeError:
-            return "rank 0, at which they meet, is gone" if self.index else "not all of them had ever come"
+            return "rank 0, at which they meet, is gone"
         absent = [str(rank) for rank, calls_made in enumerate(calls) if calls_made < self._num_calls]
         return f"rank {', '.join(absent)} had not come" if absent else "one of them ended in the middle of it"
 
