@@ -1,10 +1,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from made_samples import make_sample
+from made_samples import five_groups
 from transformers import PreTrainedModel
 
 from penstock.config.schema import TinyModelConfig
@@ -13,8 +12,6 @@ from penstock.model.tiny import write_tiny_model
 from penstock.types import Sample
 
 torch.set_num_threads(1)
-
-VOCABULARY = 101
 
 
 @pytest.fixture(scope="session")
@@ -33,16 +30,4 @@ def make_model(model_dir: Path) -> Callable[[], PreTrainedModel]:
 @pytest.fixture
 def samples() -> list[Sample]:
     """Five groups of four with one prompt each, lengths and rewards drawn at random; one sample has two turns."""
-    draw = np.random.default_rng(7)
-    made = []
-    for group in range(5):
-        prompt = draw.integers(5, VOCABULARY, draw.integers(20, 40)).tolist()
-        for episode in range(4):
-            response = draw.integers(5, VOCABULARY, draw.integers(1, 9)).tolist()
-            reward, logprob = float(draw.random()), float(draw.uniform(-5.2, -4.0))
-            made.append(
-                make_sample(group, prompt=prompt, response=response, reward=reward, episode=episode, logprob=logprob)
-            )
-    made[3].loss_mask[-2:-1] = 0  # an observation between two sampled stretches
-    made[3].versions[-2:-1] = -1
-    return made
+    return five_groups()

@@ -8,6 +8,7 @@ from penstock.types import Sample
 
 EPISODES = itertools.count()
 """Unless a test says otherwise, every sample is an episode of its own."""
+VOCABULARY = 101
 
 
 def make_sample(
@@ -32,3 +33,20 @@ def make_sample(
         logprobs=np.where(mask, logprob, 0.0).astype(np.float32),
         versions=np.asarray([-1] * len(prompt) + (versions or [0] * len(response)), dtype=np.int32),
     )
+
+
+def five_groups() -> list[Sample]:
+    """Of four with one prompt each, lengths and rewards drawn at random; one sample has two turns."""
+    draw = np.random.default_rng(7)
+    made = []
+    for group in range(5):
+        prompt = draw.integers(5, VOCABULARY, draw.integers(20, 40)).tolist()
+        for episode in range(4):
+            response = draw.integers(5, VOCABULARY, draw.integers(1, 9)).tolist()
+            reward, logprob = float(draw.random()), float(draw.uniform(-5.2, -4.0))
+            made.append(
+                make_sample(group, prompt=prompt, response=response, reward=reward, episode=episode, logprob=logprob)
+            )
+    made[3].loss_mask[-2:-1] = 0  # an observation between two sampled stretches
+    made[3].versions[-2:-1] = -1
+    return made

@@ -12,7 +12,6 @@ from made_samples import make_sample
 from transformers import PreTrainedModel
 
 from penstock.config.schema import TrainerConfig
-from penstock.groups.local import LocalGroup
 from penstock.trainer.learner import PROGRESS, Learner, NothingLearnt
 from penstock.trainer.losses.objective import OBJECTIVES
 from penstock.trainer.prepare import prepare
@@ -381,14 +380,6 @@ def test_named_weights_hold_each_tensor_once(make_model: MakeModel) -> None:
     weights = learner_for(make_model()).named_weights()
     assert "model.embed_tokens.weight" in weights and "lm_head.weight" not in weights
     assert len({tensor.data_ptr() for tensor in weights.values()}) == len(weights)
-
-
-def test_a_group_of_one_is_the_learner(make_model: MakeModel, samples: list[Sample]) -> None:
-    group = LocalGroup(Learner, model=make_model(), config=LOOSE, max_staleness=2)
-    assert group.accumulate(prepare(samples, normalize=True)[0])["samples"] == 20
-    assert group.step().policy_version == 1
-    with pytest.raises(ValueError, match="within one rank, not 2"):
-        LocalGroup(Learner, 2, model=make_model(), config=LOOSE, max_staleness=2)
 
 
 def test_a_critic_learns_what_episodes_earn_and_replaces_the_group_mean(make_model: MakeModel) -> None:

@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from transformers import PreTrainedModel
 
-from penstock.trainer.warm_start import warm_start
+from penstock.trainer.warm_start import Imitation, warm_start
 
 
 def demonstrations() -> Iterator[tuple[list[int], list[int]]]:
@@ -14,8 +14,8 @@ def demonstrations() -> Iterator[tuple[list[int], list[int]]]:
 
 
 def test_imitation_lowers_the_loss(make_model: Callable[[], PreTrainedModel]) -> None:
-    first = warm_start(make_model(), demonstrations(), steps=1, batch_size=20, learning_rate=1e-2)
-    result = warm_start(make_model(), demonstrations(), steps=30, batch_size=20, learning_rate=1e-2)
+    first = warm_start(Imitation(make_model()).step, demonstrations(), steps=1, batch_size=20, learning_rate=1e-2)
+    result = warm_start(Imitation(make_model()).step, demonstrations(), steps=30, batch_size=20, learning_rate=1e-2)
     assert result.steps == 30
     assert first.loss == pytest.approx(4.6, abs=0.3)  # log of the vocabulary: an untrained policy
     assert result.loss < 0.6 * first.loss
@@ -24,8 +24,10 @@ def test_imitation_lowers_the_loss(make_model: Callable[[], PreTrainedModel]) ->
 
 def test_running_out_of_demonstrations_says_so(make_model: Callable[[], PreTrainedModel]) -> None:
     with pytest.raises(ValueError, match="demonstrations ran out"):
-        warm_start(make_model(), iter([]), steps=1, batch_size=2, learning_rate=1e-3)
+        warm_start(Imitation(make_model()).step, iter([]), steps=1, batch_size=2, learning_rate=1e-3)
 
 
 def test_no_steps_change_nothing(make_model: Callable[[], PreTrainedModel]) -> None:
-    assert warm_start(make_model(), demonstrations(), steps=0, batch_size=2, learning_rate=1e-3).steps == 0
+    assert (
+        warm_start(Imitation(make_model()).step, demonstrations(), steps=0, batch_size=2, learning_rate=1e-3).steps == 0
+    )

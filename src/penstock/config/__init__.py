@@ -12,7 +12,14 @@ from penstock.config.environments import (
 )
 from penstock.config.errors import ConfigError
 from penstock.config.load import default_config, load_config, parse_overrides
-from penstock.config.objective import CanaryConfig, CriticConfig, LoraConfig, MasteredConfig, ObjectiveConfig
+from penstock.config.objective import (
+    CanaryConfig,
+    CriticConfig,
+    DistributedConfig,
+    LoraConfig,
+    MasteredConfig,
+    ObjectiveConfig,
+)
 from penstock.config.scheduling import (
     DispatchConfig,
     FeedbackConfig,
@@ -46,6 +53,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DispatchConfig",
+    "DistributedConfig",
     "DumpConfig",
     "EngineModelConfig",
     "EnvConfig",

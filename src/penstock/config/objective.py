@@ -93,6 +93,16 @@ class LoraConfig(Section):
     """Linear layers, by the ends of their names."""
 
 
+class DistributedConfig(Section):
+    """How the ranks of a learner share its work."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """`ddp`: each has all weights; gradients are summed once per step. `fsdp`: each has a share of weights, gradients
+    and optimizer, and layers are gathered as they are needed: less memory, more talk, and prompts are not shared."""
+    backend: Literal["gloo", "nccl", "hccl"] | None = None
+    """What carries tensors between ranks; if unset, what suits the device. `hccl` needs the package torch_npu."""
+
+
 class ObjectiveConfig(Section):
     """What the policy is trained to maximise. Formulas are in `trainer/losses/objective.py`."""
 

@@ -12,7 +12,14 @@ from penstock.config.atropos import ATROPOS, check_atropos
 from penstock.config.cluster import ClusterConfig
 from penstock.config.dump import DumpConfig, SynthesisConfig
 from penstock.config.environments import DataConfig, EnvConfig, Environments, ValidationConfig, with_fallbacks
-from penstock.config.objective import UNCORRECTED, CanaryConfig, CriticConfig, LoraConfig, ObjectiveConfig
+from penstock.config.objective import (
+    UNCORRECTED,
+    CanaryConfig,
+    CriticConfig,
+    DistributedConfig,
+    LoraConfig,
+    ObjectiveConfig,
+)
 from penstock.config.scheduling import SchedulerConfig
 from penstock.config.section import Section
 from penstock.config.simulation import SimulatorConfig
@@ -152,7 +159,11 @@ class TrainerConfig(Section):
     """Padded tokens per forward pass."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time; prompts are not shared then."""
+    ranks: int = Field(1, ge=1)
+    """Processes that share every optimizer step."""
+    distributed: DistributedConfig = DistributedConfig()
     torch_threads: int = Field(1, ge=1)
+    """Of each rank."""
     checkpoint_every: int = Field(20, ge=1)
     """Steps: what the death of the trainer costs, at most."""
     keep_checkpoints: int = Field(2, ge=1)

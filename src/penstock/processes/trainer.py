@@ -1,4 +1,8 @@
-"""The trainer: a learner group behind the bus, one message at a time, on a thread of its own."""
+"""The trainer: behind the bus, one message at a time, the driver of a group of ranks, which hold the model.
+
+A group of one lives in this process, on a thread of its own; several ranks are processes of theirs. A rank that is lost
+ends the trainer: whoever restarts it begins with all of them anew.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,10 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
-from torch import Tensor
 
 from penstock.config import Config, load_config
 from penstock.control.messages import (
@@ -38,22 +40,20 @@ from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import patient
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import maker_by_tag
-from penstock.groups.local import LocalGroup
+from penstock.groups.batch import Batch
+from penstock.groups.errors import RemoteError
 from penstock.model.chat import ChatTokenizer
-from penstock.model.load import load_policy, resolve_device, resolve_dtype, with_tied_names
 from penstock.ports import TrainerState
-from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
-from penstock.scheduler.segments import max_trained_tokens
+from penstock.processes.rank import trainer_group
 from penstock.store.payload import PayloadReader
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
-from penstock.trainer.learner import Learner
+from penstock.trainer.dealing import costs, deal
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
 from penstock.types import BusySpan, GroupRef, LearnerState
-from penstock.weights.shared_memory import WeightsPublisher
 
 PATIENCE_S = 300.0
 """With one message, before it is worth a report: whoever sent it has a deadline."""
@@ -67,45 +67,25 @@ class TrainerProcess:
     def __init__(self, config: Config, child: Child) -> None:
         self._config, self._name, self._run_dir = config, child.name, child.run_dir
         self._model_dir = model_dir(config, child.run_dir)
-        self._thread = ThreadPoolExecutor(max_workers=1, initializer=self._set_threads)
-        device = resolve_device(config.model.device)
-        self._dtype = resolve_dtype(config.model.dtype, device)
-        self._model = load_policy(self._model_dir, device=device, weights=config.model.path != "tiny", seed=config.seed)
+        self._thread = ThreadPoolExecutor(max_workers=1)
         self._reader = PayloadReader(child.run_dir / "pool")
-        self._publisher = WeightsPublisher(child.runtime_dir / "weights")
         self._spans: deque[BusySpan] = deque()  # the worker thread appends, the event loop takes
         self._busy_s = self._busy_since_step_s = 0.0
         self._progress, self._doing = 0, ""
         self._begun = False
         """The learner holds what the run is at; until then it may be anything."""
-        self._num_steps = self._first_version = 0
+        self._num_steps = self._policy_version = 0
         self._latest: LearnerState | None = None
         self._trained: list[int] = []
         self._accumulated: list[int] = []
+        self._num_ranks = config.trainer.ranks if config.pipeline == "train" else 1  # else it only publishes
+        self._group = self._thread.submit(self._make_group, child.runtime_dir / "weights").result()
 
-    def _set_threads(self) -> None:
-        torch.set_num_threads(num_threads(self._config, self._config.trainer.torch_threads))
-
-    @cached_property
-    def _group(self) -> Any:
-        """Made after the warm start, which trains the whole model and leaves no optimizer state behind."""
-        return LocalGroup(
-            Learner,
-            model=self._model,
-            config=self._config.trainer,
-            max_staleness=self._config.scheduler.max_staleness,
-            policy_version=self._first_version,
-            temperature=self._config.env.temperature,
-            max_tokens=max_trained_tokens(self._config),
-            whole_step=self._config.trainer.groups_per_step * self._config.env.group_size,
-            compute_dtype=self._dtype,
-            measure_noise=self._config.scheduler.trigger.feedback.signal == "noise_scale",
-        )
-
-    @property
-    def _learner(self) -> Learner:
-        learner: Learner = self._group.workers[0]
-        return learner
+    def _make_group(self, weights_dir: Path) -> Any:
+        with plainly():
+            return trainer_group(
+                self._num_ranks, config=self._config, model_dir=self._model_dir, weights_dir=weights_dir
+            )
 
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
         what = f"the end of {type(message).__name__}"
@@ -115,7 +95,8 @@ class TrainerProcess:
     def _execute(self, message: AnyMessage) -> AnyMessage | None:
         self._doing = type(message).__name__
         try:
-            return self._act(message)
+            with plainly():
+                return self._act(message)
         finally:
             self._progress, self._doing = self._progress + 1, ""
 
@@ -128,8 +109,9 @@ class TrainerProcess:
             case Restore():
                 self._restore(message)
             case Begin(policy_version=policy_version):
-                self._first_version = policy_version
+                self._policy_version = policy_version
                 metrics = self._warm_start()
+                self._group.begin(policy_version)
                 self._begun = True
                 return Begun(metrics=metrics)
             case _ if not self._begun:
@@ -140,14 +122,14 @@ class TrainerProcess:
                 return self._step()
             case Publish():
                 with self._span("publish"):
-                    return Published(handle=self._publisher.publish(self._served(), self._learner.policy_version))
+                    return Published(handle=self._group.publish())
             case SaveCheckpoint(directory=directory, state=state):
                 with self._span("checkpoint"):
                     target = Path(directory)
                     checkpoint.save(
                         target.parent,
                         int(state["step"]),
-                        self._learner,
+                        SavedGroup(self._group, self._policy_version),
                         state,
                         model_dir=self._model_dir,
                         keep=self._config.trainer.keep_checkpoints,
@@ -166,9 +148,8 @@ class TrainerProcess:
     def _restore(self, point: Restore) -> None:
         self._num_steps = point.step
         with self._span("restore"):
-            self._learner.read(Path(point.directory))
-            self._learner.policy_version = point.policy_version
-        self._begun = True
+            self._group.read(Path(point.directory), point.policy_version)
+        self._policy_version, self._begun = point.policy_version, True
 
     def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
         with self._span("train"):
@@ -179,40 +160,46 @@ class TrainerProcess:
                 normalize=self._config.trainer.normalize_advantages,
                 max_context=self._config.model.max_context,
             )
-            sums: dict[str, float] = dict(self._group.accumulate(batch))
+            sums: dict[str, float] = dict(self._group.accumulate(self._dealt(batch)))
         self._accumulated += [group.group for group in groups]
         self._busy_s += sums["busy_s"]
         self._busy_since_step_s += sums["busy_s"]
         return sums | {f"skipped_{reason}": float(count) for reason, count in skipped.items()}
+
+    def _dealt(self, batch: Batch) -> list[Batch]:
+        """By rank."""
+        if self._num_ranks == 1:
+            return [batch]
+        lengths = [len(ids) for ids in batch["token_ids"]]
+        hands = deal(costs(lengths, self._attention_per_token), batch["groups"], self._num_ranks)
+        return [batch.select(hand) for hand in hands]
+
+    @cached_property
+    def _attention_per_token(self) -> float:
+        found: float = self._group.attention_per_token()
+        return found
 
     def _step(self) -> LearnerStateUpdate:
         with self._span("step"):
             state: LearnerState = self._group.step()
         self._busy_s += state.metrics["busy_s"] - self._busy_since_step_s
         self._busy_since_step_s = 0.0
-        self._num_steps += 1
+        self._num_steps, self._policy_version = self._num_steps + 1, state.policy_version
         self._latest, self._trained, self._accumulated = state, self._accumulated, []
         return LearnerStateUpdate(state=state)
-
-    def _served(self) -> dict[str, Tensor]:
-        """The weights as servers load them."""
-        named = {name: tensor.to(self._dtype) for name, tensor in self._learner.named_weights().items()}
-        return with_tied_names(self._model, named) if self._config.rollout.engine == "vllm" else named
 
     def _warm_start(self) -> dict[str, float]:
         settings = self._config.model.warm_start
         if not settings.steps:
             return {}
-        torch.set_num_threads(max(torch.get_num_threads(), num_usable_cpus()))
         with self._span("warm_start"):
             result = warm_start(
-                self._model,
+                self._group.imitate,
                 self._demonstrations(),
                 steps=settings.steps,
                 batch_size=settings.batch_size,
                 learning_rate=settings.learning_rate,
             )
-        self._set_threads()
         return {"steps": settings.steps, "seconds": result.seconds, "loss": result.loss}
 
     def _demonstrations(self) -> Iterator[tuple[list[int], list[int]]]:
@@ -232,10 +219,8 @@ class TrainerProcess:
     def _span(self, kind: Kind) -> Iterator[None]:
         start = time.time()
         yield
-        version = self._learner.policy_version
-        self._spans.append(
-            BusySpan(process=self._name, kind=kind, start=start, end=time.time(), policy_version=version)
-        )
+        end, version = time.time(), self._policy_version
+        self._spans.append(BusySpan(process=self._name, kind=kind, start=start, end=end, policy_version=version))
 
     def telemetry(self) -> Telemetry:
         spans = [self._spans.popleft() for _ in range(len(self._spans))]
@@ -244,12 +229,36 @@ class TrainerProcess:
     def close(self) -> None:
         """What it has published stays, for servers that have not read it yet: it goes with the runtime directory."""
         self._thread.shutdown(wait=True)
+        self._group.close()
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """What a rank raised is raised here as it was: how this process ends depends on it."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.__cause__ is None:
+            raise
+        if error.__cause__.__traceback__ is None:  # it was left on the way
+            error.__cause__.add_note(f"on rank {error.rank}:\n{error.remote_traceback}")
+        raise error.__cause__ from None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """What a checkpoint is made of."""
+
+    group: Any
+    policy_version: int
+
+    def write(self, directory: Path) -> None:
+        self.group.write(directory)
 
 
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
-    torch.set_num_threads(num_threads(config, config.trainer.torch_threads))
     process = TrainerProcess(config, child)
     try:
         async with membership(child, config, role="trainer", handler=process.handle, telemetry=process.telemetry):

@@ -28,14 +28,11 @@ TORN = "torn_"
 class Stateful(Protocol):
     """What is saved; `penstock.trainer.learner.Learner` is one."""
 
-    policy_version: int
+    @property
+    def policy_version(self) -> int: ...
 
     def write(self, directory: Path) -> None:
         """Write weights and optimizer as files into `directory`."""
-        ...
-
-    def read(self, directory: Path) -> None:
-        """Restore what `write` wrote."""
         ...
 
 

@@ -19,6 +19,7 @@ from penstock.trainer.losses.parts import ratio, sequence_ratio
 from penstock.trainer.packing import MicroBatch
 from penstock.trainer.parity import Parity
 from penstock.trainer.snapshot import Snapshot
+from penstock.trainer.strategy import Strategy
 
 SAMPLE_WEIGHT_CAP = 2.0
 """Products of ratios are heavy-tailed; truncated where verl truncates sequence weights."""
@@ -33,6 +34,7 @@ class Criterion:
         model: PreTrainedModel,
         config: TrainerConfig,
         *,
+        strategy: Strategy,
         autocast: Autocast,
         temperature: float,
         max_tokens: int,
@@ -41,11 +43,11 @@ class Criterion:
         """`autocast`: what forward passes run in. `max_tokens`: of the longest answer allowed. `max_staleness`:
         versions between sampling and training."""
         self._model, self._config = model, config.objective
-        self._autocast = autocast
+        self._autocast, self._strategy = autocast, strategy
         self._temperature, self._max_tokens = temperature, max_tokens
-        self._proximal = Snapshot(model) if self._config.proximal == "snapshot" else None
-        self._reference = Snapshot(model) if self._config.kl_coef else None
-        self._parity = Parity(model, every=config.canaries.parity_every, max_staleness=max_staleness)
+        self._proximal = Snapshot(model, strategy) if self._config.proximal == "snapshot" else None
+        self._reference = Snapshot(model, strategy) if self._config.kl_coef else None
+        self._parity = Parity(model, strategy, every=config.canaries.parity_every, max_staleness=max_staleness)
 
     def rows(
         self,
@@ -70,7 +72,9 @@ class Criterion:
             known = mastered(logprobs, entropy, advantages, samples, config.mastered)
         if (reference := self._logprobs(self._reference, micro)) is not None:
             kl = kl_k3(logprobs, reference)
-        own = self._logprobs(self._parity.copy, micro) if comparable.any() else None
+        # A sharded copy is passed by all ranks or none, whatever each of them has to compare.
+        compares = bool(comparable.any()) or self._strategy.is_sharded
+        own = self._logprobs(self._parity.copy, micro) if compares else None
         loss = (found.loss * (1.0 - known) + config.kl_coef * kl) * shares(samples, config.normalize)
         return {
             "loss": loss,

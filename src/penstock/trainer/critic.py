@@ -15,8 +15,28 @@ from transformers import PreTrainedModel
 from penstock.config import CriticConfig
 from penstock.trainer.forward import Autocast
 from penstock.trainer.packing import MicroBatch, TokenTable, micro_batches
+from penstock.trainer.shards import load_module, load_optimizer, whole
+from penstock.trainer.strategy import Strategy
 
 Floats = npt.NDArray[np.float32]
+
+
+class ValueFunction(torch.nn.Module):
+    """The policy's body with one output."""
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = copy.deepcopy(policy.base_model)
+        self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """[R, L] token ids, and [N] places in them -> V there, [N, 1] in float32."""
+        hidden = self.body(input_ids=inputs, use_cache=False).last_hidden_state[rows, columns].float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            values: Tensor = self.head(hidden)
+        return values
 
 
 class Critic:
@@ -25,14 +45,22 @@ class Critic:
     Gradients are summed as groups arrive, and divided by the step's tokens when the step is taken, as the policy's are.
     """
 
-    def __init__(self, policy: PreTrainedModel, config: CriticConfig, *, autocast: Autocast, max_tokens: int) -> None:
-        """`autocast`: what forward passes run in. `max_tokens`: padded tokens per forward pass."""
-        self._config, self._autocast, self._max_tokens = config, autocast, max_tokens
-        self._body = copy.deepcopy(policy.base_model)
-        self._head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
-        torch.nn.init.zeros_(self._head.weight)
-        torch.nn.init.zeros_(self._head.bias)
-        self._parameters = [*self._body.parameters(), *self._head.parameters()]
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        config: CriticConfig,
+        *,
+        strategy: Strategy,
+        autocast: Autocast,
+        max_tokens: int,
+    ) -> None:
+        """`policy` is whole. `autocast`: what forward passes run in. `max_tokens`: padded tokens per forward pass."""
+        self._config, self._strategy = config, strategy
+        self._autocast, self._max_tokens = autocast, max_tokens
+        self._device = policy.device
+        self._function = ValueFunction(policy)
+        strategy.place(self._function)
+        self._parameters = list(self._function.parameters())
         self._optimizer = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=0.0, foreach=True)
         self._loss, self._tokens = 0.0, 0
 
@@ -60,13 +88,12 @@ class Critic:
 
     def step(self, max_grad_norm: float) -> dict[str, float]:
         """One optimizer step; without a token, or with a gradient that is not finite, everything stays as it was."""
-        if not self._tokens:
+        counted = self._strategy.ranks.total([self._tokens, self._loss], "count what the critic learned from")
+        (tokens, loss), self._tokens, self._loss = counted, 0, 0.0
+        if not tokens:
             return {"value_loss": 0.0, "value_grad_norm": 0.0, "value_skipped": 0.0}
-        tokens, loss = self._tokens, self._loss
-        self._loss, self._tokens = 0.0, 0
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        torch._foreach_div_(gradients, float(tokens))
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm, foreach=True)
+        torch._foreach_div_(self._strategy.summed(self._parameters, in_place=True), tokens)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm, foreach=True))
         finite = bool(torch.isfinite(norm))
         if finite:
             self._optimizer.step()
@@ -79,22 +106,19 @@ class Critic:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer."""
-        modules = {"body": self._body, "head": self._head, "optimizer": self._optimizer}
-        return {name: module.state_dict() for name, module in modules.items()}
+        return {"function": self._function.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved state; gradients accumulated so far are dropped."""
-        self._body.load_state_dict(state["body"])
-        self._head.load_state_dict(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._optimizer.zero_grad(set_to_none=True)
+        """Go back to a saved state, whole; gradients accumulated so far are dropped."""
+        load_module(self._function, state["function"])
+        load_optimizer(self._optimizer, state["optimizer"])
         self._loss, self._tokens = 0.0, 0
 
     def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
-        return micro_batches(table, self._max_tokens, self._head.weight.device, share_prefixes=False)
+        made = micro_batches(table, self._max_tokens, self._device, share_prefixes=False)
+        return self._strategy.passes(made, self._device)
 
     def _forward(self, micro: MicroBatch) -> Tensor:
         with self._autocast():
-            hidden = self._body(input_ids=micro.inputs, use_cache=False).last_hidden_state
-        value: Tensor = self._head(hidden[micro.rows, micro.columns].float())[:, 0]
-        return value
+            value: Tensor = self._function(micro.inputs, micro.rows, micro.columns)
+        return value[:, 0]

@@ -1,7 +1,9 @@
 """The learner: a policy objective over sampled tokens, gradients accumulated until the caller asks for a step.
 
 Invariants. A token's gradient enters as a plain sum and is divided by the step's own count (`losses/normalise.py`) when
-the step is taken, so any partition of the same samples into `accumulate` calls gives the same update. Tokens older than
+the step is taken, so any partition of the same samples into `accumulate` calls, and over ranks, gives the same update.
+Every rank counts its own; what a step divides by, decides on and reports is of all ranks, and equal on all of them. So
+all make the same calls, with whatever samples each was dealt, or none. Tokens older than
 `max_staleness` versions are counted and left out, and so are tokens of versions that are yet to be made here: another
 trainer's. The behaviour log-probabilities are the engine's own. Every call of `step` ends the current policy_version,
 also when a non-finite gradient leaves the weights as they were.
@@ -13,8 +15,8 @@ kl_reference, entropy (of the full softmax, in nats), kl_engine_trainer (mean |l
 `kl_tokens` with which answers begin in the version that computes them here: see `parity.py`; what comes after a weight
 update rests on older keys and values, whose difference is none), parity_gap_max (the largest), staleness_mean,
 staleness_max; and tokens, tokens_masked_stale, tokens_masked_foreign, tokens_masked_segments, samples, learning_rate,
-skipped (1 if the gradient was not finite), busy_s (model compute since the last step). With `measure_noise`, where it
-can be measured: noise_signal, noise_trace (see `trainer/noise.py`).
+skipped (1 if the gradient was not finite), busy_s (model compute since the last step, the mean over ranks). With
+`measure_noise`, where it can be measured: noise_signal, noise_trace (see `trainer/noise.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +35,6 @@ from transformers import PreTrainedModel
 
 from penstock.config.schema import TrainerConfig
 from penstock.groups.batch import Batch
-from penstock.groups.collect import add, first, reduce
-from penstock.groups.intent import Shard
-from penstock.groups.method import remote_method
-from penstock.groups.role import Rank
 from penstock.trainer.advantages import generalized_advantages
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.canaries import Canaries
@@ -44,14 +42,17 @@ from penstock.trainer.criterion import Criterion
 from penstock.trainer.critic import Critic
 from penstock.trainer.forward import recompute_activations, shares_prefixes
 from penstock.trainer.lora import adapted_parameters, attach, merged_weights
-from penstock.trainer.noise import GradientNorm, first_half, gradient_norm, noise
+from penstock.trainer.noise import GradientNorm, gradient_norm, noise
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, micro_batches
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.shards import assign, from_files, load_optimizer, to_file, whole
 from penstock.trainer.statistics import StepStatistics
+from penstock.trainer.strategy import Replicated, Sharded, Strategy
 from penstock.types import LearnerState
 
 PROGRESS = "learner.pt"
 """Optimizer, random state and counters within a checkpoint; tensors and plain values only, so that it loads with
-`weights_only`."""
+`weights_only`. Of what is sharded it has rank 0's rows; those of rank i are in `learner_<i>.pt`."""
 PROBE_BYTES = 1 << 20
 """Written to learn from the system why torch could not write."""
 
@@ -64,7 +65,7 @@ class NothingLearnt(RuntimeError):
 
 
 class Learner:
-    """One rank of the trainer. It owns the model's gradients and the optimizer."""
+    """One rank's. It owns the model's gradients and the optimizer."""
 
     def __init__(
         self,
@@ -78,25 +79,27 @@ class Learner:
         max_tokens: int = 1,
         whole_step: int = 1,
         measure_noise: bool = False,
-        rank: Rank = Rank(0, 1),  # noqa: B008 - an immutable value
+        ranks: Ranks | None = None,
     ) -> None:
-        """`model` has float32 weights; `compute_dtype` is that of forward and backward passes (autocast), best the
-        servers' own. `temperature` is the sampling temperature: log-probabilities are those of the policy that was
-        sampled. `max_tokens`: of the longest answer allowed. `whole_step`: samples of a full optimizer step.
-        `measure_noise`: the gradient's norm is also taken within a step, for the gradient noise scale."""
-        if rank.size != 1:
-            raise ValueError(f"the learner sums gradients within one rank, not {rank.size}")
-        self.model = model
+        """`model` has float32 weights, the same on all `ranks` (none: this one is alone). `compute_dtype` is that of
+        forward and backward passes (autocast), best the servers' own. `temperature` is the sampling temperature:
+        log-probabilities are those of the policy that was sampled. `max_tokens`: of the longest answer allowed.
+        `whole_step`: samples of a full optimizer step. `measure_noise`: the gradient's norm is also taken within a
+        step, for the gradient noise scale."""
+        self.model, self._model_cls = model, type(model)
         self.policy_version = policy_version
         self._config = config
         self._max_staleness = max_staleness
         self._canaries = Canaries(config.canaries)
         if config.activation_checkpointing:
             recompute_activations(model)
+        self._ranks = ranks or Ranks()
+        self._strategy = _strategy(model, config, self._ranks)
         autocast = partial(torch.autocast, model.device.type, torch.bfloat16, enabled=compute_dtype == torch.bfloat16)
         self._criterion = Criterion(
             model,
             config,
+            strategy=self._strategy,
             autocast=autocast,
             temperature=temperature,
             max_tokens=max_tokens,
@@ -105,9 +108,16 @@ class Learner:
         self._whole_step = whole_step
         self._critic = None
         if config.critic is not None:
-            self._critic = Critic(model, config.critic, autocast=autocast, max_tokens=config.tokens_per_microbatch)
+            self._critic = Critic(
+                model,
+                config.critic,
+                strategy=self._strategy,
+                autocast=autocast,
+                max_tokens=config.tokens_per_microbatch,
+            )
         if config.lora is not None:
             attach(model, config.lora)
+        self._strategy.place(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
@@ -121,21 +131,22 @@ class Learner:
         self._num_steps = 0
         self._num_bad = 0
 
-    @remote_method(dispatch={"batch": Shard(uneven="allow")}, collect=reduce(add))
     def accumulate(self, batch: Batch) -> dict[str, float]:
-        """Add the gradient of a batch from `prepare`. Returns what it counted."""
-        if not self._measure_noise or self._pending.tokens:
+        """Add the gradient of this rank's part of a batch from `prepare`. Returns what it counted: added up over the
+        ranks, it is that of the whole."""
+        if not self._measure_noise or any(self._ranks.total([self._pending.tokens], "see whether a step begins")):
             return self._add(batch)
-        cut = first_half(batch["groups"])
-        counted = self._add(batch.select(range(cut)))
+        counted = self._add(batch.select(np.flatnonzero(batch["early"])))
         with self._busy:
             self._small = self._norm_so_far()
         self._pending.busy_s += self._busy.seconds
-        rest = self._add(batch.select(range(cut, len(batch))))
+        rest = self._add(batch.select(np.flatnonzero(~batch["early"])))
         return {name: count + rest[name] for name, count in counted.items()}
 
     def _norm_so_far(self) -> GradientNorm | None:
-        return gradient_norm(self._parameters, samples=self._pending.samples, divisor=self._divisor(self._pending))
+        pending = self._pending.over(self._ranks)
+        gradients = self._strategy.summed(self._parameters, in_place=False)
+        return gradient_norm(gradients, samples=pending.samples, divisor=self._divisor(pending))
 
     def _divisor(self, pending: StepStatistics) -> int:
         return self._criterion.divisor(tokens=pending.tokens, samples=pending.trained_samples)
@@ -171,7 +182,7 @@ class Learner:
             "samples": float(len(batch)),
             "tokens": float(len(ages)),
             "tokens_masked_stale": float(stale),
-            "busy_s": self._busy.seconds,
+            "busy_s": self._busy.seconds / self._ranks.size,
         }
 
     def _advantages(self, batch: Batch, sampled: npt.NDArray[np.bool_], table: TokenTable) -> npt.NDArray[np.float32]:
@@ -188,8 +199,9 @@ class Learner:
         return advantages
 
     def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
-        max_tokens = self._config.tokens_per_microbatch
-        return micro_batches(table, max_tokens, self._device, share_prefixes=shares_prefixes(self.model))
+        share = not self._strategy.is_sharded and shares_prefixes(self.model)
+        made = micro_batches(table, self._config.tokens_per_microbatch, self._device, share_prefixes=share)
+        return self._strategy.passes(made, self._device)
 
     def _backward(
         self,
@@ -214,16 +226,15 @@ class Learner:
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
-    @remote_method(collect=first)
     def step(self) -> LearnerState:
         """One optimizer step over everything accumulated; ends the current policy_version."""
         with self._busy:
-            noise_metrics = self._noise()
-            pending, self._pending = self._pending, StepStatistics()
+            pending, self._pending = self._pending.over(self._ranks), StepStatistics()
             divisor = self._divisor(pending)
             metrics = pending.means(divisor)
             learning_rate = self._learning_rate(metrics)
-            grad_norm = self._update(divisor, learning_rate) if pending.tokens else 0.0
+            grad_norm, noise_metrics = self._update(pending, learning_rate) if pending.tokens else (0.0, {})
+            self._small = None
             if self._critic is not None:
                 metrics |= self._critic.step(self._config.max_grad_norm)
         pending.busy_s += self._busy.seconds
@@ -249,24 +260,24 @@ class Learner:
             alarms=self._canaries.look(metrics),
         )
 
-    def _noise(self) -> dict[str, float]:
-        """From the norms within this step and at its end; nothing where it cannot be measured."""
-        small, self._small = self._small, None
-        large = self._norm_so_far() if small else None
-        return noise(small, large) if small and large else {}
-
-    def _update(self, divisor: int, learning_rate: float) -> float:
-        """Normalise, clip, apply. Returns the gradient's norm; a non-finite one leaves everything untouched."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+    def _update(self, pending: StepStatistics, learning_rate: float) -> tuple[float, dict[str, float]]:
+        """Sum over ranks, normalise, clip, apply. Returns the gradient's norm and, where it can be measured, its noise.
+        A norm that is not finite leaves everything untouched."""
+        divisor = self._divisor(pending)
+        gradients = self._strategy.summed(self._parameters, in_place=True)
+        noise_metrics: dict[str, float] = {}
+        if self._small is not None:
+            large = gradient_norm(gradients, samples=pending.samples, divisor=divisor)
+            noise_metrics = noise(self._small, large) if large else {}
         torch._foreach_div_(gradients, float(divisor))
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm, foreach=True)
-        grad_norm = float(norm)
+        grad_norm = float(whole(norm))
         if math.isfinite(grad_norm):
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return grad_norm
+        return grad_norm, noise_metrics
 
     def _learning_rate(self, metrics: Mapping[str, float]) -> float:
         """Linear warm-up, then constant, times what the step's own data are worth."""
@@ -278,20 +289,27 @@ class Learner:
         return config.learning_rate * factor * min(1.0, (self._num_steps + 1) / max(config.warmup_steps, 1))
 
     def named_weights(self) -> dict[str, Tensor]:
-        """The parameters by name, tied ones once, adapters merged."""
-        return merged_weights(self.model)
+        """The parameters by name, tied ones once, adapters merged; on rank 0 alone. All ranks must ask."""
+        return self._gathered(merged_weights(self.model))
+
+    def _gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One after another, so that the others never hold them all."""
+        found = {}
+        for name, tensor in named.items():
+            gathered = whole(tensor)
+            if self._ranks.is_first:
+                found[name] = gathered
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the future, at the last step boundary; gradients accumulated since are not in it."""
         return {"model": {name: p.detach() for name, p in self.model.named_parameters()}, **self._progress()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved state; gradients accumulated so far are dropped."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(state["model"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._optimizer.zero_grad(set_to_none=True)
+        """Go back to a saved state, whole; gradients accumulated so far are dropped."""
+        for name, parameter in self.model.named_parameters():
+            assign(parameter, state["model"][name])
+        load_optimizer(self._optimizer, state["optimizer"])
         torch.set_rng_state(state["rng"])
         self.policy_version = state["policy_version"]
         self._num_steps = state["num_steps"]
@@ -313,20 +331,49 @@ class Learner:
         }
 
     def write(self, directory: Path) -> None:
-        """Write the state as files: the weights as a Hugging Face model, the rest beside them."""
-        self.model.save_pretrained(directory, state_dict=self.named_weights())
-        progress, file = self._progress() | {"adapted": adapted_parameters(self.model)}, directory / PROGRESS
-        try:
-            torch.save(progress, file)
-        except RuntimeError:
-            file.write_bytes(bytes(PROBE_BYTES))  # torch does not say that the disk is full; the system does
-            raise
+        """Write the state as files: the weights as a Hugging Face model, the rest beside them. All ranks must, to a
+        directory that they share."""
+        weights = self.named_weights()
+        if self._ranks.is_first:
+            self.model.save_pretrained(directory, state_dict=weights)
+        del weights
+        if self._ranks.is_first or self._strategy.is_sharded:
+            num_files = self._ranks.size if self._strategy.is_sharded else 1
+            progress = self._progress() | {"adapted": adapted_parameters(self.model), "num_files": num_files}
+            _save(to_file(progress), directory / _file_of(self._ranks.index))
 
     def read(self, directory: Path) -> None:
-        """Restore what `write` wrote."""
-        saved = type(self.model).from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
-        progress = torch.load(directory / PROGRESS, map_location="cpu", weights_only=True)
+        """Restore what `write` wrote, with however many ranks that was."""
+        saved = self._model_cls.from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
+        files = [_load(directory / PROGRESS)]
+        files += [_load(directory / _file_of(rank)) for rank in range(1, files[0]["num_files"])]
+        progress = from_files(files)
         self.load_state_dict({"model": dict(saved.named_parameters()) | progress.pop("adapted"), **progress})
+
+
+def _strategy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> Strategy:
+    """A rank that is alone has everything, whatever is configured."""
+    if config.distributed.strategy == "fsdp" and ranks.size > 1:
+        return Sharded(ranks, model, model.device)
+    return Replicated(ranks)
+
+
+def _file_of(rank: int) -> str:
+    name = Path(PROGRESS)
+    return f"{name.stem}_{rank}{name.suffix}" if rank else PROGRESS
+
+
+def _save(state: Mapping[str, Any], file: Path) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError:
+        file.write_bytes(bytes(PROBE_BYTES))  # torch does not say that the disk is full; the system does
+        raise
+
+
+def _load(file: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return loaded
 
 
 def _leading(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

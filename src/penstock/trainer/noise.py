@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.trainer.shards import whole
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNorm:
@@ -38,14 +40,13 @@ def noise(small: GradientNorm, large: GradientNorm) -> dict[str, float]:
     return {"noise_signal": signal, "noise_trace": trace}
 
 
-def gradient_norm(parameters: Iterable[Tensor], *, samples: int, divisor: int) -> GradientNorm | None:
-    """Of the gradients accumulated so far, sums that the step divides by `divisor`; None without any,
-    or if they are not finite."""
+def gradient_norm(gradients: Iterable[Tensor], *, samples: int, divisor: int) -> GradientNorm | None:
+    """Of gradients accumulated so far, sums that the step divides by `divisor`; None without any, or if they are not
+    finite."""
     norms = [
         # the squares of bfloat16 are too coarse
-        torch.linalg.vector_norm(parameter.grad, dtype=torch.promote_types(parameter.grad.dtype, torch.float32))
-        for parameter in parameters
-        if parameter.grad is not None
+        whole(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+        for gradient in gradients
     ]
     if not norms:
         return None

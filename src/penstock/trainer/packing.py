@@ -87,6 +87,25 @@ def micro_batches(
         yield _collate(table, bucket, device)
 
 
+def idle(device: torch.device) -> MicroBatch:
+    """A pass over nothing: one column is fed, and no token trained."""
+
+    def nothing(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+    return MicroBatch(
+        prefixes=nothing(1, 0),
+        prefix_rows=nothing(1),
+        prefix_widths=nothing(1),
+        inputs=nothing(1, 1),
+        rows=nothing(0),
+        columns=nothing(0),
+        chosen=nothing(0),
+        tokens=np.zeros(0, dtype=np.int64),
+        samples=np.zeros(0, dtype=np.int64),
+    )
+
+
 def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBatch:
     samples = np.asarray(bucket.samples)
     prefix_widths = table.prefix_widths[samples] if bucket.widest_prefix else np.zeros_like(samples)

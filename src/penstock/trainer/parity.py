@@ -9,14 +9,16 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from penstock.trainer.snapshot import Snapshot
+from penstock.trainer.strategy import Strategy
 
 
 class Parity:
     """Which version's samples are comparable, and with whose log-probabilities."""
 
-    def __init__(self, model: PreTrainedModel, *, every: int | None, max_staleness: int) -> None:
+    def __init__(self, model: PreTrainedModel, strategy: Strategy, *, every: int | None, max_staleness: int) -> None:
         """`every`: steps without a comparable token until a copy is made; None never makes one."""
-        self._model, self._every, self._max_staleness = model, every, max_staleness
+        self._model, self._strategy = model, strategy
+        self._every, self._max_staleness = every, max_staleness
         self.copy: Snapshot | None = None
         """Of the policy as of `_copied`; None while the policy itself is what compares."""
         self._copied = self._num_quiet = 0
@@ -35,4 +37,4 @@ class Parity:
         if self.copy is not None and (num_compared or policy_version - self._copied > self._max_staleness):
             self.copy, self._num_quiet = None, 0
         if self.copy is None and self._every is not None and self._num_quiet >= self._every:
-            self.copy, self._copied = Snapshot(self._model), policy_version
+            self.copy, self._copied = Snapshot(self._model, self._strategy), policy_version

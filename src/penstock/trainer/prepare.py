@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from penstock.groups.batch import Batch
 from penstock.trainer.advantages import group_advantages
+from penstock.trainer.noise import first_half
 from penstock.types import Sample
 
 
@@ -23,15 +24,18 @@ def prepare(
     """The batch for `Learner.accumulate`, and how many samples were left out by reason.
 
     A sample that is left out takes no part in its group's mean either. Longer ones than `max_context` tokens are.
-    Samples of one episode (its turns) share its advantage.
+    Samples of one episode (its turns) share its advantage. `early` are those of the first groups, about half of all:
+    a smaller batch, of which the gradient noise is measured.
     """
     reasons = [_unusable(sample, max_context) for sample in samples]
     kept = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]
+    groups = np.asarray([sample.group for sample in kept], dtype=np.int64)
     batch = Batch(
         columns={
             "advantages": _advantages(kept, normalize=normalize),
             "rewards": np.asarray([sample.reward for sample in kept], dtype=np.float32),
-            "groups": np.asarray([sample.group for sample in kept], dtype=np.int64),
+            "groups": groups,
+            "early": np.arange(len(kept)) < first_half(groups),
         },
         values={
             "token_ids": [sample.token_ids for sample in kept],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import torch
@@ -12,13 +11,15 @@ from transformers import PreTrainedModel
 from penstock.trainer.forward import token_logprobs
 from penstock.trainer.lora import merged_weights
 from penstock.trainer.packing import MicroBatch
+from penstock.trainer.shards import Saved, assign
+from penstock.trainer.strategy import Strategy
 
 
 class Snapshot:
     """As large as the policy itself."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = copy.deepcopy(model).requires_grad_(False).eval()
+    def __init__(self, model: PreTrainedModel, strategy: Strategy) -> None:
+        self._model = strategy.copied(model).requires_grad_(False).eval()
 
     def logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
         """Of the micro-batch's trained tokens, [N]."""
@@ -33,8 +34,7 @@ class Snapshot:
         """The weights by name."""
         return dict(self._model.named_parameters())
 
-    def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, weights: Mapping[str, Tensor | Saved]) -> None:
         """Become what was saved."""
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                parameter.copy_(weights[name])
+        for name, parameter in self._model.named_parameters():
+            assign(parameter, weights[name])

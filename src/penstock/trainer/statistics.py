@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.trainer.ranks import Ranks
+
 SUMS = (
     "loss",
     "clipped",
@@ -21,6 +23,18 @@ SUMS = (
 )
 """The loss with each token's share; a sample's weight spread over its tokens; |logprob difference| to the engine where
 comparable; the rest plain."""
+
+COUNTS = (
+    "samples",
+    "trained_samples",
+    "tokens",
+    "tokens_masked_stale",
+    "tokens_masked_foreign",
+    "tokens_masked_segments",
+    "staleness",
+    "kl_tokens",
+)
+"""Whole numbers that add up."""
 
 
 @dataclass(slots=True)
@@ -51,7 +65,23 @@ class StepStatistics:
         """Add the tokens of one micro-batch: for each of `SUMS` its values, [N]."""
         stacked = torch.stack([rows[name].detach().float() for name in SUMS])
         self.sums += stacked.sum(dim=1, dtype=torch.float64).cpu()
-        self.difference_max = max(self.difference_max, *rows["difference"].tolist())
+        self.difference_max = max([self.difference_max, *rows["difference"].tolist()])
+
+    def over(self, ranks: Ranks) -> StepStatistics:
+        """Those of all ranks together; `busy_s` is the mean of theirs."""
+        own = [*(float(getattr(self, name)) for name in COUNTS), self.busy_s, *self.sums.tolist()]
+        totals = ranks.total(own, "add up what the step saw")
+        staleness_max, difference_max = ranks.largest(
+            [self.staleness_max, self.difference_max], "find the largest of what the step saw"
+        )
+        counts = {name: int(total) for name, total in zip(COUNTS, totals, strict=False)}
+        return StepStatistics(
+            **counts,
+            staleness_max=int(staleness_max),
+            difference_max=difference_max,
+            busy_s=totals[len(COUNTS)] / ranks.size,
+            sums=torch.tensor(totals[len(COUNTS) + 1 :], dtype=torch.float64),
+        )
 
     def means(self, denominator: int) -> dict[str, float]:
         """Metrics by name; zero where nothing was counted. `denominator` is the loss's."""

@@ -1,13 +1,14 @@
 """Imitation of worked examples before the first rollout: RL has nothing to amplify in a policy that is never right.
 
-Leaves no optimizer state behind; RL starts with a fresh one.
+Leaves no optimizer state behind; RL starts with a fresh one. Whatever becomes of the model then, here every rank holds
+all of it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,14 +16,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from penstock.groups.batch import Batch
 from penstock.ports import Demonstrations
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.forward import token_logprobs
 from penstock.trainer.packing import TokenTable, flatten, micro_batches
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.strategy import Replicated
 
 MAX_GRAD_NORM = 1.0
 FLOOR = 0.05
 """The cosine ends at this share of the learning rate."""
+TOKENS_PER_MICROBATCH = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,52 +40,68 @@ class WarmStart:
     loss: float
 
 
+Imitate = Callable[[Batch, float], dict[str, float]]
+"""One optimizer step on a batch with a learning rate; `Imitation.step`, over all ranks."""
+
+
 def warm_start(
-    model: PreTrainedModel,
-    demonstrations: Demonstrations,
-    *,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    tokens_per_microbatch: int = 4096,
+    imitate: Imitate, demonstrations: Demonstrations, *, steps: int, batch_size: int, learning_rate: float
 ) -> WarmStart:
-    """Train `model` in place on batches drawn from `demonstrations`; the learning rate falls along a cosine."""
-    device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, foreach=True)
-    examples, busy, busy_s, loss = iter(demonstrations), BusyClock(device), 0.0, math.nan
+    """Train on batches drawn from `demonstrations`; the learning rate falls along a cosine."""
+    examples, busy_s, loss = iter(demonstrations), 0.0, math.nan
     started = time.monotonic()
     for step in range(steps):
-        table = _draw(examples, batch_size)
-        with busy:
-            loss = _backward(model, table, tokens_per_microbatch, device)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate * _cosine(step / steps)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM, foreach=True)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        busy_s += busy.seconds
+        done = imitate(_draw(examples, batch_size), learning_rate * _cosine(step / steps))
+        busy_s, loss = busy_s + done["busy_s"], done["loss"]
         if not math.isfinite(loss):
             raise FloatingPointError(f"warm start: the loss of step {step + 1} is {loss}; lower its learning rate")
     return WarmStart(steps=steps, seconds=time.monotonic() - started, busy_s=busy_s, loss=loss)
 
 
-def _draw(examples: Iterator[tuple[list[int], list[int]]], batch_size: int) -> TokenTable:
+class Imitation:
+    """One rank's side: the model, trained in place, and its optimizer."""
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks | None = None) -> None:
+        """`model` is the same on all `ranks` (none: this one is alone)."""
+        self._model, self._ranks = model, ranks or Ranks()
+        self._strategy = Replicated(self._ranks)
+        self._parameters = list(model.parameters())
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=0.0, weight_decay=0.0, foreach=True)
+        self._device = self._parameters[0].device
+        self._busy = BusyClock(self._device)
+
+    def step(self, batch: Batch, learning_rate: float) -> dict[str, float]:
+        """One optimizer step on this rank's part of a batch. `loss` and `busy_s` are this rank's share of what they are
+        for the whole."""
+        trained = flatten([np.asarray(mask, dtype=np.bool_) for mask in batch["loss_mask"]], np.bool_)
+        table = TokenTable.build([np.asarray(ids, dtype=np.int64) for ids in batch["token_ids"]], trained)
+        with self._busy:
+            loss = self._backward(table)
+            self._strategy.summed(self._parameters, in_place=True)
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM, foreach=True)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss, "busy_s": self._busy.seconds / self._ranks.size}
+
+    def _backward(self, table: TokenTable) -> float:
+        """Cross entropy, over the trained tokens of the whole batch; gradients are added. Returns this rank's part."""
+        (tokens,) = self._ranks.total([int(table.trained.sum())], "count tokens")
+        num_tokens, total = max(int(tokens), 1), 0.0
+        for micro in micro_batches(table, TOKENS_PER_MICROBATCH, self._device, share_prefixes=False):
+            logprobs, _ = token_logprobs(self._model, micro, temperature=1.0)
+            loss = -logprobs.sum() / num_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+
+def _draw(examples: Iterator[tuple[list[int], list[int]]], batch_size: int) -> Batch:
     batch = list(islice(examples, batch_size))
     if not batch:
         raise ValueError("warm start: the demonstrations ran out")
-    trained = flatten([np.asarray(mask, dtype=np.bool_) for _, mask in batch], np.bool_)
-    return TokenTable.build([np.asarray(ids, dtype=np.int64) for ids, _ in batch], trained)
-
-
-def _backward(model: PreTrainedModel, table: TokenTable, tokens_per_microbatch: int, device: torch.device) -> float:
-    """Cross entropy averaged over the batch's trained tokens; gradients are added. Returns the loss."""
-    num_tokens, total = max(int(table.trained.sum()), 1), 0.0
-    for micro in micro_batches(table, tokens_per_microbatch, device, share_prefixes=False):
-        logprobs, _ = token_logprobs(model, micro, temperature=1.0)
-        loss = -logprobs.sum() / num_tokens
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-    return total
+    return Batch(values={"token_ids": [ids for ids, _ in batch], "loss_mask": [mask for _, mask in batch]})
 
 
 def _cosine(progress: float) -> float:

@@ -1,0 +1,102 @@
+"""Ranks against one: the same global batch, trained by one process and by two over gloo, in float32.
+
+Every step's samples are dealt as a run deals them, and reach the learner in two calls. A loss differs by its difference
+over the largest loss of all steps (that of a policy against itself may be zero); weights differ, after the last step,
+by the norm of their difference over their norm. The largest of each is reported, and over both strategies as
+`two_rank_loss_difference` and `two_rank_weight_difference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from learner import make_batch
+from report import arguments, publish
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock.config import Config
+from penstock.groups.batch import Batch
+from penstock.processes.layout import model_dir, prepare
+from penstock.processes.rank import trainer_group
+from penstock.trainer.dealing import costs, deal
+
+NUM_RANKS = 2
+STRATEGIES = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a group of ranks made of the batch."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def configured(strategy: str) -> Config:
+    trainer = {"learning_rate": 3e-4, "warmup_steps": 0, "distributed": {"strategy": strategy}}
+    return Config.model_validate({"scheduler": {"max_staleness": 1000}, "trainer": trainer})
+
+
+def dealt(group: Any, batch: Batch, num_ranks: int) -> list[Batch]:
+    lengths = [len(ids) for ids in batch["token_ids"]]
+    hands = deal(costs(lengths, group.attention_per_token()), batch["groups"], num_ranks)
+    return [batch.select(hand) for hand in hands]
+
+
+def train(num_ranks: int, strategy: str, batch: Batch, steps: int, directory: Path) -> Trained:
+    config = configured(strategy)
+    prepare(config, directory)
+    weights_dir = directory / "weights"
+    group = trainer_group(num_ranks, config=config, model_dir=model_dir(config, directory), weights_dir=weights_dir)
+    try:
+        group.begin(0)
+        losses = []
+        for _ in range(steps):
+            cut = len(batch) // 3
+            for part in (batch.select(range(cut)), batch.select(range(cut, len(batch)))):
+                group.accumulate(dealt(group, part, num_ranks))
+            losses.append(group.step().metrics["loss"])
+        return Trained(losses, load_file(group.publish().path))
+    finally:
+        group.close()
+
+
+def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest over the steps."""
+    return float(np.abs(np.subtract(found, expected)).max() / np.abs(expected).max())
+
+
+def weight_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of all weights together."""
+    norms = [((found[name] - weight).norm() ** 2, weight.norm() ** 2) for name, weight in expected.items()]
+    apart, size = torch.tensor(norms).sum(dim=0).sqrt().tolist()
+    return float(apart / size)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    torch.set_num_threads(1)
+    steps = 3 if options.quick else 10
+    batch = make_batch(24, 0.8)
+    figures = {}
+    with TemporaryDirectory() as directory:
+        alone = train(1, "ddp", batch, steps, Path(directory) / "alone")
+        for strategy in STRATEGIES:
+            found = train(NUM_RANKS, strategy, batch, steps, Path(directory) / strategy)
+            figures[f"two_rank_loss_difference_{strategy}"] = loss_difference(found.losses, alone.losses)
+            figures[f"two_rank_weight_difference_{strategy}"] = weight_difference(found.weights, alone.weights)
+    for of in ("loss", "weight"):
+        key = f"two_rank_{of}_difference"
+        figures[key] = max(figures[f"{key}_{strategy}"] for strategy in STRATEGIES)
+    publish("cluster", figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The trainer process: the driver of one rank, or of several in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.config import Config, ConfigError
+from penstock.control.messages import (
+    Accumulate,
+    Accumulated,
+    AskSaved,
+    Begin,
+    FoundSaved,
+    LearnerStateUpdate,
+    Publish,
+    Published,
+    Restore,
+    SaveCheckpoint,
+    Step,
+)
+from penstock.groups.errors import WorkerLost
+from penstock.processes.layout import prepare
+from penstock.processes.trainer import TrainerProcess
+from penstock.store.payload import PayloadWriter
+from penstock.supervisor.child import Child
+from penstock.types import GroupRef, Sample
+
+pytestmark = pytest.mark.integration
+GROUPS, GROUP_SIZE = 6, 4
+
+
+def configured(**trainer: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {
+                "tiny": {
+                    "num_layers": 2,
+                    "hidden_size": 32,
+                    "num_heads": 2,
+                    "num_kv_heads": 1,
+                    "intermediate_size": 48,
+                },
+                "max_context": 64,
+                "warm_start": {"steps": 3, "batch_size": 7},
+            },
+            "data": {"source": "seeds"},
+            "env": {"name": "guess_number", "group_size": GROUP_SIZE, "max_new_tokens": 8},
+            "trainer": {"groups_per_step": GROUPS, "learning_rate": 1e-3, "warmup_steps": 0, **trainer},
+        }
+    )
+
+
+def samples(group: int) -> list[Sample]:
+    draw = np.random.default_rng(group)
+    prompt, made = draw.integers(5, 100, 12), []
+    for episode in range(GROUP_SIZE):
+        mask = np.r_[np.zeros(12), np.ones(length := int(draw.integers(1, 20)))].astype(np.uint8)
+        made.append(
+            Sample(
+                group=group,
+                episode=episode,
+                reward=float(draw.random()),
+                truncated=False,
+                token_ids=np.r_[prompt, draw.integers(5, 100, length)].astype(np.int32),
+                loss_mask=mask,
+                logprobs=(-4.6 * mask).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+            )
+        )
+    return made
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> list[GroupRef]:
+    """Groups that are ready to be trained, in the run directory `tmp_path / "run"`."""
+    run_dir = tmp_path / "run"
+    prepare(configured(), run_dir)
+    writer = PayloadWriter(run_dir / "pool", "env-0")
+    refs = [writer.append(samples(group)) for group in range(GROUPS)]
+    writer.close()
+    return [
+        GroupRef(group=group, task_id=f"task/{group}", ref=ref, episodes=tuple(range(GROUP_SIZE)))
+        for group, ref in enumerate(refs)
+    ]
+
+
+@contextmanager
+def trainer(directory: Path, **settings: Any) -> Iterator[TrainerProcess]:
+    runtime_dir = directory / "runtime"
+    runtime_dir.mkdir(exist_ok=True)
+    child = Child(name="trainer-0", run_dir=directory / "run", runtime_dir=runtime_dir, run_id="r", nonce="n")
+    process = TrainerProcess(configured(**settings), child)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+async def step(process: TrainerProcess, pool: list[GroupRef]) -> dict[str, float]:
+    """Two calls and the step; its metrics."""
+    for part in (pool[:2], pool[2:]):
+        counted = await process.handle("controller", Accumulate(groups=part))
+        assert isinstance(counted, Accumulated) and counted.metrics["samples"] == len(part) * GROUP_SIZE
+    update = await process.handle("controller", Step())
+    assert isinstance(update, LearnerStateUpdate)
+    return {name: value for name, value in update.state.metrics.items() if name != "busy_s"}
+
+
+async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
+    answer = await process.handle("controller", Publish())
+    assert isinstance(answer, Published)
+    return load_file(answer.handle.path)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+async def test_several_ranks_do_what_one_does_and_either_goes_on_from_the_others_checkpoint(
+    tmp_path: Path, pool: list[GroupRef], strategy: str
+) -> None:
+    several = {"ranks": 2, "distributed": {"strategy": strategy}}
+    seen = []
+    for number, settings in enumerate(({}, several)):
+        with trainer(tmp_path, **settings) as process:
+            await process.handle("controller", Begin(policy_version=0))
+            first = await step(process, pool)
+            directory = tmp_path / "run" / f"checkpoints_{number}" / "step_1"
+            await process.handle("controller", SaveCheckpoint(directory=str(directory), state={"step": 1}))
+            seen.append((first, await step(process, pool), await published(process)))
+    for number, settings in enumerate((several, {})):
+        with trainer(tmp_path, **settings) as process:
+            asked = AskSaved(directory=str(tmp_path / "run" / f"checkpoints_{number}"))
+            answer = await process.handle("controller", asked)
+            assert isinstance(answer, FoundSaved) and answer.saved.newest is not None
+            point = Restore(directory=answer.saved.newest.directory, step=1, policy_version=1)
+            await process.handle("controller", point)
+            seen.append((seen[0][0], await step(process, pool), await published(process)))
+    expected, *others = seen
+    for found in others:
+        for ours, theirs in zip(found[:2], expected[:2], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        for name, weight in expected[2].items():
+            torch.testing.assert_close(found[2][name], weight, rtol=0, atol=1e-4)
+
+
+async def test_a_rank_that_is_killed_ends_the_call_that_needs_it(tmp_path: Path, pool: list[GroupRef]) -> None:
+    with trainer(tmp_path, ranks=2) as process:
+        await process.handle("controller", Begin(policy_version=0))
+        await step(process, pool)
+        _, second = [child for child in psutil.Process().children() if "penstock.groups.hosted" in child.cmdline()]
+        second.kill()
+        with pytest.raises(WorkerLost, match=r"TrainerRank\.\w+ lost its worker of rank 1: SIGKILL"):
+            await step(process, pool)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_what_a_rank_refuses_is_refused_by_the_trainer(tmp_path: Path, pool: list[GroupRef], ranks: int) -> None:
+    with trainer(tmp_path, ranks=ranks, lora={"targets": ["q_prj"]}) as process:
+        await process.handle("controller", Begin(policy_version=0))
+        with pytest.raises(ConfigError, match=r"trainer.lora.targets \['q_prj'\]"):
+            await process.handle("controller", Publish())

@@ -1,0 +1,207 @@
+"""What ranks do in `test_ranks.py`: each scenario runs unchanged on one rank, in this process, or on several.
+
+As a program this is one rank: `python rank_scenarios.py MODEL_DIR OUT_DIR RANK SIZE`. Rank 0 prints where it listens;
+the others read it. All end with their input. What each scenario gave goes to `OUT_DIR/rank_<i>.pt`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from made_samples import five_groups
+
+from penstock.config import TrainerConfig
+from penstock.groups.batch import Batch
+from penstock.groups.role import Rank
+from penstock.model.load import load_policy
+from penstock.trainer.dealing import costs, deal
+from penstock.trainer.learner import Learner
+from penstock.trainer.prepare import prepare
+from penstock.trainer.ranks import Meeting, RankLost, Ranks
+from penstock.trainer.warm_start import Imitation, warm_start
+
+CPU = torch.device("cpu")
+COPIES = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 2, "kl_coef": 0.1}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1, "max_grad_norm": 0.05, "tokens_per_microbatch": 64},
+    "sequence": {"objective": {"name": "gspo"}, "scale_learning_rate": ["samples", "ess"]},
+    "critic": {"critic": {"learning_rate": 1e-3}},
+    "lora": {"lora": {"rank": 4}},
+    "copies": {"objective": COPIES, "canaries": {"parity_every": 1}},
+    "lora_copies": {"lora": {"rank": 4}, "objective": COPIES, "canaries": {"parity_every": 1}},
+    "recomputed": {"activation_checkpointing": True},
+    "noise": {},
+}
+"""Of the trainer, by scenario."""
+SAVED = ("critic", "copies", "lora")
+FEW = ("decay",)
+"""What more than two ranks do: they share cores here."""
+STRATEGIES = ("ddp", "fsdp")
+NUM_STEPS = 3
+
+
+def settings_of(num_ranks: int) -> tuple[str, ...]:
+    """Which scenarios so many ranks play."""
+    return tuple(SETTINGS) if num_ranks <= 2 else FEW
+
+
+def saved_of(num_ranks: int) -> tuple[str, ...]:
+    """Of which they save checkpoints, and go on from those of others."""
+    return SAVED if num_ranks <= 2 else ("critic",)
+
+
+def make_learner(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> Learner:
+    torch.manual_seed(ranks.index)  # what is drawn at random must not differ
+    settings = {"learning_rate": 1e-2, "warmup_steps": 0} | SETTINGS[name] | {"distributed": {"strategy": strategy}}
+    return Learner(
+        load_policy(model_dir, weights=False, seed=0),
+        TrainerConfig.model_validate(settings),
+        max_staleness=2,
+        max_tokens=10,
+        whole_step=20,
+        measure_noise=name == "noise",
+        ranks=ranks,
+    )
+
+
+def dealt(batch: Batch, ranks: Ranks, *, call: int) -> Batch:
+    """This rank's part: balanced; then all of it rank 0's; then all of it the last one's; and so on."""
+    match call % 3:
+        case 0:
+            lengths = [len(ids) for ids in batch["token_ids"]]
+            return batch.select(deal(costs(lengths, 0.01), batch["groups"], ranks.size)[ranks.index])
+        case 1:
+            return batch if ranks.is_first else batch.select([])
+        case _:
+            return batch if ranks.index == ranks.size - 1 else batch.select([])
+
+
+def train(learner: Learner, ranks: Ranks, *, steps: int, lagging: bool = False) -> list[dict[str, float]]:
+    """The metrics of each step. Every step is two calls; `lagging`: its samples are of the version before."""
+    metrics = []
+    for step in range(steps):
+        version = max(learner.policy_version - lagging, 0)
+        samples = [
+            dataclasses.replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in five_groups()
+        ]
+        for call, part in enumerate((samples[:8], samples[8:])):
+            learner.accumulate(dealt(prepare(part, normalize=True)[0], ranks, call=step + call))
+        metrics.append(learner.step().metrics)
+    return metrics
+
+
+def scenario(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> dict[str, Any]:
+    learner = make_learner(ranks, model_dir, name, strategy)
+    metrics = train(learner, ranks, steps=NUM_STEPS, lagging="copies" in name)
+    return {"metrics": metrics, "weights": learner.named_weights()}
+
+
+def saved(ranks: Ranks, model_dir: Path, directory: Path, name: str, strategy: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, and two more."""
+    learner = make_learner(ranks, model_dir, name, strategy)
+    train(learner, ranks, steps=2)
+    directory.mkdir(exist_ok=True)
+    learner.write(directory)
+    return {"metrics": train(learner, ranks, steps=2), "weights": learner.named_weights()}
+
+
+def resumed(ranks: Ranks, model_dir: Path, directory: Path, name: str, strategy: str) -> dict[str, Any]:
+    """Two steps after somebody's checkpoint; what was trained before counts for nothing."""
+    learner = make_learner(ranks, model_dir, name, strategy)
+    train(learner, ranks, steps=1)
+    learner.read(directory)
+    return {"metrics": train(learner, ranks, steps=2), "weights": learner.named_weights()}
+
+
+def poisoned(ranks: Ranks, model_dir: Path, strategy: str) -> dict[str, Any]:
+    """A step in which one rank's samples make no sense."""
+    learner = make_learner(ranks, model_dir, "plain", strategy)
+    before = {name: weight.clone() for name, weight in learner.named_weights().items()}
+    batch = dealt(prepare(five_groups(), normalize=True)[0], ranks, call=0)
+    if ranks.index == ranks.size - 1:
+        batch.columns["advantages"] = np.full_like(batch["advantages"], np.nan)
+    learner.accumulate(batch)
+    skipped = learner.step().metrics["skipped"]
+    after = learner.named_weights()
+    return {"skipped": skipped, "same": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def imitated(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
+    """Few demonstrations: with many ranks some have none."""
+    model = load_policy(model_dir, weights=False, seed=0)
+    imitation = Imitation(model, ranks)
+    losses = []
+
+    def step(batch: Batch, learning_rate: float) -> dict[str, float]:
+        done = imitation.step(batch.chunk(ranks.size)[ranks.index], learning_rate)
+        done = dict(zip(done, ranks.total(list(done.values()), "add up"), strict=True))
+        losses.append(done["loss"])
+        return done
+
+    examples = iter([([2, 10 + i, 3, 10 + i, 4][: 4 + i % 2], [0, 0, 0, 1, 1][: 4 + i % 2]) for i in range(9)])
+    warm_start(step, examples, steps=3, batch_size=3, learning_rate=1e-2)
+    return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def lost(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
+    """The last rank comes to no step."""
+    learner = make_learner(ranks, model_dir, "plain", "ddp")
+    learner.accumulate(dealt(prepare(five_groups(), normalize=True)[0], ranks, call=0))
+    if ranks.index == ranks.size - 1:
+        print("waiting", flush=True)
+        sys.stdin.read()
+    start = time.monotonic()
+    try:
+        learner.step()
+    except RankLost as error:
+        return {"error": str(error), "seconds": time.monotonic() - start}
+    raise AssertionError("the step went on without a rank")
+
+
+def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """All scenarios of several ranks, by name. Those that resume read what fewer or more ranks left in `out`."""
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for strategy in STRATEGIES:
+        for name in settings_of(ranks.size):
+            found[f"{strategy}/{name}"] = lambda n=name, s=strategy: scenario(ranks, model_dir, n, s)
+        found[f"{strategy}/poisoned"] = lambda s=strategy: poisoned(ranks, model_dir, s)
+        for name in saved_of(ranks.size):
+            directory = out / f"saved_{strategy}_{name}_{ranks.size}"
+            found[f"{strategy}/saved/{name}"] = lambda d=directory, n=name, s=strategy: saved(ranks, model_dir, d, n, s)
+            for origin in sorted(out.glob(f"saved_*_{name}_*")):
+                found[f"{strategy}/resumed/{origin.name}"] = lambda d=origin, n=name, s=strategy: resumed(
+                    ranks, model_dir, d, n, s
+                )
+    found["imitated"] = lambda: imitated(ranks, model_dir)
+    if ranks.size > 1:
+        found["lost"] = lambda: lost(ranks, model_dir)
+    return found
+
+
+def main(model_dir: Path, out: Path, index: int, size: int) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks(Rank(index, size), timeout_s=60.0)
+    if index == 0:
+        meeting = ranks.listen()
+        print(json.dumps(dataclasses.asdict(meeting)), flush=True)
+    else:
+        meeting = Meeting(**json.loads(sys.stdin.readline()))
+    ranks.meet(meeting, CPU)
+    results = {}
+    for name, run in every(ranks, model_dir, out).items():
+        results[name] = run()
+        torch.save(results, out / f"rank_{index}_of_{size}.pt")
+    sys.stdin.read()  # the others may still ask rank 0 who had come
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,224 @@
+"""A learner on several ranks is the learner on one: real processes over gloo, one start of them for all checks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_scenarios import CPU, NUM_STEPS, STRATEGIES, every, resumed, saved_of, settings_of
+
+from penstock.config import ConfigError
+from penstock.groups.role import Rank
+from penstock.trainer import checkpoint
+from penstock.trainer.ranks import Meeting, RankLost, Ranks
+
+pytestmark = pytest.mark.integration
+PROGRAM = Path(__file__).with_name("rank_scenarios.py")
+SIZES = (2, 4)
+Results = dict[str, dict[str, Any]]
+
+
+def play(model_dir: Path, out: Path, size: int) -> list[Results]:
+    """What every rank found; the last one is killed while the others wait for it."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(PROGRAM), str(model_dir), str(out), str(index), str(size)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stack.enter_context((out / f"rank_{index}_of_{size}.log").open("w")),
+                    text=True,
+                    env=environment,
+                )
+            )
+            for index in range(size)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        meeting = processes[0].stdout.readline()
+        for process in processes[1:]:
+            process.stdin.write(meeting)
+            process.stdin.flush()
+        if processes[-1].stdout.readline() == "waiting\n":
+            processes[-1].kill()
+        for index, process in reversed(list(enumerate(processes[:-1]))):
+            process.stdin.close()
+            assert process.wait(60) == 0, (out / f"rank_{index}_of_{size}.log").read_text()
+    return [torch.load(out / f"rank_{index}_of_{size}.pt", weights_only=False) for index in range(size)]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path, out: Path) -> Results:
+    return {name: run() for name, run in every(Ranks(), model_dir, out).items()}
+
+
+@pytest.fixture(scope="module")
+def together(model_dir: Path, out: Path, alone: Results) -> dict[int, list[Results]]:
+    """By the number of ranks. Each number finds the checkpoints of those before."""
+    return {size: play(model_dir, out, size) for size in SIZES}
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Metrics of every step, and the weights after the last one: but for what rounding becomes in Adam, which makes a
+    whole step of the smallest gradient."""
+    for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs.keys() - {"busy_s"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+    close(found["weights"], expected["weights"])
+
+
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=3e-4)  # steps of up to 1e-2 were taken
+        assert (found[name] - weight).norm() < 3e-4 * weight.norm(), name
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in settings_of(size)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whoever_trains_which_samples_the_update_is_the_same(
+    alone: Results, together: dict[int, list[Results]], name: str, strategy: str, size: int
+) -> None:
+    """Balanced, all of them on one rank, none at all, in calls that differ from step to step."""
+    expected = alone[f"ddp/{name}"]
+    assert len(expected["metrics"]) == NUM_STEPS
+    same(together[size][0][f"{strategy}/{name}"], expected)
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in settings_of(size)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_ranks_say_the_same_and_one_has_the_weights(
+    together: dict[int, list[Results]], name: str, strategy: str, size: int
+) -> None:
+    first, *others = [results[f"{strategy}/{name}"] for results in together[size]]
+    for other in others:
+        for ours, theirs in zip(first["metrics"], other["metrics"], strict=True):
+            assert ours | {"busy_s": 0} == theirs | {"busy_s": 0}
+        assert not other["weights"]
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in saved_of(size)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_checkpoint_is_read_by_any_number_of_ranks(
+    alone: Results, together: dict[int, list[Results]], model_dir: Path, out: Path, name: str, strategy: str, size: int
+) -> None:
+    expected, found = alone[f"ddp/saved/{name}"], together[size][0]
+    same(found[f"{strategy}/saved/{name}"], expected)
+    origins = [(origin, number) for origin in STRATEGIES for number in (1, *SIZES) if number < size]
+    for origin, number in origins:
+        same(found[f"{strategy}/resumed/saved_{origin}_{name}_{number}"], expected)
+    for origin in STRATEGIES:
+        same(resumed(Ranks(), model_dir, out / f"saved_{origin}_{name}_{size}", name, strategy), expected)
+
+
+def test_every_rank_saves_what_it_alone_has(together: dict[int, list[Results]], out: Path) -> None:
+    for size in SIZES:
+        files = {path.name for path in (out / f"saved_fsdp_critic_{size}").glob("learner*")}
+        assert files == {"learner.pt", *(f"learner_{rank}.pt" for rank in range(1, size))}
+        assert [path.name for path in (out / f"saved_ddp_critic_{size}").glob("learner*")] == ["learner.pt"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn"])
+def test_a_checkpoint_without_one_of_its_shards_is_set_aside(
+    together: dict[int, list[Results]], model_dir: Path, out: Path, tmp_path: Path, damage: str
+) -> None:
+    class Copy:
+        policy_version = 2
+
+        def write(self, directory: Path) -> None:
+            shutil.copytree(out / "saved_fsdp_critic_4", directory, dirs_exist_ok=True)
+
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, Copy(), {}, model_dir=model_dir, keep=2)
+    shard = tmp_path / "step_2" / "learner_3.pt"
+    if damage == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-1])
+    found = checkpoint.latest(tmp_path)
+    assert found.checkpoint is not None and found.checkpoint.step == 1
+    assert [torn.path.name for torn in found.skipped] == ["torn_step_2"]
+    assert "learner_3.pt" in found.skipped[0].reason
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_s_gradient_that_is_not_finite_skips_the_step_of_all(
+    together: dict[int, list[Results]], strategy: str, size: int
+) -> None:
+    for results in together[size]:
+        assert results[f"{strategy}/poisoned"] == {"skipped": 1.0, "same": True}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_warm_start_is_the_same_too(alone: Results, together: dict[int, list[Results]], size: int) -> None:
+    found, expected = together[size][0]["imitated"], alone["imitated"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    close(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_dies_ends_the_others_wait_and_is_named(together: dict[int, list[Results]], size: int) -> None:
+    for index, results in enumerate(together[size][:-1]):
+        said = results["lost"]
+        assert said["error"].startswith(f"rank {index} of {size} waited")
+        assert f"rank {size - 1} had not come" in said["error"]
+        assert said["seconds"] < 10
+
+
+SILENT = """
+import sys, torch
+from penstock.groups.role import Rank
+from penstock.trainer.ranks import Meeting, Ranks
+ranks = Ranks(Rank(1, 2))
+print("ready", flush=True)
+ranks.meet(Meeting(host="127.0.0.1", port=int(sys.stdin.readline())), torch.device("cpu"))
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_lives_but_does_not_come_is_waited_for_until_the_deadline() -> None:
+    ranks = Ranks(Rank(0, 2), timeout_s=3.0)
+    words = [sys.executable, "-c", SILENT]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as silent:
+        assert silent.stdout.readline() == "ready\n"
+        meeting = ranks.listen()
+        silent.stdin.write(f"{meeting.port}\n")
+        silent.stdin.flush()
+        ranks.meet(meeting, CPU)
+        assert silent.stdout.readline() == "met\n"
+        with pytest.raises(RankLost, match=r"rank 0 of 2 waited 3\S* s to add up with the others; rank 1 had"):
+            ranks.total([1.0], "add up")
+        silent.kill()
+
+
+def test_a_rank_that_comes_alone_gives_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with pytest.raises(RankLost, match=f"rank 1 of 2 waited up to 0.5 s for the others at 127.0.0.1:{port}"):
+        Ranks(Rank(1, 2), timeout_s=0.5).meet(Meeting(host="127.0.0.1", port=port), CPU)
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"), [("nccl", "the trainer computes on the CPU: use gloo"), ("hccl", "needs the package torch_npu")]
+)
+def test_a_backend_that_cannot_work_is_refused(backend: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"trainer.distributed.backend {backend} .*{why}"):
+        Ranks(Rank(0, 2)).meet(Meeting(host="127.0.0.1", port=1), CPU, backend)
