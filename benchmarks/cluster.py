@@ -1,9 +1,11 @@
-"""Ranks against one: the same global batch, trained by one process and by two over gloo, in float32.
+"""Many processes against one, and against what carries their calls.
+
+Ranks against one: the same global batch, trained by one process and by two over gloo, in float32.
 
 Every step's samples are dealt as a run deals them, and reach the learner in two calls. A loss differs by its difference
 over the largest loss of all steps (that of a policy against itself may be zero); weights differ, after the last step,
 by the norm of their difference over their norm. The largest of each is reported, and over both strategies as
-`two_rank_loss_difference` and `two_rank_weight_difference`.
+`two_rank_loss_difference` and `two_rank_weight_difference`. Group calls against bare calls of Ray: see `on_ray`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from learner import make_batch
+from on_ray import on_ray
 from report import arguments, publish
 from safetensors.torch import load_file
 from torch import Tensor
@@ -95,6 +98,7 @@ def main() -> None:
     for of in ("loss", "weight"):
         key = f"two_rank_{of}_difference"
         figures[key] = max(figures[f"{key}_{strategy}"] for strategy in STRATEGIES)
+    figures |= on_ray(rounds=3 if options.quick else 15)
     publish("cluster", figures, options.json)
 
 

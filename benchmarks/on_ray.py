@@ -6,6 +6,7 @@ Ours and bare calls take turns in rounds, on actors of their own in the same slo
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -67,7 +68,7 @@ def on_ray(*, rounds: int) -> dict[str, float]:
             slots = placed["workers"]
             backend = RayBackend({"worker": Role(Worker)}, slots[:NUM_RANKS])
             group, host = Group(backend, "worker"), ray.remote(Bare)
-            bare: list[Any] = [host.options(**slot.options()).remote() for slot in slots[NUM_RANKS:]]  # type: ignore[attr-defined]
+            bare: list[Any] = [host.options(**slot.options()).remote() for slot in slots[NUM_RANKS:]]
             batch = Batch({"rows": np.ones((BATCH_BYTES // ROW_BYTES, ROW_BYTES // 4), dtype=np.float32)})
             calls = in_turns(
                 lambda: group.echo(1.0), lambda: ray.get([actor.echo.remote(1.0) for actor in bare]), rounds=20 * rounds
@@ -119,8 +120,8 @@ def cluster() -> Iterator[None]:
     try:
         for _ in range(NUM_NODES):
             started.add_node(num_cpus=8)
-        ray.init(address=started.address, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": path}})
+        ray.init(address=started.address, logging_level=logging.ERROR, runtime_env={"env_vars": {"PYTHONPATH": path}})
         yield
     finally:
         ray.shutdown()
-        started.shutdown()
+        started.shutdown()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from functools import cache
@@ -20,5 +21,5 @@ def machines() -> None:
     started.add_node(num_cpus=8, resources={"chip": 4})
     started.add_node(num_cpus=8, resources={"chip": 4}, labels={"kind": "fast"})
     path = os.pathsep.join(path for path in sys.path if path)
-    ray.init(address=started.address, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": path}})
+    ray.init(address=started.address, logging_level=logging.ERROR, runtime_env={"env_vars": {"PYTHONPATH": path}})
     atexit.register(ray.shutdown)
