@@ -22,6 +22,7 @@ from penstock.data.sources import open_tasks
 from penstock.deadline import deadline
 from penstock.envs.calls import Places, World
 from penstock.envs.manager import EnvManager
+from penstock.envs.origin import origin
 from penstock.envs.players import Chance, Demonstrator, Endpoint, Person, PlayedBy, Player
 from penstock.envs.registry import environment_maker, is_agent, resolve
 from penstock.envs.rewards.scorer import scoring
@@ -123,7 +124,13 @@ class Theatre:
 
     async def _play_elsewhere(self, env: Environment, task: Task, endpoint: Endpoint) -> int:
         """An agent speaks to an endpoint by itself, as it would without us."""
-        world = World(lambda: self._watched(env), name=self._config.env.name, task_id=task.task_id, places=Places())
+        world = World(
+            lambda: self._watched(env),
+            name=self._config.env.name,
+            task_id=task.task_id,
+            places=Places(),
+            on_error=self._terminal.raised,
+        )
         timeout_s = self._config.env.episode_timeout_s
         try:
             async with deadline(timeout_s, waiter="the episode", resource="the end of play", holder="its agent"):
@@ -152,6 +159,7 @@ class Theatre:
                 chat=chat,
                 gateway=gateway,
                 scorers=scorers,
+                on_error=self._terminal.raised,
             )
             await manager.play(self._work(task), lambda trajectory, _: ended.append(trajectory))
         return ended[0]
@@ -259,8 +267,10 @@ class Terminal:
     def returned(self, method: str, result: object) -> None:
         self._show(f"{method} gave", repr(result), "red")
 
-    def raised(self, method: str, trace: str) -> None:
-        self._show(f"{method} raised", trace.rstrip(), "red")
+    def raised(self, called: str, error: BaseException) -> None:
+        """`OnError` of the EnvManager."""
+        if trace := origin(error).trace:
+            self._show(f"{called.rpartition('.')[2]} raised", trace, "red")
 
     def conclude(self, trajectory: Trajectory) -> None:
         """What would be trained."""

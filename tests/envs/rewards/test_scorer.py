@@ -84,7 +84,7 @@ async def test_a_reward_worker_that_fails_is_replaced() -> None:
         for answer, reason in {
             "hangs": "no score within env.reward_timeout_s (1 s)",
             "crashes": "HostLost: its process ended: exit 9",
-            "raises": "KeyError: 'x'",
+            "raises": "KeyError: 'x' (test_scorer.py:",
             "nan": "the reward is nan, not a finite number",
         }.items():
             with pytest.raises(RewardFailure) as failure:
