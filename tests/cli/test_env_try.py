@@ -12,9 +12,11 @@ from made_runs import penstock
 from typer.testing import CliRunner, Result
 
 from penstock.cli.main import app
-from penstock.config import TinyModelConfig
+from penstock.config import TinyModelConfig, load_config
+from penstock.data.sources import open_tasks
 from penstock.model.load import load_policy
 from penstock.model.tiny import write_tiny_model
+from penstock.scheduler.seeds import Seeds
 
 ENVIRONMENTS = '''
 import asyncio, time
@@ -140,6 +142,17 @@ def test_a_configuration_says_what_is_played(file: Path, tmp_path: Path) -> None
     )
     result = penstock("env", "try", tmp_path / "run.yaml")
     assert "count to 9" in result.stdout and "truncated   reward 10   4 turns" in result.stdout
+
+
+def test_a_task_is_played_with_the_seed_that_a_run_gives_it(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 7\ndata: {source: seeds}\nenv: {name: my_env.py:Good, max_turns: 4}\n")
+    config = load_config(path)
+    for number in (0, 3):
+        task = open_tasks(config).task(number)
+        assert task is not None
+        shown = penstock("env", "try", path, "--task", str(number)).stdout
+        assert f"seed {Seeds(config).of_environment(task)}: count" in shown
 
 
 def test_a_person_plays_and_may_leave(file: Path) -> None:

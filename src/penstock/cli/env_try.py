@@ -30,6 +30,7 @@ from penstock.envs.watched import Told, Watched
 from penstock.model.spelled import byte_tokenizer
 from penstock.ports import Environment, Work
 from penstock.processes.env import gateway_for_agents
+from penstock.scheduler.seeds import Seeds
 from penstock.supervisor.child import CONFIG_ERROR, leaf
 from penstock.types import EpisodeId, Sampling, SegmentGrant, Task, Trajectory
 
@@ -50,7 +51,7 @@ def try_environment(
     *,
     policy: PolicyName | None,
     task: int,
-    seed: int,
+    seed: int | None,
     base_url: str | None,
     model: str | None,
 ) -> int:
@@ -59,6 +60,7 @@ def try_environment(
     try:
         config = settings_of(name, overrides)
         problem = _task(config, task)
+        seed = Seeds(config).of_environment(problem) if seed is None else seed
         config = unbounded(config, config.environments.of_task(problem), patient=policy == "human")
         endpoint = Endpoint(base_url=base_url, model=model) if policy == "openai" else None
         theatre = Theatre(config, terminal, policy=policy, seed=seed, endpoint=endpoint)

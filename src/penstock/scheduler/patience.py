@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
+from penstock.config import Config
+from penstock.config.atropos import ATROPOS
 from penstock.scheduler.filters import Dropped
+from penstock.types import Task
 
 NUM_REASONS = 5
 """For which groups were dropped, that a message names."""
@@ -53,12 +57,13 @@ class Patience:
         """There was something to learn from a group."""
         self._dropped.clear()
 
-    def failed(self, error: str) -> Exception | None:
-        """A group was given up."""
+    def failed(self, error: str, *, command: str | None) -> Exception | None:
+        """A group was given up. `command`: plays its task by itself, if that can be."""
         self._failed += 1
         if self._failed < self.max_failed:
             return None
-        return TooManyFailures(f"{self._failed} groups in a row failed; the last error was: {error}")
+        remedy = f"; `{command}` plays that task by itself" if command else ""
+        return TooManyFailures(f"{self._failed} groups in a row failed; the last error was: {error}{remedy}")
 
     def filtered(self, dropped: Dropped) -> Exception | None:
         """A group was dropped by a filter."""
@@ -84,3 +89,10 @@ class Patience:
         if rest := self._dropped.total() - sum(count for _, count in commonest):
             reasons.append(f"{rest} for other reasons")
         return f"{self._dropped.total()} groups in a row were filtered: {', '.join(reasons)}"
+
+
+def command_for(config: Config, task: Task) -> str | None:
+    """What plays a task of a run as the run does, in the terminal; None if nothing can."""
+    if task.purpose == "eval" or config.run_id is None or config.env.name == ATROPOS:
+        return None
+    return f"penstock env try {Path(config.runs_dir, config.run_id, 'config.yaml')} --task {task.index}"

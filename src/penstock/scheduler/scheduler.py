@@ -20,7 +20,7 @@ from penstock.scheduler.filters import FilterChain, FilterFailed, FinishedGroup
 from penstock.scheduler.foresight import Background, Foresight, Record
 from penstock.scheduler.ledger import FINAL, Ledger
 from penstock.scheduler.live import LiveGroup
-from penstock.scheduler.patience import OutOfTasks, Patience
+from penstock.scheduler.patience import OutOfTasks, Patience, command_for
 from penstock.scheduler.supply import Supply
 from penstock.scheduler.wakeup import Progress
 from penstock.types import (
@@ -319,7 +319,7 @@ class Scheduler:
         if group.number in self._evaluations:
             self._evaluations.failed(group, error)
             self._progress.changed(self._evaluated)
-        self._give_up(self._patience.failed(error))
+        self._give_up(self._patience.failed(error, command=command_for(self._config, group.task)))
         self._notify_trainer()
         return EpisodeState.FAILED
 
