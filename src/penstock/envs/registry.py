@@ -16,6 +16,8 @@ from penstock.config.atropos import ATROPOS
 from penstock.config.imports import is_file, is_there, load
 from penstock.envs.adapter import PACKAGES, adapt_class, adapt_id, check_package
 from penstock.envs.discovery import Unreadable, defines, read_file
+from penstock.envs.options import check_options
+from penstock.envs.origin import origin
 from penstock.ports import Environment
 from penstock.types import Purpose, Task
 
@@ -157,15 +159,15 @@ def environment_maker(
     found: Any = kind or resolve(config.name)
 
     def make(task: Task) -> Environment:
+        check_options(config.name, found, task, **config.options)
         try:
             environment: Environment = found(task, **config.options)
-        except TypeError as error:
-            raise ConfigError(f"env.options {dict(config.options)} do not fit {config.name}: {error}") from None
         except KeyError as error:
             if error.args[:1] and error.args[0] in task.payload:
                 raise
+            needs = f"{config.name} needs ({place})" if (place := origin(error).place) else f"{config.name} needs"
             raise ConfigError(
-                f"data: task {task.task_id} has no {error}, which {config.name} needs; it has {', '.join(task.payload)}"
+                f"data: task {task.task_id} has no {error}, which {needs}; it has {', '.join(task.payload)}"
             ) from None
         return environment
 
