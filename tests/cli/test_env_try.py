@@ -81,6 +81,21 @@ class Bytes(Good):
     def step(self, action):
         return b"bytes", 1.0, True, False, {}
 
+class Isolated(Expert):
+    isolated = True
+
+class Exits(Isolated):
+    def step(self, action):
+        import os
+        os._exit(7)
+
+class RaisesApart(Raises):
+    isolated = True
+
+class Subscripts(Good):
+    def __init__(self, task):
+        self.question = task["question"]
+
 class Careless:
     def __init__(self, task): pass
 
@@ -94,7 +109,7 @@ class Agent:
         from openai import AsyncOpenAI
         async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
             messages = [{"role": "user", "content": "say something"}]
-            reply = await client.chat.completions.create(model=llm.model, messages=messages)
+            reply = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=4)
         return float(reply.choices[0].message.content is not None)
 '''
 
@@ -110,7 +125,9 @@ def try_it(file: Path, name: str, *words: str) -> Result:
     return penstock("env", "try", f"{file}:{name}", *words)
 
 
-@pytest.mark.parametrize("name", ["Expert", "Async", "Blocking", "Both"])
+@pytest.mark.parametrize(
+    "name", ["Expert", "Async", "Blocking", "Both", pytest.param("Isolated", marks=pytest.mark.integration)]
+)
 def test_an_episode_is_shown_turn_by_turn(file: Path, name: str) -> None:
     result = try_it(file, name, "--seed", "5", "env.options.goal=2")
     assert result.exit_code == 0, result.output
@@ -168,6 +185,10 @@ def test_a_person_plays_and_may_leave(file: Path) -> None:
     [
         ("Raises", "AttributeError: 'Raises' object has no attribute 'absent'"),
         ("Raises", "my_env.py"),
+        (
+            "Subscripts",
+            "__init__ of seed/Subscripts/train/0: TypeError: 'Task' object is not subscriptable (my_env.py:",
+        ),
         ("Careless", "AttributeError: 'Careless' object has no attribute 'absent'"),
         ("NotANumber", "nan"),
         ("OldGym", "('', 1.0, True, {})"),
@@ -236,6 +257,21 @@ def test_an_agent_that_fails_against_an_endpoint_is_shown(file: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Exits", "Exits.step of seed/Exits/train/0: HostLost: its process ended: exit 7"),
+        ("RaisesApart", "AttributeError: 'RaisesApart' object has no attribute 'absent' (my_env.py:"),
+        ("RaisesApart", "step raised   │ Traceback"),
+    ],
+)
+def test_an_isolated_one_is_played_in_its_own_process(file: Path, name: str, message: str) -> None:
+    result = try_it(file, name)
+    assert result.exit_code == 1
+    assert message in result.stdout and "trajectory    │ failed" in result.stdout
+
+
+@pytest.mark.integration
 def test_agents_are_asked_and_answered(file: Path) -> None:
     result = CliRunner().invoke(app, ["env", "try", f"{file}:Agent", "--policy", "human"], input="hello\n")
     assert result.exit_code == 0, result.output
@@ -254,9 +290,10 @@ def test_a_served_policy_plays(file: Path, tmp_path: Path) -> None:
         assert server.stdout is not None
         try:
             url = server.stdout.readline().split(" at ")[1].split()[0]
-            for name, end in (("Good", "completed   reward 6   3 turns"), ("Agent", "reward        │ 1.0")):
+            for name, end in (("Good", "completed   reward 6   3 turns"), ("Agent", "completed   reward 1   1 turns")):
                 result = try_it(file, name, "--policy", "openai", "--base-url", f"{url}/v1")
                 assert result.exit_code == 0, result.output
                 assert end in result.stdout
+                assert "observation   │" in result.stdout and "action        │" in result.stdout
         finally:
             server.kill()

@@ -19,12 +19,11 @@ from penstock.cli.console import open_console
 from penstock.cli.refusal import refuse
 from penstock.config import Config, ConfigError, EnvironmentConfig, default_config, load_config
 from penstock.data.sources import open_tasks
-from penstock.deadline import deadline
-from penstock.envs.calls import Places, World
+from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
 from penstock.envs.origin import origin
 from penstock.envs.players import Chance, Demonstrator, Endpoint, Person, PlayedBy, Player
-from penstock.envs.registry import environment_maker, is_agent, resolve
+from penstock.envs.registry import is_agent, resolve
 from penstock.envs.rewards.scorer import scoring
 from penstock.envs.watched import Told, Watched
 from penstock.model.spelled import byte_tokenizer
@@ -43,6 +42,7 @@ UNBOUNDED = 1_000_000
 PERSON_S = 86_400.0
 """A person may think for long."""
 LABEL_WIDTH = 13
+NO_EXPERT = "the environment has no demonstrate(), which --policy scripted asks: give another policy"
 
 
 def try_environment(
@@ -108,55 +108,34 @@ class Theatre:
         self._seed, self._endpoint = seed, endpoint
         self._kind = resolve(config.env.name)
         self._policy: PolicyName = policy or ("scripted" if hasattr(self._kind, "demonstrate") else "random")
-        self._make = environment_maker(config.env, self._kind)
+        if self._policy == "scripted" and not hasattr(self._kind, "demonstrate"):
+            raise ConfigError(NO_EXPERT)
+        self._env: Environment | None = None
+        """Once it is made."""
 
     async def play(self, task: Task) -> int:
         """Returns the exit code."""
         self._terminal.title(self._config.env.name, task, seed=self._seed, policy=self._policy)
-        env = self._make(task)
         try:
-            if is_agent(self._kind) and self._endpoint is not None:
-                return await self._play_elsewhere(env, task, self._endpoint)
-            trajectory = await self._play_here(env, task)
+            trajectory = await self._play(task)
         finally:
             if self._endpoint is not None:
                 await self._endpoint.close()
         self._terminal.conclude(trajectory)
         return int(trajectory.status == "failed")
 
-    async def _play_elsewhere(self, env: Environment, task: Task, endpoint: Endpoint) -> int:
-        """An agent speaks to an endpoint by itself, as it would without us."""
-        world = World(
-            lambda: self._watched(env),
-            name=self._config.env.name,
-            task_id=task.task_id,
-            places=Places(),
-            on_error=self._terminal.raised,
-        )
-        timeout_s = self._config.env.episode_timeout_s
-        try:
-            async with deadline(timeout_s, waiter="the episode", resource="the end of play", holder="its agent"):
-                await world.play(await endpoint.describe(), self._seed)
-        except ConfigError:
-            raise
-        except Exception as error:
-            self._terminal.failed(f"{type(error).__name__}: {error}")
-            return 1
-        finally:
-            await world.close()
-        return 0
-
-    def _watched(self, env: Environment) -> Any:
-        return Impatient(env, self._terminal, seconds=self._config.env.episode_timeout_s)
-
-    async def _play_here(self, env: Environment, task: Task) -> Trajectory:
+    async def _play(self, task: Task) -> Trajectory:
         ended: list[Trajectory] = []
         config, chat = self._config, byte_tokenizer()
-        async with gateway_for_agents(config, [self._kind], chat) as gateway, scoring(config) as scorers:
+        async with (
+            making(config, {config.env.name: self._kind}, whole_info=True) as make,
+            gateway_for_agents(config, [self._kind], chat) as gateway,
+            scoring(config) as scorers,
+        ):
             manager = EnvManager(
                 config,
-                make=lambda _: self._watched(env),
-                policy=PlayedBy(self._player(env), chat),
+                make=lambda task: self._watched(make(task)),
+                policy=PlayedBy(self._player(), chat),
                 grants=Granting(),
                 chat=chat,
                 gateway=gateway,
@@ -166,10 +145,14 @@ class Theatre:
             await manager.play(self._work(task), lambda trajectory, _: ended.append(trajectory))
         return ended[0]
 
-    def _player(self, env: Environment) -> Player:
+    def _watched(self, env: Environment) -> Any:
+        self._env = env
+        return Impatient(env, self._terminal, seconds=self._config.env.episode_timeout_s)
+
+    def _player(self) -> Player:
         players: dict[PolicyName, Callable[[], Player]] = {
             "random": lambda: Chance(self._seed),
-            "scripted": lambda: Demonstrator(env),
+            "scripted": lambda: Demonstrator(lambda: self._env),
             "human": Person,
         }
         player = self._endpoint or players[self._policy]()

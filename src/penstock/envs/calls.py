@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from penstock.config import ConfigError
 from penstock.deadline import deadline, placed
 from penstock.envs.hosted import awaited
-from penstock.envs.isolated import IsolatedEnvironment
 from penstock.envs.origin import LoggedOnce, OnError, described
 from penstock.envs.threads import in_thread
 from penstock.types import Endpoint
@@ -105,7 +104,8 @@ class World:
 
     @property
     def is_isolated(self) -> bool:
-        return isinstance(self._env, IsolatedEnvironment)
+        """It has a process of its own, for which it has to wait."""
+        return getattr(self._env, "has_own_process", False) is True
 
     def holder(self, method: str) -> str:
         """Who holds what is waited for, while that method runs."""
@@ -119,7 +119,7 @@ class World:
 
     async def enter(self) -> None:
         """Wait for its process, if it has one."""
-        if isinstance(self._env, IsolatedEnvironment):
+        if self.is_isolated:
             await self._env.enter()
 
     async def reset(self, seed: int) -> tuple[str, Mapping[str, Any]]:
