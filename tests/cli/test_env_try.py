@@ -161,6 +161,19 @@ def test_a_configuration_says_what_is_played(file: Path, tmp_path: Path) -> None
     assert "count to 9" in result.stdout and "truncated   reward 10   4 turns" in result.stdout
 
 
+def test_no_row_needs_to_be_held_out(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' * 3)
+    words = [f"data.path={tmp_path / 'rows.jsonl'}", "data.source=jsonl", "env.reward=math"]
+    result = penstock("env", "try", "single_turn", "--task", "2", *words)
+    assert "task rows/3 " in result.stdout and "observation   │ 1+1" in result.stdout
+    assert "there is no task 3" in penstock("env", "try", "single_turn", "--task", "3", *words).stderr
+
+
+def test_programs_of_their_own_are_refused_before_their_settings_are() -> None:
+    result = penstock("env", "try", "atropos")
+    assert (result.exit_code, "programs of their own" in result.stderr) == (2, True)
+
+
 def test_a_task_is_played_with_the_seed_that_a_run_gives_it(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("seed: 7\ndata: {source: seeds}\nenv: {name: my_env.py:Good, max_turns: 4}\n")
@@ -247,6 +260,13 @@ def test_an_endpoint_that_does_not_answer_is_named(file: Path) -> None:
     result = try_it(file, "Good", "--policy", "openai", "--base-url", "http://127.0.0.1:9/v1")
     assert result.exit_code == 1
     assert "http://127.0.0.1:9/v1/ does not answer: APIConnectionError" in result.stdout
+
+
+@pytest.mark.integration
+def test_an_agent_is_told_that_the_endpoint_does_not_answer(file: Path) -> None:
+    result = try_it(file, "Agent", "--policy", "openai", "--base-url", "http://127.0.0.1:9/v1")
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:9/v1/ does not answer: APIConnectionError" in result.stdout.splitlines()[-1]
 
 
 def test_an_agent_that_fails_against_an_endpoint_is_shown(file: Path) -> None:

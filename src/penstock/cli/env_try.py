@@ -18,6 +18,7 @@ from rich.text import Text
 from penstock.cli.console import open_console
 from penstock.cli.refusal import refuse
 from penstock.config import Config, ConfigError, EnvironmentConfig, default_config, load_config
+from penstock.data.items import NothingLeft
 from penstock.data.sources import open_tasks
 from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
@@ -76,6 +77,7 @@ def settings_of(name: str, overrides: Sequence[str]) -> Config:
     """As for training."""
     if name.endswith((".yaml", ".yml")):
         return load_config(name, overrides)
+    resolve(name)
     return default_config([*(BY_NAME if name != "single_turn" else ()), f"env.name={name}", *overrides])
 
 
@@ -92,10 +94,26 @@ def unbounded(config: Config, played: EnvironmentConfig, *, patient: bool) -> Co
 
 
 def _task(config: Config, index: int) -> Task:
-    task = open_tasks(config).task(index)
+    """As in a run, unless all rows would be held out there: here nobody needs them."""
+    try:
+        tasks = open_tasks(config)
+    except NothingLeft:
+        tasks = open_tasks(holding_nothing_out(config))
+    task = tasks.task(index)
     if task is None:
         raise ConfigError(f"data: there is no task {index}: the source has fewer")
     return task
+
+
+def holding_nothing_out(config: Config) -> Config:
+    """With every row to be played."""
+    data = config.data.model_copy(update={"eval_tasks": 0})
+    mixture = {
+        tag: entry.model_copy(update={"data": entry.data.model_copy(update={"eval_tasks": 0})})
+        for tag, entry in config.env.mixture.items()
+    }
+    env = config.env.model_copy(update={"mixture": mixture})
+    return config.model_copy(update={"data": data, "env": env})
 
 
 class Theatre:
@@ -255,7 +273,7 @@ class Terminal:
     def raised(self, called: str, error: BaseException) -> None:
         """`OnError` of the EnvManager."""
         if trace := origin(error).trace:
-            self._show(f"{called.rpartition('.')[2]} raised", trace, "red")
+            self._show(f"{called.partition(' ')[0].rpartition('.')[2]} raised", trace, "red")
 
     def conclude(self, trajectory: Trajectory) -> None:
         """What would be trained."""
