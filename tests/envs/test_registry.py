@@ -57,7 +57,9 @@ def test_a_module_in_the_working_directory_is_found_without_being_imported(
         ("singel_turn", "did you mean single_turn"),
         ("nowhere_at_all:World", "no module nowhere_at_all"),
         ("penstock.types:Task", "is not a class with reset"),
-        ("penstock.types:Nothing", "cannot be imported"),
+        ("penstock.types:Nothing", "penstock.types has no Nothing; there are .*Task"),
+        ("nosuch", "known are single_turn, guess_number, atropos, or"),
+        (__file__, "which class of it.*there are .*Quiz"),
     ],
 )
 def test_mistakes_are_named(name: str, message: str) -> None:

@@ -123,7 +123,7 @@ def test_a_filter_of_ones_own_goes_on_from_its_saved_state() -> None:
             "nothing stops for the reason cut: there are terminated, truncated",
         ),
         (with_options("nowhere.to:BeFound"), "cannot be imported: ModuleNotFoundError"),
-        (with_options(f"{__name__}:Absent"), "cannot be imported: AttributeError"),
+        (with_options(f"{__name__}:Absent"), "test_filters has no Absent; there are EverySecond"),
         (with_options(f"{__name__}:NoFilter"), "has no decide(group)"),
     ],
 )

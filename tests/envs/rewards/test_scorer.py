@@ -175,7 +175,7 @@ def test_a_name_that_means_nothing_is_refused(name: str, message: str) -> None:
     ("name", "options", "message"),
     [
         (f"{__name__}:Letters", {"colour": 1}, r"env\.reward_options .* do not fit"),
-        (f"{__name__}:Nothing", {}, "cannot be used: AttributeError"),
+        (f"{__name__}:Nothing", {}, "has no Nothing; there are Letters, Forgiving, length"),
         (f"{__name__}:Mapping", {}, r"do not fit|neither a function nor a class with score"),
     ],
 )
