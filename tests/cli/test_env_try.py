@@ -84,6 +84,10 @@ class Bytes(Good):
 class Isolated(Expert):
     isolated = True
 
+class Five(Good):
+    def demonstrate(self):
+        return 5
+
 class Exits(Isolated):
     def step(self, action):
         import os
@@ -158,13 +162,14 @@ def test_a_configuration_says_what_is_played(file: Path, tmp_path: Path) -> None
         "data: {source: seeds}\nenv: {name: my_env.py:Expert, options: {goal: 9}, max_turns: 4, max_new_tokens: 2}\n"
     )
     result = penstock("env", "try", tmp_path / "run.yaml")
-    assert "count to 9" in result.stdout and "truncated   reward 10   4 turns" in result.stdout
+    assert "count to 9" in result.stdout and "truncated by env.max_turns 4   reward 10   4 turns" in result.stdout
 
 
 def test_no_row_needs_to_be_held_out(file: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' * 3)
     words = [f"data.path={tmp_path / 'rows.jsonl'}", "data.source=jsonl", "env.reward=math"]
     result = penstock("env", "try", "single_turn", "--task", "2", *words)
+    assert "reward        │ scored by math   terminated" in result.stdout
     assert "task rows/3 " in result.stdout and "observation   │ 1+1" in result.stdout
     assert "there is no task 3" in penstock("env", "try", "single_turn", "--task", "3", *words).stderr
 
@@ -189,6 +194,7 @@ def test_a_person_plays_and_may_leave(file: Path) -> None:
     words = ["env", "try", f"{file}:Good", "--policy", "human"]
     whole = CliRunner().invoke(app, words, input="ä\nb\nc\n")
     assert (whole.exit_code, "heard ä" in whole.stdout) == (0, True)
+    assert "your action> ä\naction        │ ä\n" in whole.stdout
     left = CliRunner().invoke(app, words, input="a\n")
     assert (left.exit_code, "you left" in left.stdout) == (1, True)
 
@@ -202,6 +208,7 @@ def test_a_person_plays_and_may_leave(file: Path) -> None:
             "Subscripts",
             "__init__ of seed/Subscripts/train/0: TypeError: 'Task' object is not subscriptable (my_env.py:",
         ),
+        ("Five", "Five.demonstrate returned 5, not a string"),
         ("Careless", "AttributeError: 'Careless' object has no attribute 'absent'"),
         ("NotANumber", "nan"),
         ("OldGym", "('', 1.0, True, {})"),

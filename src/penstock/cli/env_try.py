@@ -123,6 +123,7 @@ class Theatre:
         self, config: Config, terminal: Terminal, *, policy: PolicyName | None, seed: int, endpoint: Endpoint | None
     ) -> None:
         self._config, self._terminal = config, terminal
+        terminal.scorer = config.env.reward
         self._seed, self._endpoint = seed, endpoint
         self._kind = resolve(config.env.name)
         self._policy: PolicyName = policy or ("scripted" if hasattr(self._kind, "demonstrate") else "random")
@@ -139,7 +140,7 @@ class Theatre:
         finally:
             if self._endpoint is not None:
                 await self._endpoint.close()
-        self._terminal.conclude(trajectory)
+        self._terminal.conclude(trajectory, self._config.env)
         return int(trajectory.status == "failed")
 
     async def _play(self, task: Task) -> Trajectory:
@@ -251,6 +252,8 @@ class Terminal:
 
     def __init__(self) -> None:
         self._console = open_console()
+        self.scorer: str | None = None
+        """Gives the reward in the end, instead of the environment."""
 
     def title(self, name: str, task: Task, *, seed: int, policy: str) -> None:
         self._show("environment", f"{name}   task {task.task_id}   seed {seed}   policy {policy}", "bold")
@@ -262,8 +265,9 @@ class Terminal:
         self._show("action", action, "cyan")
 
     def stepped(self, reward: object, terminated: object, truncated: object, info: object) -> None:
+        given = f"scored by {self.scorer}" if self.scorer else f"{reward!r}"
         ends = [word for word, flag in (("terminated", terminated), ("truncated", truncated)) if flag]
-        self._show("reward", "   ".join([f"{reward!r}", *ends]), "green" if ends else "")
+        self._show("reward", "   ".join([given, *ends]), "green" if ends else "")
         if info:
             self._show("info", repr(info), "dim")
 
@@ -275,12 +279,13 @@ class Terminal:
         if trace := origin(error).trace:
             self._show(f"{called.partition(' ')[0].rpartition('.')[2]} raised", trace, "red")
 
-    def conclude(self, trajectory: Trajectory) -> None:
+    def conclude(self, trajectory: Trajectory, env: EnvironmentConfig) -> None:
         """What would be trained."""
         summary = trajectory.summary()
+        limit = f" by env.max_turns {env.max_turns}" if summary.stop_reason == "max_turns" else ""
         self._show(
             "trajectory",
-            f"{summary.status}   reward {summary.reward:g}   {summary.num_turns} turns   "
+            f"{summary.status}{limit}   reward {summary.reward:g}   {summary.num_turns} turns   "
             f"{summary.prompt_tokens} bytes shown, {summary.response_tokens} said   {summary.seconds:.2f} s",
             "bold",
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import string
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import cycle
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from penstock.types import Sampling, Segment, SegmentGrant, VersionSpan
 ANSWER_S = 600.0
 """For an endpoint to answer."""
 LONGEST_WORD = 6
+PROMPT = "your action> "
 ROLES = ("user", "assistant")
 
 
@@ -158,6 +160,9 @@ def _client(base_url: str | None) -> Any:
 def _ask() -> str:
     """Everything else in this process waits too."""
     try:
-        return input("your action> ")
+        said = input(PROMPT)
     except EOFError:
         raise EpisodeFailure("you left") from None
+    if not sys.stdin.isatty():  # nobody pressed return there
+        print(said)
+    return said

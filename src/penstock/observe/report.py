@@ -43,12 +43,11 @@ def show(run_dir: Path, console: Console) -> None:
 def sample_table(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Table:
     """The same held-out tasks, answered before and after training."""
     table = Table(title="held-out tasks", title_justify="left", title_style="bold", border_style="dim")
-    for column in ("task", "expected", "before", "after"):
+    known = ["prompt", "expected"] if any(sample["expected"] for sample in before) else ["prompt"]
+    for column in ("task", *known[1:], "before", "after"):
         table.add_column(column, overflow="fold")
     for first, last in zip(before, after, strict=False):
-        table.add_row(
-            Text(_one_line(first["prompt"])), Text(_one_line(first["expected"])), _answer(first), _answer(last)
-        )
+        table.add_row(*(Text(_one_line(first[name])) for name in known), _answer(first), _answer(last))
     return table
 
 
