@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock import loop
 from penstock.config import Config, ConfigError
 from penstock.data.sources import FirstTasks, TaskStream, open_tasks
+from penstock.observe import jsonl
 from penstock.observe.recorder import Recorder
 from penstock.ports import EndedGroup, GroupRecord, Shard, Work
 from penstock.processes.controller import tasks_to_play
@@ -25,7 +27,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
 from penstock.store.pool import ExperiencePool
-from penstock.types import EpisodeState, GroupAttempt, PayloadRef, Task
+from penstock.types import EpisodeState, EpisodeSummary, GroupAttempt, PayloadRef, Task
 
 GROUP_SIZE, NUM_TASKS = 4, 40
 
@@ -66,13 +68,19 @@ class Heard:
 
 
 async def synthesize(
-    directory: Path, settings: Config, play: Play, *, until: float = float("inf")
+    directory: Path, settings: Config, play: Play, *, until: float = float("inf"), broken: Collection[int] = ()
 ) -> tuple[Scheduler, Heard]:
-    """A controller, which dies at `until` seconds."""
+    """A controller, which dies at `until` seconds. The groups in `broken` fail whenever they are played."""
+
+    def collect(group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
+        if group in broken:
+            ref, episodes = None, [replace(e, status="failed", error="KeyError: 'answer'") for e in episodes]
+        loop.collect(system, group, ref, episodes)
+
     recorder, pool, heard = Recorder(directory), ExperiencePool(directory / "pool"), Heard()
     payloads(directory).touch()
     scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, record=recorder.decision)
-    workers = ModelledWorkers(play, lambda *played: loop.collect(system, *played), lambda: 0)
+    workers = ModelledWorkers(play, collect, lambda: 0)
     system = loop.System(
         config=settings,
         run_dir=directory,
@@ -126,6 +134,18 @@ def test_filtered_groups_end_nothing_and_are_counted(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert any("groups in a row were filtered" in event["reason"] for event in events if event["event"] == "alarm")
     assert events[-1]["event"] == "completed"
+
+
+def test_groups_that_fail_among_others_are_counted_with_an_alarm_and_the_latest_reason(tmp_path: Path) -> None:
+    broken = [group for group in range(NUM_TASKS) if group % 4]
+    scheduler, heard = run_virtual(synthesize(tmp_path, config(), random_play(0), broken=broken))
+    assert scheduler.ledger.counts()["failed"] == len(broken) * GROUP_SIZE and len(heard.groups) == NUM_TASKS // 4
+    played = jsonl.read_json(tmp_path / "played.json")
+    assert played["groups_failed"] == len(broken)
+    assert played["latest_failure"] == "given up after 3 attempts: KeyError: 'answer'"
+    events = jsonl.read(tmp_path / "events.jsonl")
+    (alarm,) = [event["reason"] for event in events if event["event"] == "alarm"]
+    assert alarm.startswith("failures: 25 of the latest ") and "the last with: KeyError: 'answer'; mend the" in alarm
 
 
 def test_every_task_is_played_once(tmp_path: Path) -> None:

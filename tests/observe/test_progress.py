@@ -189,6 +189,21 @@ async def test_trouble_is_told_in_lines_in_the_panel_and_in_the_report(tmp_path:
     assert [told in panel for told in TOLD] == [False, False, True, True, True, True]
 
 
+def test_failed_groups_are_told_in_lines_in_the_panel_and_in_the_report(tmp_path: Path) -> None:
+    make_run(tmp_path, 3)
+    jsonl.append(tmp_path / "events.jsonl", state("running"))
+    found = {"groups_failed": 12, "latest_failure": "given up after 3 attempts: Pig.reset of seed/3: KeyError: 'b'"}
+    jsonl.write_json(tmp_path / "played.json", found)
+    summary.write(tmp_path)
+    console = Console(file=io.StringIO(), width=200)
+    report.show(tmp_path, console)
+    told = "12 groups failed, the latest: given up after 3 attempts: Pig.reset of seed/3: KeyError: 'b'"
+    assert told in console.file.getvalue()  # type: ignore[attr-defined]
+    view = Watched(tmp_path, Plan(num_steps=9)).update()
+    assert render_line(view).endswith(told)
+    assert "12 groups failed" in text_of(render_panel(view, tmp_path, now=STARTED))
+
+
 def test_the_report_shows_answers_and_figures(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, 30)
     evaluate(run_dir, "before", 0.2)

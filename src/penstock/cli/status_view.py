@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.runs import STYLES, moment
-from penstock.observe.notices import notice
+from penstock.observe.notices import failures, notice
 from penstock.observe.progress import clock, count, held_out, number, percent
 
 Document = dict[str, Any]
@@ -102,6 +102,8 @@ def _progress(status: Document) -> Table:
         table.add_row(tag, rewards + (f", {count(length)} tokens an answer" if length is not None else ""))
     for reason, dropped in sorted(status["groups_dropped"].items(), key=lambda item: -item[1]):
         table.add_row("filtered", f"{dropped} groups  {reason}")
+    if status["groups_failed"]:
+        table.add_row("failed", Text(failures(status["groups_failed"], status["latest_failure"])))
     if status["checkpoint"]:
         table.add_row("checkpoint", status["checkpoint"])
     return table

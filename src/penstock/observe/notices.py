@@ -59,4 +59,14 @@ def notice(event: dict[str, Any]) -> str | None:
             text = f"left behind: {', '.join(leftovers)}"
         case _:
             return None
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """For a line among others."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
+def failures(groups: int, latest: str | None) -> str:
+    """Groups that were given up, and why the latest was."""
+    return f"{groups} group{'s' * (groups != 1)} failed, the latest: {shortened(' '.join((latest or '-').split()))}"

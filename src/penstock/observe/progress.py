@@ -15,7 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.observe.jsonl import Follower
+from penstock.observe.jsonl import Follower, read_json
+from penstock.observe.notices import failures
+from penstock.observe.summary import PLAYED
 from penstock.observe.view import Plan, RunView, mean
 
 PANEL_EVERY_S = 0.25
@@ -43,6 +45,7 @@ class Watched:
             self.view.see_event(event)
         for line in self._metrics.read_new():
             self.view.see_step(line)
+        self.view.played = read_json(self.run_dir / PLAYED)
         return self.view
 
 
@@ -97,7 +100,8 @@ def render_line(view: RunView) -> str:
     if view.plan.pipeline == "rollout":
         played, generated = count(view.rate("episodes_total")), count(view.rate("tokens_generated_total"))
         rates = f"{played} trajectories/s  {generated} tokens/s"
-        return f"{progress}  reward {number(view.reward)}  {rates}  ETA {clock(view.eta_s)}"
+        parts = [progress, f"reward {number(view.reward)}", rates, f"ETA {clock(view.eta_s)}"]
+        return "  ".join([*parts, *failed(view)])
     parts = [
         progress,
         f"reward {number(view.reward)}",
@@ -107,14 +111,22 @@ def render_line(view: RunView) -> str:
         f"tokens/s generated {count(view.rate('tokens_generated_total'))} "
         f"trained {count(view.rate('tokens_trained_total'))}",
         f"ETA {clock(view.eta_s)}",
+        *failed(view),
     ]
     return "  ".join(parts)
+
+
+def failed(view: RunView) -> list[str]:
+    """Of groups that were given up, if there are any."""
+    groups = view.played.get("groups_failed", 0)
+    return [failures(groups, view.played.get("latest_failure"))] if groups else []
 
 
 def render_panel(view: RunView, run_dir: Path, *, now: float) -> RenderableType:
     """The run as a panel."""
     parts: list[RenderableType] = [_headline(view, now)]
     parts.append(_figures(view) if view.recent else _processes(view))
+    parts += [Text(told, "yellow") for told in failed(view)]
     parts += [Text(f"! {told}", "yellow") for told in view.notices[-NOTICES:]]
     title = Text.assemble(("penstock ", "bold cyan"), (run_dir.name, "dim"))
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", width=PANEL_WIDTH, padding=(0, 1))

@@ -6,7 +6,6 @@ time between them and the number of processes of that role.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +17,8 @@ Record = dict[str, Any]
 
 EVALUATION = "evaluation.json"
 """What a run that only evaluates has found."""
+PLAYED = "played.json"
+"""What was played so far, before and between steps too; its totals are of all lives of a run."""
 
 
 def write(run_dir: Path) -> Record:
@@ -41,7 +42,7 @@ def write_evaluation(run_dir: Path, *, model: str, copy: Path | None = None) -> 
 
 def summarize(run_dir: Path) -> Record:
     """The summary of a run from its state, metrics and events, as far as they got."""
-    state = _read_state(run_dir)
+    state, played = jsonl.read_json(run_dir / "state.json"), jsonl.read_json(run_dir / PLAYED)
     lines, events = steps.read(run_dir), jsonl.read(run_dir / "events.jsonl")
     return {
         "run_id": state.get("run_id", run_dir.name),
@@ -50,6 +51,8 @@ def summarize(run_dir: Path) -> Record:
         **of_metrics(lines),
         **of_events(events),
         **of_playing(lines, events),
+        "groups_failed": played.get("groups_failed", 0),
+        "latest_failure": played.get("latest_failure"),
         "wall_seconds": wall_seconds(state),
     }
 
@@ -143,11 +146,3 @@ def wall_seconds(state: Mapping[str, Any], *, now: float | None = None) -> float
     if born is None or until is None:
         return None
     return float(round(state.get("lived_s", 0.0) + until - born, 3))
-
-
-def _read_state(run_dir: Path) -> Record:
-    try:
-        state = json.loads((run_dir / "state.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}

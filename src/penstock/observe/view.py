@@ -74,6 +74,8 @@ class RunView:
     """Alarms, losses, restarts and stalls, in their order."""
     needs: str | None = None
     """A command that somebody has to type, for the run to go on."""
+    played: Record = field(default_factory=dict)
+    """What was played so far, between steps too; see `summary.PLAYED`."""
     recent: deque[Record] = field(default_factory=deque)
     """The latest steps, at least two if there are two."""
 
