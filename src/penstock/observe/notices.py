@@ -49,6 +49,8 @@ def notice(event: dict[str, Any]) -> str | None:
             text = f"the pool is gone: what was played and not trained until step {step} is given up"
         case {"event": "payloads_lost", "groups": groups}:
             text = f"the tokens of {len(groups)} groups are damaged: they are played again"
+        case {"event": "given_up", "task": task, "reason": reason}:
+            text = f"task {task} leaves no row (mend it, and play it in another run): {reason}"
         case {"event": "validation_skipped", "step": step, "reason": reason}:
             text = f"no validation after step {step}: {reason}"
         case {"event": "attached", "name": name}:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,14 @@ from penstock.observe.evaluation import results
 from penstock.observe.jsonl import JsonLinesWriter
 from penstock.observe.summary import PLAYED
 from penstock.observe.trackers import Tracker
-from penstock.types import NO_VERSION, BusySpan, EpisodeSummary, LearnerState, Task
+from penstock.ports import GroupRecord
+from penstock.types import NO_VERSION, BusySpan, EpisodeState, EpisodeSummary, LearnerState, Task
 
 MAX_REASONS = 32
 """For which groups were dropped, that are counted each by itself."""
 OTHER_REASONS = "other reasons"
+MAX_GIVEN_UP = 100
+"""Tasks of a run that only plays, that are told of each by itself; timeline.jsonl has all."""
 COUNTED_BY_WORKERS = ("drifts", "scored", "score_timeouts", "surplus_tokens")
 PLAYED_EVERY_S = 1.0
 LAST_LINE_BYTES = 1 << 20
@@ -106,11 +109,17 @@ class Recorder:
             why = f"{inputs['dropped_by']}: {reason}"
             self._dropped[why if why in self._dropped or len(self._dropped) < MAX_REASONS else OTHER_REASONS] += 1
         if "given_up" in inputs:
-            self._groups_failed += 1
-            self._latest_failure = reason
+            self._give_up(inputs["given_up"], inputs["group"], reason)
         if "held_out" in inputs:
             self._held_out = {"ended": inputs["held_out_ended"], "tasks": inputs["held_out"]}
         self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
+
+    def _give_up(self, task: str, group: int, reason: str) -> None:
+        """Count a group; where every task is to be played, also tell of it."""
+        self._groups_failed += 1
+        self._latest_failure = reason
+        if self._num_tasks is not None and self._groups_failed <= MAX_GIVEN_UP:
+            self.event("given_up", task=task, group=group, reason=reason)
 
     def joined(self, name: str, role: str, *, url: str = "") -> None:
         """`url`: where it serves, if it does."""
@@ -138,6 +147,21 @@ class Recorder:
         if time.monotonic() - self._told_at >= PLAYED_EVERY_S:
             self._tell_of_playing()
 
+    def take_up(self, records: Iterable[GroupRecord]) -> None:
+        """The totals of a run that only plays are those of its pool, whatever was written down of them."""
+        self._episodes_total = self._tokens_played = self._groups_failed = 0
+        self._reward_sum = 0.0
+        for record in records:
+            self._groups_failed += record.state == EpisodeState.FAILED
+            self._add(record.episodes)
+
+    def _add(self, episodes: Sequence[EpisodeSummary]) -> None:
+        """To the totals of what was played."""
+        self._episodes_total += len(episodes)
+        self._tokens_played += sum(episode.response_tokens for episode in episodes)
+        self._reward_sum += sum(episode.reward for episode in episodes)
+        self._newest_version = max([self._newest_version, *(episode.version_max for episode in episodes)])
+
     def _tell_of_playing(self) -> None:
         """Write down what was played so far, if that is more than it was."""
         self._told_at = time.monotonic()
@@ -158,10 +182,7 @@ class Recorder:
         played = self._played.setdefault(tag, _Played())
         played.rewards += [episode.reward for episode in finished]
         played.lengths += [episode.response_tokens for episode in finished]
-        self._episodes_total += len(finished)
-        self._tokens_played += sum(episode.response_tokens for episode in finished)
-        self._reward_sum += sum(episode.reward for episode in finished)
-        self._newest_version = max([self._newest_version, *(episode.version_max for episode in finished)])
+        self._add(finished)
 
     def accumulated(self, counts: Mapping[str, float]) -> None:
         self._tokens_trained += counts.get("tokens", 0)

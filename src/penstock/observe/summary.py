@@ -43,6 +43,7 @@ def write_evaluation(run_dir: Path, *, model: str, copy: Path | None = None) -> 
 def summarize(run_dir: Path) -> Record:
     """The summary of a run from its state, metrics and events, as far as they got."""
     state, played = jsonl.read_json(run_dir / "state.json"), jsonl.read_json(run_dir / PLAYED)
+    num_failed = played.get("groups_failed", 0)
     lines, events = steps.read(run_dir), jsonl.read(run_dir / "events.jsonl")
     return {
         "run_id": state.get("run_id", run_dir.name),
@@ -50,8 +51,8 @@ def summarize(run_dir: Path) -> Record:
         "error": state.get("error"),
         **of_metrics(lines),
         **of_events(events),
-        **of_playing(lines, events),
-        "groups_failed": played.get("groups_failed", 0),
+        **of_playing(lines, events, num_failed=num_failed),
+        "groups_failed": num_failed,
         "latest_failure": played.get("latest_failure"),
         "wall_seconds": wall_seconds(state),
     }
@@ -92,8 +93,9 @@ def of_events(events: Iterable[Record]) -> Record:
     }
 
 
-def of_playing(lines: Sequence[Record], events: Sequence[Record]) -> Record:
-    """Of a run that only plays, which tells beforehand how many tasks there are; of another one nothing.
+def of_playing(lines: Sequence[Record], events: Sequence[Record], *, num_failed: int) -> Record:
+    """Of a run that only plays, which tells beforehand how many tasks there are; of another one nothing. `num_failed`
+    of them were given up.
 
     `dump_share`: what writing the dump took of the processor time that the run had while it played, and what the run
     waited for the end of it, of the time it played.
@@ -109,7 +111,7 @@ def of_playing(lines: Sequence[Record], events: Sequence[Record]) -> Record:
     return {
         "steps": 0,
         "tasks": totals[-1],
-        "tasks_played": last.get("step", 0),
+        "tasks_played": max(0, last.get("step", 0) - num_failed),
         "reward_mean": last.get("reward_total", 0.0) / played if played else None,
         "dump": latest.get("url"),
         "dump_rows": latest.get("rows", 0),
