@@ -64,11 +64,17 @@ def test_groups_that_failed_are_counted_before_any_step(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", "running")
     assert ask(run_dir)["groups_failed"] == 0 and "groups failed" not in penstock("status", run_dir).stdout
     found = {"groups_failed": 2, "latest_failure": "given up", "groups_dropped": {"mine: too odd": 7}}
+    found["episodes_total"] = 28
     jsonl.write_json(run_dir / "played.json", found)
     document = ask(run_dir)
+    assert document["progress"]["held_out"] is None
     assert (document["groups_failed"], document["latest_failure"]) == (2, "given up")
     assert document["groups_dropped"] == {"mine: too odd": 7}
-    assert "2 groups failed, the latest: given up" in penstock("status", run_dir).stdout
+    shown = penstock("status", run_dir).stdout
+    assert "2 groups failed, the latest: given up" in shown and "28 trajectories" in shown
+    jsonl.write_json(run_dir / "played.json", {"held_out": {"ended": 3, "tasks": 8}})
+    assert ask(run_dir)["progress"]["held_out"] == {"ended": 3, "tasks": 8}
+    assert "3 of 8 tasks played" in penstock("status", run_dir).stdout
 
 
 def test_an_evaluation_counts_its_tasks_and_says_where_its_results_are(tmp_path: Path) -> None:

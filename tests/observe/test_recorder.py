@@ -69,6 +69,18 @@ def test_groups_that_were_given_up_are_counted_between_steps_and_over_lives(tmp_
         recorder.close()
 
 
+def test_a_validation_that_is_being_played_is_told(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.decision("evaluation", "2 of 9", {"group": 3, "held_out_ended": 2, "held_out": 9})
+    recorder.close()
+    assert jsonl.read_json(tmp_path / "played.json")["held_out"] == {"ended": 2, "tasks": 9}
+    recorder = Recorder(tmp_path)
+    recorder.decision("evaluation", "9 of 9", {"group": 3, "held_out_ended": 9, "held_out": 9})
+    recorder.evaluated("step 2", 2, [], [], num_shown=0, solved_at=1.0)
+    recorder.close()
+    assert jsonl.read_json(tmp_path / "played.json")["held_out"] is None
+
+
 def test_what_environment_workers_count_goes_on_too(tmp_path: Path) -> None:
     for _ in range(2):
         recorder = Recorder(tmp_path)

@@ -94,6 +94,10 @@ def _progress(status: Document) -> Table:
         table.add_row("tokens/s", f"{count(generated)} generated, {count(trained)} trained")
         busy = f"trainer {percent(facts['trainer_busy_fraction'])}, "
         table.add_row("busy", f"{busy}generator {percent(facts['generator_busy_fraction'])}")
+    elif facts["episodes"]:
+        table.add_row("played", f"{facts['episodes']} trajectories")
+    if facts["held_out"]:
+        table.add_row("validation", f"{facts['held_out']['ended']} of {facts['held_out']['tasks']} tasks played")
     if status["evaluations"]:
         table.add_row("held out", held_out(status["evaluations"]))
     for tag, found in status["tags"].items() if len(status["tags"]) > 1 else ():

@@ -140,7 +140,7 @@ class RunView:
     def step(self) -> int:
         """How far the run is, in its unit."""
         if self.plan.pipeline == "eval":
-            return self.num_evaluated
+            return self.num_evaluated or (self.played.get("held_out") or {}).get("ended", 0)
         return int(self.recent[-1]["step"]) if self.recent else 0
 
     @property
