@@ -27,7 +27,14 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         totals = {"episodes_total": 8 * step, "trainer_busy_s": 0.5 * step, "num_trainers": 1}
         dropped = {"zero_variance: all rewards are 0": 4 * step, "mine: too odd": step}
-        take_step(run_dir, step, ledger={"trained": 8 * step}, staleness_mean=0.5, groups_dropped=dropped, **totals)
+        take_step(
+            run_dir,
+            step,
+            ledger={"trained": 8 * step, "discarded_surplus": 2 * step},
+            staleness_mean=0.5,
+            groups_dropped=dropped,
+            **totals,
+        )
     for number in range(3):
         decide(run_dir, "dispatch", f"number {number}", moment=float(number))
     decide(run_dir, "trigger", "count: 7 groups ready", moment=1.5, groups=7)
@@ -55,6 +62,7 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
         "starvation",
         "checkpoints/step_2",
         "12 groups  zero_variance: all rewards are 0",
+        "6 trajectories more than their groups needed",
         "penstock stop",
     ):
         assert words in text

@@ -250,6 +250,13 @@ async def test_lines_go_on_while_no_step_is_taken_and_tell_of_validations(
     assert lines[2:] == ["training  8 played", "training  16 played", "held out, step 2: reward 0.50"]
 
 
+def test_surplus_is_told_if_there_is_some(tmp_path: Path) -> None:
+    found = summary.write(make_run(tmp_path, 3))
+    assert "surplus" not in text_of(report.key_figures(found, tmp_path, []))
+    found["ledger"]["discarded_surplus"] = 16
+    assert "16 trajectories more than their groups needed" in text_of(report.key_figures(found, tmp_path, []))
+
+
 def test_the_report_shows_answers_and_figures(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, 30)
     evaluate(run_dir, "before", 0.2)

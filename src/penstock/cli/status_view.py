@@ -106,6 +106,8 @@ def _progress(status: Document) -> Table:
         table.add_row(tag, rewards + (f", {count(length)} tokens an answer" if length is not None else ""))
     for reason, dropped in sorted(status["groups_dropped"].items(), key=lambda item: -item[1]):
         table.add_row("filtered", f"{dropped} groups  {reason}")
+    if surplus := status["ledger"].get("discarded_surplus"):
+        table.add_row("surplus", f"{count(surplus)} trajectories more than their groups needed (env.redundancy)")
     if status["groups_failed"]:
         table.add_row("failed", Text(failures(status["groups_failed"], status["latest_failure"])))
     if status["checkpoint"]:

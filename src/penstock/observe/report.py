@@ -98,6 +98,8 @@ def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[st
         table.add_row("tokens", tokens)
         trainer, generator = summary["trainer_busy_fraction"], summary["generator_busy_fraction"]
         table.add_row("busy", f"trainer {percent(trainer)}, generator {percent(generator)}")
+    if surplus := summary["ledger"].get("discarded_surplus"):
+        table.add_row("surplus", f"{count(surplus)} trajectories more than their groups needed (env.redundancy)")
     if summary["groups_failed"]:
         table.add_row("failed", Text(failures(summary["groups_failed"], summary["latest_failure"])))
     table.add_row("files", Text(str(run_dir)))
