@@ -252,7 +252,7 @@ async def test_lines_go_on_while_no_step_is_taken_and_tell_of_validations(
 
 def test_surplus_is_told_if_there_is_some(tmp_path: Path) -> None:
     found = summary.write(make_run(tmp_path, 3))
-    assert "surplus" not in text_of(report.key_figures(found, tmp_path, []))
+    assert "more than their groups needed" not in text_of(report.key_figures(found, tmp_path, []))
     found["ledger"]["discarded_surplus"] = 16
     assert "16 trajectories more than their groups needed" in text_of(report.key_figures(found, tmp_path, []))
 

@@ -109,7 +109,7 @@ def _progress(status: Document) -> Table:
     if surplus := status["ledger"].get("discarded_surplus"):
         table.add_row("surplus", f"{count(surplus)} trajectories more than their groups needed (env.redundancy)")
     if status["groups_failed"]:
-        table.add_row("failed", Text(failures(status["groups_failed"], status["latest_failure"])))
+        table.add_row("failures", Text(failures(status["groups_failed"], status["latest_failure"])))
     if status["checkpoint"]:
         table.add_row("checkpoint", status["checkpoint"])
     return table

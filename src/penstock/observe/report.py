@@ -101,7 +101,7 @@ def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[st
     if surplus := summary["ledger"].get("discarded_surplus"):
         table.add_row("surplus", f"{count(surplus)} trajectories more than their groups needed (env.redundancy)")
     if summary["groups_failed"]:
-        table.add_row("failed", Text(failures(summary["groups_failed"], summary["latest_failure"])))
+        table.add_row("failures", Text(failures(summary["groups_failed"], summary["latest_failure"])))
     table.add_row("files", Text(str(run_dir)))
     plots = [str(path.relative_to(run_dir)) for path in sorted((run_dir / "plots").glob("*.png"))]
     for name in [*checkpoints[-1:], *plots]:

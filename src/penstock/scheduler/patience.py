@@ -96,8 +96,8 @@ class Patience:
         if not self._many_failed:
             return None
         return (
-            f"{sum(self._latest)} of the latest {len(self._latest)} groups failed, the last with: "
-            f"{self._latest_error}; mend the environment, or take such tasks out of the data"
+            f"{sum(self._latest)} of the latest {len(self._latest)} groups failed: mend the environment, or take such "
+            f"tasks out of the data; the last error was: {self._latest_error}"
         )
 
     def alarm(self) -> str | None:
