@@ -77,8 +77,8 @@ def test_a_validation_that_is_being_played_is_told(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.decision("evaluation", "9 of 9", {"group": 3, "held_out_ended": 9, "held_out": 9})
     recorder.evaluated("step 2", 2, [], [], num_shown=0, solved_at=1.0)
-    recorder.close()
     assert jsonl.read_json(tmp_path / "played.json")["held_out"] is None
+    recorder.close()
 
 
 def test_what_environment_workers_count_goes_on_too(tmp_path: Path) -> None:

@@ -286,8 +286,9 @@ class Recorder:
             for task, episodes in list(zip(tasks, played, strict=True))[:num_shown]
         ]
         found = results(tasks, played, solved_at=solved_at)
-        self.event("evaluation", when=when, step=step, **found, samples=samples)
         self._held_out = None
+        self._tell_of_playing()  # first, so that nobody takes it for one that is still being played
+        self.event("evaluation", when=when, step=step, **found, samples=samples)
         of_tags = {f"eval_reward/{tag}": figures["reward"] for tag, figures in found["tags"].items()}
         self._evaluated = {"eval_step": step, "eval_reward": found["reward"], **of_tags}
 
