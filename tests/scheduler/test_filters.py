@@ -161,11 +161,11 @@ def test_patience_ends_with_the_reasons_and_how_often_each_came() -> None:
 def test_filtered_groups_in_a_row_name_those_that_failed_between_them() -> None:
     patience = Patience(max_filtered=3)
     dropped = Dropped(name="zero_variance", reason="all rewards are 0")
-    patience.failed("KeyError: 1")
+    patience.failed("KeyError: 1", command=None)
     patience.kept()
     patience.filtered(dropped)
     assert "failed" not in str(patience.alarm())
-    patience.failed("KeyError: 2")
+    patience.failed("KeyError: 2", command=None)
     assert str(patience.filtered(dropped)) == "None"
     assert "2 groups in a row were filtered" in str(patience.alarm())
     assert "; 1 more failed between them, the last with: KeyError: 2" in str(patience.filtered(dropped))
@@ -177,7 +177,7 @@ def test_many_failed_groups_among_others_are_an_alarm_until_there_are_half_as_ma
         assert patience.failure_alarm() is None
         for _ in range(3):
             patience.played()
-        patience.failed(f"KeyError: {number}")
+        patience.failed(f"KeyError: {number}", command=None)
     alarm = str(patience.failure_alarm())
     assert alarm.startswith("25 of the latest 100 groups failed: mend the environment")
     assert alarm.endswith("the last error was: KeyError: 24")
