@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,13 @@ class OneByOne(Quick):
     async def step(self, action: str) -> Any:  # type: ignore[override]
         await self._gate.wait()
         return "", 1.0, True, False, {}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """It comes to pass while members play."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 async def test_a_group_that_ends_at_once_is_one_report(tmp_path: Path) -> None:
@@ -88,9 +95,7 @@ async def test_members_that_end_early_are_reported_as_they_do(tmp_path: Path) ->
     config = Config.model_validate({"scheduler": {"segment_length": 8}})
     async with working(tmp_path, OneByOne, config=config) as stage:  # type: ignore[arg-type]
         await stage.start("env-0", job(1, members=range(4), group_size=4))
-        async with asyncio.timeout(10):
-            while stage.policy.num_sampled < 12:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: stage.policy.num_sampled == 12)
         for member in (2, 3):
             OneByOne.gates[member].set()
         two = await stage.controller.ended.get()
@@ -113,9 +118,7 @@ async def test_a_failed_member_ends_its_groups_attempt(tmp_path: Path) -> None:
     OneByOne.gates = []
     async with working(tmp_path, SecondFails) as stage:  # type: ignore[arg-type]
         await stage.start("env-0", job(1))
-        async with asyncio.timeout(10):
-            while stage.policy.num_sampled < 6:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: stage.policy.num_sampled == 6)
         OneByOne.gates[1].set()
         failed = await stage.controller.ended.get()
         assert [(e.episode.episode, e.status) for e in failed.episodes] == [(1, "failed")]
@@ -123,8 +126,7 @@ async def test_a_failed_member_ends_its_groups_attempt(tmp_path: Path) -> None:
         for gate in OneByOne.gates:
             gate.set()
         await stage.start("env-0", job(1, attempt=1))
-        while len(OneByOne.gates) < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: len(OneByOne.gates) == 4)
         for gate in OneByOne.gates:
             gate.set()
         played = await stage.controller.generated.get()
@@ -136,19 +138,14 @@ async def test_a_group_does_without_its_slowest_member(tmp_path: Path) -> None:
     OneByOne.gates = []
     async with working(tmp_path, OneByOne) as stage:  # type: ignore[arg-type]
         await stage.start("env-0", job(1, members=range(3), redundancy=1))
-        async with asyncio.timeout(10):
-            while stage.policy.num_sampled < 9:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: stage.policy.num_sampled == 9)
         for member in (2, 0):
             OneByOne.gates[member].set()
         played = await stage.controller.generated.get()
         assert [episode.episode.episode for episode in played.episodes] == [0, 2]
         assert played.ref is not None
         assert [sample.episode for sample in PayloadReader(tmp_path).read(played.ref)] == [0, 2]
-        async with asyncio.timeout(10):
-            while not stage.workers["env-0"].num_surplus_tokens:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        assert stage.workers["env-0"].num_surplus_tokens == 3
+        await until(lambda: stage.workers["env-0"].num_surplus_tokens == 3)
 
 
 class Breaking(OneByOne):
@@ -169,25 +166,25 @@ async def test_a_group_does_without_as_many_broken_members_as_it_has_more(
     tmp_path: Path, num_broken: int, is_whole: bool
 ) -> None:
     OneByOne.gates, Breaking.num_broken = [], num_broken
-    async with working(tmp_path, Breaking) as stage:  # type: ignore[arg-type]
+    config = Config.model_validate({"scheduler": {"segment_length": 8}})
+    async with working(tmp_path, Breaking, config=config) as stage:  # type: ignore[arg-type]
         await stage.start("env-0", job(1, members=range(3), redundancy=1))
-        async with asyncio.timeout(10):
-            while stage.policy.num_sampled < 9:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: stage.policy.num_sampled == 9)
         OneByOne.gates[1].set()
         first = await stage.controller.ended.get()
         assert [(e.episode.episode, e.status) for e in first.episodes] == [(1, "failed")]
+        assert first.saved == [None], "nobody goes on from it"
         OneByOne.gates[0].set()
         second = await stage.controller.ended.get()
         assert [(e.episode.episode, e.status == "failed") for e in second.episodes] == [(0, not is_whole)]
+        assert [saved is not None for saved in second.saved] == [is_whole]
         OneByOne.gates[2].set()
         if is_whole:
             played = await stage.controller.generated.get()
             assert [episode.episode.episode for episode in played.episodes] == [0, 2] and played.ref is not None
         else:
             await stage.start("env-0", job(1, members=range(3), redundancy=1, attempt=1))
-            while len(OneByOne.gates) < 6:  # noqa: ASYNC110 - the worker makes them
-                await asyncio.sleep(0)
+            await until(lambda: len(OneByOne.gates) == 6)
         assert stage.controller.generated.empty()
 
 
@@ -225,8 +222,7 @@ async def test_a_closed_worker_reports_nothing_and_plays_nothing(tmp_path: Path)
     OneByOne.gates = []
     async with working(tmp_path, OneByOne) as stage:
         await stage.start("env-0", job(1))
-        while len(OneByOne.gates) < 2:  # noqa: ASYNC110 - the worker makes them
-            await asyncio.sleep(0)
+        await until(lambda: len(OneByOne.gates) == 2)
         for gate in OneByOne.gates:
             gate.set()
         stage.workers["env-0"].close()

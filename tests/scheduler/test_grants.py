@@ -22,8 +22,9 @@ SETTINGS: dict[str, Any] = {
 REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
 
 
-async def scheduler_with(num_groups: int, **changes: Any) -> Scheduler:
-    settings = Config.model_validate(SETTINGS | {"scheduler": SETTINGS["scheduler"] | changes})
+async def scheduler_with(num_groups: int, *, redundancy: int = 0, **changes: Any) -> Scheduler:
+    env, scheduling = SETTINGS["env"] | {"redundancy": redundancy}, SETTINGS["scheduler"] | changes
+    settings = Config.model_validate(SETTINGS | {"env": env, "scheduler": scheduling})
     scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, record=lambda *decision: None)
     scheduler.worker_joined("env-0", 100)
     source = NumberedTasks("train")

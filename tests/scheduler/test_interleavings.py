@@ -152,7 +152,7 @@ class Play:
             broken[episode.episode] = was_rewarding
             if len(broken) > self.redundancy:
                 self._forget(episode.group)
-            self.scheduler.ended(episode.group, [summary], [None])
+            self.scheduler.ended(episode.group, [summary], [self.draw.draw(st.sampled_from([None, REF]))])
             return
         ended[episode.episode] = summary
         if len(ended) == GROUP_SIZE:

@@ -209,6 +209,7 @@ class Worker:
 
     async def _report_whole(self, group: PlayedGroup) -> None:
         members = group.members
+        self.num_surplus_tokens += group.num_tokens(group.surplus)
         ref: PayloadRef | None = None
         if not group.failed and not group.keep_text:
             ref = self._saved.append(group.formulated(self._config.env.formulation))

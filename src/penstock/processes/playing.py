@@ -50,6 +50,11 @@ class PlayedGroup:
         return sorted(self._ended if self.failed else self._well[: self.size])
 
     @property
+    def surplus(self) -> list[int]:
+        """Those that ended, and that the group does without."""
+        return sorted(self._ended.keys() - set(self.members))
+
+    @property
     def _well(self) -> list[int]:
         return [member for member, (played, _) in self._ended.items() if played.status not in ("failed", "aborted")]
 
@@ -62,9 +67,13 @@ class PlayedGroup:
         ended = [self._ended[member][0] for member in self.members]
         return [sample for trajectory in ended for sample in trajectory.formulate(formulation)]
 
-    def samples(self, members: list[int]) -> list[Sample]:
-        """One each, whole."""
-        return [self._ended[member][0].flatten() for member in members]
+    def sample(self, member: int) -> Sample | None:
+        """Whole; None of one that failed."""
+        return self._ended[member][0].flatten() if member in self._well else None
+
+    def num_tokens(self, members: list[int]) -> int:
+        """That the policy generated."""
+        return sum(self._ended[member][0].num_tokens for member in members)
 
     def summaries(self, members: list[int]) -> list[EpisodeSummary]:
         ended = [self._ended[member] for member in members]

@@ -67,10 +67,11 @@ class SavedEpisodes:
         return self._saves_ended and self._environments.of_task(task).max_turns == 1
 
     def save_ended(self, group: PlayedGroup, members: list[int]) -> list[PayloadRef | None]:
-        """Members that ended before their group was whole; a group that failed starts from nothing."""
+        """Members that ended well before their group was whole; a group that failed starts from nothing."""
         if group.failed or not self._saves_ended:
             return [None] * len(members)
-        return [self._writer.append([sample]) for sample in group.samples(members)]
+        samples = [group.sample(member) for member in members]
+        return [None if sample is None else self._writer.append([sample]) for sample in samples]
 
     def recall(self, work: Work) -> Recalled:
         """Read what was saved of `work`.

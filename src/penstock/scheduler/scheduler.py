@@ -122,8 +122,7 @@ class Scheduler:
         """Take `tasks` in, one group each; returns (group, task) pairs."""
         admitted = []
         for task, tokens in zip(tasks, self._foresight.estimate(tasks), strict=True):
-            group = self._add(task, self._config.env.num_members, self.ledger)
-            group.redundancy = self._config.env.redundancy
+            group = self._add(task, self._config.env.group_size, self.ledger, redundancy=self._config.env.redundancy)
             group.predicted_tokens = tokens or 0.0
             self._dispatcher.push(group)
             inputs = {"group": group.number, "task": task.task_id, "predicted_tokens": tokens}
@@ -144,11 +143,14 @@ class Scheduler:
             self._all_over.clear()
             await self._progress.wait(self._all_over)
 
-    def _add(self, task: Task, size: int, ledger: Ledger, *, number: int | None = None) -> LiveGroup:
+    def _add(
+        self, task: Task, group_size: int, ledger: Ledger, *, redundancy: int = 0, number: int | None = None
+    ) -> LiveGroup:
         number = self._next_group if number is None else number
         self._next_group = max(self._next_group, number + 1)
+        size, now = group_size + redundancy, self._now()
         ledger.admit(number, size)
-        group = LiveGroup(number=number, task=task, size=size, ledger=ledger, admitted_at=self._now())
+        group = LiveGroup(number=number, task=task, size=size, redundancy=redundancy, ledger=ledger, admitted_at=now)
         self._groups[number] = group
         return group
 
@@ -259,9 +261,10 @@ class Scheduler:
             return
         members = [summary.episode.episode for summary in summaries]
         self._dispatcher.places.stop(group, members)
-        for member, ref, summary in zip(members, saved, summaries, strict=True):
-            group.keep(member, ref, summary)
         failed = {summary.episode.episode: _error(summary) for summary in summaries if _has_failed(summary)}
+        for member, ref, summary in zip(members, saved, summaries, strict=True):
+            if member not in failed:
+                group.keep(member, ref, summary)
         if not group.spares(failed):
             self._fail(group, next(iter(failed.values())))
         else:
@@ -559,8 +562,8 @@ class Scheduler:
     def _admit_again(self, record: GroupRecord, task: Task) -> None:
         """It waits as long as the next group that was admitted after it."""
         since = min([g.admitted_at for g in self._groups.values() if g.number > record.group], default=self._now())
-        group = self._add(task, self._config.env.num_members, self.ledger, number=record.group)
-        group.redundancy = self._config.env.redundancy
+        env = self._config.env
+        group = self._add(task, env.group_size, self.ledger, redundancy=env.redundancy, number=record.group)
         group.admitted_at, group.attempt = since, record.attempt
         if record.ref is None:
             self._push_again(group)

@@ -83,13 +83,13 @@ class Rendering:
     def write(
         self, shard: Shard, records: Sequence[GroupRecord], payloads: Mapping[int, Payload], *, again: bool = False
     ) -> Shard:
-        """Returns it as it was written; `payloads` are those of the groups' tasks. Raises `DumpError`."""
+        """Returns it with what that took; `payloads` are those of the groups' tasks. Raises `DumpError`."""
         started, reader = time.thread_time(), PayloadReader(self.pool)
         rows = [row for record in records for row in self._rows(record, reader, payloads, shard.step)]
         if rows:
             self.target.write(shard.name, rows, again=again)
         cpu_s = time.thread_time() - started
-        return msgspec.structs.replace(shard, written=True, num_rows=len(rows), cpu_s=cpu_s)
+        return msgspec.structs.replace(shard, num_rows=len(rows), cpu_s=cpu_s)
 
     def _rows(
         self, record: GroupRecord, reader: PayloadReader, payloads: Mapping[int, Payload], step: int | None
