@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from rich.console import Console
 
 from penstock import loop
 from penstock.config import Config, ConfigError
 from penstock.data.sources import FirstTasks, TaskStream, open_tasks
+from penstock.observe import jsonl, report, summary
+from penstock.observe.notices import notice
 from penstock.observe.recorder import Recorder
 from penstock.ports import EndedGroup, GroupRecord, Shard, Work
 from penstock.processes.controller import tasks_to_play
@@ -24,8 +29,9 @@ from penstock.scheduler.pacing import PacingState, Unpaced
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
+from penstock.store.index import PoolIndex
 from penstock.store.pool import ExperiencePool
-from penstock.types import EpisodeState, GroupAttempt, PayloadRef, Task
+from penstock.types import EpisodeState, EpisodeSummary, GroupAttempt, PayloadRef, Task
 
 GROUP_SIZE, NUM_TASKS = 4, 40
 
@@ -66,13 +72,19 @@ class Heard:
 
 
 async def synthesize(
-    directory: Path, settings: Config, play: Play, *, until: float = float("inf")
+    directory: Path, settings: Config, play: Play, *, until: float = float("inf"), broken: Collection[int] = ()
 ) -> tuple[Scheduler, Heard]:
-    """A controller, which dies at `until` seconds."""
+    """A controller, which dies at `until` seconds. The groups in `broken` fail whenever they are played."""
+
+    def collect(group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
+        if group in broken:
+            ref, episodes = None, [*episodes[1:], replace(episodes[0], status="failed", error="KeyError: 'answer'")]
+        loop.collect(system, group, ref, episodes)
+
     recorder, pool, heard = Recorder(directory), ExperiencePool(directory / "pool"), Heard()
     payloads(directory).touch()
     scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, record=recorder.decision)
-    workers = ModelledWorkers(play, lambda *played: loop.collect(system, *played), lambda: 0)
+    workers = ModelledWorkers(play, collect, lambda: 0)
     system = loop.System(
         config=settings,
         run_dir=directory,
@@ -128,6 +140,36 @@ def test_filtered_groups_end_nothing_and_are_counted(tmp_path: Path) -> None:
     assert events[-1]["event"] == "completed"
 
 
+def test_groups_that_fail_among_others_are_counted_with_an_alarm_and_the_latest_reason(tmp_path: Path) -> None:
+    broken = [group for group in range(NUM_TASKS) if group % 4]
+    scheduler, heard = run_virtual(synthesize(tmp_path, config(), random_play(0), broken=broken))
+    assert scheduler.ledger.counts()["failed"] == len(broken) * GROUP_SIZE and len(heard.groups) == NUM_TASKS // 4
+    played = jsonl.read_json(tmp_path / "played.json")
+    assert played["groups_failed"] == len(broken)
+    assert played["latest_failure"] == "given up after 3 attempts: KeyError: 'answer'"
+    events = jsonl.read(tmp_path / "events.jsonl")
+    (alarm,) = [event["reason"] for event in events if event["event"] == "alarm"]
+    assert alarm.startswith("failures: 25 of the latest ") and alarm.endswith("the last error was: KeyError: 'answer'")
+
+
+def test_a_task_that_is_given_up_is_named_and_not_counted_as_played(tmp_path: Path) -> None:
+    with closing(Recorder(tmp_path)) as recorder:
+        recorder.intends(NUM_TASKS)
+        recorder.decision("retry", "KeyError: 'answer'", {"group": 5, "attempt": 1})
+        recorder.decision("retry", "given up after 3 attempts: KeyError: 'answer'", {"group": 5, "given_up": "rows/6"})
+        recorder.progressed(NUM_TASKS, {}, {})
+    (event,) = [event for event in jsonl.read(tmp_path / "events.jsonl") if event["event"] == "given_up"]
+    assert notice(event) == (
+        "task rows/6 leaves no row (mend it, and play it in another run): given up after 3 attempts: KeyError: 'answer'"
+    )
+    found = summary.write(tmp_path)
+    assert (found["tasks"], found["tasks_played"], found["groups_failed"]) == (NUM_TASKS, NUM_TASKS - 1, 1)
+    console = Console(file=io.StringIO(), width=120)
+    report.show(tmp_path, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "39 of 40 tasks played, 1 given up" in text and "! task rows/6 leaves no row" in text
+
+
 def test_every_task_is_played_once(tmp_path: Path) -> None:
     scheduler, heard = run_virtual(synthesize(tmp_path, config(), random_play(0)))
     assert scheduler.ledger.counts()["collected"] == NUM_TASKS * GROUP_SIZE == scheduler.ledger.num_admitted
@@ -151,6 +193,25 @@ def test_a_controller_goes_on_where_another_one_was(
     assert sorted(heard.groups) == list(range(NUM_TASKS))
     assert scheduler.ledger.counts()["collected"] == scheduler.ledger.num_admitted == NUM_TASKS * GROUP_SIZE
     assert scheduler.num_ended == NUM_TASKS
+    found = summary.summarize(directory)
+    assert found["trajectories"] == NUM_TASKS * GROUP_SIZE
+    with closing(PoolIndex(directory / "pool", readonly=True)) as index:
+        rewards = [episode.reward for record in index for episode in record.episodes]
+    last = jsonl.read(directory / "metrics.jsonl")[-1]
+    assert last["reward_total"] == pytest.approx(sum(rewards)) and last["tokens_generated_total"] == 8 * len(rewards)
+
+
+def test_what_was_given_up_is_counted_over_lives_and_its_siblings_are_not(tmp_path: Path) -> None:
+    for until in (1.0, float("inf")):
+        with suppress(TimeoutError):
+            run_virtual(synthesize(tmp_path, config(), random_play(0), until=until, broken=range(3)))
+        (tmp_path / "played.json").unlink()
+    assert jsonl.read(tmp_path / "metrics.jsonl")[-1]["episodes_total"] == (NUM_TASKS - 3) * GROUP_SIZE
+    recorder, pool = Recorder(tmp_path), ExperiencePool(tmp_path / "pool")
+    recorder.take_up(pool.records())
+    recorder.close()
+    pool.close()
+    assert jsonl.read_json(tmp_path / "played.json")["groups_failed"] == 3
 
 
 def test_a_group_that_was_whole_when_the_controller_died_is_not_played_again(tmp_path: Path) -> None:

@@ -121,6 +121,12 @@ def test_beside_training_validation_takes_no_more_than_its_share(tmp_path: Path)
     assert max(beside) == 8 and max(alone) == 16
 
 
+def test_how_far_a_validation_is_is_known_while_it_is_played(tmp_path: Path) -> None:
+    run = run_to_its_end(tmp_path, validation={"every": 2})
+    told = [reason for decider, reason in run.decisions if decider == "evaluation"]
+    assert told == [f"{ended} of 6 held-out tasks have ended" for ended in range(1, 7)] * len(run.evaluations())
+
+
 def test_several_samples_of_each_task(tmp_path: Path) -> None:
     run = run_to_its_end(tmp_path, validation={"samples": 4}, env={"eval_temperature": 1.0})
     before = run.evaluations()[0]

@@ -140,7 +140,7 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequen
     if ref is not None:
         system.pool.add(group, task, ref, episodes)
     state = system.scheduler.finish(group, ref, episodes)
-    if state is not None and task.purpose == "train":
+    if ref is not None and state is not None and task.purpose == "train":
         system.recorder.played(task.tag, episodes)
     system.settle()
     system.tell()

@@ -270,8 +270,12 @@ class Observer(Protocol):
         """A decider decided."""
         ...
 
+    def take_up(self, records: Iterable[GroupRecord]) -> None:
+        """Go on where another controller of a run that only plays was: all its groups."""
+        ...
+
     def played(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
-        """A group that is to be trained was played."""
+        """A whole group of the run was played."""
         ...
 
     def accumulated(self, counts: Mapping[str, float]) -> None:

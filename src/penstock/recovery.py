@@ -74,6 +74,7 @@ async def begin_to_play(system: System) -> None:
     known = await _take_up(system)
     system.settle()
     if known:
+        system.recorder.take_up(system.pool.records())
         system.recorder.event("went_on", tasks=system.scheduler.num_ended, groups=known)
 
 

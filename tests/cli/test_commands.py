@@ -51,21 +51,21 @@ def test_dry_run_knows_the_environments(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "word"),
+    ("override", "code", "word"),
     [
-        ("model.path=/no/such/model", "/no/such/model"),
-        ("model.path=/no/such/model", "there is no directory"),
-        ("model.path=/", "no config.json"),
-        ("env.name=singel_turn", "single_turn"),
-        ("env.reward=maths", "did you mean math?"),
-        ("env.reward=nowhere.py:Reward", "there is no"),
+        ("model.path=/no/such/model", 1, "/no/such/model"),
+        ("model.path=/no/such/model", 1, "there is no directory"),
+        ("model.path=/", 1, "no config.json"),
+        ("env.name=singel_turn", 2, "single_turn"),
+        ("env.reward=maths", 2, "did you mean math?"),
+        ("env.reward=nowhere.py:Reward", 2, "there is no"),
     ],
 )
 def test_what_cannot_run_here_is_refused_before_anything_is_created(
-    config: Path, tmp_path: Path, override: str, word: str
+    config: Path, tmp_path: Path, override: str, code: int, word: str
 ) -> None:
     result = penstock("train", config, override)
-    assert result.exit_code == 1
+    assert result.exit_code == code
     assert word in result.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -120,18 +120,18 @@ def test_a_detached_run_outlives_the_command_that_started_it(config: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "code", "message"),
     [
-        (["data.source=jsonl", "data.path=nowhere.jsonl"], "data.path: there is no file nowhere.jsonl"),
-        (["scheduler.length.learn_from=nowhere"], "nowhere is not the directory of a run"),
-        (["scheduler.dispatch.policy=sjf", "scheduler.length.embedding=no_such:thing"], "cannot be imported"),
+        (["data.source=jsonl", "data.path=nowhere.jsonl"], 1, "data.path: there is no file nowhere.jsonl"),
+        (["scheduler.length.learn_from=nowhere"], 1, "nowhere is not the directory of a run"),
+        (["scheduler.dispatch.policy=sjf", "scheduler.length.embedding=no_such:thing"], 2, "cannot be imported"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_starts(
-    config: Path, tmp_path: Path, overrides: list[str], message: str
+    config: Path, tmp_path: Path, overrides: list[str], code: int, message: str
 ) -> None:
     result = penstock("train", config, *overrides)
-    assert result.exit_code == 1 and message in result.stderr
+    assert result.exit_code == code and message in result.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -12,9 +12,11 @@ from made_runs import penstock
 from typer.testing import CliRunner, Result
 
 from penstock.cli.main import app
-from penstock.config import TinyModelConfig
+from penstock.config import TinyModelConfig, load_config
+from penstock.data.sources import open_tasks
 from penstock.model.load import load_policy
 from penstock.model.tiny import write_tiny_model
+from penstock.scheduler.seeds import Seeds
 
 ENVIRONMENTS = '''
 import asyncio, time
@@ -79,6 +81,25 @@ class Bytes(Good):
     def step(self, action):
         return b"bytes", 1.0, True, False, {}
 
+class Isolated(Expert):
+    isolated = True
+
+class Five(Good):
+    def demonstrate(self):
+        return 5
+
+class Exits(Isolated):
+    def step(self, action):
+        import os
+        os._exit(7)
+
+class RaisesApart(Raises):
+    isolated = True
+
+class Subscripts(Good):
+    def __init__(self, task):
+        self.question = task["question"]
+
 class Careless:
     def __init__(self, task): pass
 
@@ -92,7 +113,7 @@ class Agent:
         from openai import AsyncOpenAI
         async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
             messages = [{"role": "user", "content": "say something"}]
-            reply = await client.chat.completions.create(model=llm.model, messages=messages)
+            reply = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=4)
         return float(reply.choices[0].message.content is not None)
 '''
 
@@ -108,7 +129,9 @@ def try_it(file: Path, name: str, *words: str) -> Result:
     return penstock("env", "try", f"{file}:{name}", *words)
 
 
-@pytest.mark.parametrize("name", ["Expert", "Async", "Blocking", "Both"])
+@pytest.mark.parametrize(
+    "name", ["Expert", "Async", "Blocking", "Both", pytest.param("Isolated", marks=pytest.mark.integration)]
+)
 def test_an_episode_is_shown_turn_by_turn(file: Path, name: str) -> None:
     result = try_it(file, name, "--seed", "5", "env.options.goal=2")
     assert result.exit_code == 0, result.output
@@ -139,13 +162,39 @@ def test_a_configuration_says_what_is_played(file: Path, tmp_path: Path) -> None
         "data: {source: seeds}\nenv: {name: my_env.py:Expert, options: {goal: 9}, max_turns: 4, max_new_tokens: 2}\n"
     )
     result = penstock("env", "try", tmp_path / "run.yaml")
-    assert "count to 9" in result.stdout and "truncated   reward 10   4 turns" in result.stdout
+    assert "count to 9" in result.stdout and "truncated by env.max_turns 4   reward 10   4 turns" in result.stdout
+
+
+def test_no_row_needs_to_be_held_out(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' * 3)
+    words = [f"data.path={tmp_path / 'rows.jsonl'}", "data.source=jsonl", "env.reward=math"]
+    result = penstock("env", "try", "single_turn", "--task", "2", *words)
+    assert "reward        │ scored by math   terminated" in result.stdout
+    assert "task rows/3 " in result.stdout and "observation   │ 1+1" in result.stdout
+    assert "there is no task 3" in penstock("env", "try", "single_turn", "--task", "3", *words).stderr
+
+
+def test_programs_of_their_own_are_refused_before_their_settings_are() -> None:
+    result = penstock("env", "try", "atropos")
+    assert (result.exit_code, "programs of their own" in result.stderr) == (2, True)
+
+
+def test_a_task_is_played_with_the_seed_that_a_run_gives_it(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 7\ndata: {source: seeds}\nenv: {name: my_env.py:Good, max_turns: 4}\n")
+    config = load_config(path)
+    for number in (0, 3):
+        task = open_tasks(config).task(number)
+        assert task is not None
+        shown = penstock("env", "try", path, "--task", str(number)).stdout
+        assert f"seed {Seeds(config).of_environment(task)}: count" in shown
 
 
 def test_a_person_plays_and_may_leave(file: Path) -> None:
     words = ["env", "try", f"{file}:Good", "--policy", "human"]
     whole = CliRunner().invoke(app, words, input="ä\nb\nc\n")
     assert (whole.exit_code, "heard ä" in whole.stdout) == (0, True)
+    assert "your action> ä\naction        │ ä\n" in whole.stdout
     left = CliRunner().invoke(app, words, input="a\n")
     assert (left.exit_code, "you left" in left.stdout) == (1, True)
 
@@ -155,6 +204,11 @@ def test_a_person_plays_and_may_leave(file: Path) -> None:
     [
         ("Raises", "AttributeError: 'Raises' object has no attribute 'absent'"),
         ("Raises", "my_env.py"),
+        (
+            "Subscripts",
+            "__init__ of seed/Subscripts/train/0: TypeError: 'Task' object is not subscriptable (my_env.py:",
+        ),
+        ("Five", "Five.demonstrate returned 5, not a string"),
         ("Careless", "AttributeError: 'Careless' object has no attribute 'absent'"),
         ("NotANumber", "nan"),
         ("OldGym", "('', 1.0, True, {})"),
@@ -215,11 +269,33 @@ def test_an_endpoint_that_does_not_answer_is_named(file: Path) -> None:
     assert "http://127.0.0.1:9/v1/ does not answer: APIConnectionError" in result.stdout
 
 
+@pytest.mark.integration
+def test_an_agent_is_told_that_the_endpoint_does_not_answer(file: Path) -> None:
+    result = try_it(file, "Agent", "--policy", "openai", "--base-url", "http://127.0.0.1:9/v1")
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:9/v1/ does not answer: APIConnectionError" in result.stdout.splitlines()[-1]
+
+
 def test_an_agent_that_fails_against_an_endpoint_is_shown(file: Path) -> None:
     result = try_it(file, "Careless", "--policy", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "any")
     assert result.exit_code == 1
     assert "play raised   │ Traceback" in result.stdout
     assert "Careless.play of seed/Careless/train/0: AttributeError: 'Careless' object has no" in result.stdout
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Exits", "Exits.step of seed/Exits/train/0: HostLost: its process ended: exit 7"),
+        ("RaisesApart", "AttributeError: 'RaisesApart' object has no attribute 'absent' (my_env.py:"),
+        ("RaisesApart", "step raised   │ Traceback"),
+    ],
+)
+def test_an_isolated_one_is_played_in_its_own_process(file: Path, name: str, message: str) -> None:
+    result = try_it(file, name)
+    assert result.exit_code == 1
+    assert message in result.stdout and "trajectory    │ failed" in result.stdout
 
 
 @pytest.mark.integration
@@ -241,9 +317,10 @@ def test_a_served_policy_plays(file: Path, tmp_path: Path) -> None:
         assert server.stdout is not None
         try:
             url = server.stdout.readline().split(" at ")[1].split()[0]
-            for name, end in (("Good", "completed   reward 6   3 turns"), ("Agent", "reward        │ 1.0")):
+            for name, end in (("Good", "completed   reward 6   3 turns"), ("Agent", "completed   reward 1   1 turns")):
                 result = try_it(file, name, "--policy", "openai", "--base-url", f"{url}/v1")
                 assert result.exit_code == 0, result.output
                 assert end in result.stdout
+                assert "observation   │" in result.stdout and "action        │" in result.stdout
         finally:
             server.kill()

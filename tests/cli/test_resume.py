@@ -165,6 +165,13 @@ def test_fewer_tasks_than_were_to_be_played_are_refused(tmp_path: Path, had: int
     assert state_of(run_dir)["lives"] == 1
 
 
+def test_a_complete_run_over_all_of_its_data_is_not_told_to_raise_what_it_cannot(tmp_path: Path) -> None:
+    run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="rollout", synthesis={"tasks": -1})
+    result = penstock("resume", run_dir)
+    assert result.exit_code == 0 and "raise" not in result.stdout
+    assert "is complete: it has played every task of its data; `penstock rollout` plays them once more" in result.stdout
+
+
 @pytest.mark.parametrize("asked", [151, -1])
 def test_more_tasks_go_further(tmp_path: Path, asked: int) -> None:
     run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="rollout", synthesis={"tasks": 150})

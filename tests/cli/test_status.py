@@ -27,7 +27,14 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         totals = {"episodes_total": 8 * step, "trainer_busy_s": 0.5 * step, "num_trainers": 1}
         dropped = {"zero_variance: all rewards are 0": 4 * step, "mine: too odd": step}
-        take_step(run_dir, step, ledger={"trained": 8 * step}, staleness_mean=0.5, groups_dropped=dropped, **totals)
+        take_step(
+            run_dir,
+            step,
+            ledger={"trained": 8 * step, "discarded_surplus": 2 * step},
+            staleness_mean=0.5,
+            groups_dropped=dropped,
+            **totals,
+        )
     for number in range(3):
         decide(run_dir, "dispatch", f"number {number}", moment=float(number))
     decide(run_dir, "trigger", "count: 7 groups ready", moment=1.5, groups=7)
@@ -55,9 +62,27 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
         "starvation",
         "checkpoints/step_2",
         "12 groups  zero_variance: all rewards are 0",
+        "6 trajectories more than their groups needed",
         "penstock stop",
     ):
         assert words in text
+
+
+def test_groups_that_failed_are_counted_before_any_step(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    assert ask(run_dir)["groups_failed"] == 0 and "groups failed" not in penstock("status", run_dir).stdout
+    found = {"groups_failed": 2, "latest_failure": "given up", "groups_dropped": {"mine: too odd": 7}}
+    found["episodes_total"] = 28
+    jsonl.write_json(run_dir / "played.json", found)
+    document = ask(run_dir)
+    assert document["progress"]["held_out"] is None
+    assert (document["groups_failed"], document["latest_failure"]) == (2, "given up")
+    assert document["groups_dropped"] == {"mine: too odd": 7}
+    shown = penstock("status", run_dir).stdout
+    assert "2 groups failed, the latest: given up" in shown and "28 trajectories" in shown
+    jsonl.write_json(run_dir / "played.json", {"held_out": {"ended": 3, "tasks": 8}})
+    assert ask(run_dir)["progress"]["held_out"] == {"ended": 3, "tasks": 8}
+    assert "3 of 8 tasks played" in penstock("status", run_dir).stdout
 
 
 def test_an_evaluation_counts_its_tasks_and_says_where_its_results_are(tmp_path: Path) -> None:

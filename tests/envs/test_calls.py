@@ -13,6 +13,7 @@ import pytest
 
 from penstock.config import ConfigError
 from penstock.envs.calls import EpisodeFailure, Outcome, Places, World
+from penstock.envs.origin import LoggedOnce
 from penstock.envs.threads import in_thread
 
 
@@ -178,3 +179,26 @@ async def test_whoever_gives_up_on_a_thread_goes_on() -> None:
     assert [thread.daemon for thread in hanging] == [True], "it keeps no process from ending"
     gate.set()
     hanging[0].join()
+
+
+async def test_the_line_is_named_and_the_traceback_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def step() -> Any:
+        return {}["absent"]
+
+    log = LoggedOnce()
+    for task_id in ("t/1", "t/2"):
+        failing = World(lambda: Echo(step=step), name="echo", task_id=task_id, places=Places(), on_error=log)
+        with pytest.raises(EpisodeFailure, match=rf"{task_id}: KeyError: 'absent' \(test_calls\.py:\d+\)$"):
+            await failing.step("ok")
+    (record,) = caplog.records
+    first, *lines = record.getMessage().splitlines()
+    assert first == "Echo.step raised:" and lines[-1] == "KeyError: 'absent'"
+    assert "test_calls.py" in lines[1] and "penstock" not in "".join(lines[1:3])
+
+
+async def test_the_line_is_that_of_who_called_a_library() -> None:
+    def step() -> Any:
+        return np.concatenate([])
+
+    with pytest.raises(EpisodeFailure, match=r"ValueError: .* \(test_calls\.py:\d+\)$"):
+        await world(lambda: Echo(step=step)).step("ok")

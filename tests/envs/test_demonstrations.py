@@ -57,3 +57,14 @@ def test_one_that_shows_nothing_is_refused_and_closed(chat: ChatTokenizer) -> No
     with pytest.raises(ConfigError, match=r"demonstrate\(\); Endless has none"):
         examples(Endless, chat)
     assert Endless.num_open == 0
+
+
+class Five(Endless):
+    def demonstrate(self) -> Any:
+        return 5
+
+
+def test_one_that_shows_no_text_is_named_and_closed(chat: ChatTokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"Five\.demonstrate returned 5, not a string"):
+        examples(Five, chat)
+    assert Endless.num_open == 0

@@ -99,7 +99,7 @@ async def test_they_share_processes_that_are_not_ours(chat: ChatTokenizer) -> No
     [
         ("hangs", "s for its next observation, held by Heavy.step"),
         ("crashes", "Heavy.step of t: HostLost: its process ended: exit 7"),
-        ("raises", "Heavy.step of t: HostedError: KeyError: 'answer'"),
+        ("raises", "Heavy.step of t: KeyError: 'answer' (test_isolated.py:"),
         ("nan", "Heavy.step of t: the reward is nan, not a finite number"),
         ("shows nothing", "Heavy.step of t: the observation is a NoneType, not a string"),
     ],

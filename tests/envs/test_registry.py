@@ -57,7 +57,9 @@ def test_a_module_in_the_working_directory_is_found_without_being_imported(
         ("singel_turn", "did you mean single_turn"),
         ("nowhere_at_all:World", "no module nowhere_at_all"),
         ("penstock.types:Task", "is not a class with reset"),
-        ("penstock.types:Nothing", "cannot be imported"),
+        ("penstock.types:Nothing", "penstock.types has no Nothing; there are .*Task"),
+        ("nosuch", "known are single_turn, guess_number, atropos, or"),
+        (__file__, "which class of it.*there are .*Quiz"),
     ],
 )
 def test_mistakes_are_named(name: str, message: str) -> None:
@@ -94,5 +96,27 @@ def test_a_task_is_played_in_the_environment_of_its_tag_and_purpose() -> None:
 
 def test_a_task_without_what_its_environment_needs_is_named() -> None:
     make = maker_by_tag(Config.model_validate({"env": {"name": f"{__name__}:Quiz"}}))
-    with pytest.raises(ConfigError, match=r"task words/3 has no 'question', which .*Quiz needs; it has answer"):
+    with pytest.raises(
+        ConfigError, match=r"task words/3 has no 'question', which .*Quiz needs \(test_registry.py:\d+\); it has"
+    ):
         make(Task(task_id="words/3", tag="Quiz", index=2, payload={"answer": "b"}))
+
+
+class Subscripts(Quiz):
+    """Takes the task for its row."""
+
+    def __init__(self, task: Task) -> None:
+        self.question = task["question"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("options", [{"levle": 3}, {"name": 1}, {"task": 1}])
+def test_options_that_a_class_does_not_take_are_a_misfit(options: dict[str, object]) -> None:
+    make = maker_by_tag(Config.model_validate({"env": {"name": f"{__name__}:Quiz", "options": options}}))
+    with pytest.raises(ConfigError, match=r"env.options .* do not fit .*Quiz: .*it is made with \(task"):
+        make(Task(task_id="t", tag="Quiz", index=0, payload={"question": "?"}))
+
+
+def test_what_a_constructor_raises_is_its_own() -> None:
+    make = maker_by_tag(Config.model_validate({"env": {"name": f"{__name__}:Subscripts"}}))
+    with pytest.raises(TypeError, match="not subscriptable"):
+        make(Task(task_id="t", tag="Subscripts", index=0))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from test_manager import play, work
 
+from penstock.config import ConfigError
 from penstock.envs.single_turn import SingleTurn
 from penstock.model.chat import ChatTokenizer
 from penstock.types import Task
@@ -32,3 +33,8 @@ def test_of_any_other_task_it_gives_no_reward(chat: ChatTokenizer) -> None:
 def test_an_unknown_dataset_is_named(name: str) -> None:
     with pytest.raises(Exception, match=name):
         SingleTurn(task(metadata={"source_dataset": name}))
+
+
+def test_a_prompt_is_text() -> None:
+    with pytest.raises(ConfigError, match=r"env.options.prompt is {'question': None}, not text: quote it"):
+        SingleTurn(task(), prompt={"question": None})  # type: ignore[arg-type]

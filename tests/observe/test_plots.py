@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_run import evaluate, make_run, mix
 
-from penstock.observe import plots
+from penstock.observe import jsonl, plots
 from penstock.observe.reward_plot import smooth
 from penstock.observe.timeline_plot import busy_shares, window
 
@@ -31,6 +31,14 @@ def test_a_mixture_with_validations_makes_a_picture(tmp_path: Path) -> None:
 
 def test_no_steps_make_no_pictures(tmp_path: Path) -> None:
     assert plots.draw(make_run(tmp_path, 0)) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_has_not_computed_anything_makes_a_picture(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, 0, status="failed")
+    span = {"process": "trainer-0", "kind": "publish", "start": 1.0, "end": 1.5, "policy_version": 0}
+    jsonl.append(run_dir / "timeline.jsonl", span)
+    assert [path.name for path in plots.draw(run_dir)] == ["timeline.png"]
 
 
 def test_smoothing_keeps_a_constant_and_halves_nothing_at_the_ends() -> None:

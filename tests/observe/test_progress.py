@@ -189,6 +189,74 @@ async def test_trouble_is_told_in_lines_in_the_panel_and_in_the_report(tmp_path:
     assert [told in panel for told in TOLD] == [False, False, True, True, True, True]
 
 
+def test_failed_groups_are_told_in_lines_in_the_panel_and_in_the_report(tmp_path: Path) -> None:
+    make_run(tmp_path, 3)
+    jsonl.append(tmp_path / "events.jsonl", state("running"))
+    found = {"groups_failed": 12, "latest_failure": "given up after 3 attempts: Pig.reset of seed/3: KeyError: 'b'"}
+    jsonl.write_json(tmp_path / "played.json", found)
+    summary.write(tmp_path)
+    console = Console(file=io.StringIO(), width=200)
+    report.show(tmp_path, console)
+    told = "12 groups failed, the latest: given up after 3 attempts: Pig.reset of seed/3: KeyError: 'b'"
+    assert told in console.file.getvalue()  # type: ignore[attr-defined]
+    view = Watched(tmp_path, Plan(num_steps=9)).update()
+    assert render_line(view).endswith(told)
+    assert "12 groups failed" in text_of(render_panel(view, tmp_path, now=STARTED))
+
+
+def test_what_is_played_without_a_step_is_told(tmp_path: Path) -> None:
+    jsonl.append(tmp_path / "events.jsonl", state("running"))
+    watched = Watched(tmp_path, Plan(num_steps=9))
+    assert render_line(watched.update()) == "waiting for the first step"
+    dropped = {"zero_variance: all rewards are 0": 80, "mine: too odd": 1, "zero_variance: all rewards are 1": 3}
+    jsonl.write_json(tmp_path / "played.json", {"episodes_total": 344, "groups_dropped": dropped})
+    told = "344 played, 84 groups filtered (zero_variance: all rewards are 0, zero_variance: all rewards are 1)"
+    assert render_line(watched.update()) == f"waiting for the first step  {told}"
+    assert "344 played, 84 groups filtered" in text_of(render_panel(watched.view, tmp_path, now=STARTED))
+    jsonl.append(tmp_path / "events.jsonl", state("failed"))
+    assert render_line(watched.update()) == "failed"
+
+
+def test_a_validation_says_how_far_it_is(tmp_path: Path) -> None:
+    jsonl.append(tmp_path / "events.jsonl", state("running"))
+    jsonl.write_json(tmp_path / "played.json", {"held_out": {"ended": 5, "tasks": 64}})
+    given = Watched(tmp_path, Plan(num_steps=0, pipeline="eval")).update()
+    assert render_line(given) == "evaluating the policy  5 of 64 held-out tasks played" and given.step == 5
+    make_run(tmp_path, 3)
+    assert "5 of 64 held-out tasks played" in render_line(Watched(tmp_path, Plan(num_steps=9)).update())
+
+
+async def test_lines_go_on_while_no_step_is_taken_and_tell_of_validations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PANEL_EVERY_S", "LINE_EVERY_S", "QUIET_LINE_EVERY_S"):
+        monkeypatch.setattr(progress, name, 0.0)
+    make_run(tmp_path, 3)
+    jsonl.append(tmp_path / "events.jsonl", state("running"))
+    evaluate(tmp_path, "before", 0.25)
+    console = Console(file=io.StringIO(), width=200)
+    display = asyncio.create_task(progress.follow(tmp_path, Plan(num_steps=9), console))
+    await asyncio.sleep(0)
+    for number in (8, 8, 16):
+        jsonl.write_json(tmp_path / "played.json", {"episodes_total": number})
+        for _ in range(3):
+            await asyncio.sleep(0)
+    evaluate(tmp_path, "step 2", 0.5, step=2)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    display.cancel()
+    await asyncio.wait([display])
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[2:] == ["training  8 played", "training  16 played", "held out, step 2: reward 0.50"]
+
+
+def test_surplus_is_told_if_there_is_some(tmp_path: Path) -> None:
+    found = summary.write(make_run(tmp_path, 3))
+    assert "more than their groups needed" not in text_of(report.key_figures(found, tmp_path, []))
+    found["ledger"]["discarded_surplus"] = 16
+    assert "16 trajectories more than their groups needed" in text_of(report.key_figures(found, tmp_path, []))
+
+
 def test_the_report_shows_answers_and_figures(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, 30)
     evaluate(run_dir, "before", 0.2)

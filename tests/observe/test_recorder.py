@@ -56,6 +56,31 @@ def test_drops_are_counted_by_filter_and_reason(tmp_path: Path) -> None:
     assert len(dropped) == MAX_REASONS + 1
 
 
+def test_groups_that_were_given_up_are_counted_between_steps_and_over_lives(tmp_path: Path) -> None:
+    for life in range(2):
+        recorder = Recorder(tmp_path)
+        recorder.decision("retry", "KeyError: 1", {"group": life, "attempt": 1})
+        recorder.decision("retry", f"given up after 2 attempts: KeyError: {life}", {"group": life, "given_up": "t"})
+        recorder.played("game", [played(EpisodeId("game", 0, 0, 0), reward=1.0)])
+        beat(recorder, "rollout-0", busy_s=1.0, tokens=1.0)
+        found = jsonl.read_json(tmp_path / "played.json")
+        assert (found["groups_failed"], found["episodes_total"]) == (life + 1, life + 1)
+        assert found["latest_failure"] == f"given up after 2 attempts: KeyError: {life}"
+        recorder.close()
+
+
+def test_a_validation_that_is_being_played_is_told(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.decision("evaluation", "2 of 9", {"group": 3, "held_out_ended": 2, "held_out": 9})
+    recorder.close()
+    assert jsonl.read_json(tmp_path / "played.json")["held_out"] == {"ended": 2, "tasks": 9}
+    recorder = Recorder(tmp_path)
+    recorder.decision("evaluation", "9 of 9", {"group": 3, "held_out_ended": 9, "held_out": 9})
+    recorder.evaluated("step 2", 2, [], [], num_shown=0, solved_at=1.0)
+    assert jsonl.read_json(tmp_path / "played.json")["held_out"] is None
+    recorder.close()
+
+
 def test_what_environment_workers_count_goes_on_too(tmp_path: Path) -> None:
     for _ in range(2):
         recorder = Recorder(tmp_path)

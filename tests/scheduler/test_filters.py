@@ -123,7 +123,7 @@ def test_a_filter_of_ones_own_goes_on_from_its_saved_state() -> None:
             "nothing stops for the reason cut: there are terminated, truncated",
         ),
         (with_options("nowhere.to:BeFound"), "cannot be imported: ModuleNotFoundError"),
-        (with_options(f"{__name__}:Absent"), "cannot be imported: AttributeError"),
+        (with_options(f"{__name__}:Absent"), "test_filters has no Absent; there are EverySecond"),
         (with_options(f"{__name__}:NoFilter"), "has no decide(group)"),
     ],
 )
@@ -156,3 +156,34 @@ def test_patience_ends_with_the_reasons_and_how_often_each_came() -> None:
     assert isinstance(ended, NothingToLearn)
     assert "20 groups in a row were filtered: 18 by zero_variance (all rewards are 0), 2 by zero_v" in str(ended)
     assert "scheduler.group_filter=[]" in str(ended)
+
+
+def test_filtered_groups_in_a_row_name_those_that_failed_between_them() -> None:
+    patience = Patience(max_filtered=3)
+    dropped = Dropped(name="zero_variance", reason="all rewards are 0")
+    patience.failed("KeyError: 1", command=None)
+    patience.kept()
+    patience.filtered(dropped)
+    assert "failed" not in str(patience.alarm())
+    patience.failed("KeyError: 2", command=None)
+    assert str(patience.filtered(dropped)) == "None"
+    assert "2 groups in a row were filtered" in str(patience.alarm())
+    assert "; 1 more failed between them, the last with: KeyError: 2" in str(patience.filtered(dropped))
+
+
+def test_many_failed_groups_among_others_are_an_alarm_until_there_are_half_as_many() -> None:
+    patience = Patience(max_filtered=20)
+    for number in range(25):
+        assert patience.failure_alarm() is None
+        for _ in range(3):
+            patience.played()
+        patience.failed(f"KeyError: {number}", command=None)
+    alarm = str(patience.failure_alarm())
+    assert alarm.startswith("25 of the latest 100 groups failed: mend the environment")
+    assert alarm.endswith("the last error was: KeyError: 24")
+    for _ in range(48):
+        patience.played()
+    assert "13 of the latest 100" in str(patience.failure_alarm())
+    for _ in range(4):
+        patience.played()
+    assert patience.failure_alarm() is None

@@ -18,17 +18,19 @@ from rich.text import Text
 from penstock.cli.console import open_console
 from penstock.cli.refusal import refuse
 from penstock.config import Config, ConfigError, EnvironmentConfig, default_config, load_config
+from penstock.data.items import NothingLeft
 from penstock.data.sources import open_tasks
-from penstock.deadline import deadline
-from penstock.envs.calls import Places, World
+from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
+from penstock.envs.origin import origin
 from penstock.envs.players import Chance, Demonstrator, Endpoint, Person, PlayedBy, Player
-from penstock.envs.registry import environment_maker, is_agent, resolve
+from penstock.envs.registry import is_agent, resolve
 from penstock.envs.rewards.scorer import scoring
 from penstock.envs.watched import Told, Watched
 from penstock.model.spelled import byte_tokenizer
 from penstock.ports import Environment, Work
 from penstock.processes.env import gateway_for_agents
+from penstock.scheduler.seeds import Seeds
 from penstock.supervisor.child import CONFIG_ERROR, leaf
 from penstock.types import EpisodeId, Sampling, SegmentGrant, Task, Trajectory
 
@@ -41,6 +43,7 @@ UNBOUNDED = 1_000_000
 PERSON_S = 86_400.0
 """A person may think for long."""
 LABEL_WIDTH = 13
+NO_EXPERT = "the environment has no demonstrate(), which --policy scripted asks: give another policy"
 
 
 def try_environment(
@@ -49,7 +52,7 @@ def try_environment(
     *,
     policy: PolicyName | None,
     task: int,
-    seed: int,
+    seed: int | None,
     base_url: str | None,
     model: str | None,
 ) -> int:
@@ -58,6 +61,7 @@ def try_environment(
     try:
         config = settings_of(name, overrides)
         problem = _task(config, task)
+        seed = Seeds(config).of_environment(problem) if seed is None else seed
         config = unbounded(config, config.environments.of_task(problem), patient=policy == "human")
         endpoint = Endpoint(base_url=base_url, model=model) if policy == "openai" else None
         theatre = Theatre(config, terminal, policy=policy, seed=seed, endpoint=endpoint)
@@ -73,6 +77,7 @@ def settings_of(name: str, overrides: Sequence[str]) -> Config:
     """As for training."""
     if name.endswith((".yaml", ".yml")):
         return load_config(name, overrides)
+    resolve(name)
     return default_config([*(BY_NAME if name != "single_turn" else ()), f"env.name={name}", *overrides])
 
 
@@ -89,10 +94,26 @@ def unbounded(config: Config, played: EnvironmentConfig, *, patient: bool) -> Co
 
 
 def _task(config: Config, index: int) -> Task:
-    task = open_tasks(config).task(index)
+    """As in a run, unless all rows would be held out there: here nobody needs them."""
+    try:
+        tasks = open_tasks(config)
+    except NothingLeft:
+        tasks = open_tasks(holding_nothing_out(config))
+    task = tasks.task(index)
     if task is None:
         raise ConfigError(f"data: there is no task {index}: the source has fewer")
     return task
+
+
+def holding_nothing_out(config: Config) -> Config:
+    """With every row to be played."""
+    data = config.data.model_copy(update={"eval_tasks": 0})
+    mixture = {
+        tag: entry.model_copy(update={"data": entry.data.model_copy(update={"eval_tasks": 0})})
+        for tag, entry in config.env.mixture.items()
+    }
+    env = config.env.model_copy(update={"mixture": mixture})
+    return config.model_copy(update={"data": data, "env": env})
 
 
 class Theatre:
@@ -102,64 +123,55 @@ class Theatre:
         self, config: Config, terminal: Terminal, *, policy: PolicyName | None, seed: int, endpoint: Endpoint | None
     ) -> None:
         self._config, self._terminal = config, terminal
+        terminal.scorer = config.env.reward
         self._seed, self._endpoint = seed, endpoint
         self._kind = resolve(config.env.name)
         self._policy: PolicyName = policy or ("scripted" if hasattr(self._kind, "demonstrate") else "random")
-        self._make = environment_maker(config.env, self._kind)
+        if self._policy == "scripted" and not hasattr(self._kind, "demonstrate"):
+            raise ConfigError(NO_EXPERT)
+        self._env: Environment | None = None
+        """Once it is made."""
 
     async def play(self, task: Task) -> int:
         """Returns the exit code."""
         self._terminal.title(self._config.env.name, task, seed=self._seed, policy=self._policy)
-        env = self._make(task)
         try:
-            if is_agent(self._kind) and self._endpoint is not None:
-                return await self._play_elsewhere(env, task, self._endpoint)
-            trajectory = await self._play_here(env, task)
+            trajectory = await self._play(task)
         finally:
             if self._endpoint is not None:
                 await self._endpoint.close()
-        self._terminal.conclude(trajectory)
+        self._terminal.conclude(trajectory, self._config.env)
         return int(trajectory.status == "failed")
 
-    async def _play_elsewhere(self, env: Environment, task: Task, endpoint: Endpoint) -> int:
-        """An agent speaks to an endpoint by itself, as it would without us."""
-        world = World(lambda: self._watched(env), name=self._config.env.name, task_id=task.task_id, places=Places())
-        timeout_s = self._config.env.episode_timeout_s
-        try:
-            async with deadline(timeout_s, waiter="the episode", resource="the end of play", holder="its agent"):
-                await world.play(await endpoint.describe(), self._seed)
-        except ConfigError:
-            raise
-        except Exception as error:
-            self._terminal.failed(f"{type(error).__name__}: {error}")
-            return 1
-        finally:
-            await world.close()
-        return 0
-
-    def _watched(self, env: Environment) -> Any:
-        return Impatient(env, self._terminal, seconds=self._config.env.episode_timeout_s)
-
-    async def _play_here(self, env: Environment, task: Task) -> Trajectory:
+    async def _play(self, task: Task) -> Trajectory:
         ended: list[Trajectory] = []
         config, chat = self._config, byte_tokenizer()
-        async with gateway_for_agents(config, [self._kind], chat) as gateway, scoring(config) as scorers:
+        async with (
+            making(config, {config.env.name: self._kind}, whole_info=True) as make,
+            gateway_for_agents(config, [self._kind], chat) as gateway,
+            scoring(config) as scorers,
+        ):
             manager = EnvManager(
                 config,
-                make=lambda _: self._watched(env),
-                policy=PlayedBy(self._player(env), chat),
+                make=lambda task: self._watched(make(task)),
+                policy=PlayedBy(self._player(), chat),
                 grants=Granting(),
                 chat=chat,
                 gateway=gateway,
                 scorers=scorers,
+                on_error=self._terminal.raised,
             )
             await manager.play(self._work(task), lambda trajectory, _: ended.append(trajectory))
         return ended[0]
 
-    def _player(self, env: Environment) -> Player:
+    def _watched(self, env: Environment) -> Any:
+        self._env = env
+        return Impatient(env, self._terminal, seconds=self._config.env.episode_timeout_s)
+
+    def _player(self) -> Player:
         players: dict[PolicyName, Callable[[], Player]] = {
             "random": lambda: Chance(self._seed),
-            "scripted": lambda: Demonstrator(env),
+            "scripted": lambda: Demonstrator(lambda: self._env),
             "human": Person,
         }
         player = self._endpoint or players[self._policy]()
@@ -240,6 +252,8 @@ class Terminal:
 
     def __init__(self) -> None:
         self._console = open_console()
+        self.scorer: str | None = None
+        """Gives the reward in the end, instead of the environment."""
 
     def title(self, name: str, task: Task, *, seed: int, policy: str) -> None:
         self._show("environment", f"{name}   task {task.task_id}   seed {seed}   policy {policy}", "bold")
@@ -251,23 +265,27 @@ class Terminal:
         self._show("action", action, "cyan")
 
     def stepped(self, reward: object, terminated: object, truncated: object, info: object) -> None:
+        given = f"scored by {self.scorer}" if self.scorer else f"{reward!r}"
         ends = [word for word, flag in (("terminated", terminated), ("truncated", truncated)) if flag]
-        self._show("reward", "   ".join([f"{reward!r}", *ends]), "green" if ends else "")
+        self._show("reward", "   ".join([given, *ends]), "green" if ends else "")
         if info:
             self._show("info", repr(info), "dim")
 
     def returned(self, method: str, result: object) -> None:
         self._show(f"{method} gave", repr(result), "red")
 
-    def raised(self, method: str, trace: str) -> None:
-        self._show(f"{method} raised", trace.rstrip(), "red")
+    def raised(self, called: str, error: BaseException) -> None:
+        """`OnError` of the EnvManager."""
+        if trace := origin(error).trace:
+            self._show(f"{called.partition(' ')[0].rpartition('.')[2]} raised", trace, "red")
 
-    def conclude(self, trajectory: Trajectory) -> None:
+    def conclude(self, trajectory: Trajectory, env: EnvironmentConfig) -> None:
         """What would be trained."""
         summary = trajectory.summary()
+        limit = f" by env.max_turns {env.max_turns}" if summary.stop_reason == "max_turns" else ""
         self._show(
             "trajectory",
-            f"{summary.status}   reward {summary.reward:g}   {summary.num_turns} turns   "
+            f"{summary.status}{limit}   reward {summary.reward:g}   {summary.num_turns} turns   "
             f"{summary.prompt_tokens} bytes shown, {summary.response_tokens} said   {summary.seconds:.2f} s",
             "bold",
         )

@@ -176,8 +176,11 @@ def env_try(
         PolicyName | None,
         typer.Option(help="Who plays; the environment's own demonstrate() where there is one, else chance."),
     ] = None,
-    task: Annotated[int, typer.Option(min=0, help="Its number among the training tasks.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the environment, and of a random policy.")] = 0,
+    task: Annotated[int, typer.Option(min=0, help="Its index among the training tasks, from 0.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Of the environment, and of a random policy; that of the task in a run by default."),
+    ] = None,
     base_url: Annotated[str | None, typer.Option(metavar="URL", help="Of an OpenAI endpoint.")] = None,
     model: Annotated[str | None, typer.Option(help="Its name at the endpoint; the first there by default.")] = None,
 ) -> None:

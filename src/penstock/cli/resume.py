@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import refuse
 from penstock.cli.train import carry_out, conclude, start_detached
-from penstock.config import ConfigError
+from penstock.config import Config, ConfigError
 from penstock.observe.summary import EVALUATION
 from penstock.supervisor.child import CONFIG_ERROR
 from penstock.supervisor.ownership import Owned
@@ -17,8 +17,16 @@ from penstock.supervisor.run_directory import NotResumable, check_data, check_un
 REMEDIES = {
     "train": "raise trainer.steps to go further",
     "eval": f"its results are in its {EVALUATION}; `penstock eval` plays the tasks once more",
-    "rollout": "raise synthesis.tasks to go further",
 }
+
+
+def remedy(config: Config) -> str:
+    """What to do with a complete run."""
+    if config.pipeline != "rollout":
+        return REMEDIES[config.pipeline]
+    if config.synthesis.tasks < 0:
+        return "it has played every task of its data; `penstock rollout` plays them once more, or others"
+    return f"raise synthesis.tasks to go further, if its data have more than {config.synthesis.tasks} tasks"
 
 
 def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
@@ -33,7 +41,7 @@ def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
     except NotResumable as error:
         return refuse(error, 1)
     if resumption.is_complete:
-        print(f"nothing was done, since run {run_dir.name} is complete: {REMEDIES[resumption.config.pipeline]}")
+        print(f"nothing was done, since run {run_dir.name} is complete: {remedy(resumption.config)}")
         return 0
     try:
         check_unsupervised(run_dir)

@@ -19,7 +19,7 @@ from penstock.cli.status_view import render
 from penstock.config import Config
 from penstock.observe import jsonl
 from penstock.observe.notices import notice
-from penstock.observe.summary import EVALUATION
+from penstock.observe.summary import EVALUATION, PLAYED
 from penstock.observe.view import Plan, RunView
 from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 from penstock.supervisor.procfs import Identity, is_alive
@@ -76,7 +76,7 @@ def status(run_dir: Path) -> Document:
     lines = jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES)
     short = in_short(run_dir, state, config, lines)
     view = _view(_plan(config, short["steps"]), events, lines)
-    view.status = short["status"]
+    view.status, view.played = short["status"], jsonl.read_json(run_dir / PLAYED)
     last_step = max(view.latest.get("time", 0.0), state.get("born", 0.0))
     document: Document = {
         **{key: short[key] for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
@@ -89,7 +89,9 @@ def status(run_dir: Path) -> Document:
         "processes": processes(short["status"], state, events),
         "progress": progress(view),
         "ledger": view.latest.get("ledger", {}),
-        "groups_dropped": view.latest.get("groups_dropped", {}),
+        "groups_dropped": view.played.get("groups_dropped", view.latest.get("groups_dropped", {})),
+        "groups_failed": view.played.get("groups_failed", 0),
+        "latest_failure": view.played.get("latest_failure"),
         "evaluations": view.evaluations,
         "tags": view.tags,
         "checkpoint": view.checkpoint,
@@ -129,7 +131,8 @@ def progress(view: RunView) -> Document:
         "steps": view.plan.num_steps,
         "policy_version": latest.get("policy_version"),
         "samples": latest.get("ledger", {}).get("trained", 0),
-        "episodes": latest.get("episodes_total", 0),
+        "episodes": view.played.get("episodes_total", latest.get("episodes_total", 0)),
+        "held_out": view.played.get("held_out"),
         "steps_per_second": view.rate("step"),
         "episodes_per_second": view.rate("episodes_total"),
         "tokens_generated_per_second": view.rate("tokens_generated_total"),

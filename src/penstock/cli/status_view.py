@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.runs import STYLES, moment
-from penstock.observe.notices import notice
+from penstock.observe.notices import failures, notice
 from penstock.observe.progress import clock, count, held_out, number, percent
 
 Document = dict[str, Any]
@@ -94,6 +94,10 @@ def _progress(status: Document) -> Table:
         table.add_row("tokens/s", f"{count(generated)} generated, {count(trained)} trained")
         busy = f"trainer {percent(facts['trainer_busy_fraction'])}, "
         table.add_row("busy", f"{busy}generator {percent(facts['generator_busy_fraction'])}")
+    elif facts["episodes"]:
+        table.add_row("played", f"{facts['episodes']} trajectories")
+    if facts["held_out"]:
+        table.add_row("validation", f"{facts['held_out']['ended']} of {facts['held_out']['tasks']} tasks played")
     if status["evaluations"]:
         table.add_row("held out", held_out(status["evaluations"]))
     for tag, found in status["tags"].items() if len(status["tags"]) > 1 else ():
@@ -102,6 +106,10 @@ def _progress(status: Document) -> Table:
         table.add_row(tag, rewards + (f", {count(length)} tokens an answer" if length is not None else ""))
     for reason, dropped in sorted(status["groups_dropped"].items(), key=lambda item: -item[1]):
         table.add_row("filtered", f"{dropped} groups  {reason}")
+    if surplus := status["ledger"].get("discarded_surplus"):
+        table.add_row("surplus", f"{count(surplus)} trajectories more than their groups needed (env.redundancy)")
+    if status["groups_failed"]:
+        table.add_row("failures", Text(failures(status["groups_failed"], status["latest_failure"])))
     if status["checkpoint"]:
         table.add_row("checkpoint", status["checkpoint"])
     return table

@@ -77,7 +77,9 @@ def begin(
             return start_detached(run_dir, [pipeline, str(path), *overrides, f"run_id={run_id}"])
         with open_run(config) as run:
             return conclude(run, carry_out(run), results)
-    except (ConfigError, Refused, RunExists, Owned) as error:
+    except ConfigError as error:
+        return refuse(error, CONFIG_ERROR)
+    except (Refused, RunExists, Owned) as error:
         return refuse(error, 1)
 
 

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.compat.openai import OpenAI, refuse
 from penstock.deadline import Stalled
 from penstock.envs.agents import Conversation, Over
+from penstock.envs.calls import EpisodeFailure
 from penstock.model.chat import ChatTokenizer
 from penstock.rollout.app import App
 from penstock.rollout.generation import Generation
@@ -133,6 +134,8 @@ class Session:
             said = await asyncio.shield(task)
         except Over as error:
             raise Refused(400, str(error)) from error
+        except EpisodeFailure as error:
+            raise Refused(410, str(error)) from error
         except (RolloutError, Stalled) as error:
             raise Refused(503, str(error)) from error
         except asyncio.CancelledError:

@@ -17,14 +17,28 @@ FILE_MODULE = "penstock_file_"
 """What modules made from files are called, before their file's own name and a hash of where it lies."""
 
 
+class NoSuchName(ConfigError):
+    """A file or module has nothing of that name; the message says what it has."""
+
+
 def load(path: str) -> Any:
-    """What `path` names, in a file, or in a module that is installed or in the working directory. Raises whatever goes
-    wrong in the user's module."""
+    """What `path` names, in a file, or in a module that is installed or in the working directory. Raises `NoSuchName`,
+    and whatever goes wrong in the user's module."""
     where, _, name = path.rpartition(":")
     if is_file(where):
-        return getattr(load_file(Path(where).absolute()), name)
-    import_from(Path.cwd())
-    return getattr(importlib.import_module(where), name)
+        module = load_file(Path(where).absolute())
+    else:
+        import_from(Path.cwd())
+        module = importlib.import_module(where)
+    if not hasattr(module, name):
+        raise NoSuchName(f"{where} has no {name}; there are {', '.join(_defined(module)) or 'none'}")
+    return getattr(module, name)
+
+
+def _defined(module: ModuleType) -> list[str]:
+    """Classes and functions of its own."""
+    own = (name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
+    return [name for name in own if not name.startswith("_")]
 
 
 def is_there(where: str) -> bool:
@@ -65,6 +79,8 @@ def import_named(key: str, path: str, *, wanted: str) -> Any:
     module."""
     try:
         return load(path)
+    except NoSuchName as error:
+        raise ConfigError(f"{key} {path!r}: {error}") from None
     except Exception as error:
         raise ConfigError(
             f"{key} {path!r} cannot be imported: {type(error).__name__}: {error}; it names {wanted}, in a module that "

@@ -19,6 +19,10 @@ Item = tuple[str, Row]
 """Name and payload."""
 
 
+class NothingLeft(ConfigError):
+    """All rows are held out, or none can be."""
+
+
 class Items(Protocol):
     """Numbered items, with or without end."""
 
@@ -124,7 +128,11 @@ def _rows(data: DataConfig, *, seed: int, held_out: bool) -> Rows:
         start, stop = (first_held_out, num_rows) if held_out else (0, first_held_out)
     if start == stop and not (held_out and data.eval_tasks == 0):
         purpose = "hold out" if held_out else "train on"
-        raise ConfigError(f"data: {table.path} has {num_rows} rows, none of them to {purpose}: lower data.eval_tasks")
+        default = type(data).model_fields["eval_tasks"].default
+        raise NothingLeft(
+            f"data: {table.path} has {num_rows} rows, none of them to {purpose}: lower data.eval_tasks, "
+            f"which is {data.eval_tasks} ({default} unless it is given)"
+        )
     shuffle_seed = stable_seed(seed, "order") if data.mode == "sample" and not held_out else None
     epochs = 1 if held_out else data.epochs
     return Rows(table, start=start, stop=stop, epochs=epochs, shuffle_seed=shuffle_seed, keys=data.keys)

@@ -12,12 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
 
 from penstock.config import ConfigError
+from penstock.envs.options import check_options, misfit
 from penstock.types import Task
 
 PACKAGES = {"gym": "gymnasium", "gem": "gem"}
@@ -184,7 +186,7 @@ def adapt_id(name: str) -> type[Adapter]:
 
     def make(**arguments: Any) -> Any:
         try:
-            return library.make(identifier, **arguments)
+            return _made(library, identifier, arguments)
         except library.error.Error as error:  # a package that this one needs is missing, say
             raise ConfigError(f"env.name {name!r}: {error}") from None
 
@@ -201,7 +203,14 @@ def _gem(name: str, library: Any, identifier: str) -> type[Adapter]:
     if identifier not in known:
         near = [each for each in known if identifier.partition("-")[0].lower() in each.lower()]
         raise ConfigError(f"env.name {name!r}: GEM has no {identifier}; there are {', '.join(near or known)}")
-    return _adapting(GemAdapter, lambda **arguments: library.make(identifier, **arguments), identifier)
+    return _adapting(GemAdapter, lambda **arguments: _made(library, identifier, arguments), identifier)
+
+
+def _made(library: Any, identifier: str, arguments: dict[str, Any]) -> Any:
+    try:
+        return library.make(identifier, **arguments)
+    except TypeError as error:  # only the library knows what takes them
+        raise misfit(identifier, arguments, error) from None
 
 
 def adapt_class(kind: type) -> type[Adapter] | None:
@@ -210,8 +219,13 @@ def adapt_class(kind: type) -> type[Adapter] | None:
         base = getattr(sys.modules.get(package), "Env", None)  # whoever subclasses it has imported it
         if base is not None and issubclass(kind, base):
             kept = {key: getattr(kind, key) for key in KEPT if hasattr(kind, key)}
-            return _adapting(adapter, kind, kind.__name__, **kept)
+            return _adapting(adapter, partial(_made_of, kind), kind.__name__, **kept)
     return None
+
+
+def _made_of(kind: type, /, **arguments: Any) -> Any:
+    check_options(kind.__name__, kind, **arguments)
+    return kind(**arguments)
 
 
 def _adapting(adapter: type[Adapter], make: Callable[..., Any], name: str, **kept: Any) -> type[Adapter]:

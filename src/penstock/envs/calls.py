@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from penstock.config import ConfigError
 from penstock.deadline import deadline, placed
 from penstock.envs.hosted import awaited
-from penstock.envs.isolated import IsolatedEnvironment
+from penstock.envs.origin import LoggedOnce, OnError, described
 from penstock.envs.threads import in_thread
 from penstock.types import Endpoint
 
@@ -78,8 +78,18 @@ class World:
     processes, there may be at once.
     """
 
-    def __init__(self, make: Callable[[], Any], *, name: str, task_id: str, places: Places) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        *,
+        name: str,
+        task_id: str,
+        places: Places,
+        on_error: OnError | None = None,
+    ) -> None:
+        """`on_error`: told of whatever it raises, but for its own end."""
         self._task_id, self._places = task_id, places
+        self._on_error = on_error or LoggedOnce()
         self._name = name
         self._closed = False
         self._env: Any = None
@@ -94,7 +104,8 @@ class World:
 
     @property
     def is_isolated(self) -> bool:
-        return isinstance(self._env, IsolatedEnvironment)
+        """It has a process of its own, for which it has to wait."""
+        return getattr(self._env, "has_own_process", False) is True
 
     def holder(self, method: str) -> str:
         """Who holds what is waited for, while that method runs."""
@@ -108,7 +119,7 @@ class World:
 
     async def enter(self) -> None:
         """Wait for its process, if it has one."""
-        if isinstance(self._env, IsolatedEnvironment):
+        if self.is_isolated:
             await self._env.enter()
 
     async def reset(self, seed: int) -> tuple[str, Mapping[str, Any]]:
@@ -150,7 +161,8 @@ class World:
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
-            raise EpisodeFailure(f"{where}: {type(error).__name__}: {error}") from error
+            self._on_error(self.holder(method), error)
+            raise EpisodeFailure(f"{where}: {described(error)}") from error
 
 
 async def call_async(env: object, method: str, *args: Any) -> Any:

@@ -59,6 +59,8 @@ def _episode(env: Any, chat: ChatTokenizer, max_turns: int, *, seed: int) -> tup
     mask = [0] * len(token_ids)
     for turn in range(1, max_turns + 1):
         action = env.demonstrate()
+        if not isinstance(action, str):
+            raise ConfigError(f"model.warm_start: {type(env).__name__}.demonstrate returned {action!r}, not a string")
         action_ids = [*chat.encode(action), chat.eos_ids[0]]
         token_ids, mask = token_ids + action_ids, mask + [1] * len(action_ids)
         observation, _, terminated, truncated, _ = env.step(action)

@@ -21,6 +21,7 @@ import msgspec
 from penstock.config import ConfigError
 from penstock.config.imports import load
 from penstock.envs.info import of_numpy
+from penstock.envs.origin import origin
 
 LENGTH = struct.Struct(">I")
 
@@ -53,6 +54,9 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
     is_config: bool
     """A ConfigError."""
+    place: str
+    trace: str
+    """Both as in `Origin`."""
 
 
 Request = Make | Call
@@ -77,8 +81,10 @@ class Hosted:
         try:
             return frame(Returned(value=self._act(request)))
         except BaseException as error:
-            is_config = isinstance(error, ConfigError)
-            return frame(Raised(kind=type(error).__name__, message=str(error), is_config=is_config))
+            kind, is_config, found = type(error).__name__, isinstance(error, ConfigError), origin(error)
+            return frame(
+                Raised(kind=kind, message=str(error), is_config=is_config, place=found.place, trace=found.trace)
+            )
 
     def _act(self, request: Request) -> Any:
         if isinstance(request, Call):

@@ -20,6 +20,7 @@ import msgspec
 from penstock.config import ConfigError
 from penstock.deadline import deadline, take_place
 from penstock.envs.hosted import LENGTH, Answer, Call, Make, Raised, Request, frame
+from penstock.envs.origin import Origin, RaisedElsewhere
 
 START_S = 60.0
 """To start a process, and for it to import what it is to hold."""
@@ -31,8 +32,11 @@ class HostLost(RuntimeError):
     """The process ended before it had answered."""
 
 
-class HostedError(RuntimeError):
-    """What the object raised; its own exception stays in its process."""
+class HostedError(RaisedElsewhere):
+    """What the object raised."""
+
+    def __init__(self, raised: Raised) -> None:
+        super().__init__(f"{raised.kind}: {raised.message}", Origin(raised.place, raised.trace))
 
 
 class Host:
@@ -83,7 +87,7 @@ class Host:
             self.kill()
             raise
         if isinstance(answer, Raised):
-            raise ConfigError(answer.message) if answer.is_config else HostedError(f"{answer.kind}: {answer.message}")
+            raise ConfigError(answer.message) if answer.is_config else HostedError(answer)
         return answer.value
 
     async def _answer_to(self, request: Request) -> Answer:

@@ -29,7 +29,8 @@ class Workshop:
     """In the other process: imports the class once, then holds one environment after the other. An `info` may be
     anything: what is wanted of it leaves, as JSON has it."""
 
-    def __init__(self, name: str, wanted: list[str]) -> None:
+    def __init__(self, name: str, wanted: list[str] | None) -> None:
+        """`wanted`: names of the `info` that leave; None: all."""
         self._name, self._kind, self._wanted = name, resolve(name), wanted
         self._environment: Any = None
 
@@ -42,6 +43,9 @@ class Workshop:
     async def step(self, action: str) -> Any:
         return self._portable(await awaited(self._environment.step(action)))
 
+    async def demonstrate(self) -> Any:
+        return await awaited(self._environment.demonstrate())
+
     async def close(self) -> None:
         if hasattr(self._environment, "close"):
             await awaited(self._environment.close())
@@ -52,11 +56,14 @@ class Workshop:
         if not isinstance(result, tuple) or not result or not isinstance(result[-1], dict):
             return result
         info = result[-1]
-        return (*result[:-1], {name: plain(info[name]) for name in self._wanted if name in info})
+        wanted = list(info) if self._wanted is None else self._wanted
+        return (*result[:-1], {str(name): plain(info[name]) for name in wanted if name in info})
 
 
 class IsolatedEnvironment:
     """`Environment` in another process."""
+
+    has_own_process = True
 
     def __init__(self, task: Task, *, class_name: str, options: dict[str, Any], hosts: Hosts) -> None:
         self.class_name = class_name
@@ -72,6 +79,9 @@ class IsolatedEnvironment:
 
     async def step(self, action: str) -> Any:
         return await self._entered.call("step", action)
+
+    async def demonstrate(self) -> Any:
+        return await self._entered.call("demonstrate")
 
     async def close(self) -> None:
         """Give the process to others, or what is left of it."""
@@ -92,12 +102,12 @@ class IsolatedEnvironment:
 
 @asynccontextmanager
 async def making(
-    config: Config, kinds: Mapping[str, type[Environment]]
+    config: Config, kinds: Mapping[str, type[Environment]], *, whole_info: bool = False
 ) -> AsyncIterator[Callable[[Task], Environment]]:
     """Makes the environment that a task's tag asks for, one per episode, of `kinds` (by name): here, or in processes
-    that live as long as the body."""
+    that live as long as the body. `whole_info`: all of it leaves these, not only what is dumped."""
     hosts: dict[type[Environment], Hosts] = {}
-    wanted = sorted(config.dump.foreign_columns)
+    wanted = None if whole_info else sorted(config.dump.foreign_columns)
 
     def maker(settings: EnvironmentConfig, kind: type[Environment]) -> Callable[[Task], Any]:
         if not getattr(kind, "isolated", False):

@@ -25,6 +25,7 @@ from penstock.config import Config
 from penstock.envs.agents import Conversation, Gateway, Patience
 from penstock.envs.calls import EpisodeFailure, Outcome, Places, World
 from penstock.envs.episode import Episode, contained_together, spending
+from penstock.envs.origin import LoggedOnce, OnError
 from penstock.envs.rewards.scorer import RewardFailure, Scorers
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment, PolicyClient, Work
@@ -92,13 +93,16 @@ class EnvManager:
         chat: ChatTokenizer,
         gateway: Gateway | None = None,
         scorers: Scorers | None = None,
+        on_error: OnError | None = None,
     ) -> None:
-        """`gateway`: for environments that are agents. `scorers`: give the reward where environments do not."""
+        """`gateway`: for environments that are agents. `scorers`: give the reward where environments do not.
+        `on_error`: told of what environments and rewards raise, instead of the log."""
         self._config, self._environments = config, config.environments
         self._max_context = config.model.max_context
         self._make, self._policy, self._grants, self._chat = make, policy, grants, chat
         self._gateway, self._scorers = gateway, scorers
         self._places = Places()
+        self._on_error = on_error or LoggedOnce()
         self._wanted = config.dump.foreign_columns
         self._num_drifts = 0
 
@@ -161,7 +165,8 @@ class EnvManager:
         """Its environment; None if it cannot be made."""
         with episode.contained():
             make = partial(self._make, task)
-            episode.world = World(make, name=episode.settings.name, task_id=task.task_id, places=self._places)
+            name = episode.settings.name
+            episode.world = World(make, name=name, task_id=task.task_id, places=self._places, on_error=self._on_error)
         return episode.world
 
     @asynccontextmanager
@@ -344,6 +349,7 @@ class EnvManager:
         try:
             episode.reward = await scorer.score(episode.text, episode.payload, waiter=episode.name)
         except RewardFailure as error:
+            self._on_error(f"reward {scorer.name}", error.__cause__ or error)
             raise EpisodeFailure(f"reward {scorer.name} of {episode.task_id}: {error}") from error
 
     async def _next_grant(self, episode: Episode, *, unfinished: bool) -> SegmentGrant:

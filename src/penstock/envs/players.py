@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import random
 import string
-from collections.abc import Awaitable, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import cycle
 from typing import Any, Protocol
 
@@ -16,13 +17,15 @@ from penstock import types
 from penstock.config import ConfigError
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeFailure
-from penstock.envs.demonstrations import Expert
+from penstock.envs.hosted import awaited
+from penstock.envs.origin import described
 from penstock.model.chat import ChatTokenizer
-from penstock.types import FinishReason, Sampling, Segment, SegmentGrant, VersionSpan
+from penstock.types import Sampling, Segment, SegmentGrant, VersionSpan
 
 ANSWER_S = 600.0
 """For an endpoint to answer."""
 LONGEST_WORD = 6
+PROMPT = "your action> "
 ROLES = ("user", "assistant")
 
 
@@ -47,24 +50,21 @@ class PlayedBy:
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
         """Of one episode."""
-        (grant,) = grants
         self._said.append(self._chat.decode(prompt_ids[self._num_tokens :]))
         action = await self._player.act(self._said)
         self._said.append(action)
-        segment = self._segment(action, grant.max_tokens)
+        segment = self._segment(action)
         self._num_tokens = len(prompt_ids) + len(segment.token_ids)
         return [segment]
 
-    def _segment(self, action: str, max_tokens: int) -> Segment:
-        """What is longer than its grant has come to the end of its turn."""
+    def _segment(self, action: str) -> Segment:
+        """The whole of it, whatever was granted: bytes are not what a policy's tokens would have been."""
         token_ids = [*self._chat.encode(action), self._chat.eos_ids[0]]
-        reason: FinishReason = "stop" if len(token_ids) <= max_tokens else "length"
-        token_ids = token_ids[:max_tokens]
         return Segment(
             token_ids=token_ids,
             logprobs=[0.0] * len(token_ids),
             spans=[VersionSpan(0, 0, len(token_ids))],
-            finish_reason=reason,
+            finish_reason="stop",
         )
 
 
@@ -83,14 +83,20 @@ class Chance:
 class Demonstrator:
     """Does what the environment's own expert would."""
 
-    def __init__(self, env: object) -> None:
-        """Raises `ConfigError` if there is no expert."""
-        if not isinstance(env, Expert):
-            raise ConfigError("the environment has no demonstrate(), which --policy scripted asks: give another policy")
-        self._expert = env
+    def __init__(self, env: Callable[[], Any]) -> None:
+        """`env`: what is played, once there is something to say."""
+        self._env = env
 
     async def act(self, said: Sequence[str]) -> str:
-        return self._expert.demonstrate()
+        env = self._env()
+        called = f"{getattr(env, 'class_name', type(env).__name__)}.demonstrate"
+        try:
+            action = await awaited(env.demonstrate())
+        except Exception as error:
+            raise EpisodeFailure(f"{called}: {described(error)}") from error
+        if not isinstance(action, str):
+            raise EpisodeFailure(f"{called} returned {action!r}, not a string")
+        return action
 
 
 class Person:
@@ -154,6 +160,9 @@ def _client(base_url: str | None) -> Any:
 def _ask() -> str:
     """Everything else in this process waits too."""
     try:
-        return input("your action> ")
+        said = input(PROMPT)
     except EOFError:
         raise EpisodeFailure("you left") from None
+    if not sys.stdin.isatty():  # nobody pressed return there
+        print(said)
+    return said

@@ -13,9 +13,11 @@ from typing import Any
 
 from penstock.config import Config, ConfigError, EnvironmentConfig
 from penstock.config.atropos import ATROPOS
-from penstock.config.imports import is_file, is_there, load
+from penstock.config.imports import NoSuchName, is_file, is_there, load
 from penstock.envs.adapter import PACKAGES, adapt_class, adapt_id, check_package
 from penstock.envs.discovery import Unreadable, defines, read_file
+from penstock.envs.options import check_options
+from penstock.envs.origin import origin
 from penstock.ports import Environment
 from penstock.types import Purpose, Task
 
@@ -44,9 +46,11 @@ def locate(name: str) -> tuple[str, str]:
         return "", name
     path = _BUILT_IN[name][0] if name in _BUILT_IN else name
     where, separator, class_name = path.rpartition(":")
+    if not separator and is_file(name):
+        _check_file(name, name, "")
     if not separator:
-        near = difflib.get_close_matches(name, _BUILT_IN, n=1)
-        known = f"known are {', '.join(_BUILT_IN)}, or file.py:Class, package.module:Class, gym:ID or gem:ID"
+        near = difflib.get_close_matches(name, available(), n=1)
+        known = f"known are {', '.join(available())}, or file.py:Class, package.module:Class, gym:ID or gem:ID"
         raise ConfigError(f"unknown environment {name!r} in env.name: {f'did you mean {near[0]}?' if near else known}")
     (_check_file if is_file(where) else _check_module)(name, where, class_name)
     return where, class_name
@@ -78,7 +82,8 @@ def _check_file(name: str, file: str, class_name: str) -> None:
         classes.append(found.class_name)
     if not defines(path, class_name):
         there = f"there are {', '.join(classes)}" if classes else "there is none with reset and step, nor with play"
-        raise ConfigError(f"env.name {name!r}: {file} has no class {class_name}; {there}")
+        problem = f"{file} has no class {class_name}" if class_name else f"which class of it? Write {file}:Class"
+        raise ConfigError(f"env.name {name!r}: {problem}; {there}")
 
 
 def _check_module(name: str, module_name: str, class_name: str) -> None:
@@ -104,6 +109,8 @@ def resolve(name: str) -> type[Environment]:
         raise ConfigError(f"env.name {name}: its environments are programs of their own, and cannot be made here")
     try:
         found = load(f"{where}:{class_name}")
+    except NoSuchName as error:
+        raise ConfigError(f"env.name {name!r}: {error}") from None
     except Exception as error:
         raise ConfigError(f"env.name {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     return playable(name, found)
@@ -157,15 +164,15 @@ def environment_maker(
     found: Any = kind or resolve(config.name)
 
     def make(task: Task) -> Environment:
+        check_options(config.name, found, task, **config.options)
         try:
             environment: Environment = found(task, **config.options)
-        except TypeError as error:
-            raise ConfigError(f"env.options {dict(config.options)} do not fit {config.name}: {error}") from None
         except KeyError as error:
             if error.args[:1] and error.args[0] in task.payload:
                 raise
+            needs = f"{config.name} needs ({place})" if (place := origin(error).place) else f"{config.name} needs"
             raise ConfigError(
-                f"data: task {task.task_id} has no {error}, which {config.name} needs; it has {', '.join(task.payload)}"
+                f"data: task {task.task_id} has no {error}, which {needs}; it has {', '.join(task.payload)}"
             ) from None
         return environment
 

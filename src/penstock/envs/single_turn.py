@@ -19,7 +19,7 @@ class SingleTurn:
         answer that the rule gives less than 1 earns nothing: partial credit often pays for the wrong thing (a right
         beginning with rubbish behind it, say)."""
         self._entry = task.payload
-        self._prompt = prompt
+        self._prompt = _text(prompt)
         self._full_marks_only = full_marks_only
         dataset = self._entry.get("metadata", {}).get("source_dataset")
         self._score = _scorer(dataset) if dataset is not None else None
@@ -43,6 +43,13 @@ class SingleTurn:
     def demonstrate(self) -> str:
         """The right answer."""
         return str(self._entry["answer"])
+
+
+def _text(prompt: object) -> str:
+    if not isinstance(prompt, str):
+        quoted = """"{question}" in a file, 'env.options.prompt="{question}"' in a shell"""
+        raise ConfigError(f"env.options.prompt is {prompt!r}, not text: quote it ({quoted})")
+    return prompt
 
 
 @functools.cache

@@ -1,11 +1,9 @@
-"""An environment that is looked at while it is played: what it shows, hears and answers, and where it goes wrong."""
+"""An environment that is looked at while it is played: what it shows, hears and answers."""
 
 from __future__ import annotations
 
 import inspect
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,10 +27,6 @@ class Audience(Protocol):
 
     def returned(self, method: str, result: object) -> None:
         """It returned something that the method must not return."""
-        ...
-
-    def raised(self, method: str, trace: str) -> None:
-        """It raised an exception."""
         ...
 
 
@@ -76,26 +70,16 @@ class Watched:
         self._audience.observed(observation)
 
     def _call(self, method: str, *args: Any, told: Told) -> Any:
-        with self._telling(method):
-            result = getattr(self._env, method)(*args)
-            if inspect.isawaitable(result):
-                return self._later(method, result, told)
-            told(result)
-            return result
+        result = getattr(self._env, method)(*args)
+        if inspect.isawaitable(result):
+            return self._later(result, told)
+        told(result)
+        return result
 
-    async def _later(self, method: str, result: Any, told: Told) -> Any:
-        with self._telling(method):
-            found = await result
-            told(found)
-            return found
-
-    @contextmanager
-    def _telling(self, method: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self._audience.raised(method, traceback.format_exc())
-            raise
+    async def _later(self, result: Awaitable[Any], told: Told) -> Any:
+        found = await result
+        told(found)
+        return found
 
 
 def _is_tuple(result: object, length: int) -> bool:

@@ -49,6 +49,8 @@ def notice(event: dict[str, Any]) -> str | None:
             text = f"the pool is gone: what was played and not trained until step {step} is given up"
         case {"event": "payloads_lost", "groups": groups}:
             text = f"the tokens of {len(groups)} groups are damaged: they are played again"
+        case {"event": "given_up", "task": task, "reason": reason}:
+            text = f"task {task} leaves no row (mend it, and play it in another run): {reason}"
         case {"event": "validation_skipped", "step": step, "reason": reason}:
             text = f"no validation after step {step}: {reason}"
         case {"event": "attached", "name": name}:
@@ -59,4 +61,14 @@ def notice(event: dict[str, Any]) -> str | None:
             text = f"left behind: {', '.join(leftovers)}"
         case _:
             return None
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """For a line among others."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
+def failures(groups: int, latest: str | None) -> str:
+    """Groups that were given up, and why the latest was."""
+    return f"{groups} group{'s' * (groups != 1)} failed, the latest: {shortened(' '.join((latest or '-').split()))}"

@@ -15,11 +15,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.observe.jsonl import Follower
+from penstock.observe.jsonl import Follower, read_json
+from penstock.observe.notices import failures
+from penstock.observe.summary import PLAYED
 from penstock.observe.view import Plan, RunView, mean
 
 PANEL_EVERY_S = 0.25
 LINE_EVERY_S = 2.0
+QUIET_LINE_EVERY_S = 5.0
+"""While no step is taken."""
+MAX_REASONS = 2
+"""For which groups were filtered, that a line names."""
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧"
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
@@ -43,6 +49,7 @@ class Watched:
             self.view.see_event(event)
         for line in self._metrics.read_new():
             self.view.see_step(line)
+        self.view.played = read_json(self.run_dir / PLAYED)
         return self.view
 
 
@@ -69,10 +76,11 @@ async def show_panel(watched: Watched, console: Console) -> None:
 
 
 async def show_lines(watched: Watched, console: Console) -> None:
-    """A line per phase and per notice, and while training one every few seconds."""
+    """A line per phase, per notice and per validation, and one every few seconds that something was played."""
     console.out(f"run {watched.run_dir.name} in {watched.run_dir}")
-    shown, last_line_at, num_told = ("", 0), 0.0, 0
+    shown, last_line_at, num_told, quiet = ("", 0), 0.0, 0, ""
     servers: set[tuple[str, str]] = set()
+    evaluations = set(watched.update().evaluations.items())
     while True:
         view = watched.update()
         for name, url in sorted(view.servers.items() - servers):
@@ -81,23 +89,28 @@ async def show_lines(watched: Watched, console: Console) -> None:
         for told in view.notices[num_told:]:
             console.out(f"! {told}")
         num_told = len(view.notices)
+        for when, reward in view.evaluations.items() - evaluations:
+            console.out(f"held out, {when}: reward {number(reward)}")
+        evaluations |= view.evaluations.items()
         now = time.monotonic()
         is_due = now - last_line_at >= LINE_EVERY_S and view.step != shown[1]
-        if view.phase != shown[0] or is_due:
-            console.out(render_line(view))
-            shown, last_line_at = (view.phase, view.step), now
+        is_news = view.phase != shown[0] or is_due
+        if is_news or (now - last_line_at >= QUIET_LINE_EVERY_S and render_quiet_line(view) != quiet):
+            console.out(render_line(view) if is_news else render_quiet_line(view))
+            shown, last_line_at, quiet = (view.phase, view.step), now, render_quiet_line(view)
         await asyncio.sleep(PANEL_EVERY_S)
 
 
 def render_line(view: RunView) -> str:
     """The run in one line of plain text."""
     if not view.advances:
-        return view.phase
+        return render_quiet_line(view)
     progress = f"{view.unit} {view.step}/{view.plan.num_steps}"
     if view.plan.pipeline == "rollout":
         played, generated = count(view.rate("episodes_total")), count(view.rate("tokens_generated_total"))
         rates = f"{played} trajectories/s  {generated} tokens/s"
-        return f"{progress}  reward {number(view.reward)}  {rates}  ETA {clock(view.eta_s)}"
+        parts = [progress, f"reward {number(view.reward)}", rates, f"ETA {clock(view.eta_s)}"]
+        return "  ".join([*parts, *failed(view)])
     parts = [
         progress,
         f"reward {number(view.reward)}",
@@ -107,14 +120,46 @@ def render_line(view: RunView) -> str:
         f"tokens/s generated {count(view.rate('tokens_generated_total'))} "
         f"trained {count(view.rate('tokens_trained_total'))}",
         f"ETA {clock(view.eta_s)}",
+        *validating(view),
+        *failed(view),
     ]
     return "  ".join(parts)
+
+
+def render_quiet_line(view: RunView) -> str:
+    """What goes on while no step is taken."""
+    return "  ".join([view.phase, *playing(view)])
+
+
+def playing(view: RunView) -> list[str]:
+    """What was played so far, in a run that goes on."""
+    if view.status != "running":
+        return []
+    num_played, dropped = view.played.get("episodes_total", 0), view.played.get("groups_dropped", {})
+    parts = [f"{num_played} played"] if num_played else []
+    if dropped:
+        commonest = sorted(dropped, key=dropped.__getitem__, reverse=True)[:MAX_REASONS]
+        parts.append(f"{sum(dropped.values())} groups filtered ({', '.join(commonest)})")
+    return [*validating(view), *([", ".join(parts)] if parts else []), *failed(view)]
+
+
+def validating(view: RunView) -> list[str]:
+    """How far a validation is, if there is one."""
+    found = view.played.get("held_out")
+    return [f"{found['ended']} of {found['tasks']} held-out tasks played"] if found else []
+
+
+def failed(view: RunView) -> list[str]:
+    """Of groups that were given up, if there are any."""
+    groups = view.played.get("groups_failed", 0)
+    return [failures(groups, view.played.get("latest_failure"))] if groups else []
 
 
 def render_panel(view: RunView, run_dir: Path, *, now: float) -> RenderableType:
     """The run as a panel."""
     parts: list[RenderableType] = [_headline(view, now)]
     parts.append(_figures(view) if view.recent else _processes(view))
+    parts += [Text(told) for told in playing(view)]
     parts += [Text(f"! {told}", "yellow") for told in view.notices[-NOTICES:]]
     title = Text.assemble(("penstock ", "bold cyan"), (run_dir.name, "dim"))
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", width=PANEL_WIDTH, padding=(0, 1))

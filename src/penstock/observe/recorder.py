@@ -1,10 +1,12 @@
-"""What the controller writes down: metrics (a line per step), events, and the timeline of spans and decisions."""
+"""What the controller writes down: metrics (a line per step), events, the timeline of spans and decisions, and a
+document of what was played so far, which grows between steps too."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,18 @@ from typing import Any
 from penstock.observe import jsonl
 from penstock.observe.evaluation import results
 from penstock.observe.jsonl import JsonLinesWriter
+from penstock.observe.summary import PLAYED
 from penstock.observe.trackers import Tracker
-from penstock.types import NO_VERSION, BusySpan, EpisodeSummary, LearnerState, Task
+from penstock.ports import GroupRecord
+from penstock.types import NO_VERSION, BusySpan, EpisodeState, EpisodeSummary, LearnerState, Task
 
 MAX_REASONS = 32
 """For which groups were dropped, that are counted each by itself."""
 OTHER_REASONS = "other reasons"
+MAX_GIVEN_UP = 100
+"""Tasks of a run that only plays, that are told of each by itself; timeline.jsonl has all."""
 COUNTED_BY_WORKERS = ("drifts", "scored", "score_timeouts", "surplus_tokens")
+PLAYED_EVERY_S = 1.0
 LAST_LINE_BYTES = 1 << 20
 """Many times what a line of the metrics takes."""
 
@@ -56,8 +63,9 @@ class Recorder:
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = trackers
         lines = jsonl.tail(run_dir / "metrics.jsonl", LAST_LINE_BYTES)
-        self._before: Mapping[str, Any] = lines[-1] if lines else {}
-        """The last line that an earlier controller wrote."""
+        self._path = run_dir / PLAYED
+        self._before: Mapping[str, Any] = {**(lines[-1] if lines else {}), **jsonl.read_json(self._path)}
+        """The last line that an earlier controller wrote, and what it had played since."""
         self._latest_step: int | None = self._before.get("step")
         self._opened = time.monotonic()
         self._metrics = JsonLinesWriter(run_dir / "metrics.jsonl")
@@ -80,6 +88,13 @@ class Recorder:
         """Samples that could not be trained, by reason."""
         self._dropped: Counter[str] = Counter(self._before.get("groups_dropped", {}))
         """Groups that a filter dropped, by filter and reason."""
+        self._groups_failed = int(self._before.get("groups_failed", 0))
+        self._latest_failure: str | None = self._before.get("latest_failure")
+        self._held_out: dict[str, int] | None = None
+        """Of the tasks of a validation that is being played: how many have ended, of how many."""
+        self._told: dict[str, Any] = {}
+        """Of what was played, the latest document."""
+        self._told_at = -math.inf
 
     def event(self, event: str, **details: Any) -> None:
         self._events.write({"time": time.time(), "event": event, **details})
@@ -93,7 +108,18 @@ class Recorder:
         if "dropped_by" in inputs:
             why = f"{inputs['dropped_by']}: {reason}"
             self._dropped[why if why in self._dropped or len(self._dropped) < MAX_REASONS else OTHER_REASONS] += 1
+        if "given_up" in inputs:
+            self._give_up(inputs["given_up"], inputs["group"], reason)
+        if "held_out" in inputs:
+            self._held_out = {"ended": inputs["held_out_ended"], "tasks": inputs["held_out"]}
         self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
+
+    def _give_up(self, task: str, group: int, reason: str) -> None:
+        """Count a group; where every task is to be played, also tell of it."""
+        self._groups_failed += 1
+        self._latest_failure = reason
+        if self._num_tasks is not None and self._groups_failed <= MAX_GIVEN_UP:
+            self.event("given_up", task=task, group=group, reason=reason)
 
     def joined(self, name: str, role: str, *, url: str = "") -> None:
         """`url`: where it serves, if it does."""
@@ -118,16 +144,45 @@ class Recorder:
                 }
             )
 
+        if time.monotonic() - self._told_at >= PLAYED_EVERY_S:
+            self._tell_of_playing()
+
+    def take_up(self, records: Iterable[GroupRecord]) -> None:
+        """The totals of a run that only plays are those of its pool, whatever was written down of them."""
+        self._episodes_total = self._tokens_played = self._groups_failed = 0
+        self._reward_sum = 0.0
+        for record in records:
+            self._groups_failed += record.state == EpisodeState.FAILED
+            self._add(record.episodes)
+
+    def _add(self, episodes: Sequence[EpisodeSummary]) -> None:
+        """To the totals of what was played."""
+        self._episodes_total += len(episodes)
+        self._tokens_played += sum(episode.response_tokens for episode in episodes)
+        self._reward_sum += sum(episode.reward for episode in episodes)
+        self._newest_version = max([self._newest_version, *(episode.version_max for episode in episodes)])
+
+    def _tell_of_playing(self) -> None:
+        """Write down what was played so far, if that is more than it was."""
+        self._told_at = time.monotonic()
+        document = {
+            "episodes_total": self._episodes_total,
+            "groups_dropped": dict(self._dropped),
+            "groups_failed": self._groups_failed,
+            "latest_failure": self._latest_failure,
+            "held_out": self._held_out,
+        }
+        if document != self._told:
+            jsonl.write_json(self._path, document)
+            self._told = document
+
     def played(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
         """Finished episodes, before any filter: the reward curve must not depend on what is trained."""
         finished = [episode for episode in episodes if episode.status != "failed"]
         played = self._played.setdefault(tag, _Played())
         played.rewards += [episode.reward for episode in finished]
         played.lengths += [episode.response_tokens for episode in finished]
-        self._episodes_total += len(finished)
-        self._tokens_played += sum(episode.response_tokens for episode in finished)
-        self._reward_sum += sum(episode.reward for episode in finished)
-        self._newest_version = max([self._newest_version, *(episode.version_max for episode in finished)])
+        self._add(finished)
 
     def accumulated(self, counts: Mapping[str, float]) -> None:
         self._tokens_trained += counts.get("tokens", 0)
@@ -231,12 +286,15 @@ class Recorder:
             for task, episodes in list(zip(tasks, played, strict=True))[:num_shown]
         ]
         found = results(tasks, played, solved_at=solved_at)
+        self._held_out = None
+        self._tell_of_playing()  # first, so that nobody takes it for one that is still being played
         self.event("evaluation", when=when, step=step, **found, samples=samples)
         of_tags = {f"eval_reward/{tag}": figures["reward"] for tag, figures in found["tags"].items()}
         self._evaluated = {"eval_step": step, "eval_reward": found["reward"], **of_tags}
 
     def close(self) -> None:
         """Write every process's totals, then close the files."""
+        self._tell_of_playing()
         for name, process in self._processes.items():
             self.event(
                 "process_totals",

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.observe import jsonl
-from penstock.observe.notices import notice
+from penstock.observe.notices import failures, notice
 from penstock.observe.progress import clock, count, number, percent
 
 LONGEST_CELL = 160
@@ -43,12 +43,11 @@ def show(run_dir: Path, console: Console) -> None:
 def sample_table(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Table:
     """The same held-out tasks, answered before and after training."""
     table = Table(title="held-out tasks", title_justify="left", title_style="bold", border_style="dim")
-    for column in ("task", "expected", "before", "after"):
+    known = ["prompt", "expected"] if any(sample["expected"] for sample in before) else ["prompt"]
+    for column in ("task", *known[1:], "before", "after"):
         table.add_column(column, overflow="fold")
     for first, last in zip(before, after, strict=False):
-        table.add_row(
-            Text(_one_line(first["prompt"])), Text(_one_line(first["expected"])), _answer(first), _answer(last)
-        )
+        table.add_row(*(Text(_one_line(first[name])) for name in known), _answer(first), _answer(last))
     return table
 
 
@@ -84,8 +83,8 @@ def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[st
     if summary["eval_before"] is not None:
         table.add_row("held out", f"{number(summary['eval_before'])} → {number(summary['eval_after'])}")
     if "tasks" in summary:
-        failed = f", {count(failures)} trajectories failed" if (failures := summary["ledger"].get("failed")) else ""
-        table.add_row("tasks", f"{summary['tasks_played']} of {summary['tasks']} played{failed}")
+        given_up = f", {summary['groups_failed']} given up" if summary["groups_failed"] else ""
+        table.add_row("tasks", f"{summary['tasks_played']} of {summary['tasks']} tasks played{given_up}")
         table.add_row(
             "played", f"{count(summary['trajectories'])} trajectories, mean reward {number(summary['reward_mean'])}"
         )
@@ -98,6 +97,10 @@ def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[st
         table.add_row("tokens", tokens)
         trainer, generator = summary["trainer_busy_fraction"], summary["generator_busy_fraction"]
         table.add_row("busy", f"trainer {percent(trainer)}, generator {percent(generator)}")
+    if surplus := summary["ledger"].get("discarded_surplus"):
+        table.add_row("surplus", f"{count(surplus)} trajectories more than their groups needed (env.redundancy)")
+    if summary["groups_failed"]:
+        table.add_row("failures", Text(failures(summary["groups_failed"], summary["latest_failure"])))
     table.add_row("files", Text(str(run_dir)))
     plots = [str(path.relative_to(run_dir)) for path in sorted((run_dir / "plots").glob("*.png"))]
     for name in [*checkpoints[-1:], *plots]:

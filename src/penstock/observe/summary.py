@@ -6,7 +6,6 @@ time between them and the number of processes of that role.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +17,8 @@ Record = dict[str, Any]
 
 EVALUATION = "evaluation.json"
 """What a run that only evaluates has found."""
+PLAYED = "played.json"
+"""What was played so far, before and between steps too; its totals are of all lives of a run."""
 
 
 def write(run_dir: Path) -> Record:
@@ -41,7 +42,8 @@ def write_evaluation(run_dir: Path, *, model: str, copy: Path | None = None) -> 
 
 def summarize(run_dir: Path) -> Record:
     """The summary of a run from its state, metrics and events, as far as they got."""
-    state = _read_state(run_dir)
+    state, played = jsonl.read_json(run_dir / "state.json"), jsonl.read_json(run_dir / PLAYED)
+    num_failed = played.get("groups_failed", 0)
     lines, events = steps.read(run_dir), jsonl.read(run_dir / "events.jsonl")
     return {
         "run_id": state.get("run_id", run_dir.name),
@@ -49,7 +51,9 @@ def summarize(run_dir: Path) -> Record:
         "error": state.get("error"),
         **of_metrics(lines),
         **of_events(events),
-        **of_playing(lines, events),
+        **of_playing(lines, events, num_failed=num_failed),
+        "groups_failed": num_failed,
+        "latest_failure": played.get("latest_failure"),
         "wall_seconds": wall_seconds(state),
     }
 
@@ -89,8 +93,9 @@ def of_events(events: Iterable[Record]) -> Record:
     }
 
 
-def of_playing(lines: Sequence[Record], events: Sequence[Record]) -> Record:
-    """Of a run that only plays, which tells beforehand how many tasks there are; of another one nothing.
+def of_playing(lines: Sequence[Record], events: Sequence[Record], *, num_failed: int) -> Record:
+    """Of a run that only plays, which tells beforehand how many tasks there are; of another one nothing. `num_failed`
+    of them were given up.
 
     `dump_share`: what writing the dump took of the processor time that the run had while it played, and what the run
     waited for the end of it, of the time it played.
@@ -106,7 +111,7 @@ def of_playing(lines: Sequence[Record], events: Sequence[Record]) -> Record:
     return {
         "steps": 0,
         "tasks": totals[-1],
-        "tasks_played": last.get("step", 0),
+        "tasks_played": max(0, last.get("step", 0) - num_failed),
         "reward_mean": last.get("reward_total", 0.0) / played if played else None,
         "dump": latest.get("url"),
         "dump_rows": latest.get("rows", 0),
@@ -143,11 +148,3 @@ def wall_seconds(state: Mapping[str, Any], *, now: float | None = None) -> float
     if born is None or until is None:
         return None
     return float(round(state.get("lived_s", 0.0) + until - born, 3))
-
-
-def _read_state(run_dir: Path) -> Record:
-    try:
-        state = json.loads((run_dir / "state.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}

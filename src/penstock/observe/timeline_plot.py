@@ -133,4 +133,5 @@ def _draw_busy(axes: Any, spans: Sequence[Record], names: Sequence[str], origin:
     axes.set(title="Busy with the model, whole run", xlabel="seconds after the first work", ylabel="% of the time")
     axes.set_ylim(0, 105)
     axes.set_xlim(0, edges[-1] - origin)
-    axes.legend(ncols=8, fontsize=8, **ABOVE)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(ncols=8, fontsize=8, **ABOVE)

@@ -74,6 +74,8 @@ class RunView:
     """Alarms, losses, restarts and stalls, in their order."""
     needs: str | None = None
     """A command that somebody has to type, for the run to go on."""
+    played: Record = field(default_factory=dict)
+    """What was played so far, between steps too; see `summary.PLAYED`."""
     recent: deque[Record] = field(default_factory=deque)
     """The latest steps, at least two if there are two."""
 
@@ -138,7 +140,7 @@ class RunView:
     def step(self) -> int:
         """How far the run is, in its unit."""
         if self.plan.pipeline == "eval":
-            return self.num_evaluated
+            return self.num_evaluated or (self.played.get("held_out") or {}).get("ended", 0)
         return int(self.recent[-1]["step"]) if self.recent else 0
 
     @property

@@ -19,9 +19,16 @@ class Evaluations:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self._results: dict[int, asyncio.Future[Played]] = {}
+        self.num_asked = 0
+        """Groups, since there were none."""
+        self.num_ended = 0
+        """Of those, played or given up."""
 
     def add(self, group: LiveGroup) -> asyncio.Future[Played]:
         """The summaries of its episodes come as the result."""
+        if not self._results:
+            self.num_asked = self.num_ended = 0
+        self.num_asked += 1
         result = self._results[group.number] = asyncio.get_running_loop().create_future()
         return result
 
@@ -32,11 +39,15 @@ class Evaluations:
         """It is whole. Its episodes end as those of a training group do, as TRAINED, though nothing trains them."""
         for state in (EpisodeState.TRAINING, EpisodeState.TRAINED):
             self.ledger.move(group.number, range(group.size), state)
-        self._results.pop(group.number).set_result(summaries)
+        self._end(group, summaries)
 
     def failed(self, group: LiveGroup, error: str) -> None:
         """It was given up."""
-        self._results.pop(group.number).set_result([_failed(group, member, error) for member in range(group.size)])
+        self._end(group, [_failed(group, member, error) for member in range(group.size)])
+
+    def _end(self, group: LiveGroup, summaries: Played) -> None:
+        self._results.pop(group.number).set_result(summaries)
+        self.num_ended += 1
 
     def clear(self) -> None:
         """Nobody asks any more."""

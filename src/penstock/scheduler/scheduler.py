@@ -20,7 +20,7 @@ from penstock.scheduler.filters import FilterChain, FilterFailed, FinishedGroup
 from penstock.scheduler.foresight import Background, Foresight, Record
 from penstock.scheduler.ledger import FINAL, Ledger
 from penstock.scheduler.live import LiveGroup
-from penstock.scheduler.patience import OutOfTasks, Patience
+from penstock.scheduler.patience import OutOfTasks, Patience, command_for
 from penstock.scheduler.supply import Supply
 from penstock.scheduler.wakeup import Progress
 from penstock.types import (
@@ -291,6 +291,7 @@ class Scheduler:
         self._finish_members(group, members)
         self._shed(group, members)
         self._patience.played()
+        self._alarms.update("failures", self._patience.failure_alarm())
         group.ref, group.summaries = ref, summaries
         return self._scored(group) if number in self._evaluations else self._rewarded(group)
 
@@ -316,13 +317,16 @@ class Scheduler:
             self._record("retry", error, {"group": group.number, "attempt": group.attempt})
             self._dispatcher.push_again(group)
             return EpisodeState.PENDING
-        self._record("retry", f"given up after {group.num_failures} attempts: {error}", {"group": group.number})
+        given_up = {"given_up": group.task.task_id} if group.ledger is self.ledger else {}
+        reason = f"given up after {group.num_failures} attempts: {error}"
+        self._record("retry", reason, {"group": group.number, **given_up})
         group.ledger.move(group.number, range(group.size), EpisodeState.FAILED)
         self._leave(group, EpisodeState.FAILED)
         if group.number in self._evaluations:
             self._evaluations.failed(group, error)
-            self._progress.changed(self._evaluated)
-        self._give_up(self._patience.failed(error))
+            self._tell_of_evaluation(group)
+        self._give_up(self._patience.failed(error, command=command_for(self._config, group.task)))
+        self._alarms.update("failures", self._patience.failure_alarm())
         self._notify_trainer()
         return EpisodeState.FAILED
 
@@ -330,8 +334,14 @@ class Scheduler:
         """A held-out group is whole; whoever asked for it hears of it."""
         self._leave(group, EpisodeState.TRAINED)
         self._evaluations.played(group, group.summaries)
-        self._progress.changed(self._evaluated)
+        self._tell_of_evaluation(group)
         return EpisodeState.TRAINED
+
+    def _tell_of_evaluation(self, group: LiveGroup) -> None:
+        ended, asked = self._evaluations.num_ended, self._evaluations.num_asked
+        inputs = {"group": group.number, "held_out_ended": ended, "held_out": asked}
+        self._record("evaluation", f"{ended} of {asked} held-out tasks have ended", inputs)
+        self._progress.changed(self._evaluated)
 
     def _rewarded(self, group: LiveGroup) -> EpisodeState:
         """A training group is whole."""

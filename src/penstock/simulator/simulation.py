@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from penstock import loop
 from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.deadline import reporting_to
+from penstock.ports import GroupRecord
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.engine import Totals
@@ -84,6 +85,8 @@ class Marks:
     def event(self, event: str, **details: Any) -> None: ...
 
     def decision(self, decider: str, reason: str, inputs: Mapping[str, Any]) -> None: ...
+
+    def take_up(self, records: Iterable[GroupRecord]) -> None: ...
 
     def played(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None: ...
 

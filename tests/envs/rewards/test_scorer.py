@@ -84,7 +84,7 @@ async def test_a_reward_worker_that_fails_is_replaced() -> None:
         for answer, reason in {
             "hangs": "no score within env.reward_timeout_s (1 s)",
             "crashes": "HostLost: its process ended: exit 9",
-            "raises": "KeyError: 'x'",
+            "raises": "KeyError: 'x' (test_scorer.py:",
             "nan": "the reward is nan, not a finite number",
         }.items():
             with pytest.raises(RewardFailure) as failure:
@@ -175,7 +175,7 @@ def test_a_name_that_means_nothing_is_refused(name: str, message: str) -> None:
     ("name", "options", "message"),
     [
         (f"{__name__}:Letters", {"colour": 1}, r"env\.reward_options .* do not fit"),
-        (f"{__name__}:Nothing", {}, "cannot be used: AttributeError"),
+        (f"{__name__}:Nothing", {}, "has no Nothing; there are Letters, Forgiving, length"),
         (f"{__name__}:Mapping", {}, r"do not fit|neither a function nor a class with score"),
     ],
 )

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.config import ConfigError
-from penstock.config.imports import is_there, load
+from penstock.config.imports import NoSuchName, is_there, load
 
 BUILT_IN = {
     "math": "penstock.envs.rewards.math:Math",
@@ -82,6 +82,8 @@ def make_reward(name: str, options: Mapping[str, Any]) -> Reward:
     try:
         found = load(f"{where}:{attribute}")
         reward: Reward = found(**options) if isinstance(found, type) else _Function(found, options)
+    except NoSuchName as error:
+        raise ConfigError(f"env.reward {name!r}: {error}") from None
     except ConfigError:
         raise
     except TypeError as error:

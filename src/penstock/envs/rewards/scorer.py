@@ -12,7 +12,8 @@ import msgspec
 
 from penstock.config import Config, ConfigError, EnvironmentConfig
 from penstock.deadline import Stalled, deadline, placed
-from penstock.envs.hosts import Host, HostedError, Hosts
+from penstock.envs.hosts import Host, Hosts
+from penstock.envs.origin import described
 from penstock.envs.rewards.reward import Reward, RewardResult, checked_result, is_async, make_reward
 
 MAKER = f"{__name__}:make_inside"
@@ -60,10 +61,8 @@ class Scorer:
             result = checked_result(await self._score(answer, payload, waiter))
         except (ConfigError, RewardFailure):
             raise
-        except HostedError as error:
-            raise RewardFailure(str(error)) from error
         except Exception as error:
-            raise RewardFailure(f"{type(error).__name__}: {error}") from error
+            raise RewardFailure(described(error)) from error
         self.counts["scored"] += 1
         for name, value in result.parts.items():
             self.counts[f"reward_{name}"] += value  # type: ignore[assignment]
