@@ -464,8 +464,52 @@ class ProcessSpec:
     """Name of the event that tells of its having saved what a successor goes back to; empty if none goes back."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A heartbeat, as the process wrote it."""
+
+    time: float
+    """Seconds of the process's own steady clock."""
+    progress: int
+    """In whatever the process counts; only its changes mean anything."""
+    doing: str
+    """Empty: it has nothing to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A process said itself what went wrong."""
+
+    time: float
+    """Seconds since the epoch."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a process has told of itself lately."""
+
+    beat: Beat | None = None
+    """The latest; None if there is none, or it is just being written."""
+    report: Report | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """A process is no more."""
+
+    returncode: int | None = None
+    """Follows subprocess: negative for a signal. None of one that was lost."""
+    report: Report | None = None
+    """Its last words."""
+    is_out_of_memory: bool = False
+    """The kernel killed somebody for that while it lived."""
+    lost: str = ""
+    """Why nobody knows how it ended; empty if it is known."""
+
+
 class ProcessHandle(Protocol):
-    """A started process. `returncode` follows subprocess: None while alive, negative for a signal."""
+    """A started process."""
 
     @property
     def spec(self) -> ProcessSpec: ...
@@ -474,24 +518,37 @@ class ProcessHandle(Protocol):
     def pid(self) -> int: ...
 
     @property
-    def returncode(self) -> int | None: ...
+    def facts(self) -> Mapping[str, Any]:
+        """Who and where it is, as it is recorded: its pid, and what tells it from others."""
+        ...
+
+    @property
+    def end(self) -> End | None:
+        """None while it lives."""
+        ...
 
 
 class Launcher(Protocol):
-    """Starts, probes, signals and awaits the processes of a run; local processes or Ray actors."""
+    """Starts, probes, signals and awaits the processes of a run; on this machine or on those of a Ray cluster."""
 
-    async def spawn(self, spec: ProcessSpec) -> ProcessHandle: ...
+    async def spawn(self, spec: ProcessSpec) -> ProcessHandle:
+        """Raises `OSError` if it cannot be started."""
+        ...
 
     async def probe(self, process: ProcessHandle) -> str | None:
         """None once this very process (identity checked) is ready to serve, else what is still missing."""
         ...
 
-    async def signal(self, process: ProcessHandle, signum: int) -> None:
-        """Signal the process and everything it started."""
+    async def look(self, process: ProcessHandle) -> Look:
+        """What this very process has told, in this life or at its end. Nothing, if it cannot be asked now."""
         ...
 
-    async def wait(self, process: ProcessHandle) -> int:
-        """Until it ends; returns its code."""
+    async def signal(self, process: ProcessHandle, signum: int) -> None:
+        """Signal the process and everything it started. Who cannot be reached with SIGKILL is lost."""
+        ...
+
+    async def wait(self, process: ProcessHandle) -> End:
+        """Until it ends."""
         ...
 
     async def sweep(self) -> list[str]:

@@ -73,7 +73,6 @@ class Run:
             async with LocalLauncher(run_dir=run.run_dir, runtime_dir=run.runtime_dir, run_id=run.run_id) as launcher:
                 self.supervisor = Supervisor(
                     run_dir=run.run_dir,
-                    runtime_dir=run.runtime_dir,
                     stages=self.stages,
                     launcher=launcher,
                     record=run.record,

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from penstock.ports import Report
 from penstock.supervisor.failure import (
     Exit,
     ExitKind,
-    Report,
     classify,
     describe_code,
     explain,
-    read_report,
     root_cause,
 )
 
@@ -63,11 +60,3 @@ def test_an_exit_is_understood_from_its_code_and_last_words(returncode: int, sai
 def test_only_the_kernel_s_own_count_makes_a_kill_one_for_lack_of_memory() -> None:
     assert classify(-9, "", is_out_of_memory=True) is ExitKind.OOM_HOST
     assert classify(-15, "", is_out_of_memory=True) is ExitKind.CRASHED
-
-
-def test_a_predecessor_s_last_words_are_not_its_successor_s(tmp_path: Path) -> None:
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "errors" / "env-0.json").write_text('{"time": 1.0, "pid": 7, "message": "it broke"}')
-    assert read_report(tmp_path, "env-0", 7) == Report(time=1.0, message="it broke")
-    assert read_report(tmp_path, "env-0", 8) is None
-    assert read_report(tmp_path, "env-1", 7) is None

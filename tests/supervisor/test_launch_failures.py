@@ -10,7 +10,7 @@ import pytest
 from stand_in_run import spec
 
 from penstock.config import SupervisorConfig
-from penstock.ports import ProcessHandle, ProcessSpec
+from penstock.ports import End, Look, ProcessHandle, ProcessSpec
 from penstock.supervisor.record import Record, read_state
 from penstock.supervisor.states import RunState
 from penstock.supervisor.supervisor import Outcome, Supervisor
@@ -21,11 +21,12 @@ class Started:
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec, self.pid = spec, 2**22 + 1
-        self.returncode: int | None = None
+        self.facts = {"pid": self.pid}
+        self.end: End | None = None
         self.ended = asyncio.Event()
 
-    def end(self, returncode: int) -> None:
-        self.returncode = returncode
+    def exit(self, returncode: int) -> None:
+        self.end = End(returncode=returncode)
         self.ended.set()
 
 
@@ -47,15 +48,18 @@ class Refusing:
     async def probe(self, process: ProcessHandle) -> str | None:
         return None
 
+    async def look(self, process: ProcessHandle) -> Look:
+        return Look()
+
     async def signal(self, process: ProcessHandle, signum: int) -> None:
         assert isinstance(process, Started)
-        process.end(-signum)
+        process.exit(-signum)
 
-    async def wait(self, process: ProcessHandle) -> int:
+    async def wait(self, process: ProcessHandle) -> End:
         assert isinstance(process, Started)
         await process.ended.wait()
-        assert process.returncode is not None
-        return process.returncode
+        assert process.end is not None
+        return process.end
 
     async def sweep(self) -> list[str]:
         return []
@@ -64,7 +68,6 @@ class Refusing:
 def supervise(run_dir: Path, launcher: Refusing) -> Supervisor:
     return Supervisor(
         run_dir=run_dir,
-        runtime_dir=run_dir / "runtime",
         stages=[[spec("env-0", "steady")]],
         launcher=launcher,
         record=Record.create(run_dir, run_id="r", runtime_dir=run_dir / "runtime"),
@@ -95,7 +98,7 @@ async def test_a_restart_that_fails_is_one_of_the_budget(tmp_path: Path, num_ref
     process = await until_running(launcher, attempts=1)
     while (read_state(tmp_path) or {})["status"] != "running":  # noqa: ASYNC110
         await asyncio.sleep(0)
-    process.end(1)
+    process.exit(1)
     if status is RunState.STOPPED:
         await until_running(launcher, attempts=2 + num_refusals)
         supervisor.request_stop("asked to")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import SupervisorConfig
-from penstock.supervisor.liveness import LOOK_BEATS, Beat, Finding, Health, Liveness, read_beat
+from penstock.ports import Beat
+from penstock.supervisor.liveness import LOOK_BEATS, Finding, Health, Liveness
 
 SETTINGS = SupervisorConfig(silent_s=10.0, hang_s=100.0)
 
@@ -67,15 +65,3 @@ def test_nobody_is_held_to_account_for_what_the_supervisor_slept_through(pauses:
         assert finding.reason
         if finding.health is Health.HUNG:
             assert num_looks * LOOK_BEATS * SETTINGS.heartbeat_s >= SETTINGS.silent_s
-
-
-def test_a_beat_is_its_own_process_s(tmp_path: Path) -> None:
-    (tmp_path / "heartbeats").mkdir()
-    path = tmp_path / "heartbeats" / "env-0.json"
-    beat = {"pid": 7, "time": 1.5, "progress": 3, "doing": "Step"}
-    path.write_bytes(json.dumps(beat).encode().ljust(256))
-    assert read_beat(tmp_path, "env-0", 7) == Beat(time=1.5, progress=3, doing="Step")
-    assert read_beat(tmp_path, "env-0", 8) is None
-    assert read_beat(tmp_path, "env-1", 7) is None
-    path.write_bytes(b'{"pid": 7, "ti')
-    assert read_beat(tmp_path, "env-0", 7) is None

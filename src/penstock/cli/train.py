@@ -109,7 +109,6 @@ async def supervise(run: OpenRun) -> Outcome:
     async with launcher, asyncio.TaskGroup() as tasks:
         supervisor = Supervisor(
             run_dir=run.run_dir,
-            runtime_dir=run.runtime_dir,
             stages=stages(run.config),
             launcher=launcher,
             record=run.record,

@@ -31,8 +31,8 @@ FIRST = ("sh", "-c", '"$@"; exit $?', "sh")
 SIGNALLED = 128
 """How a shell says that a signal ended a program: this plus its number."""
 WITH_CALLER = ("setpriv", "--pdeathsig", "KILL")
-PASSED_ON = ("PATH", "LANG", "LC_ALL", "PENSTOCK_NONCE")
-"""Of our environment, where the caller says nothing else; by the nonce a run finds what it left. Keys stay here."""
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "PENSTOCK_NONCE", "PENSTOCK_RUNTIME_DIR")
+"""Of our environment, where the caller says nothing else; by the last two a run finds what it left. Keys stay here."""
 PROBE_S = 10.0
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
+
+if TYPE_CHECKING:  # the janitor knows the standard library only
+    from penstock.ports import Report
 
 DISK_FULL = ("No space left on device", "File too large")
 """How ENOSPC and EFBIG read, in every language's messages."""
@@ -30,7 +32,7 @@ class ExitKind(StrEnum):
     HUNG = "hung"
     """It did not get on, and was killed for that."""
     LOST = "lost"
-    """Its supervisor died first: nobody knows."""
+    """Its supervisor died first, or the machine it was on is gone: nobody knows."""
     KILLED_BY_SUPERVISOR = "killed_by_supervisor"
 
 
@@ -48,14 +50,6 @@ class Exit:
     kind: ExitKind
     reason: str
     """How, in words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """A process said itself what went wrong."""
-
-    time: float
-    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +81,6 @@ def describe_code(returncode: int) -> str:
         return f"killed by {signal.Signals(-returncode).name}"
     except ValueError:
         return f"killed by signal {-returncode}"
-
-
-def read_report(runtime_dir: Path, name: str, pid: int) -> Report | None:
-    """What that very process reported as its error; the words of a predecessor under its name are not its own."""
-    try:
-        report = json.loads((runtime_dir / "errors" / f"{name}.json").read_text())
-    except FileNotFoundError:
-        return None
-    return Report(time=float(report["time"]), message=str(report["message"])) if report["pid"] == pid else None
 
 
 def root_cause(exits: Mapping[str, Exit], reports: Mapping[str, Report]) -> Cause:

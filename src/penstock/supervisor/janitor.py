@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from penstock.supervisor.record import SUPERVISOR_KILLED, Record
 from penstock.supervisor.states import RunState
 
 NONCE = "PENSTOCK_NONCE"
+RUNTIME_DIR = "PENSTOCK_RUNTIME_DIR"
 ROUNDS = 40
 OWNING_S = 1.0
 """The lock of a supervisor that is just dying may be free a moment after its pipe is closed."""
@@ -33,7 +35,8 @@ OWNING_S = 1.0
 class Janitor:
     """The supervisor's end of the pipe."""
 
-    def __init__(self, *, run_dir: Path, runtime_dir: Path, nonce: str) -> None:
+    def __init__(self, *, run_dir: Path, runtime_dir: Path, nonce: str, keeps_record: bool) -> None:
+        """`keeps_record`: of the run, which fails when its supervisor is gone. Else only what runs here is ended."""
         root = Path(__file__).parents[2]
         start = f"import sys; sys.path.insert(0, {str(root)!r}); from penstock.supervisor.janitor import main; main()"
         with (run_dir / "logs" / "janitor.log").open("ab") as log:
@@ -45,7 +48,8 @@ class Janitor:
                 env={},
                 start_new_session=True,
             )
-        self._send({"run_dir": str(run_dir.absolute()), "runtime_dir": str(runtime_dir), "nonce": nonce})
+        recorded = {"run_dir": str(run_dir.absolute())} if keeps_record else {}
+        self._send({**recorded, "runtime_dir": str(runtime_dir), "nonce": nonce})
 
     @property
     def pid(self) -> int:
@@ -93,17 +97,32 @@ def main() -> None:
         if "watch" in order:
             sessions.add(order["watch"])
         sessions.discard(order.get("forget", 0))
-    clean(Path(run["run_dir"]), Path(run["runtime_dir"]), run["nonce"], sessions)
+    runtime_dir = Path(run["runtime_dir"])
+    remaining = kill(runtime_dir, run["nonce"], sessions)
+    if "run_dir" in run:
+        clean(Path(run["run_dir"]), runtime_dir, remaining)
+    else:
+        shutil.rmtree(runtime_dir, ignore_errors=True)
 
 
-def clean(run_dir: Path, runtime_dir: Path, nonce: str, sessions: set[int]) -> None:
-    """Leave nothing of the run but its files, and those in order, unless somebody has resumed it already."""
-    mark = f"{NONCE}={nonce}".encode()
+def marks_of(nonce: str, runtime_dir: Path) -> set[bytes]:
+    """What every process has in its environment that was started there; on a cluster a run has several such places, and
+    those of one machine are not each other's."""
+    return {f"{NONCE}={nonce}".encode(), f"{RUNTIME_DIR}={runtime_dir}".encode()}
+
+
+def kill(runtime_dir: Path, nonce: str, sessions: set[int]) -> list[procfs.Stat]:
+    """End what is marked, and what lives in these sessions. Returns who resisted."""
+    marks = marks_of(nonce, runtime_dir)
 
     def belongs(stat: procfs.Stat) -> bool:
-        return stat.session in sessions or mark in procfs.environment(stat.pid)
+        return stat.session in sessions or marks <= set(procfs.environment(stat.pid))
 
-    remaining = procfs.kill_family(belongs, spare={os.getpid()}, rounds=ROUNDS)
+    return procfs.kill_family(belongs, spare={os.getpid()}, rounds=ROUNDS)
+
+
+def clean(run_dir: Path, runtime_dir: Path, remaining: Sequence[procfs.Stat]) -> None:
+    """Leave nothing of the run but its files, and those in order, unless somebody has resumed it already."""
     with suppress(Owned), owning(run_dir, within_s=OWNING_S):
         shutil.rmtree(runtime_dir, ignore_errors=True)
         left = [f"process {stat.pid}" for stat in remaining] + ([str(runtime_dir)] if runtime_dir.exists() else [])

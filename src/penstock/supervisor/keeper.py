@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.config import SupervisorConfig
-from penstock.ports import Launcher, ProcessHandle, ProcessSpec
+from penstock.ports import End, Launcher, ProcessHandle, ProcessSpec, Report
 from penstock.supervisor import failure, log_files
 from penstock.supervisor.child import FAILED, HEARTBEAT_S
-from penstock.supervisor.failure import Exit, ExitKind, Report
-from penstock.supervisor.liveness import Finding, Health, Liveness, read_beat
-from penstock.supervisor.procfs import identify, num_oom_kills
+from penstock.supervisor.failure import Exit, ExitKind
+from penstock.supervisor.liveness import Finding, Health, Liveness
 from penstock.supervisor.record import Record
 from penstock.supervisor.restart import Action, Decision
 from penstock.supervisor.states import ProcessState
@@ -27,7 +26,7 @@ STALL_REPORT_S = 1.0
 """What a hung process has to write down its stacks; a stopped one never does."""
 KILLED = "killed by supervisor"
 
-Judge = Callable[["Keeper", Exit], Decision]
+Judge = Callable[["Keeper", Exit], Awaitable[Decision]]
 
 
 class Keeper:
@@ -40,7 +39,6 @@ class Keeper:
         settings: SupervisorConfig,
         launcher: Launcher,
         record: Record,
-        runtime_dir: Path,
         log: Path,
     ) -> None:
         self.spec = replace(spec, env={**spec.env, HEARTBEAT_S: str(settings.heartbeat_s)})
@@ -57,7 +55,6 @@ class Keeper:
         self._settings = settings
         self._launcher = launcher
         self._record = record
-        self._runtime_dir = runtime_dir
         self._sent: set[int] = set()
         """Signals that the process has been sent."""
         self._state = ProcessState.PENDING
@@ -65,19 +62,21 @@ class Keeper:
 
     @property
     def is_alive(self) -> bool:
-        return self.process is not None and self.process.returncode is None
+        return self.process is not None and self.process.end is None
 
-    @property
-    def report(self) -> Report | None:
+    async def report(self) -> Report | None:
         """What the process said itself of its failure."""
-        return failure.read_report(self._runtime_dir, self.spec.name, self.process.pid) if self.process else None
+        if self.process is None:
+            return None
+        end = self.process.end
+        return end.report if end else (await self._launcher.look(self.process)).report
 
     async def keep(self, judge: Judge) -> None:
         """Until it has ended, and is not to be started again."""
         self._record.note("process", name=self.spec.name, state=ProcessState.PENDING.value)
         while not self._retired.is_set():
             self.failure = await self._live()
-            decision = judge(self, self.failure)
+            decision = await judge(self, self.failure)
             if decision.action is Action.FAIL:
                 self._move(ProcessState.FATAL)
             if decision.action is not Action.RESTART:
@@ -106,7 +105,6 @@ class Keeper:
 
     async def _live(self) -> Exit:
         """One life."""
-        num_oom_kills_before = num_oom_kills()
         self.process, self.born = None, log_files.end_of(self.log)
         self._sent.clear()
         try:
@@ -114,8 +112,6 @@ class Keeper:
         except OSError as error:
             kind = failure.classify(FAILED, str(error), is_out_of_memory=False)
             return self._ended(Exit(time=time.time(), returncode=None, kind=kind, reason=f"cannot start: {error}"))
-        identity = identify(self.process.pid)
-        facts = asdict(identity) if identity else {"pid": self.process.pid}
         self._move(
             ProcessState.STARTING,
             role=self.spec.role,
@@ -123,13 +119,12 @@ class Keeper:
             returncode=None,
             kind=None,
             reason=None,
-            **facts,
+            **self.process.facts,
         )
         if self._retired.is_set():  # while it was being started
             await self.signal(signal.SIGTERM)
         hung = await self._watch(self.process)
-        code = await self._launcher.wait(self.process)
-        return self._ended(self._classify(code, hung, num_oom_kills() > num_oom_kills_before))
+        return self._ended(self._classify(await self._launcher.wait(self.process), hung))
 
     async def _watch(self, process: ProcessHandle) -> str:
         """Until the process has ended, or was killed for hanging; then why."""
@@ -158,8 +153,8 @@ class Keeper:
             await asyncio.sleep(self._settings.heartbeat_s)
             if self._sent:
                 await asyncio.Event().wait()
-            beat = read_beat(self._runtime_dir, self.spec.name, process.pid)
-            finding = liveness.look(beat, now=time.monotonic())
+            told = await self._launcher.look(process)
+            finding = liveness.look(told.beat, now=time.monotonic())
             if finding.health is Health.HUNG:
                 return f"hung: {finding.reason}"
             self._note_health(finding)
@@ -192,14 +187,18 @@ class Keeper:
         elif finding.health is Health.ALIVE and self._state is ProcessState.DEGRADED:
             self._move(ProcessState.READY, reason=None)
 
-    def _classify(self, code: int, hung: str, is_out_of_memory: bool) -> Exit:
-        said, how = self.report, failure.describe_code(code)
-        if hung:
+    def _classify(self, end: End, hung: str) -> Exit:
+        code, how = end.returncode, end.lost
+        if code is None:
+            kind = ExitKind.LOST
+        elif hung:
             kind, how = ExitKind.HUNG, hung
         elif -code in self._sent:
             kind, how = ExitKind.KILLED_BY_SUPERVISOR, KILLED
         else:
-            kind = failure.classify(code, said.message if said else "", is_out_of_memory=is_out_of_memory)
+            said = end.report.message if end.report else ""
+            kind = failure.classify(code, said, is_out_of_memory=end.is_out_of_memory)
+            how = failure.describe_code(code)
         if kind is ExitKind.OOM_HOST:
             how += " for lack of memory"
         return Exit(time=time.time(), returncode=code, kind=kind, reason=how)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import os
 import secrets
 import shutil
@@ -19,14 +18,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from penstock.ports import ProcessHandle, ProcessSpec
+from penstock.ports import End, Look, ProcessHandle, ProcessSpec
 from penstock.supervisor import procfs
-from penstock.supervisor.janitor import NONCE, Janitor
+from penstock.supervisor.janitor import NONCE, RUNTIME_DIR, Janitor, marks_of
+from penstock.supervisor.reports import read_beat, read_ready, read_report
 from penstock.supervisor.runtime import claim
 
 if TYPE_CHECKING:
@@ -50,15 +50,18 @@ class LocalProcess:
     spec: ProcessSpec
     popen: subprocess.Popen[bytes]
     identity: procfs.Identity | None
+    num_oom_kills: int
+    """That there had been when it was started."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    end: End | None = None
 
     @property
     def pid(self) -> int:
         return self.popen.pid
 
     @property
-    def returncode(self) -> int | None:
-        return self.popen.returncode
+    def facts(self) -> dict[str, Any]:
+        return asdict(self.identity) if self.identity else {"pid": self.pid}
 
 
 class LocalLauncher:
@@ -72,16 +75,20 @@ class LocalLauncher:
         run_id: str,
         nonce: str | None = None,
         environment: Mapping[str, str] | None = None,
+        keeps_record: bool = True,
     ) -> None:
+        """`keeps_record`: it starts processes for the supervisor of the run, which is this very process. Else that is
+        on another machine, and what this one leaves behind is no news of the run."""
         self._run_dir = run_dir
         self._runtime_dir = runtime_dir
         self._nonce = nonce or secrets.token_hex(16)
+        self._keeps_record = keeps_record
         self._environment = {
             **os.environ,
             **(environment or {}),
             "PENSTOCK_RUN_ID": run_id,
             NONCE: self._nonce,
-            "PENSTOCK_RUNTIME_DIR": str(runtime_dir),
+            RUNTIME_DIR: str(runtime_dir),
             "PYTHONUNBUFFERED": "1",
         }
         self._processes: dict[int, LocalProcess] = {}
@@ -95,7 +102,9 @@ class LocalLauncher:
         _become_subreaper()
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, _reap_orphans)
-        self._janitor = Janitor(run_dir=self._run_dir, runtime_dir=self._runtime_dir, nonce=self._nonce)
+        self._janitor = Janitor(
+            run_dir=self._run_dir, runtime_dir=self._runtime_dir, nonce=self._nonce, keeps_record=self._keeps_record
+        )
         _reserved.add(self._janitor.pid)
         return self
 
@@ -115,8 +124,9 @@ class LocalLauncher:
         """What a predecessor of the same name left behind (memory of a device, ports) is ended first."""
         if any(process.spec.name == spec.name for process in self._processes.values()):
             await asyncio.to_thread(self._kill_escapees, spec.name)
-        popen = self._fork(spec)
-        process = LocalProcess(spec=spec, popen=popen, identity=procfs.identify(popen.pid))
+        num_oom_kills, popen = procfs.num_oom_kills(), self._fork(spec)
+        identity = procfs.identify(popen.pid)
+        process = LocalProcess(spec=spec, popen=popen, identity=identity, num_oom_kills=num_oom_kills)
         _reserved.add(process.pid)
         self._processes[process.pid] = process
         self._janitor.watch(process.pid)
@@ -124,24 +134,27 @@ class LocalLauncher:
         return process
 
     async def probe(self, process: ProcessHandle) -> str | None:
-        try:
-            report = json.loads((self._runtime_dir / "ready" / f"{process.spec.name}.json").read_text())
-        except FileNotFoundError:
+        report = read_ready(self._runtime_dir, process.spec.name)
+        if report is None:
             return "it has not reported ready"
         if report.get("nonce") != self._nonce or report.get("pid") != process.pid:
             return "the readiness report was written by another process"
         return await self._check_health(report["url"]) if "url" in report else None
 
+    async def look(self, process: ProcessHandle) -> Look:
+        name, pid = process.spec.name, process.pid
+        return Look(beat=read_beat(self._runtime_dir, name, pid), report=read_report(self._runtime_dir, name, pid))
+
     async def signal(self, process: ProcessHandle, signum: int) -> None:
         local = self._processes[process.pid]
-        if local.returncode is None and procfs.identify(local.pid) == local.identity:
+        if local.end is None and procfs.identify(local.pid) == local.identity:
             _signal_group(local.pid, signum)
 
-    async def wait(self, process: ProcessHandle) -> int:
+    async def wait(self, process: ProcessHandle) -> End:
         local = self._processes[process.pid]
         await local.ended.wait()
-        assert local.returncode is not None
-        return local.returncode
+        assert local.end is not None
+        return local.end
 
     async def sweep(self) -> list[str]:
         """End children, their descendants and orphans; remove the runtime directory; say what resisted."""
@@ -152,18 +165,18 @@ class LocalLauncher:
         return leftovers + ([str(self._runtime_dir)] if self._runtime_dir.exists() else [])
 
     def _kill_escapees(self, name: str) -> None:
-        marks = {f"{NONCE}={self._nonce}".encode(), f"{NAME}={name}".encode()}
+        marks = marks_of(self._nonce, self._runtime_dir) | {f"{NAME}={name}".encode()}
         procfs.kill_family(
             lambda stat: marks <= set(procfs.environment(stat.pid)), spare={os.getpid()}, rounds=SWEEP_ROUNDS
         )
 
     def _kill_remaining(self) -> list[procfs.Stat]:
-        mark = f"{NONCE}={self._nonce}".encode()
+        marks = marks_of(self._nonce, self._runtime_dir)
 
         def belongs(stat: procfs.Stat) -> bool:
             entries = procfs.environment(stat.pid)
             is_marked = any(entry.startswith(f"{NONCE}=".encode()) for entry in entries)
-            return mark in entries if is_marked else _is_orphan(stat)
+            return marks <= set(entries) if is_marked else _is_orphan(stat)
 
         return procfs.kill_family(belongs, spare={os.getpid()}, rounds=SWEEP_ROUNDS)
 
@@ -213,7 +226,11 @@ class LocalLauncher:
     def _collect(self, process: LocalProcess) -> None:
         """Kill the rest of its group first: as long as the leader is a zombie, the number is surely theirs."""
         _signal_group(process.pid, signal.SIGKILL)
-        process.popen.wait()
+        process.end = End(
+            returncode=process.popen.wait(),
+            report=read_report(self._runtime_dir, process.spec.name, process.pid),
+            is_out_of_memory=procfs.num_oom_kills() > process.num_oom_kills,
+        )
         _reserved.discard(process.pid)
         self._janitor.forget(process.pid)
         _reap_orphans()

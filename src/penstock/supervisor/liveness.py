@@ -7,30 +7,17 @@ is no silence, because steps run in threads beside the event loop.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from penstock.config import SupervisorConfig
+from penstock.ports import Beat
 
 DEGRADED_SHARE = 0.5
 """Of what makes a process hung."""
 LOOK_BEATS = 4
 """Beats whose time one look may add, at most, to what a process is held to account for: if this very process was
 stopped for a while, so perhaps were all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
-    """A heartbeat, as the child wrote it."""
-
-    time: float
-    """Seconds of the child's own steady clock."""
-    progress: int
-    """In whatever the process counts; only its changes mean anything."""
-    doing: str
-    """Empty: it has nothing to do."""
 
 
 class Health(StrEnum):
@@ -47,15 +34,6 @@ class Finding:
 
     health: Health
     reason: str
-
-
-def read_beat(runtime_dir: Path, name: str, pid: int) -> Beat | None:
-    """The latest heartbeat of that very process; None if there is none, or it is just being written."""
-    try:
-        beat = json.loads((runtime_dir / "heartbeats" / f"{name}.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return Beat(time=beat["time"], progress=beat["progress"], doing=beat["doing"]) if beat["pid"] == pid else None
 
 
 class Liveness:

@@ -62,14 +62,12 @@ class Supervisor:
         self,
         *,
         run_dir: Path,
-        runtime_dir: Path,
         stages: Sequence[Sequence[ProcessSpec]],
         launcher: Launcher,
         record: Record,
         settings: SupervisorConfig,
     ) -> None:
         self._run_dir = run_dir
-        self._runtime_dir = runtime_dir
         self._stages = stages
         self._launcher = launcher
         self._record = record
@@ -146,7 +144,6 @@ class Supervisor:
             settings=self._settings,
             launcher=self._launcher,
             record=self._record,
-            runtime_dir=self._runtime_dir,
             log=log,
         )
         self._kept[spec.name] = keeper, tasks.create_task(keeper.keep(self._judge))
@@ -160,7 +157,7 @@ class Supervisor:
                     await asyncio.to_thread(log_files.rotate, log)
             await asyncio.sleep(ROTATE_EVERY_S)
 
-    def _judge(self, keeper: Keeper, loss: Exit) -> Decision:
+    async def _judge(self, keeper: Keeper, loss: Exit) -> Decision:
         """An exit code of 0 proves nothing: only the controller's own record of the last step does."""
         if self._verdict.done():
             return Decision(action=Action.IGNORE, reason="the run is ending")
@@ -176,15 +173,16 @@ class Supervisor:
             num_saved=self._record.count(keeper.spec.saves) if keeper.spec.saves else None,
         )
         if decision.action is Action.FAIL:
-            self._fail(decision)
+            await self._fail(decision)
         return decision
 
-    def _fail(self, decision: Decision) -> None:
+    async def _fail(self, decision: Decision) -> None:
         """Of all that went wrong and was not mended, what went wrong first is the cause."""
         keepers = {name: keeper for name, (keeper, _) in self._kept.items()}
+        reports = zip(keepers, await asyncio.gather(*(keeper.report() for keeper in keepers.values())), strict=True)
         cause = failure.root_cause(
             {name: keeper.failure for name, keeper in keepers.items() if keeper.failure},
-            {name: report for name, keeper in keepers.items() if (report := keeper.report)},
+            {name: report for name, report in reports if report},
         )
         culprit = keepers[cause.name]
         what = failure.explain(cause, phase="in mid-run" if culprit.ready.is_set() else "while starting")
