@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +18,8 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from penstock.cluster.pools import DoesNotFit, Node, Part, Placed, parts_of, plan
+from penstock.cluster.pools import Bundles, DoesNotFit, Node, Part, Placed, parts_of, plan
+from penstock.cluster.seats import Seat
 from penstock.config.cluster import ClusterConfig
 from penstock.deadline import Stalled
 
@@ -29,20 +30,21 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A place for one process, and what it may use there."""
+    """A place for one process, and what it may use there: a bundle of its part, which may be several slots' worth."""
 
     pool: str
     rank: int
     """Within the pool: all of a node's slots follow each other."""
     local_rank: int
-    """Within the pool's part of the node."""
+    """Within the pool's part of the node: which bundle."""
     node: Node
     group: PlacementGroup
     part: Part
 
     def options(self, *, share: float = 1.0) -> dict[str, Any]:
         """For a Ray actor that lives here and uses `share` of the slot; several may, as long as it is enough."""
-        wanted = {name: amount * share for name, amount in self.part.per_slot.items()}
+        num_slots = self.part.bundles[self.local_rank]
+        wanted = {name: amount * share for name, amount in self.part.wanted_by(num_slots).items()}
         return {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.group, placement_group_bundle_index=self.local_rank
@@ -64,6 +66,27 @@ class Pools:
         """Its slots by rank."""
         return self._slots[pool]
 
+    def at(self, seat: Seat) -> Slot:
+        """Where that is now."""
+        return next(
+            slot
+            for slot in self._slots[seat.pool]
+            if (slot.part.index, slot.local_rank) == (seat.node, seat.bundle)
+        )
+
+    def replace(self, part: Part, *, within_s: float) -> None:
+        """Hold that part on another node than the one it was on, which is gone, as soon as there is room. Blocks.
+        Raises `DoesNotFit` when the time is up, and holds what it held before."""
+        give_up, before = time.monotonic() + within_s, self._slots[part.pool]
+        others = {slot.node.node_id for slot in before if slot.part != part}
+        (placed,) = _plan([part], give_up=give_up, without=others, patiently=True)
+        (group,) = _hold([placed], give_up=give_up)
+        for gone in {slot.group.id: slot.group for slot in before if slot.part == part}.values():
+            remove_placement_group(gone)
+        self._slots[part.pool] = [
+            replace(slot, node=placed.node, group=group) if slot.part == part else slot for slot in before
+        ]
+
     def release(self) -> None:
         """Give everything back. Whatever still lives there ends."""
         for group in {slot.group.id: slot.group for slots in self._slots.values() for slot in slots}.values():
@@ -79,26 +102,12 @@ class Pools:
         self.release()
 
 
-def place(config: ClusterConfig) -> Pools:
-    """All pools of the configuration, or nothing. Blocks, for `place_timeout_s` at most. Raises `DoesNotFit`: at once
+def place(config: ClusterConfig, bundles: Bundles | None = None) -> Pools:
+    """All pools of the configuration, or those in `bundles`; or nothing. Blocks, for `place_timeout_s` at most. Raises `DoesNotFit`: at once
     for what the nodes could not hold if they were all free, else when the time is up."""
-    parts, give_up = parts_of(config), time.monotonic() + config.place_timeout_s
-    chosen, groups = _plan(parts, give_up=give_up), list[PlacementGroup]()
-    try:
-        for placed in chosen:
-            groups.append(_ask(placed))
-        if all(group.wait(max(give_up - time.monotonic(), 0.0)) for group in groups):
-            whole, groups = groups, []
-            return Pools(_slots(chosen, whole))
-    finally:
-        for group in groups:
-            remove_placement_group(group)
-    raise Stalled(
-        waiter="the run",
-        resource=f"{sum(part.num_slots for part in parts)} slots of cluster.pools",
-        holder="the Ray cluster, whose nodes had room when they were asked",
-        seconds=config.place_timeout_s,
-    )
+    parts, give_up = parts_of(config, bundles), time.monotonic() + config.place_timeout_s
+    chosen = _plan(parts, give_up=give_up)
+    return Pools(_slots(chosen, _hold(chosen, give_up=give_up)))
 
 
 def nodes() -> list[Node]:
@@ -117,26 +126,50 @@ def nodes() -> list[Node]:
     ]
 
 
-def _plan(parts: Sequence[Part], *, give_up: float) -> list[Placed]:
-    """As soon as there is room."""
+def _plan(
+    parts: Sequence[Part], *, give_up: float, without: Collection[str] = (), patiently: bool = False
+) -> list[Placed]:
+    """As soon as there is room on other nodes than `without`. What these could not hold if they were all free is
+    refused at once, unless `patiently`: a node may come back."""
     while True:
-        found = nodes()
+        found = [node for node in nodes() if node.node_id not in without]
         try:
             return plan(parts, found)
         except DoesNotFit:
-            plan(parts, found, busy=False)
+            if not patiently:
+                plan(parts, found, busy=False)
             if time.monotonic() >= give_up:
                 raise
         time.sleep(POLL_S)
 
 
+def _hold(chosen: Sequence[Placed], *, give_up: float) -> list[PlacementGroup]:
+    """All of it, or nothing."""
+    groups, started = list[PlacementGroup](), time.monotonic()
+    try:
+        for placed in chosen:
+            groups.append(_ask(placed))
+        if all(group.wait(max(give_up - time.monotonic(), 0.0)) for group in groups):
+            whole, groups = groups, []
+            return whole
+    finally:
+        for group in groups:
+            remove_placement_group(group)
+    raise Stalled(
+        waiter="the run",
+        resource=f"{sum(placed.part.num_slots for placed in chosen)} slots of cluster.pools",
+        holder="the Ray cluster, whose nodes had room when they were asked",
+        seconds=time.monotonic() - started,
+    )
+
+
 def _ask(placed: Placed) -> PlacementGroup:
     part = placed.part
     group: PlacementGroup = placement_group(
-        [dict(part.per_slot) for _ in range(part.num_slots)],
+        [part.wanted_by(num_slots) for num_slots in part.bundles],
         strategy="STRICT_PACK",
         name=f"penstock-{part.pool}-{part.index}-{secrets.token_hex(4)}",  # no two on a cluster have one name
-        bundle_label_selector=[{NODE_ID: placed.node.node_id}] * part.num_slots,
+        bundle_label_selector=[{NODE_ID: placed.node.node_id}] * len(part.bundles),
     )
     return group
 
@@ -154,6 +187,6 @@ def _slots(chosen: Sequence[Placed], groups: Sequence[PlacementGroup]) -> dict[s
                 group=group,
                 part=placed.part,
             )
-            for number in range(placed.part.num_slots)
+            for number in range(len(placed.part.bundles))
         ]
     return found

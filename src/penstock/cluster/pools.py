@@ -16,6 +16,9 @@ from penstock.config.errors import ConfigError
 Resources = Mapping[str, float]
 """By the cluster's names for them; memory in bytes."""
 
+Bundles = Mapping[str, Sequence[Sequence[int]]]
+"""Of how many slots each bundle is made, by pool and node."""
+
 MAX_TRIES = 20_000
 """Of assigning one part to one node, before a plan is given up as not found."""
 SHOWN_NODES = 8
@@ -44,14 +47,23 @@ class Part:
     pool: str
     index: int
     """Which of the pool's nodes, from 0 on."""
-    num_slots: int
+    bundles: tuple[int, ...]
+    """Of how many slots each is made; each is for one process."""
     per_slot: Resources
     labels: Mapping[str, str]
 
     @property
+    def num_slots(self) -> int:
+        return sum(self.bundles)
+
+    @property
     def wanted(self) -> dict[str, float]:
         """Of all its slots."""
-        return {name: amount * self.num_slots for name, amount in self.per_slot.items()}
+        return self.wanted_by(self.num_slots)
+
+    def wanted_by(self, num_slots: int) -> dict[str, float]:
+        """Of so many of them."""
+        return {name: amount * num_slots for name, amount in self.per_slot.items()}
 
     def __str__(self) -> str:
         labels = f" with {', '.join(f'{k}={v}' for k, v in self.labels.items())}" if self.labels else ""
@@ -67,17 +79,18 @@ class Placed:
     node: Node
 
 
-def parts_of(config: ClusterConfig) -> list[Part]:
-    """What all pools ask for, in the order of the configuration."""
+def parts_of(config: ClusterConfig, bundles: Bundles | None = None) -> list[Part]:
+    """What the pools in `bundles` ask for, in the order of the configuration; by default all, each slot by itself."""
     return [
         Part(
             pool=name,
             index=index,
-            num_slots=node.slots,
+            bundles=tuple(bundles[name][index]) if bundles is not None else (1,) * node.slots,
             per_slot=pool.per_slot,
             labels={**pool.labels, **node.labels},
         )
         for name, pool in config.pools.items()
+        if bundles is None or name in bundles
         for index, node in enumerate(pool.each_node)
     ]
 

@@ -5,7 +5,6 @@ What several ranks are given is put into the object store once, and arrays are r
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from penstock.cluster.calls import end_of
 from penstock.cluster.placement import Slot
 from penstock.deadline import Stalled
 from penstock.groups.backend import Backend, Call, Gone, Handle, Raised, settle
@@ -23,7 +23,6 @@ from penstock.groups.role import Rank, Role
 
 START_S = 180.0
 """For actors to start, import what they are to hold, and build it."""
-DETAIL = re.compile(r"Worker exit detail: (.*?)\.(?: |$)")
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -70,7 +69,7 @@ class RayBackend(Backend):
             try:
                 is_raised, result = ray.get(ref)
             except RayError as error:
-                raise WorkerLost(rank=rank, role=names, method="__init__", end=_end(error)) from None
+                raise WorkerLost(rank=rank, role=names, method="__init__", end=end_of(error)) from None
             if is_raised:
                 raise RemoteError(result, rank=rank, role=names, method="__init__")
 
@@ -83,7 +82,7 @@ class RayBackend(Backend):
     def _settle(self, rank: int, handle: Handle, answer: Any) -> None:
         error = answer.exception()
         if isinstance(error, RayActorError):
-            self._ends.setdefault(rank, _end(error))
+            self._ends.setdefault(rank, end_of(error))
             settle(handle, error=Gone(rank, self._ends[rank]))
         elif error is not None:
             settle(handle, error=Raised.of(error.cause if isinstance(error, RayTaskError) else error))
@@ -129,11 +128,3 @@ def _put(call: Call, name: str, value: Any) -> Any:
     except Exception as error:  # whatever its own pickling raises; Ray says much around it
         reason = error.__cause__ or error.__context__ or error
         raise CallRefused(f"{call.role}.{call.method}: {name} cannot be sent to an actor: {reason}") from error
-
-
-def _end(error: RayError) -> str:
-    """How an actor ended, as far as Ray knows: the process, its machine, and the first sentence of why."""
-    text = str(error)
-    why = DETAIL.search(text)
-    where = ", ".join(f"{name} {found[1]}" for name in ("pid", "ip") if (found := re.search(rf"{name}: (\S+)", text)))
-    return f"its actor ({where}) is dead: {why[1] if why else text.splitlines()[0]}"

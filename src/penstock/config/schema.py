@@ -247,6 +247,11 @@ class Config(Section):
         return self.pipeline == "train" or (self.pipeline == "eval" and given)
 
     @property
+    def num_ranks(self) -> int:
+        """Of the trainer; one that only publishes needs no others."""
+        return self.trainer.ranks if self.pipeline == "train" else 1
+
+    @property
     def max_running(self) -> int:
         """Episodes that may generate at once, over all servers."""
         return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.num_servers

@@ -78,7 +78,7 @@ class TrainerProcess:
         self._latest: LearnerState | None = None
         self._trained: list[int] = []
         self._accumulated: list[int] = []
-        self._num_ranks = config.trainer.ranks if config.pipeline == "train" else 1  # else it only publishes
+        self._num_ranks = config.num_ranks
         self._group = self._thread.submit(self._make_group, child.runtime_dir / "weights").result()
 
     def _make_group(self, weights_dir: Path) -> Any:

@@ -1,0 +1,315 @@
+"""Starts the processes of a run on the nodes of a Ray cluster: each through a host (`host`) in a slot of its pool.
+
+What lives in no pool is started by the local launcher, the controller among that. When a node is gone, so are its hosts
+and their processes; whoever is started again gets a slot on a node that lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from penstock.cluster.calls import call, end_of
+from penstock.cluster.host import ALONE, TOKEN, Depot, Host, Household, read_from, write_files
+from penstock.cluster.payloads import Courier
+from penstock.cluster.placement import Pools, Slot, nodes
+from penstock.cluster.seats import Seat
+from penstock.config.errors import ConfigError
+from penstock.deadline import Stalled, deadline, holding, patient
+from penstock.ports import End, Look, ProcessHandle, ProcessSpec
+from penstock.supervisor.launcher import LocalLauncher
+
+CONTROLLER = "controller"
+WHERE = "controller.json"
+"""In the runtime directory of the controller, which says there where it listens; and of all others."""
+START_S = 180.0
+"""For Ray to start an actor, and for that to import what it needs."""
+ASK_S = 5.0
+"""For a host to answer: it does nothing else."""
+CLOSE_S = 20.0
+NODES_S = 30.0
+"""For Ray to say which nodes there are."""
+LOST_S = 10.0
+"""That a host may be out of reach, before its process is."""
+DEAD_S = 45.0
+"""In which Ray finds out that a node is gone, beyond that."""
+PATIENCE_S = 3600.0
+BETWEEN_LOOKS_S = 0.5
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Remote:
+    """A host, as it is seen from here."""
+
+    name: str
+    slot: Slot
+    actor: Any
+    gone: str = ""
+    """Why it is no more."""
+
+    def __str__(self) -> str:
+        return f"host {self.name} on {self.slot.node.address}"
+
+    async def ask(self, method: str, *arguments: Any, seconds: float = ASK_S) -> Any:
+        """Raises what it raises; RayError if it cannot be reached; Stalled."""
+        asked = getattr(self.actor, method)
+        return await call(asked, *arguments, seconds=seconds, what=f"{method} of {self.name}", holder=str(self))
+
+    def give_up(self, why: str) -> None:
+        """It and its process are no more, whatever they are doing."""
+        self.gone = self.gone or why
+        ray.kill(self.actor)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class HostedProcess:
+    """One process on a node."""
+
+    spec: ProcessSpec
+    host: Remote
+    facts: Mapping[str, Any]
+    end: End | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        return int(self.facts["pid"])
+
+
+class RayLauncher:
+    """`ports.Launcher` on a cluster. An async context manager, within that of the local launcher."""
+
+    def __init__(
+        self,
+        local: LocalLauncher,
+        *,
+        pools: Pools,
+        seats: Mapping[str, Seat],
+        household: Household,
+        runtime_dir: Path,
+        place_s: float,
+    ) -> None:
+        """`runtime_dir`: of the local launcher. `place_s`: to find room for what a dead node held."""
+        self._local, self._pools, self._seats, self._household = local, pools, seats, household
+        self._runtime_dir, self._place_s = runtime_dir, place_s
+        self._hosts: dict[str, Remote] = {}
+        """By the name of their process."""
+        self._replacing = asyncio.Lock()
+        self._announced: dict[str, bytes] = {}
+
+    async def __aenter__(self) -> Self:
+        household = self._household
+        (household.run_dir / TOKEN).write_text(household.token)
+        write_files(self._runtime_dir, household.files)
+        pool = household.run_dir / "pool"
+        self._depot = ray.remote(Depot).options(**_here(), name=LOCAL, namespace=household.namespace).remote(pool)
+        read = partial(read_from, namespace=household.namespace)
+        self._courier = Courier(runtime_dir=self._runtime_dir, pool=pool, read=read)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close_hosts()
+        await self._courier.close()
+        ray.kill(self._depot)
+        (self._household.run_dir / TOKEN).unlink(missing_ok=True)
+
+    async def spawn(self, spec: ProcessSpec) -> ProcessHandle:
+        seat = self._seats.get(spec.name)
+        if seat is None:
+            return await self._local.spawn(spec)
+        try:
+            host = await self._host_of(spec.name, seat)
+            facts = await host.ask("spawn", spec)
+        except (RayError, ConfigError) as error:
+            raise OSError(end_of(error) if isinstance(error, RayError) else str(error)) from None
+        process = HostedProcess(spec=spec, host=host, facts={**facts, "node": host.slot.node.address})
+        process.waiting = asyncio.create_task(self._await_end(process))
+        return process
+
+    async def probe(self, process: ProcessHandle) -> str | None:
+        if not isinstance(process, HostedProcess):
+            missing = await self._local.probe(process)
+            if missing is None and process.spec.role == CONTROLLER:
+                await self._announce()
+            return missing
+        try:
+            answer: str | None = await process.host.ask("probe", process.pid)
+        except (RayError, Stalled):
+            return f"{process.host} does not answer"
+        return answer
+
+    async def look(self, process: ProcessHandle) -> Look:
+        if not isinstance(process, HostedProcess):
+            return await self._local.look(process)
+        try:
+            told: Look = await process.host.ask("look", process.pid)
+        except (RayError, Stalled):
+            return Look()
+        return told
+
+    async def signal(self, process: ProcessHandle, signum: int) -> None:
+        if not isinstance(process, HostedProcess):
+            return await self._local.signal(process, signum)
+        if process.end is not None:
+            return None
+        try:
+            await process.host.ask("signal", process.pid, signum)
+        except (RayError, Stalled):
+            if signum == signal.SIGKILL:
+                process.host.give_up(f"{process.host} did not answer")
+        return None
+
+    async def wait(self, process: ProcessHandle) -> End:
+        if not isinstance(process, HostedProcess):
+            return await self._local.wait(process)
+        with patient(PATIENCE_S, waiter="the run", resource=f"the end of {process.spec.name}", holder=str(process.host)):
+            await process.ended.wait()
+        assert process.end is not None
+        return process.end
+
+    async def sweep(self) -> list[str]:
+        return await self._close_hosts() + await self._local.sweep()
+
+    async def _close_hosts(self) -> list[str]:
+        hosts, self._hosts = list(self._hosts.values()), {}
+        left = await asyncio.gather(*(_close(host) for host in hosts))
+        return [f"{what} on {host.slot.node.address}" for host, each in zip(hosts, left, strict=True) for what in each]
+
+    async def _announce(self) -> None:
+        """Tell all hosts where the controller is."""
+        where = self._runtime_dir / WHERE
+        self._announced = {WHERE: where.read_bytes()} if where.exists() else {}
+        hosts = [host for host in self._hosts.values() if not host.gone]
+        await asyncio.gather(*(host.ask("tell", self._announced) for host in hosts), return_exceptions=True)
+
+    async def _host_of(self, name: str, seat: Seat) -> Remote:
+        """The one there is, or a new one. RayError, OSError, DoesNotFit."""
+        host = self._hosts.get(name)
+        while host is None or host.gone:
+            slot = await self._slot_of(seat)
+            host = self._hosts[name] = self._start(name, slot)
+            try:
+                await self._open(host)
+            except BaseException:
+                host.give_up("it could not be opened")
+                raise
+        return host
+
+    def _start(self, name: str, slot: Slot) -> Remote:
+        household, name = self._household, f"{name}-{secrets.token_hex(3)}"
+        actor = ray.remote(Host).options(
+            **slot.options(), name=name, namespace=household.namespace, runtime_env={"env_vars": ALONE}
+        )
+        return Remote(name=name, slot=slot, actor=actor.remote(name, household))
+
+    async def _open(self, host: Remote) -> None:
+        """Returns also if its node is gone meanwhile: then so is the host."""
+        opening = asyncio.create_task(host.ask("open", self._announced, seconds=START_S))
+        try:
+            while not opening.done():
+                await asyncio.wait([opening], timeout=BETWEEN_LOOKS_S)
+                if not opening.done() and not await _is_alive(host.slot):
+                    host.give_up("its node is gone")
+                    return
+            opening.result()
+        except RayActorError:
+            if not await _is_lost(host.slot):
+                raise
+            host.give_up("its node is gone")
+        finally:
+            opening.cancel()
+
+    async def _slot_of(self, seat: Seat) -> Slot:
+        """On a living node: on another one than before, with all that lived beside it, if that is gone."""
+        waiter, seconds = f"seat {seat.bundle} of pool {seat.pool}", self._place_s * (len(self._seats) + 1)
+        async with holding(self._replacing, seconds, waiter=waiter, resource="its turn", holder="other seats"):
+            slot = self._pools.at(seat)
+            if await _is_alive(slot):
+                return slot
+            async with deadline(2 * self._place_s + NODES_S, waiter=waiter, resource="a node", holder="Ray"):
+                await asyncio.to_thread(self._pools.replace, slot.part, within_s=self._place_s)
+            return self._pools.at(seat)
+
+    async def _await_end(self, process: HostedProcess) -> None:
+        """Whatever ends it: it itself, or its host, or that nothing is heard of that any more."""
+        host = process.host
+        with patient(PATIENCE_S, waiter="the run", resource=f"the end of {process.spec.name}", holder=str(host)):
+            while process.end is None:
+                try:
+                    process.end = await host.actor.wait.remote(process.pid)
+                except ActorUnavailableError:
+                    if not await _answers_again(host):
+                        host.give_up(f"{host} is out of reach")
+                except RayError as error:
+                    host.gone = host.gone or f"{host} is gone: {end_of(error)}"
+                    process.end = End(lost=host.gone)
+        process.ended.set()
+
+
+LOCAL = "supervisor"
+"""Who has what processes of the supervisor's machine write to the pool."""
+
+
+def _here() -> dict[str, Any]:
+    """Options of an actor on this machine that takes no room, and is started again when it dies."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return {
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+    }
+
+
+async def _close(host: Remote) -> Sequence[str]:
+    """Leave nothing of it. What its janitor does when it cannot be asked is not known here."""
+    left: Sequence[str] = []
+    if not host.gone:
+        try:
+            left = await host.ask("close", seconds=CLOSE_S)
+        except Stalled as error:
+            left = [str(error)]
+        except RayError:
+            """It is gone, and its janitor does what it would have done."""
+    host.give_up("it was closed")
+    return left
+
+
+async def _is_alive(slot: Slot) -> bool:
+    """Whether Ray takes its node for living."""
+    async with deadline(NODES_S, waiter="the run", resource="the nodes of the cluster", holder="Ray"):
+        return slot.node.node_id in {node.node_id for node in await asyncio.to_thread(nodes)}
+
+
+async def _is_lost(slot: Slot) -> bool:
+    """Whether Ray finds out that its node is gone."""
+    for _ in range(int(DEAD_S / BETWEEN_LOOKS_S)):
+        if not await _is_alive(slot):
+            return True
+        await asyncio.sleep(BETWEEN_LOOKS_S)
+    return False
+
+
+async def _answers_again(host: Remote) -> bool:
+    for _ in range(int(LOST_S / BETWEEN_LOOKS_S)):
+        try:
+            await host.ask("ping")
+            return True
+        except ActorUnavailableError:
+            await asyncio.sleep(BETWEEN_LOOKS_S)
+        except (RayError, Stalled):
+            return False
+    return False

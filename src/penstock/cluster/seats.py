@@ -1,0 +1,98 @@
+"""Which process of a run lives in which slots of which pool. Pure, and known before a cluster is asked for anything.
+
+A process takes a slot, a trainer of several ranks as many slots of one node as it has ranks. What lives in no pool runs
+on the supervisor's machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.cluster.pools import Bundles
+from penstock.config.cluster import ClusterConfig, PoolConfig, Role
+from penstock.config.errors import ConfigError
+from penstock.ports import ProcessSpec
+
+ROLES: Mapping[str, Role] = {"trainer": "actor", "rollout": "rollout", "env": "environment"}
+"""Of processes, as `cluster.pools` calls them."""
+WITHIN: Mapping[Role, Role] = {"critic": "actor", "reference": "actor", "reward": "environment"}
+"""What has no processes of its own, and in whose it lives."""
+COUNTS = {"trainer": "trainer.ranks", "rollout": "rollout.servers", "env": "env.workers"}
+"""Settings that say how many slots the processes of a role take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a process lives."""
+
+    pool: str
+    node: int
+    """Which of the pool's nodes, as configured, from 0 on."""
+    bundle: int
+    """Which of those that the pool has there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seating:
+    """Where all processes live that live in pools."""
+
+    seats: Mapping[str, Seat]
+    """By the name of the process."""
+    bundles: Bundles
+    """Of the pools where somebody lives."""
+
+
+def seating(config: ClusterConfig, specs: Sequence[ProcessSpec]) -> Seating:
+    """Largest first, on the node with the most free slots. Raises `ConfigError` with the numbers."""
+    if not config.pools:
+        raise ConfigError("cluster.address is given without cluster.pools: say which roles live where, or leave it out")
+    _check_within(config)
+    seats: dict[str, Seat] = {}
+    bundles: dict[str, list[list[int]]] = {}
+    for name, pool in config.pools.items():
+        inhabitants = [spec for spec in specs if ROLES.get(spec.role) in pool.roles]
+        if inhabitants:
+            bundles[name] = _fill(name, pool, inhabitants, seats)
+    return Seating(seats=seats, bundles=bundles)
+
+
+def _check_within(config: ClusterConfig) -> None:
+    for role, home in WITHIN.items():
+        pool, lives_in = config.pool_of(role), config.pool_of(home)
+        if pool is not None and pool != lives_in:
+            where = f"pool {lives_in}" if lives_in else "no pool"
+            raise ConfigError(
+                f"cluster.pools.{pool}: role {role} lives in the processes of role {home}, which is in {where}: "
+                "put both into one pool"
+            )
+
+
+def _fill(name: str, pool: PoolConfig, specs: Sequence[ProcessSpec], seats: dict[str, Seat]) -> list[list[int]]:
+    """Returns the pool's bundles; what nobody lives in is a bundle of one slot."""
+    free = [node.slots for node in pool.each_node]
+    bundles: list[list[int]] = [[] for _ in free]
+    for spec in sorted(specs, key=lambda spec: -spec.num_slots):
+        node = free.index(max(free))
+        if free[node] < spec.num_slots:
+            raise ConfigError(_too_small(name, pool, specs, spec))
+        seats[spec.name] = Seat(name, node, len(bundles[node]))
+        bundles[node].append(spec.num_slots)
+        free[node] -= spec.num_slots
+    return [[*taken, *[1] * left] for taken, left in zip(bundles, free, strict=True)]
+
+
+def _too_small(name: str, pool: PoolConfig, specs: Sequence[ProcessSpec], first: ProcessSpec) -> str:
+    """`first`: who found no place."""
+    slots = [node.slots for node in pool.each_node]
+    needed = {role: sum(spec.num_slots for spec in specs if spec.role == role) for role in COUNTS}
+    shown = " + ".join(f"{COUNTS[role]} {number}" for role, number in needed.items() if number)
+    if sum(needed.values()) > sum(slots):
+        return (
+            f"cluster.pools.{name}: {shown} need {sum(needed.values())} slots, and {len(slots)} nodes have "
+            f"{sum(slots)}: raise nodes or slots_per_node, or lower the others"
+        )
+    return (
+        f"cluster.pools.{name}: {first.name} needs {first.num_slots} slots of one node ({COUNTS[first.role]}), beside "
+        f"{shown} on nodes of {', '.join(map(str, slots))}: raise slots_per_node, or give it a pool of its own"
+    )
