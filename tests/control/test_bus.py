@@ -1,4 +1,4 @@
-"""Real ZeroMQ sockets; messages lost and repeated on purpose."""
+"""Real ZeroMQ sockets, within a machine and between machines; messages lost and repeated on purpose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.control.bus import CONTROLLER, Bus, Fault, Peer, PeerLost, RequestRefused, UnknownPeer
+from penstock.control.bus import CONTROLLER, Bus, Fault, Handler, Peer, PeerLost, RequestRefused, UnknownPeer
+from penstock.control.keys import Keys
 from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat, Hello, Refused, Welcome
 from penstock.deadline import Stalled
 from penstock.types import EpisodeId, GroupAttempt
@@ -38,6 +39,18 @@ class Counting:
         return None
 
 
+@pytest.fixture(params=["ipc", "tcp"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """What decides between them is whether there are keys."""
+    if request.param == "tcp":
+        Keys.make().write(tmp_path)
+    return tmp_path
+
+
+def bus_in(directory: Path, handler: Handler, *, fault: Fault | None = None) -> Bus:
+    return Bus(str(directory), handler, host="127.0.0.1" if Keys.read(directory) else None, fault=fault)
+
+
 HELLO = Hello(role="env", name="env-0", nonce="", pid=0)
 
 
@@ -49,7 +62,7 @@ def request(number: int) -> GrantRequest:
 async def connected(
     directory: Path, *, controller: Counting, peer: Counting, fault: Fault | None = None
 ) -> AsyncIterator[tuple[Bus, Peer]]:
-    bus = Bus(str(directory), controller.handle, fault=fault)
+    bus = bus_in(directory, controller.handle, fault=fault)
     other = Peer(str(directory), "env-0", peer.handle, fault=fault)
     bus.resend_s = other.resend_s = 0.02
     tasks = [asyncio.create_task(bus.run()), asyncio.create_task(other.run())]
@@ -62,28 +75,28 @@ async def connected(
         bus.close()
 
 
-async def test_requests_are_answered_both_ways(tmp_path: Path) -> None:
+async def test_requests_are_answered_both_ways(directory: Path) -> None:
     controller, worker = Counting(), Counting()
-    async with connected(tmp_path, controller=controller, peer=worker) as (bus, peer):
+    async with connected(directory, controller=controller, peer=worker) as (bus, peer):
         assert await peer.request(CONTROLLER, request(1), timeout_s=5) == Ack()
         assert await bus.request("env-0", request(2), timeout_s=5) == Ack()
     assert (controller.seen, worker.seen) == ([1], [2])
 
 
-async def test_lost_and_repeated_frames_change_nothing(tmp_path: Path) -> None:
+async def test_lost_and_repeated_frames_change_nothing(directory: Path) -> None:
     rng = random.Random(0)
 
     def unreliable(frame: bytes) -> list[bytes]:
         return [frame] * rng.choice([0, 0, 1, 2, 3])
 
     controller, worker = Counting(), Counting()
-    async with connected(tmp_path, controller=controller, peer=worker, fault=unreliable) as (_, peer):
+    async with connected(directory, controller=controller, peer=worker, fault=unreliable) as (_, peer):
         for number in range(40):
             await peer.request(CONTROLLER, request(number), timeout_s=10)
     assert controller.seen == list(range(40))
 
 
-async def test_a_talkative_peer_does_not_make_others_forgotten(tmp_path: Path) -> None:
+async def test_a_talkative_peer_does_not_make_others_forgotten(directory: Path) -> None:
     sent: list[bytes] = []
 
     def keep(frame: bytes) -> list[bytes]:
@@ -91,9 +104,9 @@ async def test_a_talkative_peer_does_not_make_others_forgotten(tmp_path: Path) -
         return [frame]
 
     controller = Counting()
-    async with connected(tmp_path, controller=controller, peer=Counting()) as (bus, loud):
+    async with connected(directory, controller=controller, peer=Counting()) as (bus, loud):
         bus.remembered_replies = 2
-        quiet = Peer(str(tmp_path), "env-1", Counting().handle, fault=keep)
+        quiet = Peer(str(directory), "env-1", Counting().handle, fault=keep)
         receiving = asyncio.create_task(quiet.run())
         await quiet.request(CONTROLLER, request(0), timeout_s=5)
         for number in range(1, 9):
@@ -105,7 +118,7 @@ async def test_a_talkative_peer_does_not_make_others_forgotten(tmp_path: Path) -
     assert controller.seen == list(range(10))
 
 
-async def test_what_is_queued_in_one_turn_leaves_as_one_frame(tmp_path: Path) -> None:
+async def test_what_is_queued_in_one_turn_leaves_as_one_frame(directory: Path) -> None:
     frames: list[bytes] = []
 
     def watch(frame: bytes) -> list[bytes]:
@@ -113,17 +126,17 @@ async def test_what_is_queued_in_one_turn_leaves_as_one_frame(tmp_path: Path) ->
         return [frame]
 
     controller, worker = Counting(), Counting()
-    async with connected(tmp_path, controller=controller, peer=worker, fault=watch) as (_, peer):
+    async with connected(directory, controller=controller, peer=worker, fault=watch) as (_, peer):
         await asyncio.gather(*(peer.request(CONTROLLER, request(n), timeout_s=5) for n in range(50)))
     assert sorted(controller.seen) == list(range(50))
     assert len(frames) < 10
 
 
-async def test_a_refusal_reaches_the_sender(tmp_path: Path) -> None:
+async def test_a_refusal_reaches_the_sender(directory: Path) -> None:
     async def refuse(peer: str, message: AnyMessage) -> AnyMessage:
         return Refused(reason="a negative group")
 
-    bus, peer = Bus(str(tmp_path), refuse), Peer(str(tmp_path), "env-0", Counting().handle)
+    bus, peer = bus_in(directory, refuse), Peer(str(directory), "env-0", Counting().handle)
     receiving = [asyncio.create_task(bus.run()), asyncio.create_task(peer.run())]
     with pytest.raises(RequestRefused, match="a negative group"):
         await peer.request(CONTROLLER, request(-1), timeout_s=5)
@@ -132,9 +145,9 @@ async def test_a_refusal_reaches_the_sender(tmp_path: Path) -> None:
     bus.close()
 
 
-async def test_who_fails_answers_nothing(tmp_path: Path) -> None:
+async def test_who_fails_answers_nothing(directory: Path) -> None:
     controller = Counting()
-    bus, peer = Bus(str(tmp_path), controller.handle), Peer(str(tmp_path), "env-0", Counting().handle)
+    bus, peer = bus_in(directory, controller.handle), Peer(str(directory), "env-0", Counting().handle)
     receiving = [asyncio.create_task(bus.run()), asyncio.create_task(peer.run())]
     with pytest.raises(Stalled):
         await peer.request(CONTROLLER, request(-1), timeout_s=0.5)
@@ -146,8 +159,8 @@ async def test_who_fails_answers_nothing(tmp_path: Path) -> None:
     bus.close()
 
 
-async def test_silence_is_reported_with_names(tmp_path: Path) -> None:
-    peer = Peer(str(tmp_path), "env-0", Counting().handle)
+async def test_silence_is_reported_with_names(directory: Path) -> None:
+    peer = Peer(str(directory), "env-0", Counting().handle)
     receiving = asyncio.create_task(peer.run())
     with pytest.raises(Stalled, match=r"env-0 waited 0.05 s for the answer to GrantRequest, held by controller"):
         await peer.request(CONTROLLER, request(1), timeout_s=0.05)
@@ -156,9 +169,9 @@ async def test_silence_is_reported_with_names(tmp_path: Path) -> None:
     peer.close()
 
 
-async def test_broadcasts_reach_everyone(tmp_path: Path) -> None:
+async def test_broadcasts_reach_everyone(directory: Path) -> None:
     controller, worker = Counting(), Counting()
-    async with connected(tmp_path, controller=controller, peer=worker) as (bus, peer):
+    async with connected(directory, controller=controller, peer=worker) as (bus, peer):
         await peer.request(CONTROLLER, request(1), timeout_s=5)
         async with asyncio.timeout(5):
             while not worker.cancelled.is_set():  # a subscription takes a moment to reach the sender
@@ -167,13 +180,14 @@ async def test_broadcasts_reach_everyone(tmp_path: Path) -> None:
         assert not controller.cancelled.is_set(), "a broadcast does not come back"
 
 
-async def test_a_restarted_peer_is_not_taken_for_its_past(tmp_path: Path) -> None:
+async def test_a_restarted_peer_is_not_taken_for_its_past(directory: Path) -> None:
     controller = Counting()
-    bus = Bus(str(tmp_path), controller.handle)
+    bus = bus_in(directory, controller.handle)
     receiving = asyncio.create_task(bus.run())
     for _ in range(2):
-        peer = Peer(str(tmp_path), "env-0", Counting().handle)
+        peer = Peer(str(directory), "env-0", Counting().handle)
         listening = asyncio.create_task(peer.run())
+        await peer.join(HELLO, timeout_s=5)
         await peer.request(CONTROLLER, request(5), timeout_s=5)
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
@@ -184,7 +198,7 @@ async def test_a_restarted_peer_is_not_taken_for_its_past(tmp_path: Path) -> Non
     bus.close()
 
 
-async def test_a_new_controller_asks_who_somebody_is(tmp_path: Path) -> None:
+async def test_a_new_controller_asks_who_somebody_is(directory: Path) -> None:
     """Once, however often the peer is heard; then what it had asked is answered."""
     known: set[str] = set()
     seen: list[str] = []
@@ -204,7 +218,7 @@ async def test_a_new_controller_asks_who_somebody_is(tmp_path: Path) -> None:
         await peer.join(HELLO, timeout_s=5)
         return None
 
-    bus, peer = Bus(str(tmp_path), handle), Peer(str(tmp_path), "env-0", introduce)
+    bus, peer = bus_in(directory, handle), Peer(str(directory), "env-0", introduce)
     bus.resend_s = peer.resend_s = 0.02
     receiving = [asyncio.create_task(bus.run()), asyncio.create_task(peer.run())]
     await peer.join(HELLO, timeout_s=5)
@@ -218,8 +232,8 @@ async def test_a_new_controller_asks_who_somebody_is(tmp_path: Path) -> None:
     bus.close()
 
 
-async def test_whoever_waits_for_a_dead_peer_hears_of_it(tmp_path: Path) -> None:
-    bus = Bus(str(tmp_path), Counting().handle)
+async def test_whoever_waits_for_a_dead_peer_hears_of_it(directory: Path) -> None:
+    bus = bus_in(directory, Counting().handle)
     receiving = [asyncio.create_task(bus.run())]
     waiting = asyncio.create_task(bus.request("env-0", request(1), timeout_s=5))
     await asyncio.sleep(0)
@@ -230,12 +244,12 @@ async def test_whoever_waits_for_a_dead_peer_hears_of_it(tmp_path: Path) -> None
     bus.close()
 
 
-async def test_what_was_meant_for_a_predecessor_is_not_heard(tmp_path: Path) -> None:
+async def test_what_was_meant_for_a_predecessor_is_not_heard(directory: Path) -> None:
     """It waits in the socket of a peer that is not there, and arrives with the next one of that name."""
     controller, worker = Counting(), Counting()
-    async with connected(tmp_path, controller=controller, peer=worker) as (bus, _):
+    async with connected(directory, controller=controller, peer=worker) as (bus, _):
         newcomer = Counting()
-        other = Peer(str(tmp_path), "env-0", newcomer.handle)
+        other = Peer(str(directory), "env-0", newcomer.handle)
         receiving = [asyncio.create_task(other.run())]
         stale = asyncio.create_task(bus.request("env-0", request(7), timeout_s=5))
         await asyncio.sleep(0.1)

@@ -3,16 +3,21 @@
 A request is re-sent until it is answered or its deadline passes; the receiver acts on each message id once and repeats
 its answer, so lost and repeated messages change nothing. What is queued within one turn of the event loop leaves as one
 frame. No tensor ever travels here.
+
+A process that was cut off may come back when another one has its name already: the controller hears whoever introduced
+himself last, and nobody else of that name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -20,6 +25,7 @@ import zmq
 import zmq.asyncio
 
 from penstock.control.messages import Ack, AnyMessage, Hello, Refused, Welcome, WhoAreYou
+from penstock.control.sockets import ControllerSockets, PeerSockets
 from penstock.deadline import deadline
 
 Handler = Callable[[str, AnyMessage], Awaitable[AnyMessage | None]]
@@ -128,8 +134,8 @@ class _Endpoint(ABC):
     def _transmit(self, peer: str, frame: bytes) -> None:
         """Hand `frame` to the socket."""
 
-    def _receive(self, peer: str, frame: bytes) -> None:
-        for envelope in filter(self._accepts, _decoder.decode(frame)):
+    def _receive(self, peer: str, envelopes: Iterable[Envelope]) -> None:
+        for envelope in filter(self._accepts, envelopes):
             if envelope.kind == "reply":
                 future = self._pending.get((peer, envelope.id))
                 if future is not None and not future.done():
@@ -171,52 +177,62 @@ class _Endpoint(ABC):
 
 
 class Bus(_Endpoint):
-    """The controller's side. Peers are addressed by the name they connected with."""
+    """The controller's side. Peers are addressed by their names."""
 
-    def __init__(self, directory: str, handler: Handler, *, fault: Fault | None = None) -> None:
+    def __init__(
+        self, directory: str, handler: Handler, *, host: str | None = None, fault: Fault | None = None
+    ) -> None:
+        """`host`: the address to listen on for other machines; without one only this machine gets in. Raises
+        `CannotListen`."""
         super().__init__(CONTROLLER, handler, fault=fault)
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 200)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._router.bind(f"ipc://{directory}/control.sock")
-        self._publisher = self._context.socket(zmq.PUB)
-        self._publisher.setsockopt(zmq.LINGER, 200)
-        self._publisher.bind(f"ipc://{directory}/broadcast.sock")
+        try:
+            self._sockets = ControllerSockets(self._context, Path(directory), host)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._lives: dict[str, str] = {}
+        """Of each name, which process has it."""
 
     def broadcast(self, message: AnyMessage) -> None:
         """To every connected peer, unacknowledged."""
         envelope = [Envelope("notify", next(self._ids), message)]
-        self._publisher.send(_encoder.encode(envelope), flags=zmq.NOBLOCK)
+        self._sockets.publisher.send(_encoder.encode(envelope), flags=zmq.NOBLOCK)
 
     async def run(self) -> None:
         """Receive until cancelled; an exception in a handler ends it."""
         async with asyncio.TaskGroup() as self._tasks:
             while True:
-                identity, frame = await self._router.recv_multipart()
-                self._receive(identity.decode(), frame)
+                identity, frame = await self._sockets.router.recv_multipart()
+                self._hear(identity.decode(), _decoder.decode(frame))
 
     def close(self) -> None:
         self._flush()
+        self._sockets.close()
         self._context.destroy(linger=200)
 
+    def _hear(self, identity: str, envelopes: list[Envelope]) -> None:
+        peer, _, life = identity.rpartition("/")
+        introduces_itself = any(isinstance(envelope.body, Hello) for envelope in envelopes)
+        if introduces_itself or self._lives.setdefault(peer, life) == life:
+            self._lives[peer] = life
+            self._receive(peer, envelopes)
+
     def _transmit(self, peer: str, frame: bytes) -> None:
-        self._router.send_multipart([peer.encode(), frame], flags=zmq.NOBLOCK)
+        if peer in self._lives:
+            _hand_over(self._sockets.router.send_multipart([_identity(peer, self._lives[peer]), frame], zmq.NOBLOCK))
 
 
 class Peer(_Endpoint):
     """Every other process's side; its only peer is the controller. What was meant for a predecessor of the same name is
     not heard: until it is welcome, a peer listens to nothing else. Asked who it is, it is welcome no more."""
 
+    look_s = 0.5
+    """Between two looks where the controller is, if that can change."""
+
     def __init__(self, directory: str, name: str, handler: Handler, *, fault: Fault | None = None) -> None:
         super().__init__(name, handler, fault=fault)
         self._is_welcome = False
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.setsockopt(zmq.LINGER, 200)
-        self._dealer.setsockopt(zmq.IDENTITY, name.encode())
-        self._dealer.connect(f"ipc://{directory}/control.sock")
-        self._subscriber = self._context.socket(zmq.SUB)
-        self._subscriber.setsockopt(zmq.SUBSCRIBE, b"")
-        self._subscriber.connect(f"ipc://{directory}/broadcast.sock")
+        self._sockets = PeerSockets(self._context, Path(directory), _identity(name, secrets.token_hex(8)))
 
     async def join(self, hello: Hello, *, timeout_s: float) -> Welcome:
         """Introduce this process to the controller; again, if the controller is a new one."""
@@ -229,8 +245,10 @@ class Peer(_Endpoint):
     async def run(self) -> None:
         """Receive until cancelled; an exception in a handler ends it."""
         async with asyncio.TaskGroup() as self._tasks:
-            self._tasks.create_task(self._listen(self._subscriber))
-            await self._listen(self._dealer)
+            self._tasks.create_task(self._listen(self._sockets.subscriber))
+            if self._sockets.may_move:
+                self._tasks.create_task(self._follow())
+            await self._listen(self._sockets.dealer)
 
     def _accepts(self, envelope: Envelope) -> bool:
         was_welcome = self._is_welcome
@@ -240,11 +258,26 @@ class Peer(_Endpoint):
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            self._receive(CONTROLLER, await socket.recv())
+            self._receive(CONTROLLER, _decoder.decode(await socket.recv()))
+
+    async def _follow(self) -> None:
+        while True:
+            self._sockets.follow()
+            await asyncio.sleep(self.look_s)
 
     def close(self) -> None:
         self._flush()
         self._context.destroy(linger=200)
 
     def _transmit(self, peer: str, frame: bytes) -> None:
-        self._dealer.send(frame, flags=zmq.NOBLOCK)
+        _hand_over(self._sockets.dealer.send(frame, flags=zmq.NOBLOCK))
+
+
+def _identity(name: str, life: str) -> bytes:
+    """Unique among all processes that ever have that name."""
+    return f"{name}/{life}".encode()
+
+
+def _hand_over(sending: Awaitable[object]) -> None:
+    """A frame for which there is no room, since nobody has taken any for long, is one that is lost."""
+    asyncio.ensure_future(sending).add_done_callback(lambda done: done.cancelled() or done.exception())

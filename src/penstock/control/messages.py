@@ -46,6 +46,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="HELLO"):
     nonce: str
     pid: int
     url: str = ""
+    host: str = ""
+    """On several machines: who has what it writes to the pool (see `ports.Payloads`)."""
     attached: bool = False
     """Nobody supervises it: it came by itself, and may go."""
 
@@ -60,6 +62,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="WELCOME"):
     """The run as it is when a process joins."""
 
     server_urls: list[str]
+    host: str = ""
+    """On several machines: who has the controller's pool."""
 
 
 class WhoAreYou(Message, frozen=True, kw_only=True, tag="WHO_ARE_YOU"):

@@ -72,7 +72,7 @@ class Controller:
     def __init__(self, config: Config, child: Child, recorder: Recorder) -> None:
         self._child, self._recorder = child, recorder
         self._num_messages = 0
-        self.bus = Bus(str(child.runtime_dir), self.handle)
+        self.bus = Bus(str(child.runtime_dir), self.handle, host=child.address)
         self.system: System | None = None
         self._joining_s = JOINING * config.supervisor.ready_timeout_s
         self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)}
@@ -135,11 +135,11 @@ class Controller:
         self._expected.discard(hello.name)
         if not self._expected:
             self.servers_and_trainer.set()
-        return Welcome(server_urls=self.server_urls)
+        return Welcome(server_urls=self.server_urls, host=self._child.host)
 
     def _joined_again(self, before: Hello, hello: Hello) -> None:
         """Another process under the same name, or one that has forgotten what it was given."""
-        if hello.pid != before.pid:
+        if (hello.pid, hello.host) != (before.pid, before.host):
             self.bus.forget(hello.name)
         if hello.role == "env":
             self._capacities.pop(hello.name, None)

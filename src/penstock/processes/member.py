@@ -65,7 +65,15 @@ async def membership(
         peer.notify(CONTROLLER, StallReport(stall=stall))
 
     peer = Peer(str(child.runtime_dir), child.name, hear)
-    hello = Hello(role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url, attached=attached)
+    hello = Hello(
+        role=role,
+        name=child.name,
+        nonce=child.nonce,
+        pid=os.getpid(),
+        url=url,
+        host=child.host,
+        attached=attached,
+    )
     try:
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(peer.run())

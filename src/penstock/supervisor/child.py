@@ -30,6 +30,10 @@ GAVE_UP = 3
 """Of a run that cannot go on, whoever tries."""
 HEARTBEAT_S = "PENSTOCK_HEARTBEAT_S"
 """Environment variable: seconds between two heartbeats."""
+ADDRESS = "PENSTOCK_ADDRESS"
+"""Environment variable of a run on several machines: where this one is reached by the others."""
+HOST = "PENSTOCK_HOST"
+"""Environment variable of a run on several machines: the name of whoever started this process here."""
 BEAT_BYTES = 256
 """A heartbeat is written over the one before, a predecessor's too: that takes no space, so a full disk does not silence
 a process."""
@@ -41,12 +45,24 @@ tell from strangers. So the death pipe is only the second insurance."""
 class Child:
     """Who this process is within its run, and how it talks to the supervisor. Made once, by `from_environment`."""
 
-    def __init__(self, *, name: str, run_dir: Path, runtime_dir: Path, run_id: str, nonce: str) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        run_dir: Path,
+        runtime_dir: Path,
+        run_id: str,
+        nonce: str,
+        address: str | None = None,
+        host: str = "",
+    ) -> None:
+        """`address` and `host`: of a run on several machines; see `ADDRESS` and `HOST`."""
         self.name = name
         self.run_dir = run_dir
         self.runtime_dir = runtime_dir
         self.run_id = run_id
         self.nonce = nonce
+        self.address, self.host = address, host
         self._reported = False
         self._progress, self._doing = 0, ""
 
@@ -65,6 +81,8 @@ class Child:
             runtime_dir=Path(os.environ["PENSTOCK_RUNTIME_DIR"]),
             run_id=os.environ["PENSTOCK_RUN_ID"],
             nonce=os.environ["PENSTOCK_NONCE"],
+            address=os.environ.get(ADDRESS),
+            host=os.environ.get(HOST, ""),
         )
         sys.excepthook = child._uncaught
         faulthandler.register(signal.SIGUSR1)
