@@ -78,6 +78,7 @@ EXCEPTIONS = {
     "simulator/parts.py:_after_a_while": BOUNDED,
     "simulator/parts.py:_answer": TASK,
     "store/dumps/dump.py:_next": "what it writes comes from the loops, and these are watched",
+    "store/payloads.py:_serve": "who asks for nothing needs nothing",
     "supervisor/child.py:_living": LIFE,
     "supervisor/keeper.py:_live": "a process may live as long as it likes",
     "supervisor/keeper.py:_look_after": "a process may live as long as it likes",

@@ -23,6 +23,7 @@ from penstock.types import (
     GroupRef,
     LearnerState,
     PayloadRef,
+    Sample,
     Sampling,
     Segment,
     SegmentGrant,
@@ -441,6 +442,44 @@ class Pool(Protocol):
 
     def sync(self) -> None:
         """Make everything so far durable."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PayloadsLost(RuntimeError):
+    """Records of the pool cannot be had from where they are said to be; the message names host and file."""
+
+    self_explanatory = True
+
+
+class Payloads(Protocol):
+    """Records of the pool that other processes wrote, perhaps on other machines."""
+
+    async def fetch(self, refs: Sequence[PayloadRef], *, host: str) -> None:
+        """Have them here, as `host` has them. Raises `PayloadsLost`."""
+        ...
+
+    def read(self, ref: PayloadRef) -> list[Sample]:
+        """One that was fetched. Raises `PayloadError` if it is damaged."""
+        ...
+
+    def drop(self, refs: Iterable[PayloadRef]) -> None:
+        """They are not needed here any more, nor is anything else that lies in their files."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SegmentWriter(Protocol):
+    """A worker's own records."""
+
+    def append(self, samples: Sequence[Sample]) -> PayloadRef:
+        """Write one; the reference is valid as soon as this returns."""
+        ...
+
+    def release(self, ref: PayloadRef) -> None:
+        """The controller has it, or nobody wants it."""
         ...
 
     def close(self) -> None: ...

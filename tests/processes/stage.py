@@ -28,6 +28,7 @@ from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.ports import SavedEpisode
 from penstock.processes.env import Worker
+from penstock.processes.pool import shared_pool
 from penstock.rollout.scripted import ScriptedPolicy
 from penstock.rollout.servers import Servers
 from penstock.simulator.parts import leased
@@ -116,7 +117,7 @@ class Stage:
 
     async def join(self, name: str) -> None:
         """A worker starts; the bus knows it when this returns."""
-        worker = Worker(self.config, name, self.directory, self.tasks, Servers([]))
+        worker = Worker(self.config, name, shared_pool(self.directory, name), self.tasks, Servers([]))
         peer = Peer(str(self.directory), name, worker.handle)
         scorers = Scorers(self.config)
         manager = EnvManager(

@@ -27,6 +27,7 @@ from penstock.ports import PolicyClient
 from penstock.processes.env import Worker, servers_of, work
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, listening, url_of
+from penstock.processes.pool import pool_of_worker
 from penstock.rollout.app import App
 from penstock.rollout.generation import Generation
 from penstock.rollout.keys import Keys
@@ -46,7 +47,7 @@ async def trade(child: Child, config: Config) -> None:
     """Pass on what environments play, until told to stop."""
     servers = servers_of(config)
     async with asyncio.TaskGroup() as tasks, open_exchange(child, config, servers) as exchange:
-        worker = Worker(config, child.name, child.run_dir / "pool", tasks, servers)
+        worker = Worker(config, child.name, pool_of_worker(child), tasks, servers)
         tasks.create_task(run_rollout_loop(exchange, worker.jobs()))
         worker.counts = lambda: {f"groups_{name}": count for name, count in exchange.counts.items()}
         await work(child, config, worker, stop=child.stop_event(), joined=child.report_ready)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +35,8 @@ from penstock.observe.trackers import open_trackers
 from penstock.ports import TaskSource, TrainerLost
 from penstock.processes.attached import AttachedWorkers
 from penstock.processes.dumping import open_dumps
+from penstock.processes.gathering import Gathering
+from penstock.processes.pool import pool_of_controller
 from penstock.recovery import LEARNT_GROUPS
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import RolloutError
@@ -48,7 +50,7 @@ from penstock.supervisor.record import read_state
 from penstock.supervisor.run_directory import publishable
 from penstock.supervisor.states import ProcessState
 from penstock.system import System
-from penstock.types import NO_VERSION, Task
+from penstock.types import NO_VERSION, PayloadRef, Task
 
 PIPELINES = {"train": loop.run, "eval": loop.evaluate_only, "rollout": loop.synthesize}
 LOOK_EVERY_S = 1.0
@@ -71,6 +73,8 @@ class Controller:
 
     def __init__(self, config: Config, child: Child, recorder: Recorder) -> None:
         self._child, self._recorder = child, recorder
+        self.pool_dir, payloads = pool_of_controller(child)
+        self._gathering = Gathering(payloads, recorder)
         self._num_messages = 0
         self.bus = Bus(str(child.runtime_dir), self.handle, host=child.address)
         self.system: System | None = None
@@ -109,18 +113,34 @@ class Controller:
                 self.system.scheduler.request_grant(
                     grant.episode, unfinished=grant.unfinished, num_tokens=grant.num_tokens, saved=grant.saved
                 )
+                await self._gather(peer, [grant.saved])
             case EpisodesGenerated(episodes=members, num_tokens=num_tokens) if self.system:
                 self.system.scheduler.generated(members, num_tokens)
             case EpisodesEnded(group=group, episodes=episodes, saved=saved) if self.system:
-                self.system.scheduler.ended(group, episodes, saved)
+                lost = await self._gather(peer, saved)
+                self.system.scheduler.ended(group, episodes, [None] * len(saved) if lost else saved)
                 self.system.settle()
-            case DataGenerated(group=group, ref=ref, episodes=episodes) if self.system:
-                loop.collect(self.system, group, ref, episodes)
+            case DataGenerated() as played if self.system:
+                await self._collect(self.system, peer, played)
             case StallReport(stall=stall):
                 self._recorder.event("stall", process=peer, **asdict(stall))
             case _:
                 raise ValueError(f"{peer} sent an unexpected {type(message).__name__}")
         return None
+
+    async def _collect(self, system: System, worker: str, played: DataGenerated) -> None:
+        """A group was played; its tokens are here before it counts as such."""
+        if why := await self._gather(worker, [played.ref]):
+            system.scheduler.tokens_lost(played.group, played.episodes[0].episode.attempt, why)
+        else:
+            loop.collect(system, played.group, played.ref, played.episodes)
+
+    async def _gather(self, worker: str, refs: Sequence[PayloadRef | None]) -> str:
+        """Returns why they cannot be had, or nothing."""
+        records = [ref for ref in refs if ref is not None]
+        if not records:
+            return ""
+        return await self._gathering.gather(records, worker=worker, host=self._members[worker].host)
 
     def _welcome(self, hello: Hello) -> AnyMessage:
         if hello.nonce != self._child.nonce:
@@ -186,6 +206,10 @@ class Controller:
         write_to_log(stall)
         self._recorder.event("stall", process=CONTROLLER, **asdict(stall))
 
+    def close(self) -> None:
+        """Nothing more is asked of others."""
+        self._gathering.close()
+
     def attach(self, system: System) -> None:
         """The system is complete: from now on workers get work."""
         self.system = system
@@ -225,6 +249,7 @@ async def serve(child: Child) -> None:
                 receiving.cancel()
     finally:
         bus.close()
+        controller.close()
         recorder.close()
         if controller.system:
             controller.system.pool.close()
@@ -236,7 +261,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         found = await asyncio.to_thread(open_tasks, config)
         held_out = await asyncio.to_thread(held_out_tasks, config)
         train = found if config.pipeline != "rollout" else tasks_to_play(config, found, recorder)
-        tasks, pool = TaskStream(train, held_out=held_out), ExperiencePool(child.run_dir / "pool")
+        tasks, pool = TaskStream(train, held_out=held_out), ExperiencePool(controller.pool_dir)
         dumps = await asyncio.to_thread(open_dumps, config, child.run_dir, pool, tasks, recorder.event)
     await controller.all_joined()
     timeout_s, supervisor = config.rollout.request_timeout_s, config.supervisor

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from penstock.config import Config, load_config
@@ -27,7 +26,7 @@ from penstock.control.messages import (
     TaskRequest,
     Welcome,
 )
-from penstock.deadline import Stalled, deadline
+from penstock.deadline import Stalled, deadline, holding
 from penstock.envs.agents import Gateway
 from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager, Job, run_rollout_loop
@@ -38,6 +37,7 @@ from penstock.ports import Environment, Work
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
 from penstock.processes.playing import PlayedGroup
+from penstock.processes.pool import WorkerPool, pool_of_worker
 from penstock.processes.saved import SavedEpisodes
 from penstock.rollout.servers import Servers
 from penstock.supervisor.child import Child
@@ -46,6 +46,8 @@ from penstock.types import EpisodeId, GroupAttempt, PayloadRef, SegmentGrant, Tr
 GRANT_TIMEOUT_S = 3600.0
 """For the next grant of an open episode: where phases alternate, a phase of training may lie in between."""
 GOODBYE_S = 2.0
+RECALL_S = 600.0
+"""For others' saved episodes to be fetched and read."""
 LOOPBACK = "127.0.0.1"
 REMEMBERED_CANCELS = 16384
 """Far more groups than can be on their way to one worker."""
@@ -54,9 +56,12 @@ REMEMBERED_CANCELS = 16384
 class Worker:
     """Turns bus messages into played groups. A bad environment never ends the process; a defect in here does."""
 
-    def __init__(self, config: Config, name: str, pool: Path, tasks: asyncio.TaskGroup, servers: Servers) -> None:
+    def __init__(self, config: Config, name: str, pool: WorkerPool, tasks: asyncio.TaskGroup, servers: Servers) -> None:
         self._config, self._name, self._servers = config, name, servers
-        self._saved = SavedEpisodes(config, pool, name)
+        self._saved = SavedEpisodes(config, pool)
+        self._controllers_host = ""
+        self._recalling = asyncio.Lock()
+        """Files of fetched records are read and removed by one at a time."""
         self._grants: dict[EpisodeId, asyncio.Future[SegmentGrant]] = {}
         self._groups: dict[int, PlayedGroup] = {}
         """Groups that have not been reported as a whole."""
@@ -77,7 +82,7 @@ class Worker:
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
         match message:
             case NewTask(work=work):
-                self._start(work)
+                await self._begin(work)
             case Grant(grant=grant):
                 waiting = self._grants.get(grant.episode)
                 if waiting is not None and not waiting.done():
@@ -109,10 +114,11 @@ class Worker:
         grant: asyncio.Future[SegmentGrant] = asyncio.get_running_loop().create_future()
         self._grants[episode] = grant
         try:
-            await self.ask(
+            await self._report_records(
                 GrantRequest(
                     worker=self._name, episode=episode, unfinished=unfinished, num_tokens=num_tokens, saved=saved
-                )
+                ),
+                [saved],
             )
             async with deadline(
                 GRANT_TIMEOUT_S, waiter=str(episode), resource="its next grant", holder="the scheduler"
@@ -137,6 +143,16 @@ class Worker:
         """What the scheduler hands out, until this worker closes."""
         while (job := await self._jobs.get()) is not None:
             yield job
+
+    async def _begin(self, work: Work) -> None:
+        if not work.saved:
+            self._start(work)
+            return
+        async with holding(
+            self._recalling, RECALL_S, waiter=self._name, resource="saved episodes", holder="other work"
+        ):
+            await self._saved.fetch(work, host=self._controllers_host)
+            self._start(work)
 
     def _start(self, work: Work) -> None:
         """Play members of a group, perhaps of one whose probe was played here before."""
@@ -203,8 +219,8 @@ class Worker:
             await self._report_whole(group)
             return
         saved = self._saved.save_ended(group, members)
-        await self.ask(
-            EpisodesEnded(worker=self._name, group=group.number, episodes=group.summaries(members), saved=saved)
+        await self._report_records(
+            EpisodesEnded(worker=self._name, group=group.number, episodes=group.summaries(members), saved=saved), saved
         )
 
     async def _report_whole(self, group: PlayedGroup) -> None:
@@ -213,7 +229,16 @@ class Worker:
         ref: PayloadRef | None = None
         if not group.failed and not group.keep_text:
             ref = self._saved.append(group.formulated(self._config.env.formulation))
-        await self.ask(DataGenerated(worker=self._name, group=group.number, ref=ref, episodes=group.summaries(members)))
+        await self._report_records(
+            DataGenerated(worker=self._name, group=group.number, ref=ref, episodes=group.summaries(members)), [ref]
+        )
+
+    async def _report_records(self, message: AnyMessage, refs: Sequence[PayloadRef | None]) -> None:
+        """Tell the controller of what lies in this worker's files; it has acted when it answers."""
+        try:
+            await self.ask(message)
+        finally:
+            self._saved.reported(refs)
 
     def _spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         task = self._tasks.create_task(work, name=name)
@@ -224,6 +249,7 @@ class Worker:
     async def welcomed(self, peer: Peer, welcome: Welcome) -> None:
         """Ask the controller for work."""
         self.peer = peer
+        self._controllers_host = welcome.host
         self._servers.set_urls(welcome.server_urls)
         await self.ask(TaskRequest(worker=self._name, capacity=self._config.max_open))
 
@@ -288,7 +314,7 @@ async def play(
         asyncio.TaskGroup() as tasks,
     ):
         servers = servers_of(config)
-        worker = Worker(config, child.name, child.run_dir / "pool", tasks, servers)
+        worker = Worker(config, child.name, pool_of_worker(child), tasks, servers)
         manager = EnvManager(
             config, make=make, policy=servers, grants=worker, chat=chat, gateway=gateway, scorers=scorers
         )

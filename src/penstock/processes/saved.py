@@ -8,16 +8,17 @@ Every token of a cut answer is saved once, however often it is cut; an answer th
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
 
 from penstock.config import Config
-from penstock.ports import SavedEpisode, Work
+from penstock.ports import PayloadsLost, SavedEpisode, Work
 from penstock.processes.playing import PlayedGroup
-from penstock.store.payload import PayloadError, PayloadReader, PayloadWriter
+from penstock.processes.pool import WorkerPool
+from penstock.store.payload import PayloadError
 from penstock.types import PayloadRef, Sample, Task, Trajectory, Turn
 
 
@@ -40,8 +41,8 @@ class Recalled:
 class SavedEpisodes:
     """Appends to this worker's own pool files, reads everybody's."""
 
-    def __init__(self, config: Config, pool: Path, worker: str) -> None:
-        self._writer, self._reader = PayloadWriter(pool, worker), PayloadReader(pool)
+    def __init__(self, config: Config, pool: WorkerPool) -> None:
+        self._pool = pool
         settings = config.scheduler
         colocated_leftovers = settings.mode == "colocated" and settings.over_sampling > 1
         self._saves_ended = settings.segment_length is not None or colocated_leftovers
@@ -50,7 +51,7 @@ class SavedEpisodes:
 
     def append(self, samples: Sequence[Sample]) -> PayloadRef:
         """The record of a whole group."""
-        return self._writer.append(samples)
+        return self._pool.writer.append(samples)
 
     def save_cut(self, group: PlayedGroup, so_far: Trajectory) -> PayloadRef | None:
         """What is new of a member whose answer was cut; None if nothing is."""
@@ -58,7 +59,7 @@ class SavedEpisodes:
         num_saved = group.num_saved.get(member, 0)
         if not group.saves_cut or num_segments == num_saved:
             return None
-        ref = self._writer.append([piece(so_far, start=num_saved)])
+        ref = self._pool.writer.append([piece(so_far, start=num_saved)])
         group.num_saved[member] = num_segments
         return ref
 
@@ -71,7 +72,20 @@ class SavedEpisodes:
         if group.failed or not self._saves_ended:
             return [None] * len(members)
         samples = [group.sample(member) for member in members]
-        return [None if sample is None else self._writer.append([sample]) for sample in samples]
+        return [None if sample is None else self._pool.writer.append([sample]) for sample in samples]
+
+    def reported(self, refs: Iterable[PayloadRef | None]) -> None:
+        """The controller was told of these records, and has them if it wants them."""
+        for ref in refs:
+            if ref is not None:
+                self._pool.writer.release(ref)
+
+    async def fetch(self, work: Work, *, host: str) -> None:
+        """What was saved of `work`, from the `host` of the controller. What cannot be had is missing when it is
+        recalled."""
+        for saved in work.saved:
+            with suppress(PayloadsLost):
+                await self._pool.payloads.fetch(saved.refs, host=host)
 
     def recall(self, work: Work) -> Recalled:
         """Read what was saved of `work`.
@@ -95,20 +109,22 @@ class SavedEpisodes:
                 )
                 trajectory = replace(trajectory, stop_reason=saved.stop_reason, info=saved.info)
                 (ended if saved.ended else begun)[episode.episode] = trajectory
+        self._pool.payloads.drop(ref for saved in work.saved for ref in saved.refs)
         return Recalled(work=_without(work, ended), begun=begun, ended=ended)
 
     def _read(self, refs: Sequence[PayloadRef]) -> Sample:
         """The pieces from the last one on that begins the episode."""
         pieces: list[Sample] = []
         for ref in reversed(refs):
-            (sample,) = self._reader.read(ref)
+            (sample,) = self._pool.payloads.read(ref)
             pieces.append(sample)
             if not sample.loss_mask[0]:
                 return Sample.joined(pieces[::-1])
         raise PayloadError("its first piece is missing")
 
     def close(self) -> None:
-        self._writer.close()
+        self._pool.writer.close()
+        self._pool.payloads.close()
 
 
 def piece(so_far: Trajectory, *, start: int) -> Sample:

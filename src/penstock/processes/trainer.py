@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.config import Config, load_config
+from penstock.control.bus import Peer
 from penstock.control.messages import (
     Accumulate,
     Accumulated,
@@ -35,6 +36,7 @@ from penstock.control.messages import (
     Restore,
     SaveCheckpoint,
     Step,
+    Welcome,
 )
 from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import patient
@@ -46,8 +48,8 @@ from penstock.model.chat import ChatTokenizer
 from penstock.ports import TrainerState
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
+from penstock.processes.pool import payloads_of
 from penstock.processes.rank import trainer_group
-from penstock.store.payload import PayloadReader
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
 from penstock.trainer.dealing import costs, deal
@@ -68,7 +70,8 @@ class TrainerProcess:
         self._config, self._name, self._run_dir = config, child.name, child.run_dir
         self._model_dir = model_dir(config, child.run_dir)
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._reader = PayloadReader(child.run_dir / "pool")
+        self._payloads = payloads_of(child)
+        self._controllers_host = ""
         self._spans: deque[BusySpan] = deque()  # the worker thread appends, the event loop takes
         self._busy_s = self._busy_since_step_s = 0.0
         self._progress, self._doing = 0, ""
@@ -87,7 +90,13 @@ class TrainerProcess:
                 self._num_ranks, config=self._config, model_dir=self._model_dir, weights_dir=weights_dir
             )
 
+    async def welcomed(self, _: Peer, welcome: Welcome) -> None:
+        """The controller says where its pool is."""
+        self._controllers_host = welcome.host
+
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
+        if isinstance(message, Accumulate):
+            await self._payloads.fetch([group.ref for group in message.groups], host=self._controllers_host)
         what = f"the end of {type(message).__name__}"
         with patient(PATIENCE_S, waiter=self._name, resource=what, holder="its working thread"):
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, message)
@@ -154,13 +163,14 @@ class TrainerProcess:
     def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
         with self._span("train"):
             # The whole group, members too old to train included: they count in its mean, the learner masks them.
-            samples = [sample for group in groups for sample in self._reader.read(group.ref)]
+            samples = [sample for group in groups for sample in self._payloads.read(group.ref)]
             batch, skipped = prepare(
                 samples,
                 normalize=self._config.trainer.normalize_advantages,
                 max_context=self._config.model.max_context,
             )
             sums: dict[str, float] = dict(self._group.accumulate(self._dealt(batch)))
+        self._payloads.drop(group.ref for group in groups)
         self._accumulated += [group.group for group in groups]
         self._busy_s += sums["busy_s"]
         self._busy_since_step_s += sums["busy_s"]
@@ -230,6 +240,7 @@ class TrainerProcess:
         """What it has published stays, for servers that have not read it yet: it goes with the runtime directory."""
         self._thread.shutdown(wait=True)
         self._group.close()
+        self._payloads.close()
 
 
 @contextmanager
@@ -261,7 +272,14 @@ async def serve(child: Child) -> None:
     stop = child.stop_event()
     process = TrainerProcess(config, child)
     try:
-        async with membership(child, config, role="trainer", handler=process.handle, telemetry=process.telemetry):
+        async with membership(
+            child,
+            config,
+            role="trainer",
+            handler=process.handle,
+            telemetry=process.telemetry,
+            welcomed=process.welcomed,
+        ):
             child.report_ready()
             await stop.wait()
     finally:

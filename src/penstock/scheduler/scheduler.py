@@ -165,10 +165,19 @@ class Scheduler:
         """What it played goes to others: saved episodes from where they were, the rest from the start."""
         self._dispatcher.places.lose(worker)
         for group in [group for group in self._groups.values() if group.worker == worker]:
-            self._record("lost", f"{worker} is lost", {"group": group.number, "saved": len(group.saved)})
-            ended = {member for member, saved in group.saved.items() if saved.ended}
-            self._dispatcher.take_back(group, keep=ended)
-            self._dispatcher.push_again(group)
+            self._reissue(group, f"{worker} is lost")
+
+    def tokens_lost(self, number: int, attempt: int, reason: str) -> None:
+        """What a worker played at this attempt cannot be had, though the worker lives: as if it were lost."""
+        if group := self._dispatcher.playing(number, attempt):
+            self._reissue(group, reason)
+
+    def _reissue(self, group: LiveGroup, reason: str) -> None:
+        """Others play it: saved members from where they were, the rest from the start."""
+        self._record("lost", reason, {"group": group.number, "saved": len(group.saved)})
+        ended = {member for member, saved in group.saved.items() if saved.ended}
+        self._dispatcher.take_back(group, keep=ended)
+        self._dispatcher.push_again(group)
         self._progress.changed(self._runnable)
 
     async def next_assignments(self) -> list[Assignment]:

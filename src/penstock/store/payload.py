@@ -111,6 +111,14 @@ class PayloadWriter:
         self._write(record)
         return PayloadRef(file=self._name, offset=offset, length=len(record), crc32=zlib.crc32(record))
 
+    def release(self, ref: PayloadRef) -> None:
+        """Its file is the pool's."""
+
+    @property
+    def file(self) -> str:
+        """That is being written to."""
+        return self._name
+
     def close(self) -> None:
         self._file.close()
 
@@ -154,6 +162,12 @@ class PayloadReader:
         if len(record) != ref.length or zlib.crc32(record) != ref.crc32:
             raise PayloadError(f"pool file {ref.file} is damaged at offset {ref.offset} ({ref.length} bytes)")
         return decode(record)
+
+    def remove(self, files: Collection[str]) -> None:
+        """Nobody will read them any more; what was read stays."""
+        for name in files:
+            self._maps.pop(name, None)
+            (self._directory / name).unlink(missing_ok=True)
 
     def _map(self, name: str, end: int) -> mmap.mmap:
         mapped = self._maps.get(name)
