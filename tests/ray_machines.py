@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 
 @cache
-def machines() -> None:
+def machines() -> Cluster:
     """A head without room, and two nodes of 8 CPUs and 4 chips each, the second one labelled as fast. Workers import
     what the tests do."""
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
@@ -23,3 +23,4 @@ def machines() -> None:
     path = os.pathsep.join(path for path in sys.path if path)
     ray.init(address=started.address, logging_level=logging.ERROR, runtime_env={"env_vars": {"PYTHONPATH": path}})
     atexit.register(ray.shutdown)
+    return started

@@ -45,7 +45,11 @@ BOUNDED = "it has an end of its own"
 WAKEUP = "the scheduler's own helper: one timer watches over all its waits, and reports them"
 
 EXCEPTIONS = {
-    "cli/train.py:supervise": TASK,
+    "cluster/host.py:_live": LIFE,
+    "cluster/host.py:read": BOUNDED,
+    "cluster/host.py:wait": "a process may live as long as it likes",
+    "cluster/launcher.py:wait": "a process may live as long as it likes",
+    "cluster/records.py:records_of": BOUNDED,
     "compat/gateway.py:generate": TASK,
     "control/bus.py:_listen": "silence of the other side is what heartbeats are for",
     "control/bus.py:run": "silence of the other sides is what heartbeats are for",

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,16 @@ def state_of(run: Run) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {"status": "none"}
 
 
-def spec(name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.0) -> ProcessSpec:
+def spec(
+    name: str, stand_in: str, *, ready_s: float = 20.0, grace_s: float = 5.0, env: Mapping[str, str] | None = None
+) -> ProcessSpec:
     return ProcessSpec(
         name=name,
         role=name.split("-")[0],
         module=f"stand_ins.{stand_in}",
         ready_s=ready_s,
         grace_s=grace_s,
-        env={"PYTHONPATH": os.pathsep.join([str(HERE), str(SOURCE)])},
+        env={"PYTHONPATH": os.pathsep.join([str(HERE), str(SOURCE)]), **(env or {})},
     )
 
 

@@ -34,7 +34,18 @@ Detach = Annotated[bool, typer.Option("--detach", help="Run in the background.")
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")]
 RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+OnCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="ADDRESS", help="Of a Ray cluster (`auto`: this machine's): where cluster.pools are."
+    ),
+]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, the unique beginning of one, or a directory.")]
+
+
+def _words(overrides: list[str] | None, cluster: str | None) -> list[str]:
+    """What an option says in the words of the configuration."""
+    return [*(overrides or []), *([f"cluster.address={cluster}"] if cluster else [])]
 
 
 @app.callback()
@@ -50,13 +61,14 @@ def options(
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     detach: Detach = False,
     dry_run: DryRun = False,
 ) -> None:
     """Train a policy. Ctrl-C stops it cleanly with a checkpoint, twice kills it."""
     from penstock.cli import train as command
 
-    raise typer.Exit(command.train(config, overrides or [], detach=detach, dry_run=dry_run))
+    raise typer.Exit(command.train(config, _words(overrides, cluster), detach=detach, dry_run=dry_run))
 
 
 @app.command()
@@ -69,6 +81,7 @@ def rollout(
             metavar="RUN", help="Play with the newest checkpoint of this run (id or directory), or with this model."
         ),
     ] = None,
+    cluster: OnCluster = None,
     detach: Detach = False,
     dry_run: DryRun = False,
     runs_dir: RunsDir = Path("runs"),
@@ -78,7 +91,7 @@ def rollout(
 
     raise typer.Exit(
         command.rollout(
-            config, overrides or [], checkpoint=checkpoint, runs_dir=runs_dir, detach=detach, dry_run=dry_run
+            config, _words(overrides, cluster), checkpoint=checkpoint, runs_dir=runs_dir, detach=detach, dry_run=dry_run
         )
     )
 
@@ -87,6 +100,7 @@ def rollout(
 def resume(
     run: RunName,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     detach: Detach = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -94,7 +108,7 @@ def resume(
     from penstock.cli import resume as command
     from penstock.cli.runs import find
 
-    raise typer.Exit(command.resume(find(runs_dir, run), overrides or [], detach=detach))
+    raise typer.Exit(command.resume(find(runs_dir, run), _words(overrides, cluster), detach=detach))
 
 
 @app.command("eval")
@@ -108,12 +122,15 @@ def evaluate(
         ),
     ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the results go too.")] = None,
+    cluster: OnCluster = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Play the held-out tasks with a policy as it is, without training."""
     from penstock.cli import evaluate as command
 
-    raise typer.Exit(command.evaluate(config, overrides or [], checkpoint=checkpoint, runs_dir=runs_dir, json=json))
+    raise typer.Exit(
+        command.evaluate(config, _words(overrides, cluster), checkpoint=checkpoint, runs_dir=runs_dir, json=json)
+    )
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.cli.launching import room
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import refuse
 from penstock.cli.train import carry_out, conclude, start_detached
@@ -48,7 +49,7 @@ def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
         check(resumption.config)
         if detach:
             return start_detached(run_dir, ["resume", str(run_dir), *overrides])
-        with reopen_run(run_dir, overrides) as run:
-            return conclude(run, carry_out(run))
+        with room(resumption.config) as held, reopen_run(run_dir, overrides) as run:
+            return conclude(run, carry_out(run, held))
     except (ConfigError, NotResumable, Owned, Refused) as error:
         return refuse(error, 1)

@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from penstock.cli.launching import Room, launching, room
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import REFUSAL, refuse
 from penstock.config import ConfigError, load_config
@@ -24,7 +25,6 @@ from penstock.observe.view import Plan
 from penstock.processes.layout import prepare, stages
 from penstock.supervisor import log_files
 from penstock.supervisor.child import CONFIG_ERROR
-from penstock.supervisor.launcher import LocalLauncher
 from penstock.supervisor.ownership import Owned
 from penstock.supervisor.record import read_state
 from penstock.supervisor.run_directory import OpenRun, RunExists, new_run_id, open_run, publishable
@@ -75,19 +75,19 @@ def begin(
             run_id = config.run_id or new_run_id()
             run_dir = Path(config.runs_dir).absolute() / run_id
             return start_detached(run_dir, [pipeline, str(path), *overrides, f"run_id={run_id}"])
-        with open_run(config) as run:
-            return conclude(run, carry_out(run), results)
+        with room(config) as held, open_run(config) as run:
+            return conclude(run, carry_out(run, held), results)
     except ConfigError as error:
         return refuse(error, CONFIG_ERROR)
     except (Refused, RunExists, Owned) as error:
         return refuse(error, 1)
 
 
-def carry_out(run: OpenRun) -> Outcome:
+def carry_out(run: OpenRun, held: Room | None) -> Outcome:
     """One life of a run, to the end of all its processes."""
     try:
         prepare(run.config, run.run_dir)
-        return asyncio.run(supervise(run))
+        return asyncio.run(supervise(run, held))
     except (ConfigError, OSError) as error:
         outcome = failed(str(error))
     except KeyboardInterrupt:
@@ -97,16 +97,9 @@ def carry_out(run: OpenRun) -> Outcome:
     return outcome
 
 
-async def supervise(run: OpenRun) -> Outcome:
+async def supervise(run: OpenRun, held: Room | None) -> Outcome:
     """Supervise, and show the progress meanwhile."""
-    key = run.config.rollout.api_key
-    launcher = LocalLauncher(
-        run_dir=run.run_dir,
-        runtime_dir=run.runtime_dir,
-        run_id=run.run_id,
-        environment={"PENSTOCK_API_KEY": key} if key else {},
-    )
-    async with launcher, asyncio.TaskGroup() as tasks:
+    async with launching(run, held) as launcher, asyncio.TaskGroup() as tasks:
         supervisor = Supervisor(
             run_dir=run.run_dir,
             stages=stages(run.config),

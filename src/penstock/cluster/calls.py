@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from penstock.deadline import deadline
 

@@ -13,27 +13,31 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from penstock.cluster.calls import call
-from penstock.cluster.payloads import POOL, READ_S, Courier, Record, read_records
+from penstock.cluster.records import Depot, Record, records_of
+from penstock.control.address import Address
+from penstock.control.keys import Keys
+from penstock.deadline import patient
 from penstock.ports import End, Look, ProcessSpec
+from penstock.store.payloads import answering
+from penstock.supervisor.child import ADDRESS, HOST
 from penstock.supervisor.launcher import LocalLauncher, LocalProcess
 from penstock.supervisor.runtime import runtime_path
 from penstock.types import PayloadRef
 
-ADDRESS, HOST = "PENSTOCK_ADDRESS", "PENSTOCK_HOST"
-"""Environment variables: where a process is reached by other machines, and who started it there."""
-ALONE = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""Environment of a host: Ray would kill the janitor together with the actor, and what it is there for would stay."""
 TOKEN = "cluster-token"
 """In the run directory, written there by the supervisor."""
+POOL = "pool"
+"""In a runtime directory: what the processes there write to the pool."""
 SEEN_S = 10.0
 """For what one machine writes to a shared file system to be seen on another."""
 BETWEEN_LOOKS_S = 0.2
+PATIENCE_S = 600.0
 
 
 class Unshared(OSError):
@@ -50,42 +54,30 @@ class Household:
     """Found in the run directory by whoever sees it."""
     namespace: str
     """Of the actors, in Ray."""
+    directory: Path
+    """Where the run was begun; processes begin there too, where it exists."""
     nonce: str = field(repr=False)
     environment: Mapping[str, str] = field(repr=False)
     """Of all processes."""
-    files: Mapping[str, bytes] = field(repr=False)
-    """That every process finds in its runtime directory."""
-
-
-async def read_from(host: str, refs: Sequence[PayloadRef], *, namespace: str) -> Sequence[Record]:
-    """Records that `host` has. RayError, OSError, Stalled."""
-    actor = await asyncio.to_thread(ray.get_actor, host, namespace)
-    records: Sequence[Record] = await call(actor.read, refs, seconds=READ_S, what="records", holder=f"host {host}")
-    return records
-
-
-class Depot:
-    """An actor on the supervisor's machine: gives others the records that its processes have in the pool."""
-
-    def __init__(self, pool: Path) -> None:
-        self._pool = pool
-
-    def read(self, refs: Sequence[PayloadRef]) -> list[Record]:
-        return read_records(self._pool, refs)
+    keys: Keys = field(repr=False)
 
 
 class Host:
-    """An actor. It is opened once, before anything else."""
+    """An actor. It is opened once, before anything else; all else is for the one process that it has at a time."""
 
     def __init__(self, name: str, household: Household) -> None:
         self._name, self._household = name, household
         self._runtime_dir = runtime_path(f"{household.run_id}.{secrets.token_hex(3)}")
         self._processes: dict[int, LocalProcess] = {}
+        self._opened, self._closing = asyncio.Event(), asyncio.Event()
+        self._left: list[str] = []
 
-    async def open(self, files: Mapping[str, bytes]) -> None:
-        """`files`: what every process finds in its runtime directory by now. Raises `Unshared`, OSError."""
-        household, address = self._household, ray.util.get_node_ip_address()
+    async def open(self, controller: Address | None) -> None:
+        """Raises `Unshared`, OSError."""
+        household, address = self._household, ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         await _see(household.run_dir, household.token, address)
+        with suppress(OSError):
+            os.chdir(household.directory)
         self._launcher = LocalLauncher(
             run_dir=household.run_dir,
             runtime_dir=self._runtime_dir,
@@ -94,12 +86,23 @@ class Host:
             environment={**household.environment, ADDRESS: address, HOST: self._name},
             keeps_record=False,
         )
-        await self._launcher.__aenter__()
-        self.write({**household.files, **files})
-        self._courier = Courier(runtime_dir=self._runtime_dir, pool=self._runtime_dir / POOL, read=self._read_from)
+        self._living = asyncio.create_task(self._live(controller))
+        opened = asyncio.create_task(self._opened.wait())
+        with patient(PATIENCE_S, waiter=self._name, resource="its opening", holder="this machine"):
+            await asyncio.wait([self._living, opened], return_when=asyncio.FIRST_COMPLETED)
+        opened.cancel()
+        if self._living.done():
+            self._living.result()
+
+    async def ping(self) -> None:
+        """It can be reached."""
+
+    async def announce(self, controller: Address) -> None:
+        """The process hears where the controller is now."""
+        controller.write(self._runtime_dir)
 
     async def spawn(self, spec: ProcessSpec) -> dict[str, Any]:
-        """Returns what is known of it, its pid among that. OSError."""
+        """Returns who it is. OSError."""
         process = await self._launcher.spawn(spec)
         self._processes[process.pid] = process
         return process.facts
@@ -116,35 +119,26 @@ class Host:
     async def wait(self, pid: int) -> End:
         return await self._launcher.wait(self._processes[pid])
 
-    async def tell(self, files: Mapping[str, bytes]) -> None:
-        """The processes find these in their runtime directory, instead of what they found there before."""
-        self.write(files)
-
     async def read(self, refs: Sequence[PayloadRef]) -> list[Record]:
-        """What the process here has written to the pool."""
-        return await asyncio.to_thread(read_records, self._runtime_dir / POOL, refs)
+        """See `Depot`."""
+        return await asyncio.to_thread(Depot([self._runtime_dir / POOL], self._name).read, refs)
 
     async def close(self) -> list[str]:
         """Leave nothing; returns what resisted."""
-        await self._courier.close()
-        leftovers = await self._launcher.sweep()
-        await self._launcher.__aexit__(None, None, None)
-        return leftovers
+        self._closing.set()
+        with patient(PATIENCE_S, waiter=self._name, resource="the end of its process", holder="this machine"):
+            await asyncio.wait([self._living])
+        return self._left
 
-    def write(self, files: Mapping[str, bytes]) -> None:
-        write_files(self._runtime_dir, files)
-
-    async def _read_from(self, host: str, refs: Sequence[PayloadRef]) -> Sequence[Record]:
-        return await read_from(host, refs, namespace=self._household.namespace)
-
-
-def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Each whole or not at all, for their owner alone."""
-    for name, content in files.items():
-        unfinished = directory / f".{name}.{os.getpid()}"
-        with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
-        unfinished.replace(directory / name)
+    async def _live(self, controller: Address | None) -> None:
+        get = partial(records_of, namespace=self._household.namespace)
+        async with self._launcher, answering(self._runtime_dir, get):
+            self._household.keys.write(self._runtime_dir)
+            if controller is not None:
+                controller.write(self._runtime_dir)
+            self._opened.set()
+            await self._closing.wait()
+            self._left = await self._launcher.sweep()
 
 
 async def _see(run_dir: Path, token: str, address: str) -> None:
@@ -154,5 +148,6 @@ async def _see(run_dir: Path, token: str, address: str) -> None:
                 return
         await asyncio.sleep(BETWEEN_LOOKS_S)
     raise Unshared(
-        f"node {address} does not see {run_dir}: on a cluster runs_dir is a directory that all its nodes share"
+        f"node {address} does not see {run_dir} as it is here: runs_dir must be a directory that all nodes of "
+        "cluster.pools share"
     )

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,18 +22,23 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.cluster.calls import call, end_of
-from penstock.cluster.host import ALONE, TOKEN, Depot, Host, Household, read_from, write_files
-from penstock.cluster.payloads import Courier
+from penstock.cluster.host import POOL, TOKEN, Host, Household
 from penstock.cluster.placement import Pools, Slot, nodes
+from penstock.cluster.records import Depot, records_of
 from penstock.cluster.seats import Seat
 from penstock.config.errors import ConfigError
-from penstock.deadline import Stalled, deadline, holding, patient
+from penstock.control.address import Address
+from penstock.control.keys import Keys
+from penstock.deadline import Stalled, deadline, holding
 from penstock.ports import End, Look, ProcessHandle, ProcessSpec
+from penstock.store.payloads import answering
 from penstock.supervisor.launcher import LocalLauncher
 
 CONTROLLER = "controller"
-WHERE = "controller.json"
-"""In the runtime directory of the controller, which says there where it listens; and of all others."""
+LOCAL = "supervisor"
+"""Who has what processes of the supervisor's machine write to the pool."""
+ALONE = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Environment of a host: Ray would kill the janitor together with the actor, and what it is there for would stay."""
 START_S = 180.0
 """For Ray to start an actor, and for that to import what it needs."""
 ASK_S = 5.0
@@ -44,7 +50,6 @@ LOST_S = 10.0
 """That a host may be out of reach, before its process is."""
 DEAD_S = 45.0
 """In which Ray finds out that a node is gone, beyond that."""
-PATIENCE_S = 3600.0
 BETWEEN_LOOKS_S = 0.5
 
 
@@ -98,32 +103,35 @@ class RayLauncher:
         pools: Pools,
         seats: Mapping[str, Seat],
         household: Household,
+        keys: Keys,
         runtime_dir: Path,
         place_s: float,
     ) -> None:
-        """`runtime_dir`: of the local launcher. `place_s`: to find room for what a dead node held."""
+        """`keys`, `runtime_dir`: of the controller. `place_s`: to find room for what a dead node held."""
         self._local, self._pools, self._seats, self._household = local, pools, seats, household
-        self._runtime_dir, self._place_s = runtime_dir, place_s
+        self._keys, self._runtime_dir, self._place_s = keys, runtime_dir, place_s
         self._hosts: dict[str, Remote] = {}
         """By the name of their process."""
         self._replacing = asyncio.Lock()
-        self._announced: dict[str, bytes] = {}
+        self._here = AsyncExitStack()
+        """What this machine has beside the local launcher."""
 
     async def __aenter__(self) -> Self:
         household = self._household
         (household.run_dir / TOKEN).write_text(household.token)
-        write_files(self._runtime_dir, household.files)
-        pool = household.run_dir / "pool"
-        self._depot = ray.remote(Depot).options(**_here(), name=LOCAL, namespace=household.namespace).remote(pool)
-        read = partial(read_from, namespace=household.namespace)
-        self._courier = Courier(runtime_dir=self._runtime_dir, pool=pool, read=read)
+        self._keys.write(self._runtime_dir)
+        directories = [household.run_dir / POOL, self._runtime_dir / POOL]
+        depot = ray.remote(Depot).options(**_here(), name=LOCAL, namespace=household.namespace)
+        self._depot: Any = depot.remote(directories, LOCAL)
+        get = partial(records_of, namespace=household.namespace)
+        await self._here.enter_async_context(answering(self._runtime_dir, get))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._close_hosts()
-        await self._courier.close()
+        await self._here.aclose()
         ray.kill(self._depot)
         (self._household.run_dir / TOKEN).unlink(missing_ok=True)
 
@@ -176,8 +184,7 @@ class RayLauncher:
     async def wait(self, process: ProcessHandle) -> End:
         if not isinstance(process, HostedProcess):
             return await self._local.wait(process)
-        with patient(PATIENCE_S, waiter="the run", resource=f"the end of {process.spec.name}", holder=str(process.host)):
-            await process.ended.wait()
+        await process.ended.wait()
         assert process.end is not None
         return process.end
 
@@ -191,10 +198,9 @@ class RayLauncher:
 
     async def _announce(self) -> None:
         """Tell all hosts where the controller is."""
-        where = self._runtime_dir / WHERE
-        self._announced = {WHERE: where.read_bytes()} if where.exists() else {}
-        hosts = [host for host in self._hosts.values() if not host.gone]
-        await asyncio.gather(*(host.ask("tell", self._announced) for host in hosts), return_exceptions=True)
+        if (controller := Address.read(self._runtime_dir)) is not None:
+            hosts = [host for host in self._hosts.values() if not host.gone]
+            await asyncio.gather(*(host.ask("announce", controller) for host in hosts), return_exceptions=True)
 
     async def _host_of(self, name: str, seat: Seat) -> Remote:
         """The one there is, or a new one. RayError, OSError, DoesNotFit."""
@@ -218,7 +224,7 @@ class RayLauncher:
 
     async def _open(self, host: Remote) -> None:
         """Returns also if its node is gone meanwhile: then so is the host."""
-        opening = asyncio.create_task(host.ask("open", self._announced, seconds=START_S))
+        opening = asyncio.create_task(host.ask("open", Address.read(self._runtime_dir), seconds=START_S))
         try:
             while not opening.done():
                 await asyncio.wait([opening], timeout=BETWEEN_LOOKS_S)
@@ -226,8 +232,12 @@ class RayLauncher:
                     host.give_up("its node is gone")
                     return
             opening.result()
-        except RayActorError:
+        except ActorUnavailableError:
             if not await _is_lost(host.slot):
+                raise
+            host.give_up("its node is gone")
+        except RayActorError:
+            if await _is_alive(host.slot):
                 raise
             host.give_up("its node is gone")
         finally:
@@ -247,21 +257,16 @@ class RayLauncher:
     async def _await_end(self, process: HostedProcess) -> None:
         """Whatever ends it: it itself, or its host, or that nothing is heard of that any more."""
         host = process.host
-        with patient(PATIENCE_S, waiter="the run", resource=f"the end of {process.spec.name}", holder=str(host)):
-            while process.end is None:
-                try:
-                    process.end = await host.actor.wait.remote(process.pid)
-                except ActorUnavailableError:
-                    if not await _answers_again(host):
-                        host.give_up(f"{host} is out of reach")
-                except RayError as error:
-                    host.gone = host.gone or f"{host} is gone: {end_of(error)}"
-                    process.end = End(lost=host.gone)
+        while process.end is None:
+            try:
+                process.end = await host.actor.wait.remote(process.pid)
+            except ActorUnavailableError:
+                if not await _answers_again(host):
+                    host.give_up(f"{host} is out of reach")
+            except RayError as error:
+                host.gone = host.gone or f"{host} is gone: {end_of(error)}"
+                process.end = End(lost=host.gone)
         process.ended.set()
-
-
-LOCAL = "supervisor"
-"""Who has what processes of the supervisor's machine write to the pool."""
 
 
 def _here() -> dict[str, Any]:

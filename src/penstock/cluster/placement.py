@@ -69,9 +69,7 @@ class Pools:
     def at(self, seat: Seat) -> Slot:
         """Where that is now."""
         return next(
-            slot
-            for slot in self._slots[seat.pool]
-            if (slot.part.index, slot.local_rank) == (seat.node, seat.bundle)
+            slot for slot in self._slots[seat.pool] if (slot.part.index, slot.local_rank) == (seat.node, seat.bundle)
         )
 
     def replace(self, part: Part, *, within_s: float) -> None:
@@ -103,8 +101,8 @@ class Pools:
 
 
 def place(config: ClusterConfig, bundles: Bundles | None = None) -> Pools:
-    """All pools of the configuration, or those in `bundles`; or nothing. Blocks, for `place_timeout_s` at most. Raises `DoesNotFit`: at once
-    for what the nodes could not hold if they were all free, else when the time is up."""
+    """All pools of the configuration, or those in `bundles`; or nothing. Blocks, for `place_timeout_s` at most. Raises
+    `DoesNotFit`: at once for what the nodes could not hold if they were all free, else when the time is up."""
     parts, give_up = parts_of(config, bundles), time.monotonic() + config.place_timeout_s
     chosen = _plan(parts, give_up=give_up)
     return Pools(_slots(chosen, _hold(chosen, give_up=give_up)))

@@ -1,0 +1,196 @@
+"""What every launcher does, on this machine and on a cluster; and what only the one on a cluster can meet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in_run import spec
+
+from penstock.deadline import deadline
+from penstock.ports import Launcher, Look, ProcessHandle
+from penstock.supervisor import procfs
+
+pytest.importorskip("ray")
+
+from launchers import local_launcher, ray_launcher
+from ray_machines import machines
+
+from penstock.cluster.host import TOKEN
+from penstock.control.address import Address
+from penstock.supervisor.child import ADDRESS, HEARTBEAT_S, HOST
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+START_S = 120.0
+"""For Ray to start processes of its own."""
+SPECS = [spec("env-0", "steady"), spec("rollout-0", "serves"), spec("env-1", "dies")]
+Opening = Callable[[Path], AbstractAsyncContextManager[Launcher]]
+
+
+@pytest.fixture(params=["local", "ray"])
+async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Launcher]:
+    async with local_launcher(tmp_path) if request.param == "local" else ray_launcher(tmp_path, SPECS) as launcher:
+        yield launcher
+
+
+async def until_ready(launcher: Launcher, process: ProcessHandle) -> list[str]:
+    """What was missing before."""
+    missing = []
+    async with deadline(START_S, waiter="the test", resource="readiness", holder=process.spec.name):
+        while said := await launcher.probe(process):
+            missing.append(said)
+            await asyncio.sleep(0.02)
+    return missing
+
+
+async def until_told(launcher: Launcher, process: ProcessHandle, what: Callable[[Look], Any]) -> Look:
+    async with deadline(START_S, waiter="the test", resource="words", holder=process.spec.name):
+        while not what(look := await launcher.look(process)):
+            await asyncio.sleep(0.02)
+    return look
+
+
+async def test_a_process_is_started_probed_and_looked_at(launcher: Launcher) -> None:
+    process = await launcher.spawn(spec("env-0", "steady", env={HEARTBEAT_S: "0.05"}))
+    identity = procfs.Identity.of(process.facts)
+    assert identity is not None and identity.pid == process.pid and procfs.is_alive(identity)
+    assert process.end is None
+    await until_ready(launcher, process)
+    first = (await until_told(launcher, process, lambda look: look.beat)).beat
+    later = (await until_told(launcher, process, lambda look: look.beat != first)).beat
+    assert first is not None and later is not None and later.time > first.time
+    assert (await launcher.look(process)).report is None
+
+
+async def test_a_server_is_asked_for_its_health(launcher: Launcher) -> None:
+    process = await launcher.spawn(spec("rollout-0", "serves"))
+    assert any("/health answered 503" in said for said in await until_ready(launcher, process))
+
+
+async def test_a_signal_reaches_it_and_its_end_is_told(launcher: Launcher) -> None:
+    process = await launcher.spawn(spec("env-0", "steady"))
+    await until_ready(launcher, process)
+    await launcher.signal(process, signal.SIGTERM)
+    end = await launcher.wait(process)
+    assert (end.returncode, end.report, end.lost) == (0, None, "") and process.end == end
+    again = await launcher.spawn(spec("env-0", "steady"))
+    await until_ready(launcher, again)
+    await launcher.signal(again, signal.SIGKILL)
+    assert (await launcher.wait(again)).returncode == -signal.SIGKILL
+    await launcher.signal(again, signal.SIGKILL)
+
+
+async def test_its_last_words_come_with_its_end(launcher: Launcher) -> None:
+    process = await launcher.spawn(spec("env-1", "dies"))
+    end = await launcher.wait(process)
+    assert end.returncode == 1 and end.report is not None and end.report.message == "there is no model at /nowhere"
+    assert not end.is_out_of_memory and (await launcher.look(process)).report == end.report
+
+
+async def test_a_sweep_ends_whatever_was_started(launcher: Launcher, tmp_path: Path) -> None:
+    process = await launcher.spawn(spec("env-0", "breeds"))
+    await until_ready(launcher, process)
+    escaped = escapees(tmp_path)
+    assert len(escaped) == 2 and all(is_running(pid) for pid in escaped)
+    assert await launcher.sweep() == []
+    assert not any(is_running(pid) for pid in (process.pid, *escaped))
+
+
+async def test_what_lives_in_no_pool_is_started_here_and_the_others_hear_where_the_controller_is(
+    tmp_path: Path,
+) -> None:
+    specs = [spec("controller", "steady"), spec("env-0", "steady")]
+    async with ray_launcher(tmp_path, specs) as launcher:
+        controller, worker = [await launcher.spawn(each) for each in specs]
+        here, there = runtime_dir_of(controller), runtime_dir_of(worker)
+        assert "node" not in controller.facts and worker.facts["node"] == environment_of(worker)[ADDRESS]
+        assert environment_of(worker)[HOST].startswith("env-0-") and here != there
+        assert "controller_secret" in json.loads((here / "keys.json").read_text())
+        secrets = json.loads((there / "keys.json").read_text())
+        assert not secrets["controller_secret"] and secrets["member_secret"]
+        for port in (1, 2):
+            address = Address(endpoint=f"tcp://10.0.0.1:{port}", broadcast="tcp://10.0.0.1:9", public_key="key")
+            address.write(here)
+            await until_ready(launcher, controller)
+            assert Address.read(there) == address
+    assert not here.exists() and not there.exists() and not (tmp_path / TOKEN).exists()
+
+
+async def test_a_host_that_dies_takes_its_process_with_it_and_has_a_successor(tmp_path: Path) -> None:
+    specs = [spec("env-0", "breeds"), spec("env-1", "steady")]
+    async with ray_launcher(tmp_path, specs) as launcher:
+        process, other = [await launcher.spawn(each) for each in specs]
+        await until_ready(launcher, process)
+        await until_ready(launcher, other)
+        family = [process.pid, *escapees(tmp_path)]
+        host, runtime_dir = procfs.read_stat(process.pid), runtime_dir_of(process)
+        assert host is not None
+        os.kill(host.parent, signal.SIGKILL)
+        end = await launcher.wait(process)
+        assert end.returncode is None and "host env-0" in end.lost and "is gone" in end.lost
+        async with deadline(20.0, waiter="the test", resource="what the host left", holder="its janitor"):
+            while runtime_dir.exists() or any(is_running(pid) for pid in family):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert is_running(other.pid), "the janitor of a host leaves others alone"
+        successor = await launcher.spawn(specs[0])
+        await until_ready(launcher, successor)
+        assert await launcher.sweep() == []
+
+
+async def test_a_run_directory_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
+    async with ray_launcher(tmp_path, SPECS) as launcher:
+        (tmp_path / TOKEN).write_text("of another machine")
+        with pytest.raises(OSError, match=f"node .* does not see {tmp_path} as it is here: runs_dir must"):
+            await launcher.spawn(SPECS[0])
+
+
+async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
+    cluster = machines()
+    spares = [cluster.add_node(num_cpus=2, labels={"kind": "spare"}) for _ in range(2)]
+    by_id = {node.node_id: node for node in spares}
+    pools = {"play": {"roles": ["environment"], "slots_per_node": 2, "labels": {"kind": "spare"}}}
+    specs = [spec("env-0", "steady"), spec("env-1", "steady")]
+    try:
+        async with ray_launcher(tmp_path, specs, pools=pools, place_s=60.0) as launcher:
+            processes = [await launcher.spawn(each) for each in specs]
+            before = launcher._hosts["env-0"].slot.node.node_id
+            cluster.remove_node(by_id.pop(before), allow_graceful=False)
+            ends = await asyncio.gather(*(launcher.wait(process) for process in processes))
+            assert all(end.returncode is None and "is gone" in end.lost for end in ends)
+            again = [await launcher.spawn(each) for each in specs]
+            assert {launcher._hosts[each.name].slot.node.node_id for each in specs} == by_id.keys()
+            for process in again:
+                await until_ready(launcher, process)
+    finally:
+        for node in by_id.values():
+            cluster.remove_node(node)
+
+
+def environment_of(process: ProcessHandle) -> dict[str, str]:
+    pairs = (entry.decode().partition("=") for entry in procfs.environment(process.pid))
+    return {name: value for name, _, value in pairs}
+
+
+def runtime_dir_of(process: ProcessHandle) -> Path:
+    return Path(environment_of(process)["PENSTOCK_RUNTIME_DIR"])
+
+
+def escapees(run_dir: Path) -> list[int]:
+    """What a stand-in that breeds has left behind."""
+    return [int(path.name.partition("-")[2]) for path in run_dir.glob("escapee-*")]
+
+
+def is_running(pid: int) -> bool:
+    stat = procfs.read_stat(pid)
+    return stat is not None and stat.state not in "ZX"
