@@ -56,7 +56,7 @@ async def until_ready(launcher: Launcher, process: ProcessHandle) -> list[str]:
 
 async def until_told(launcher: Launcher, process: ProcessHandle, what: Callable[[Look], Any]) -> Look:
     async with deadline(START_S, waiter="the test", resource="words", holder=process.spec.name):
-        while not what(look := await launcher.look(process)):
+        while not what(look := await launcher.look(process)):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return look
 
@@ -167,7 +167,7 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
             before = launcher._hosts["env-0"].slot.node.node_id
             cluster.remove_node(by_id.pop(before), allow_graceful=False)
             ends = await asyncio.gather(*(launcher.wait(process) for process in processes))
-            assert all(end.returncode is None and "is gone" in end.lost for end in ends)
+    XX
             again = [await launcher.spawn(each) for each in specs]
             assert {launcher._hosts[each.name].slot.node.node_id for each in specs} == by_id.keys()
             for process in again:
