@@ -167,7 +167,7 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
             before = launcher._hosts["env-0"].slot.node.node_id
             cluster.remove_node(by_id.pop(before), allow_graceful=False)
             ends = await asyncio.gather(*(launcher.wait(process) for process in processes))
-    XX
+            assert all(end.returncode is None and end.lost.startswith("host env-") for end in ends)
             again = [await launcher.spawn(each) for each in specs]
             assert {launcher._hosts[each.name].slot.node.node_id for each in specs} == by_id.keys()
             for process in again:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.preflight import Refused
 from penstock.config import Config
 from penstock.control.keys import Keys
-from penstock.deadline import Stalled
+from penstock.deadline import Stalled, reporting_to
 from penstock.ports import Launcher
 from penstock.processes.layout import stages
 from penstock.supervisor.child import ADDRESS, HOST
@@ -87,19 +87,20 @@ async def launching(run: OpenRun, held: Room | None) -> AsyncIterator[Launcher]:
         keys=keys.of_members(),
     )
     here = {**environment, ADDRESS: held.address, HOST: LOCAL}
-    async with (
-        LocalLauncher(**_places(run), environment=here, nonce=nonce) as local,
-        RayLauncher(
-            local,
-            pools=held.pools,
-            seats=held.seating.seats,
-            household=household,
-            keys=keys,
-            runtime_dir=run.runtime_dir,
-            place_s=run.config.cluster.place_timeout_s,
-        ) as launcher,
-    ):
-        yield launcher
+    with reporting_to(lambda stall: run.record.note("stall", process="supervisor", **asdict(stall))):
+        async with (
+            LocalLauncher(**_places(run), environment=here, nonce=nonce) as local,
+            RayLauncher(
+                local,
+                pools=held.pools,
+                seats=held.seating.seats,
+                household=household,
+                keys=keys,
+                runtime_dir=run.runtime_dir,
+                place_s=run.config.cluster.place_timeout_s,
+            ) as launcher,
+        ):
+            yield launcher
 
 
 def _places(run: OpenRun) -> dict[str, Any]:

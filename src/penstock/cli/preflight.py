@@ -50,7 +50,7 @@ def check(config: Config) -> None:
         check_engine(config.rollout.engine, config.rollout.python or sys.executable)
     if config.dump.url is not None and config.pipeline != "eval":
         check_dump(config)
-    if config.rollout.port and not config.rollout.urls:
+    if config.rollout.port and not config.rollout.urls and config.cluster.address is None:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
 

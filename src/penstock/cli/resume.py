@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.cli.launching import room
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import refuse
-from penstock.cli.train import carry_out, conclude, start_detached
+from penstock.cli.train import carry_out, conclude, owned_within_s, start_detached
 from penstock.config import Config, ConfigError
 from penstock.observe.summary import EVALUATION
 from penstock.supervisor.child import CONFIG_ERROR
@@ -48,7 +48,8 @@ def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
         check_unsupervised(run_dir)
         check(resumption.config)
         if detach:
-            return start_detached(run_dir, ["resume", str(run_dir), *overrides])
+            words = ["resume", str(run_dir), *overrides]
+            return start_detached(run_dir, words, within_s=owned_within_s(resumption.config))
         with room(resumption.config) as held, reopen_run(run_dir, overrides) as run:
             return conclude(run, carry_out(run, held))
     except (ConfigError, NotResumable, Owned, Refused) as error:

@@ -167,6 +167,7 @@ def _process(name: str, facts: Mapping[str, Any]) -> Document:
         "state": facts.get("state", "running" if alive else "gone"),
         "alive": alive if identity is None or identity.is_here else None,
         "pid": facts.get("pid"),
+        "node": facts.get("node"),
         "restarts": facts.get("restarts", 0),
         "returncode": facts.get("returncode"),
         "reason": facts.get("reason"),

@@ -54,7 +54,8 @@ def _headline(status: Document) -> Table:
 
 def _processes(rows: list[Document]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("process", "state"):
+    nodes = ["node"] if any(row["node"] for row in rows) else []
+    for name in ("process", "state", *nodes):
         table.add_column(name, no_wrap=True)
     for name in ("pid", "age", "restarts", "cores", "memory"):
         table.add_column(name, no_wrap=True, justify="right")
@@ -65,6 +66,7 @@ def _processes(rows: list[Document]) -> Table:
         table.add_row(
             row["name"],
             Text(f"{row['state']}{gone}", "green" if row["alive"] else "red" if gone else "dim"),
+            *([row["node"] or "-"] if nodes else []),
             str(row["pid"] or "-"),
             clock(row["age_seconds"]),
             str(row["restarts"] or "-"),

@@ -18,7 +18,7 @@ from rich.console import Console
 from penstock.cli.launching import Room, launching, room
 from penstock.cli.preflight import Refused, check
 from penstock.cli.refusal import REFUSAL, refuse
-from penstock.config import ConfigError, load_config
+from penstock.config import Config, ConfigError, load_config
 from penstock.envs.registry import locate
 from penstock.observe import plots, progress, report, summary
 from penstock.observe.view import Plan
@@ -37,6 +37,8 @@ RANDOM = (
 )
 DETACH_S = 60.0
 """A resumed run may first have to wait for the janitor of the life before."""
+JOIN_S = 60.0
+"""To join a cluster."""
 
 
 def train(path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool) -> int:
@@ -74,7 +76,8 @@ def begin(
         if detach:
             run_id = config.run_id or new_run_id()
             run_dir = Path(config.runs_dir).absolute() / run_id
-            return start_detached(run_dir, [pipeline, str(path), *overrides, f"run_id={run_id}"])
+            words = [pipeline, str(path), *overrides, f"run_id={run_id}"]
+            return start_detached(run_dir, words, within_s=owned_within_s(config))
         with room(config) as held, open_run(config) as run:
             return conclude(run, carry_out(run, held), results)
     except ConfigError as error:
@@ -158,7 +161,13 @@ def why_not_started(run: str, log: Path, begun: log_files.Place) -> str:
     return f"run {run} did not start{log_files.quote(log, begun)}"
 
 
-def start_detached(run_dir: Path, words: Sequence[str]) -> int:
+def owned_within_s(config: Config) -> float:
+    """How long a run that is begun may take to be owned by its supervisor."""
+    joined_s = JOIN_S + config.cluster.place_timeout_s if config.cluster.address else 0.0
+    return DETACH_S + joined_s
+
+
+def start_detached(run_dir: Path, words: Sequence[str], *, within_s: float) -> int:
     """Start a command in a session of its own, which outlives the one it was given in; return once it owns the run."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     log = run_dir / "logs" / "supervisor.log"
@@ -171,7 +180,7 @@ def start_detached(run_dir: Path, words: Sequence[str]) -> int:
             stderr=output,
             start_new_session=True,
         )
-    limit = time.monotonic() + DETACH_S
+    limit = time.monotonic() + within_s
     while (read_state(run_dir) or {}).get("supervisor", {}).get("pid") != process.pid:
         if process.poll() is not None or time.monotonic() > limit:
             raise Refused(why_not_started(run_dir.name, log, begun))

@@ -1,0 +1,90 @@
+"""Who lives where, and the numbers of what does not fit; known before any cluster is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from penstock.cluster.pools import parts_of
+from penstock.cluster.seats import Seat, seating
+from penstock.config import ConfigError, default_config
+from penstock.config.cluster import ClusterConfig
+from penstock.ports import ProcessSpec
+from penstock.processes.layout import stages
+
+HERE = ["actor", "rollout", "environment"]
+
+
+def specs(*overrides: str) -> list[ProcessSpec]:
+    return [spec for stage in stages(default_config(overrides)) for spec in stage]
+
+
+def config(**pools: Any) -> ClusterConfig:
+    return ClusterConfig.model_validate({"pools": pools})
+
+
+def test_processes_spread_over_the_nodes_of_their_pool() -> None:
+    found = seating(
+        config(
+            learn={"roles": ["actor", "critic"], "nodes": 2, "slots_per_node": 4},
+            play={"roles": ["rollout", "environment"], "nodes": [{"slots": 1}, {"slots": 4}]},
+        ),
+        specs("trainer.ranks=3", "rollout.servers=2", "env.workers=2"),
+    )
+    assert found.seats == {
+        "trainer-0": Seat("learn", 0, 0),
+        "rollout-0": Seat("play", 1, 0),
+        "rollout-1": Seat("play", 1, 1),
+        "env-0": Seat("play", 1, 2),
+        "env-1": Seat("play", 0, 0),
+    }
+    assert found.bundles == {"learn": [[3, 1], [1, 1, 1, 1]], "play": [[1], [1, 1, 1, 1]]}
+
+
+def test_a_pool_where_nobody_lives_is_not_asked_for() -> None:
+    pools = config(learn={"roles": ["actor"]}, play={"roles": ["environment", "reward"], "slots_per_node": 2})
+    found = seating(pools, specs("pipeline=rollout"))
+    assert found.seats.keys() == {"env-0"}
+    assert [(part.pool, part.bundles) for part in parts_of(pools, found.bundles)] == [("play", (1, 1))]
+
+
+def test_a_trainer_of_several_ranks_has_the_devices_of_all_its_slots() -> None:
+    pools = config(learn={"roles": ["actor"], "slots_per_node": 4, "accelerators": 1.0, "cpus": 2.0})
+    (part,) = parts_of(pools, seating(pools, specs("trainer.ranks=4")).bundles)
+    assert [part.wanted_by(num_slots) for num_slots in part.bundles] == [{"CPU": 8.0, "GPU": 4.0}]
+
+
+@pytest.mark.parametrize(
+    ("pools", "overrides", "message"),
+    [
+        ({}, [], "cluster.address is given without cluster.pools"),
+        (
+            {"all": {"roles": HERE, "nodes": 2, "slots_per_node": 2}},
+            ["rollout.servers=3", "env.workers=2", "trainer.ranks=2"],
+            "cluster.pools.all: trainer.ranks 2 + rollout.servers 3 + env.workers 2 need 7 slots, and 2 nodes have 4",
+        ),
+        (
+            {"learn": {"roles": ["actor"], "nodes": 4, "slots_per_node": 2}},
+            ["trainer.ranks=4"],
+            "trainer-0 needs 4 slots of one node (trainer.ranks), beside trainer.ranks 4 on nodes of 2, 2, 2, 2",
+        ),
+        (
+            {"learn": {"roles": ["actor"]}, "other": {"roles": ["critic"]}},
+            [],
+            "cluster.pools.other: role critic lives in the processes of role actor, which is in pool learn",
+        ),
+        (
+            {"score": {"roles": ["reward"]}},
+            [],
+            "cluster.pools.score: role reward lives in the processes of role environment, which is in no pool",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_with_the_numbers(
+    pools: dict[str, Any], overrides: Sequence[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        seating(config(**pools), specs(*overrides))
+    assert message in str(refused.value)
