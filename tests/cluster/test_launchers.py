@@ -11,12 +11,16 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from stand_in_run import spec
 
 from penstock.deadline import deadline
-from penstock.ports import Launcher, Look, ProcessHandle
+from penstock.ports import Launcher, Look, PayloadsLost, ProcessHandle
+from penstock.store.payloads import FetchedPayloads, PassingWriter
 from penstock.supervisor import procfs
+from penstock.types import Sample
 
 pytest.importorskip("ray")
 
@@ -194,3 +198,67 @@ def escapees(run_dir: Path) -> list[int]:
 def is_running(pid: int) -> bool:
     stat = procfs.read_stat(pid)
     return stat is not None and stat.state not in "ZX"
+
+
+async def test_records_travel_between_machines(tmp_path: Path) -> None:
+    (tmp_path / "pool").mkdir()
+    specs = [spec("controller", "steady"), spec("env-0", "steady"), spec("env-1", "steady")]
+    async with ray_launcher(tmp_path, specs) as launcher:
+        controller, worker, other = [await launcher.spawn(each) for each in specs]
+        writer = PassingWriter(runtime_dir_of(worker) / "pool", "env-0")
+        sample = made_sample()
+        refs = [writer.append([sample]), writer.append([sample, sample])]
+        host = environment_of(worker)[HOST]
+        gathered = payloads(controller, tmp_path / "pool")
+        fetched = payloads(other, runtime_dir_of(other) / "fetched-env-1")
+        await gathered.fetch(refs, host=host)
+        writer.release(refs[0])
+        await fetched.fetch(refs[1:], host=environment_of(controller)[HOST])
+        for reader, ref, num_samples in ((gathered, refs[0], 1), (gathered, refs[1], 2), (fetched, refs[1], 2)):
+            read = reader.read(ref)
+            assert len(read) == num_samples and all(list(each.token_ids) == [1, 2, 3] for each in read)
+        missing = msgspec.structs.replace(refs[0], file="env-0-no.seg")
+        for name, why in ((host, "has no whole record of env-0-no.seg"), ("nobody", "host nobody is gone")):
+            with pytest.raises(PayloadsLost, match=why):
+                await fetched.fetch([missing], host=name)
+        for each in (gathered, fetched):
+            each.close()
+
+
+def payloads(process: ProcessHandle, directory: Path) -> FetchedPayloads:
+    return FetchedPayloads(directory, runtime_dir=runtime_dir_of(process), name=process.spec.name)
+
+
+def made_sample() -> Sample:
+    return Sample(
+        group=1,
+        episode=0,
+        reward=1.0,
+        truncated=False,
+        token_ids=np.array([1, 2, 3], np.int32),
+        loss_mask=np.array([0, 1, 1], np.uint8),
+        logprobs=np.array([0, -1, -1], np.float32),
+        versions=np.array([0, 1, 1], np.int32),
+    )
+
+
+async def test_a_host_that_is_out_of_reach_is_given_up(tmp_path: Path) -> None:
+    async with ray_launcher(tmp_path, SPECS) as launcher:
+        process = await launcher.spawn(SPECS[0])
+        await until_ready(launcher, process)
+        host = procfs.read_stat(process.pid)
+        assert host is not None
+        os.kill(host.parent, signal.SIGSTOP)
+        try:
+            assert await launcher.look(process) == Look()
+            assert str(await launcher.probe(process)).endswith("does not answer")
+            await launcher.signal(process, signal.SIGTERM)
+            assert process.end is None
+            await launcher.signal(process, signal.SIGKILL)
+            end = await launcher.wait(process)
+        finally:
+            if is_running(host.parent):
+                os.kill(host.parent, signal.SIGCONT)
+        assert end.returncode is None and end.lost.endswith("did not answer")
+        again = await launcher.spawn(SPECS[0])
+        await until_ready(launcher, again)

@@ -1,0 +1,76 @@
+"""A run on a cluster: it trains on several nodes, and survives the loss of that of its trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster
+from ray_machines import machines
+from test_training_run import command, leftovers, lines, only_run
+
+from penstock.supervisor.record import read_state
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+STEPS = 10
+POOLS = """cluster.pools={
+    learn: {roles: [actor, critic, reference], slots_per_node: 2, cpus: 0.5, labels: {kind: spare}},
+    play: {roles: [rollout, environment], nodes: 2, slots_per_node: 2, cpus: 0.5, labels: {kind: spare}},
+}"""
+OVERRIDES = [
+    *("data.eval_tasks=16", "model.warm_start.steps=20", "trainer.groups_per_step=8", "observe.progress=false"),
+    *(f"trainer.steps={STEPS}", "trainer.ranks=2", "trainer.checkpoint_every=2", "rollout.servers=2", "env.workers=2"),
+]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """With three nodes for this test."""
+    cluster = machines()
+    spare = [cluster.add_node(num_cpus=2, labels={"kind": "spare"}) for _ in range(3)]
+    yield cluster
+    for node in spare:
+        if node in cluster.worker_nodes:
+            cluster.remove_node(node)
+
+
+def node_of(cluster: Cluster, pid: int) -> object:
+    """On which that process was started: its parent is a worker of the node's raylet."""
+    raylet = psutil.Process(pid).parent().parent().cmdline()
+    return next(node for node in cluster.worker_nodes if f"--node_id={node.node_id}" in raylet)
+
+
+def test_a_run_goes_on_after_the_loss_of_the_trainers_node(cluster: Cluster, tmp_path: Path) -> None:
+    words = command("quickstart", tmp_path, *OVERRIDES, POOLS, "--cluster", cluster.address)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        try:
+            give_up = time.monotonic() + 200
+            while not any(len(lines(path)) >= 4 for path in tmp_path.glob("*/metrics.jsonl")):
+                assert run.poll() is None and time.monotonic() < give_up, run.communicate(timeout=10)[0]
+                time.sleep(0.1)
+            run_dir = only_run(tmp_path)
+            before = (read_state(run_dir) or {})["processes"]
+            learners = node_of(cluster, before["trainer-0"]["pid"])
+            players = {node_of(cluster, before[name]["pid"]) for name in ("rollout-0", "rollout-1")}
+            assert len(players) == 2, "a pool's parts are on different nodes"
+            cluster.remove_node(learners, allow_graceful=False)
+            said, _ = run.communicate(timeout=280)
+        finally:
+            run.kill()
+    assert run.returncode == 0, said
+    steps = [line["step"] for line in lines(run_dir / "metrics.jsonl")]
+    assert steps == list(range(1, STEPS + 1))
+    events = lines(run_dir / "events.jsonl")
+    lost = [event for event in events if event.get("name") == "trainer-0" and event.get("kind") == "lost"]
+    assert len(lost) == 1 and lost[0]["reason"].startswith("host trainer-0")
+    assert not (read_state(run_dir) or {})["leftovers"] and not leftovers(run_dir)
