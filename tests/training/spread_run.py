@@ -1,4 +1,4 @@
-"""Runs whose processes take themselves to be on several machines, with addresses, runtime directories and pools of each.
+"""Runs whose processes take themselves to be on several machines: each has an address and directories of its own.
 
 The hosts that processes ask for records are this very process; instead of a cluster's object store they read files.
 """
