@@ -6,7 +6,7 @@ The hosts that processes ask for records are this very process; instead of a clu
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +32,8 @@ from penstock.supervisor.supervisor import Outcome
 from penstock.types import PayloadRef
 
 HERE = Path(__file__).parent
+Depot = Callable[[Path, Sequence[PayloadRef]], Awaitable[list[bytes]]]
+"""depot(directory, refs) -> what lies there; raises `PayloadsLost`."""
 HEAD = "controller"
 """Machines are named for the role that lives there."""
 
@@ -43,6 +45,8 @@ class Machines:
     addresses: Mapping[str, str]
     networks: Mapping[str, str] = field(default_factory=dict)
     """Network namespaces by name."""
+    depots: Mapping[str, Depot] = field(default_factory=dict)
+    """Who gives what lies on a machine, where that is not read from here."""
     lost: int = 0
     """So many of the next records that workers wrote cannot be had."""
     asked: list[str] = field(default_factory=list)
@@ -64,6 +68,8 @@ class Machines:
             self.lost -= 1
             raise PayloadsLost(f"host {name} is gone, and {refs[0].file} with it")
         self.asked.append(name)
+        if name in self.depots:
+            return await self.depots[name](self.directory(runtime_dir, name) / POOL, refs)
         directory = run_dir if name == HEAD else self.directory(runtime_dir, name)
         return read_records([directory / POOL], refs, host=name)
 
@@ -111,10 +117,10 @@ class SpreadLauncher(LocalLauncher):
 class SpreadRun(Run):
     """The quickstart, shorter; made in the process that supervises it."""
 
-    def __init__(self, base: Path, machines: Machines, *, steps: int, **trainer: Any) -> None:
+    def __init__(self, base: Path, machines: Machines, *, steps: int, **supervisor: Any) -> None:
         super().__init__(
             base,
-            settings=SupervisorConfig(heartbeat_s=0.2, ready_timeout_s=120.0, backoff_s=0.01),
+            settings=SupervisorConfig(heartbeat_s=0.2, ready_timeout_s=120.0, backoff_s=0.01, **supervisor),
             model={"max_context": 64, "warm_start": {"steps": 20}},
             data={
                 "source": "reasoning_gym",
@@ -131,7 +137,7 @@ class SpreadRun(Run):
             },
             rollout={"servers": 2},
             scheduler={"max_staleness": 2},
-            trainer={"steps": steps, "groups_per_step": 8, "checkpoint_every": 4, **trainer},
+            trainer={"steps": steps, "groups_per_step": 8, "checkpoint_every": 4},
             cluster={"address": "auto"},
         )
         self.machines = machines
