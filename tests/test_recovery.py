@@ -21,7 +21,7 @@ from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.observe import jsonl
 from penstock.observe.recorder import Recorder
-from penstock.ports import SavedState, Work
+from penstock.ports import SavedState, TrainerLost, Work
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.parts import ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks, Play
@@ -63,6 +63,23 @@ class Servers(ModelledServers):
         self.served.append(handle)
 
 
+class FarServers(Servers):
+    """On another machine than the trainer: what is on its way from one that dies does not arrive."""
+
+    def __init__(self, trainer: MortalTrainer) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self.num_lost = 0
+
+    async def update_weights(self, handle: WeightsHandle) -> None:
+        died = self._trainer._died
+        await asyncio.sleep(self._seconds)
+        if died.is_set():
+            self.num_lost += 1
+            raise TrainerLost("its weights cannot be had")
+        await super().update_weights(handle)
+
+
 def config(*, redundancy: int = 0, **scheduler: Any) -> Config:
     return Config.model_validate(
         {
@@ -87,14 +104,15 @@ def play(work: Work) -> tuple[float, list[float]]:
 class Run:
     """A run, through the deaths of its processes."""
 
-    def __init__(self, directory: Path, settings: Config, play: Play = play) -> None:
+    def __init__(self, directory: Path, settings: Config, play: Play = play, *, far: bool = False) -> None:
+        """`far`: the servers are on another machine than the trainer."""
         self.directory, self.settings, self.play = directory, settings, play
         self.payloads = directory / "pool" / "none"
         self.payloads.parent.mkdir()
         self.payloads.touch()  # modelled workers say that all tokens are there
         self.disk: list[SavedState] = []
         self.trainer = MortalTrainer(seconds=0.03, disk=self.disk)
-        self.servers = Servers()
+        self.servers = FarServers(self.trainer) if far else Servers()
         self.num_lives = 0
 
     async def go(self, deaths: list[Death]) -> None:
@@ -289,6 +307,32 @@ def test_the_validation_after_the_last_step_is_not_played_twice(tmp_path: Path) 
     assert whens(tmp_path)[-1] == "after" and f"step {STEPS}" not in whens(tmp_path)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("when", ["in the first update", "in a later one"])
+def test_weights_that_die_with_the_trainer_hold_up_nobody(tmp_path: Path, mode: str, when: str) -> None:
+    run = Run(tmp_path, config(**MODES[mode]), far=True)
+    assert isinstance(run.servers, FarServers)
+
+    async def kill_in_an_update() -> None:
+        running = asyncio.create_task(run.go([]))
+        updating = run.servers.update_weights
+        updates = itertools.count()
+
+        async def update(handle: WeightsHandle) -> None:
+            if next(updates) == (0 if when == "in the first update" else 2):
+                asyncio.get_running_loop().call_later(0.01, run.trainer.kill)
+            await updating(handle)
+
+        run.servers.update_weights = update  # type: ignore[method-assign]
+        await running
+
+    run_virtual(kill_in_an_update())
+    run.check()
+    assert run.servers.num_lost == 1
+    lost = [event["event"] for event in jsonl.read(tmp_path / "events.jsonl") if event["event"].endswith("_lost")]
+    assert lost == ([] if when == "in the first update" else ["weights_lost"])
+
+
 def whens(run_dir: Path) -> list[str]:
     """Of all validations that were brought to their end."""
     return [event["when"] for event in jsonl.read(run_dir / "events.jsonl") if event["event"] == "evaluation"]
@@ -301,10 +345,10 @@ def deaths(*victims: Victim) -> st.SearchStrategy[list[Death]]:
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=40, deadline=None)
-@given(deaths("trainer", "controller", "both", "worker"), st.integers(0, 2))
-def test_whoever_dies_nothing_is_lost_or_trained_twice(mode: str, who: list[Death], redundancy: int) -> None:
+@given(deaths("trainer", "controller", "both", "worker"), st.integers(0, 2), st.booleans())
+def test_whoever_dies_nothing_is_lost_or_trained_twice(mode: str, who: list[Death], redundancy: int, far: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        run = Run(Path(directory), config(redundancy=redundancy, **MODES[mode]))
+        run = Run(Path(directory), config(redundancy=redundancy, **MODES[mode]), far=far)
         run_virtual(run.go(who))
         run.check()
 

@@ -195,10 +195,22 @@ async def swap(system: System, swaps: Swaps, validation: Validation) -> NoReturn
     while True:
         with patient(PATIENCE_S, waiter="swap", resource="a published policy_version", holder="the trainer's loop"):
             step, handle = await swaps.get()
-        await system.bring_servers_to(handle)
+        lost = await reach_servers(system, handle)
         system.scheduler.published(handle.policy_version)
-        validation.served(step)
+        if not lost:
+            validation.served(step)
         swaps.task_done()
+
+
+async def reach_servers(system: System, handle: WeightsHandle) -> str:
+    """Returns why nobody can have these weights any more, or nothing. Those that follow go to all; meanwhile the older
+    ones serve."""
+    try:
+        await system.bring_servers_to(handle)
+    except TrainerLost as lost:
+        system.recorder.event("weights_lost", policy_version=handle.policy_version, reason=str(lost))
+        return str(lost)
+    return ""
 
 
 async def swapped(swaps: Swaps) -> None:

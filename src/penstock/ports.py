@@ -81,7 +81,8 @@ class RolloutServers(Protocol):
 
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Bring every server that answers to `handle.policy_version` as a transaction; raises if one of them refuses,
-        or if none answers for long. Tokens say which version made them, so one that is left behind misleads nobody."""
+        or if none answers for long; `TrainerLost` if none of them can have these weights. Tokens say which version made
+        them, so one that is left behind misleads nobody."""
         ...
 
     async def release(self) -> None:
@@ -188,6 +189,10 @@ class Workers(Protocol):
 
 class TrainerLost(RuntimeError):
     """The trainer died; what it had not saved is lost. Another one is on its way."""
+
+
+class WeightsOutOfReach(RuntimeError):
+    """Whoever published the weights does not give them out: it died, or cannot be reached from here."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,8 +65,11 @@ async def begin(system: System) -> None:
             break
         except TrainerLost:
             continue
-    await system.bring_servers_to(handle)
-    system.scheduler.published(handle.policy_version)
+    try:
+        await system.bring_servers_to(handle)
+        system.scheduler.published(handle.policy_version)
+    except TrainerLost:
+        await rewind(system)
 
 
 async def begin_to_play(system: System) -> None:
@@ -87,10 +90,10 @@ async def rewind(system: System) -> None:
             point = await _newest_checkpoint(system)
             lost += _revive(system, point)
             handle = await _go_back(system, point)
+            await system.bring_servers_to(handle)
             break
         except TrainerLost:
             continue
-    await system.bring_servers_to(handle)
     system.scheduler.rewind(handle.policy_version, lost, lambda record: _task(system, record))
     system.settle()
     system.scheduler.published(handle.policy_version)

@@ -428,6 +428,10 @@ class WeightsHandle:
     num_bytes: int
     fingerprint: str
     """Checksum over names, shapes, dtypes and bytes; the server echoes what it loaded."""
+    machine: str = ""
+    """Boot id of the machine that `path` is on."""
+    url: str = ""
+    """Where other machines get that file; without one they see it too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

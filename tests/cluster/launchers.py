@@ -49,7 +49,6 @@ async def ray_launcher(
         namespace=run_id,
         directory=Path.cwd(),
         nonce=secrets.token_hex(4),
-        environment={},
         keys=keys.of_members(),
     )
     local = LocalLauncher(

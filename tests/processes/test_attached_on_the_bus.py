@@ -13,6 +13,7 @@ import pytest
 
 from penstock.config import Config, default_config
 from penstock.control.bus import CONTROLLER, Peer
+from penstock.control.keys import Keys
 from penstock.control.messages import Ack, AnyMessage, Goodbye, Heartbeat, Hello, TaskRequest
 from penstock.observe import jsonl
 from penstock.observe.recorder import Recorder
@@ -64,16 +65,20 @@ class Stage:
 
 
 @asynccontextmanager
-async def attached(run_dir: Path, config: Config) -> AsyncIterator[tuple[Stage, Peer]]:
-    """A controller, and a worker that attaches itself before anybody else is there."""
-    child = Child(name=CONTROLLER, run_dir=run_dir, runtime_dir=run_dir, run_id="run", nonce="n")
+async def attached(run_dir: Path, config: Config, *, far: bool = False) -> AsyncIterator[tuple[Stage, Peer]]:
+    """A controller, and a worker that attaches itself before anybody else is there; or, `far`, one of the run's own on
+    another machine."""
+    if far:
+        Keys.make().write(run_dir)
+    address = "127.0.0.1" if far else None
+    child = Child(name=CONTROLLER, run_dir=run_dir, runtime_dir=run_dir, run_id="run", nonce="n", address=address)
     recorder = Recorder(run_dir)
     stage = Stage(Controller(config, child, recorder), Scheduler(), run_dir)
     peer = Peer(str(run_dir), ENV, stage.hear)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(each) for each in (stage.controller.bus.run(), peer.run())]
         running.append(tasks.create_task(stage.controller.watch_attached()))
-        hello = Hello(role="env", name=ENV, nonce="n", pid=7, attached=True)
+        hello = Hello(role="env", name=ENV, nonce="n", pid=7, attached=not far)
         joining = asyncio.create_task(peer.join(hello, timeout_s=10))
         while stage.controller._num_messages == 0:  # noqa: ASYNC110 - it is a real bus
             await asyncio.sleep(0.001)
@@ -86,6 +91,7 @@ async def attached(run_dir: Path, config: Config) -> AsyncIterator[tuple[Stage, 
             task.cancel()
     peer.close()
     stage.controller.bus.close()
+    stage.controller.close()
     recorder.close()
 
 
@@ -106,12 +112,13 @@ async def test_who_says_goodbye_is_lost_at_once_and_not_heard_any_more(tmp_path:
         assert stage.heard.empty()
 
 
+@pytest.mark.parametrize("far", [False, True])
 async def test_who_says_nothing_is_lost_and_asked_who_it_is_when_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
     monkeypatch.setattr(controller, "LOOK_EVERY_S", 0.01)
     config = default_config(["supervisor={heartbeat_s: 0.01, silent_s: 0.05}"])
-    async with attached(tmp_path, config) as (stage, peer):
+    async with attached(tmp_path, config, far=far) as (stage, peer):
         while not stage.scheduler.lost:  # noqa: ASYNC110 - it is lost by the clock
             await asyncio.sleep(0.01)
         assert stage.events("left") == [ENV]

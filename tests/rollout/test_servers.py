@@ -11,6 +11,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from tiny_policy import make_engine, make_handle, print_of, serve, weights
 
+from penstock.ports import TrainerLost
 from penstock.rollout import client as client_module
 from penstock.rollout import servers as servers_module
 from penstock.rollout.client import RolloutClient
@@ -230,6 +231,32 @@ async def test_an_update_leaves_a_lost_server_behind_until_it_is_back(line: Line
         assert (await runner_version.served_version(), other.policy_version) == (7, 7)
         await servers.close()
     await session.close()
+
+
+async def test_a_server_that_cannot_get_at_the_weights_is_left_behind(
+    line: Line, other: EngineRunner, hurried: None
+) -> None:
+    """It serves what it has, and gets the next ones."""
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: lost.append(why))
+        lost: list[str] = []
+        line.failing = ("/weights/begin", 424)
+        await servers.update_weights(make_handle(6))
+        assert other.policy_version == 6
+        assert len(lost) == 1
+        assert "answered 424" in lost[0]
+        line.failing = None
+        await servers.update_weights(make_handle(7))
+        assert {await served_by(servers, episode) for episode in range(8)} == {7}
+        await servers.close()
+
+
+async def test_weights_that_no_server_can_get_at_are_lost(line: Line) -> None:
+    servers = Servers([line.url])
+    line.failing = ("/weights/begin", 424)
+    with pytest.raises(TrainerLost, match=f"{line.url}: POST /weights/begin answered 424"):
+        await servers.update_weights(make_handle(6))
+    await servers.close()
 
 
 async def test_an_update_that_finds_no_server_ends_with_what_the_last_one_said(

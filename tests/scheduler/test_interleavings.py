@@ -157,6 +157,9 @@ class Play:
         ended[episode.episode] = summary
         if len(ended) == GROUP_SIZE:
             self._forget(episode.group)
+            if not self.closing and self.draw.draw(st.sampled_from([False, False, True])):
+                self.scheduler.tokens_lost(episode.group, episode.attempt, "the host is gone")
+                return
             self.kept[episode.group] = sorted(ended)
             self.scheduler.finish(episode.group, REF, [ended[member] for member in sorted(ended)])
         else:
@@ -189,6 +192,7 @@ class Play:
         self.scheduler.ended(episode.group, [summary], [REF])
         self.scheduler.request_grant(episode, unfinished=True, num_tokens=8)
         self.scheduler.generated([episode], [8])
+        self.scheduler.tokens_lost(episode.group, episode.attempt, "the host is gone")
         assert before == (self.scheduler.ledger.counts(), self.scheduler.num_in_flight)
 
     async def train(self) -> None:

@@ -66,10 +66,8 @@ def room(config: Config) -> Iterator[Room | None]:
 @asynccontextmanager
 async def launching(run: OpenRun, held: Room | None) -> AsyncIterator[Launcher]:
     """For the length of the body, which leaves nothing."""
-    key = run.config.rollout.api_key
-    environment = {"PENSTOCK_API_KEY": key} if key else {}
     if held is None:
-        async with LocalLauncher(**_places(run), environment=environment) as local:
+        async with LocalLauncher(**_places(run)) as local:
             yield local
         return
     from penstock.cluster.host import Household
@@ -83,10 +81,9 @@ async def launching(run: OpenRun, held: Room | None) -> AsyncIterator[Launcher]:
         namespace=f"penstock-{run.run_id}-{secrets.token_hex(4)}",
         directory=Path.cwd(),
         nonce=nonce,
-        environment=environment,
         keys=keys.of_members(),
     )
-    here = {**environment, ADDRESS: held.address, HOST: LOCAL}
+    here = {ADDRESS: held.address, HOST: LOCAL}
     with reporting_to(lambda stall: run.record.note("stall", process="supervisor", **asdict(stall))):
         async with (
             LocalLauncher(**_places(run), environment=here, nonce=nonce) as local,

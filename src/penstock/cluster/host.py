@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,8 +57,6 @@ class Household:
     directory: Path
     """Where the run was begun; processes begin there too, where it exists."""
     nonce: str = field(repr=False)
-    environment: Mapping[str, str] = field(repr=False)
-    """Of all processes."""
     keys: Keys = field(repr=False)
 
 
@@ -83,7 +81,7 @@ class Host:
             runtime_dir=self._runtime_dir,
             run_id=household.run_id,
             nonce=household.nonce,
-            environment={**household.environment, ADDRESS: address, HOST: self._name},
+            environment={ADDRESS: address, HOST: self._name},
             keeps_record=False,
         )
         self._living = asyncio.create_task(self._live(controller))

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import signal
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import uvloop
@@ -44,7 +45,10 @@ async def _serve(config: Config, model: Path, model_name: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        with application(runner, config, model, identity=identity, model_name=model_name) as app:
+        with (
+            TemporaryDirectory(prefix="penstock-serve-") as scratch,
+            application(runner, config, model, identity=identity, model_name=model_name, scratch=Path(scratch)) as app,
+        ):
             url = url_of(host, listener)
             context = f"context {config.model.max_context} tokens (model.max_context=N for another)"
             async with listening(app, listener):

@@ -1,4 +1,5 @@
 """Environment workers that attached themselves to the run: nobody supervises them, so the controller keeps these books.
+It does so of workers on other machines too: one may be cut off long before anybody knows that it is gone.
 
 Such a worker says goodbye, or is silent for too long; in either case others play what it had. One that was only silent
 is welcome again. While a run starts no workers of its own, it may have none for a while: that is said, not an error.
@@ -26,9 +27,13 @@ class AttachedWorkers:
         self._command = command(config, run_dir)
 
     def join(self, name: str) -> None:
-        self._heard[name] = self._now()
         self._departed.discard(name)  # another process with the pid of one that left
         self._recorder.event("attached", name=name)
+        self.watch(name)
+
+    def watch(self, name: str) -> None:
+        """From now on it is lost when it is silent."""
+        self._heard[name] = self._now()
 
     def hear(self, name: str) -> None:
         """It said something."""

@@ -152,6 +152,8 @@ class Controller:
             self._joined_again(before, hello)
         if hello.attached:
             self._attached.join(hello.name)
+        elif hello.role == "env" and self._child.address is not None:
+            self._attached.watch(hello.name)
         self._expected.discard(hello.name)
         if not self._expected:
             self.servers_and_trainer.set()

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.config import Config
 from penstock.deadline import Stalled, deadline
 from penstock.processes.layout import model_dir
-from penstock.processes.listening import bind, url_of
+from penstock.processes.listening import bind, host_of, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
 from penstock.rollout.servers import CONFLICT, ServerClient, connect
 from penstock.rollout.session import HttpSession, RolloutError
@@ -90,10 +90,10 @@ async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[
     if config.rollout.urls:
         yield config.rollout.urls[number].rstrip("/"), None
         return
-    port = config.rollout.port + number if config.rollout.port else free_port(config.rollout.host)
+    port = config.rollout.port + number if config.rollout.port else free_port(host_of(child, config))
     process = await asyncio.create_subprocess_exec(*command(child, config, port), env=environment(config))
     try:
-        yield url_of(config.rollout.host, port), process
+        yield url_of(host_of(child, config), port), process
     finally:
         if process.returncode is None:
             process.terminate()
@@ -108,7 +108,7 @@ def command(child: Child, config: Config, port: int) -> list[str]:
     """Of the engine's own server. The weights come from the trainer: what it begins with does not matter."""
     rollout, model = config.rollout, str(model_dir(config, child.run_dir))
     words = [rollout.python or sys.executable, "-m", MODULES[rollout.engine]]
-    words += ["--host", rollout.host, "--port", str(port), "--served-model-name", config.model.path]
+    words += ["--host", host_of(child, config), "--port", str(port), "--served-model-name", config.model.path]
     words += ["--dtype", config.model.dtype, "--load-format", "dummy"]
     if rollout.engine == "vllm":
         words += ["--model", model, "--max-model-len", str(config.model.max_context)]

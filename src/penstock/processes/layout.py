@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 from penstock.config import Config
@@ -15,6 +16,7 @@ TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 def stages(config: Config) -> list[list[ProcessSpec]]:
     """Processes in start order; those of one stage start together."""
+    config = _with_keys(config)
 
     def spec(role: str, number: int | None = None) -> ProcessSpec:
         return ProcessSpec(
@@ -37,11 +39,26 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
     return [stage for stage in stages if stage]
 
 
+def _with_keys(config: Config) -> Config:
+    """What listens for other machines has keys: those that nobody gave are made here."""
+    rollout = config.rollout
+    if config.cluster.address is None or rollout.urls:
+        return config
+    made = {
+        "api_key": rollout.api_key or secrets.token_urlsafe(),
+        "admin_api_key": rollout.admin_api_key or secrets.token_urlsafe(),
+    }
+    return config.model_copy(update={"rollout": rollout.model_copy(update=made)})
+
+
 def _keys(config: Config, role: str) -> dict[str, str]:
-    """Only who controls the servers, and they themselves, know the key for that; an empty one hides what a process
-    would inherit."""
-    known = role in ("controller", "rollout")
-    return {"PENSTOCK_ADMIN_API_KEY": (config.rollout.admin_api_key or "") if known else ""}
+    """Only who controls the servers, and they themselves, know the key for that, and a trainer that gives weights to
+    other machines; an empty one hides what a process would inherit."""
+    known = role in ("controller", "rollout") or (role == "trainer" and config.cluster.address is not None)
+    return {
+        "PENSTOCK_API_KEY": config.rollout.api_key or "",
+        "PENSTOCK_ADMIN_API_KEY": (config.rollout.admin_api_key or "") if known else "",
+    }
 
 
 def model_dir(config: Config, run_dir: Path) -> Path:

@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from penstock.config import Config
 from penstock.processes.connection import MAX_CONNECTIONS, Connection
+from penstock.supervisor.child import Child
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -25,6 +27,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def host_of(child: Child, config: Config) -> str:
+    """Where a rollout server listens: its machine's address, if there are several machines."""
+    return child.address or config.rollout.host
 
 
 def url_of(host: str, at: socket.socket | int) -> str:

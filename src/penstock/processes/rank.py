@@ -6,6 +6,7 @@ takes part with an empty batch.
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,15 @@ from penstock.groups.spawned import SpawnedGroup
 from penstock.model.load import load_policy, resolve_device, resolve_dtype, with_tied_names
 from penstock.processes.cores import num_threads, num_usable_cpus
 from penstock.scheduler.segments import max_trained_tokens
+from penstock.supervisor.child import ADDRESS
 from penstock.trainer.dealing import attention_per_token
 from penstock.trainer.learner import Learner
 from penstock.trainer.ranks import Meeting, Ranks
 from penstock.trainer.warm_start import Imitation
 from penstock.types import LearnerState, WeightsHandle
 from penstock.weights.shared_memory import WeightsPublisher
+
+LOOPBACK = "127.0.0.1"
 
 
 class TrainerRank:
@@ -49,7 +53,7 @@ class TrainerRank:
     @remote_method(execute=Execute.RANK_ZERO)
     def listen(self) -> Meeting:
         """Where the others find this rank."""
-        return self._ranks.listen()
+        return self._ranks.listen(os.environ.get(ADDRESS, LOOPBACK))
 
     @remote_method()
     def meet(self, meeting: Meeting) -> None:

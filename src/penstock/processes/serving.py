@@ -21,11 +21,13 @@ from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
 from penstock.rollout.update import Chunk, Tensors, WeightsUpdate
+from penstock.supervisor.procfs import boot_id
 from penstock.trainer.checkpoint import STATE
 from penstock.types import NO_VERSION, GroupTensors
 from penstock.weights.collective import Groups
 from penstock.weights.device_memory import take
-from penstock.weights.shared_memory import describe, fingerprint, layout, receive
+from penstock.weights.parts import Receiver
+from penstock.weights.shared_memory import describe, fingerprint, layout
 from penstock.weights.tensors import max_chunk_bytes
 
 Weights = Literal["published", "stored", "random"]
@@ -54,9 +56,11 @@ def application(
     *,
     identity: Identity,
     model_name: str,
+    scratch: Path,
     claim: Claim | None = None,
 ) -> Iterator[App]:
-    """Our own paths, SGLang's and OpenAI's in front of one engine. At the end it leaves the groups it was joined to."""
+    """Our own paths, SGLang's and OpenAI's in front of one engine. At the end it leaves the groups it was joined to.
+    `scratch`: for weights on their way from another machine."""
     tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
     device, max_bytes = runner.engine.model.device, max_chunk_bytes(expected)
     groups = Groups(device=device, max_bytes=max_bytes)
@@ -66,7 +70,8 @@ def application(
             return groups.receive(chunk)
         return take(chunk, device=device, max_bytes=max_bytes)
 
-    update = WeightsUpdate(runner, lambda handle: receive(handle, expected), fingerprint, receive_chunk)
+    receive = Receiver(expected, machine=boot_id(), directory=scratch, key=config.rollout.control_key)
+    update = WeightsUpdate(runner, receive, fingerprint, receive_chunk)
     sglang = SGLang(
         runner,
         update,

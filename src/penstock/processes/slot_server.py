@@ -9,7 +9,7 @@ import torch
 from penstock.config import Config
 from penstock.processes.cores import num_threads
 from penstock.processes.layout import model_dir
-from penstock.processes.listening import bind, listening, url_of
+from penstock.processes.listening import bind, host_of, listening, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
 from penstock.processes.serving import Weights, application, make_engine
 from penstock.rollout.claim import Claim
@@ -26,7 +26,7 @@ async def serve(child: Child, config: Config) -> None:
     runner = EngineRunner(make_engine(config, directory, weights=weights_of(config)), process=child.name)
     runner.start()
     identity = Identity(run_id=child.run_id, nonce=child.nonce)
-    url = url_of(config.rollout.host, listener)
+    url = url_of(host_of(child, config), listener)
     try:
         with application(
             runner,
@@ -34,6 +34,7 @@ async def serve(child: Child, config: Config) -> None:
             directory,
             identity=identity,
             model_name=config.model.path,
+            scratch=child.runtime_dir / f"received-{child.name}",
             claim=Claim(child.run_id, child.nonce),
         ) as app:
             async with (
@@ -78,6 +79,6 @@ def listen(child: Child, config: Config) -> socket.socket:
     number = int(child.name.rpartition("-")[2])
     port = config.rollout.port + number if config.rollout.port else 0
     try:
-        return bind(config.rollout.host, port)
+        return bind(host_of(child, config), port)
     except OSError as error:
-        child.fail(f"{child.name} cannot listen on {config.rollout.host}:{port}: {error.strerror}")
+        child.fail(f"{child.name} cannot listen on {host_of(child, config)}:{port}: {error.strerror}")

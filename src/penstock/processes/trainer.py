@@ -49,13 +49,14 @@ from penstock.ports import TrainerState
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
 from penstock.processes.pool import payloads_of
+from penstock.processes.publishing import Publications, publishing
 from penstock.processes.rank import trainer_group
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
 from penstock.trainer.dealing import costs, deal
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
-from penstock.types import BusySpan, GroupRef, LearnerState
+from penstock.types import BusySpan, GroupRef, LearnerState, WeightsHandle
 
 PATIENCE_S = 300.0
 """With one message, before it is worth a report: whoever sent it has a deadline."""
@@ -82,7 +83,9 @@ class TrainerProcess:
         self._trained: list[int] = []
         self._accumulated: list[int] = []
         self._num_ranks = config.num_ranks
-        self._group = self._thread.submit(self._make_group, child.runtime_dir / "weights").result()
+        self._group = self._thread.submit(self._make_group, weights_dir(child, config)).result()
+        self.published: Publications | None = None
+        """What other machines can have of it."""
 
     def _make_group(self, weights_dir: Path) -> Any:
         with plainly():
@@ -131,7 +134,8 @@ class TrainerProcess:
                 return self._step()
             case Publish():
                 with self._span("publish"):
-                    return Published(handle=self._group.publish())
+                    handle: WeightsHandle = self._group.publish()
+                return Published(handle=handle if self.published is None else self.published.tell(handle))
             case SaveCheckpoint(directory=directory, state=state):
                 with self._span("checkpoint"):
                     target = Path(directory)
@@ -272,15 +276,24 @@ async def serve(child: Child) -> None:
     stop = child.stop_event()
     process = TrainerProcess(config, child)
     try:
-        async with membership(
-            child,
-            config,
-            role="trainer",
-            handler=process.handle,
-            telemetry=process.telemetry,
-            welcomed=process.welcomed,
+        async with (
+            publishing(weights_dir(child, config), child.address, config.rollout.control_key) as process.published,
+            membership(
+                child,
+                config,
+                role="trainer",
+                handler=process.handle,
+                telemetry=process.telemetry,
+                welcomed=process.welcomed,
+            ),
         ):
             child.report_ready()
             await stop.wait()
     finally:
         process.close()
+
+
+def weights_dir(child: Child, config: Config) -> Path:
+    """In memory; but engines of others, on other machines, read files themselves, and all see the run's directory."""
+    foreign = config.rollout.engine != "penstock"
+    return (child.run_dir if foreign and child.address is not None else child.runtime_dir) / "weights"

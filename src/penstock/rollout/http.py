@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from penstock.deadline import Stalled, deadline
+from penstock.ports import WeightsOutOfReach
 from penstock.rollout import wire
 from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed, Stopped
 
@@ -42,6 +43,7 @@ EXPECTED: tuple[type[Exception], ...] = (
     ValueError,
     Refused,
     Conflict,
+    WeightsOutOfReach,
     EngineDead,
     GenerationFailed,
     Stalled,
@@ -59,6 +61,8 @@ def status_of(error: Exception) -> int:
             return 409
         case ValueError() | msgspec.DecodeError():
             return 400
+        case WeightsOutOfReach():
+            return 424
         case Stalled():
             return 504
         case Stopped():

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from penstock.deadline import Stalled, holding, patient, report
+from penstock.ports import TrainerLost
 from penstock.rollout.client import BEGIN_S, COMMIT_S, RolloutClient
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang import SGLangClient
@@ -42,6 +43,8 @@ UNHEARD = 408
 """Status of a request that did not come in time: the line is slow, or the server was held up."""
 CONFLICT = 409
 """Status of a commit of what is not staged, and of a claim on what is another run's."""
+OUT_OF_REACH = 424
+"""Status of an update with weights that the server cannot get from where they lie."""
 SLACK = 32
 """Samples by which an episode's server may be busier than the least loaded one: a cached prefix is worth that much."""
 REMEMBERED_EPISODES = 16384
@@ -318,7 +321,8 @@ class Servers:
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage everywhere, then commit everywhere. If staging is refused anywhere, no server changes. A server that
         does not answer is left behind; it gets the next weights if it is back by then. If none answers, the first that
-        is back gets these; after `BACK_S` that raises what the last one said."""
+        is back gets these; after `BACK_S` that raises what the last one said. `TrainerLost` if nobody who answers can
+        get at them."""
         async with self._alone():
             limit = asyncio.get_running_loop().time() + BACK_S
             while True:
@@ -326,6 +330,8 @@ class Servers:
                     await self._update_weights(handle)
                     break
                 except (RolloutError, Stalled) as error:
+                    if isinstance(error, RolloutError) and error.status == OUT_OF_REACH:
+                        raise TrainerLost(str(error)) from None
                     if not _is_lost(error) or asyncio.get_running_loop().time() > limit:
                         raise
                 await asyncio.sleep(PATIENCE_S)
@@ -405,5 +411,5 @@ async def _lives(member: Member) -> bool:
 def _is_lost(error: Exception) -> bool:
     """Whether it is the server that failed, and not the request."""
     if isinstance(error, RolloutError):
-        return error.status is None or error.status >= 500 or error.status == UNHEARD
+        return error.status is None or error.status >= 500 or error.status in (UNHEARD, OUT_OF_REACH)
     return isinstance(error, Stalled)

@@ -36,10 +36,9 @@ def publish(named: Mapping[str, Tensor], *, directory: Path, policy_version: int
     """Write `named` to a folder of its own in `directory`, where engines that read model directories find it too, and
     return what others need to map it."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = directory / str(policy_version)
-    folder.mkdir(exist_ok=True, mode=0o700)
+    path = published_file(directory, policy_version)
+    path.parent.mkdir(exist_ok=True, mode=0o700)
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    path = folder / "model.safetensors"
     unfinished = path.with_suffix(".unfinished")
     os.close(os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
     try:
@@ -50,6 +49,11 @@ def publish(named: Mapping[str, Tensor], *, directory: Path, policy_version: int
     return WeightsHandle(
         policy_version=policy_version, path=str(path), num_bytes=path.stat().st_size, fingerprint=fingerprint(host)
     )
+
+
+def published_file(directory: Path, policy_version: int) -> Path:
+    """Where `publish` writes."""
+    return directory / str(policy_version) / "model.safetensors"
 
 
 def receive(handle: WeightsHandle, expected: Layout) -> dict[str, Tensor]:

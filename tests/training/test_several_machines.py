@@ -1,0 +1,115 @@
+"""Whole runs whose processes are told of several machines: addresses, TCP, pools and weights that are not shared."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from spread_run import Machines, SpreadRun
+from stand_in_run import state_of
+from test_deaths import trained_tasks
+from test_training_run import leftovers, lines
+
+from penstock.supervisor.states import RunState
+from penstock.supervisor.supervisor import Outcome
+
+pytestmark = pytest.mark.integration
+
+LOOPBACK = {"controller": "127.0.0.1", "rollout": "127.0.0.2", "trainer": "127.0.0.3", "env": "127.0.0.4"}
+LIMIT_S = 240
+STEPS = 12
+GROUPS_PER_STEP = 8
+
+
+def events(run: SpreadRun, kind: str) -> list[dict[str, Any]]:
+    return [event for event in lines(run.run_dir / "events.jsonl") if event["event"] == kind]
+
+
+def num_steps(run: SpreadRun) -> int:
+    return max((line["step"] for line in lines(run.run_dir / "metrics.jsonl")), default=0)
+
+
+async def until(happened: Callable[[], object], life: asyncio.Task[Outcome]) -> None:
+    """It does while the run goes on."""
+    while not happened():
+        assert not life.done(), life.result()
+        await asyncio.sleep(0.05)
+
+
+async def lived(run: SpreadRun, meanwhile: Callable[[asyncio.Task[Outcome]], Any]) -> None:
+    """The run, to its end; and the books are in order."""
+    async with asyncio.timeout(LIMIT_S):
+        life = asyncio.create_task(run.supervise())
+        try:
+            await meanwhile(life)
+            outcome = await life
+        finally:
+            life.cancel()
+            await asyncio.wait([life])
+    assert outcome.status is RunState.COMPLETED, outcome
+    trained = trained_tasks(run.run_dir)
+    assert [len(tasks) for tasks in trained] == [GROUPS_PER_STEP] * STEPS
+    assert len({task for tasks in trained for task in tasks}) == GROUPS_PER_STEP * STEPS, "each of them once"
+    assert {"controller", "env"} == set(run.machines.asked), "workers' records came to the pool, and on to the trainer"
+    assert not list((run.run_dir / "pool").glob("env-[01]-00*.seg")), "nobody but the controller writes there"
+    assert leftovers(run.run_dir) == []
+
+
+async def test_a_run_trains_across_machines(tmp_path: Path) -> None:
+    run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS)
+
+    async def look(life: asyncio.Task[Outcome]) -> None:
+        await until(lambda: num_steps(run) >= 2, life)
+        (url,) = {e["url"] for e in events(run, "joined") if e["name"] == "rollout-0"}
+        assert url.startswith("http://127.0.0.2:")
+        async with aiohttp.ClientSession() as session:
+            for path, body in (("/generate", {"text": "a"}), ("/weights/abort", {})):
+                async with session.post(url + path, json=body) as reply:
+                    assert reply.status == 401, "the run made keys, and nobody else has them"
+        received = list(run.runtime_dir.glob("rollout/received-*"))
+        assert len(received) == 2, "the servers see none of the trainer's files"
+
+    await lived(run, look)
+    assert not events(run, "payloads_unfetched")
+
+
+async def test_a_controller_that_comes_back_elsewhere_is_found_by_all(tmp_path: Path) -> None:
+    run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS)
+
+    async def kill(life: asyncio.Task[Outcome]) -> None:
+        await until(lambda: num_steps(run) >= 3, life)
+        os.kill(state_of(run)["processes"]["controller"]["pid"], signal.SIGKILL)
+
+    await lived(run, kill)
+    assert state_of(run)["processes"]["trainer-0"]["restarts"] == 0
+    assert state_of(run)["processes"]["env-0"]["restarts"] == 0
+
+
+async def test_what_cannot_be_fetched_is_played_anew(tmp_path: Path) -> None:
+    run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS)
+
+    async def lose(life: asyncio.Task[Outcome]) -> None:
+        await until(lambda: num_steps(run) >= 3, life)
+        run.machines.lost = 5
+
+    await lived(run, lose)
+    told = events(run, "payloads_unfetched")
+    assert len(told) == 5
+    assert all("host env is gone, and env-" in event["reason"] for event in told)
+
+
+async def test_the_trainer_dies_with_its_weights_out_of_reach(tmp_path: Path) -> None:
+    run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS)
+
+    async def kill(life: asyncio.Task[Outcome]) -> None:
+        await until(lambda: num_steps(run) >= 5, life)
+        os.kill(state_of(run)["processes"]["trainer-0"]["pid"], signal.SIGKILL)
+
+    await lived(run, kill)
+    assert events(run, "rewound")
