@@ -45,9 +45,17 @@ def test_dry_run_prints_the_configuration_without_its_secrets(
     assert not (tmp_path / "runs").exists()
 
 
-def test_dry_run_knows_the_environments(config: Path) -> None:
-    result = penstock("train", config, "--dry-run", "env.name=guess_numbr")
-    assert (result.exit_code, "did you mean guess_number?" in result.stderr) == (2, True)
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("env.name=guess_numbr", "did you mean guess_number?"),
+        ("env.reward=maths", "did you mean math?"),
+        ("scheduler.group_filter=[zero_varianc]", "zero_variance"),
+    ],
+)
+def test_dry_run_looks_for_what_is_named(config: Path, override: str, message: str) -> None:
+    result = penstock("train", config, "--dry-run", override)
+    assert result.exit_code == 2 and message in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [
-        (["dump.url=ftp://x/y"], 1, "unknown scheme ftp"),
-        (["dump.url=/proc/nowhere"], 1, "dump.url: cannot write to /proc/nowhere"),
+        (["dump.url=ftp://x/y"], 2, "unknown scheme ftp"),
+        (["dump.url=/proc/nowhere"], 2, "dump.url: cannot write to /proc/nowhere"),
         (["dump.columns=[[a, int]]"], 2, "column a has type 'int'"),
         (["dump.colums=[[a, string]]"], 2, "did you mean dump.columns?"),
         (["pipeline=train"], 2, "pipeline is train: `penstock train"),

@@ -68,3 +68,16 @@ def test_one_that_shows_no_text_is_named_and_closed(chat: ChatTokenizer) -> None
     with pytest.raises(ConfigError, match=r"Five\.demonstrate returned 5, not a string"):
         examples(Five, chat)
     assert Endless.num_open == 0
+
+
+class Unprepared(Endless):
+    def demonstrate(self) -> str:
+        raise KeyError("answer")
+
+
+def test_one_that_raises_is_named_with_task_and_line_and_closed(chat: ChatTokenizer) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Unprepared failed .* task \S+: KeyError: 'answer' \(test_demonstrations.py:\d+\)"
+    ):
+        examples(Unprepared, chat)
+    assert Endless.num_open == 0

@@ -11,7 +11,7 @@ from penstock.scheduler.wakeup import Progress
 from penstock.simulator.clock import Deadlock, run_virtual
 
 
-@pytest.mark.parametrize("start", [0.0, 2e7, 3e9, 1e12])
+@pytest.mark.parametrize("start", [0.0, 2e7, 3e9])
 def test_timers_run_in_order_at_any_time(start: float) -> None:
     async def main() -> None:
         loop, seen = asyncio.get_running_loop(), list[int]()

@@ -101,7 +101,7 @@ def test_a_resumed_run_trains_what_an_undisturbed_one_does(tmp_path: Path) -> No
 
 
 def wait_for_nothing(run_dir: Path) -> None:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 5
     while found := leftovers(run_dir):
         assert time.monotonic() < give_up, found
         time.sleep(0.1)

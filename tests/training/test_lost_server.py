@@ -44,7 +44,7 @@ def servers(model: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
 def test_a_killed_server_costs_no_episode(
     model: Path, servers: dict[str, subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    overrides = [*SHORT, f"model.path={model}", "model.warm_start.steps=40", f"trainer.steps={STEPS}"]
+    overrides = [*SHORT, f"model.path={model}", f"trainer.steps={STEPS}"]
     overrides += [f"rollout.urls=[{','.join(servers)}]"]
     runs = tmp_path / "runs"
     with subprocess.Popen(

@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.integration
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-SHORT = ["data.eval_tasks=64", "model.warm_start.steps=40", "trainer.groups_per_step=16", "observe.progress=false"]
+SHORT = ["data.eval_tasks=64", "model.warm_start.steps=10", "trainer.groups_per_step=16", "observe.progress=false"]
 
 
 def command(example: str, runs: Path, *overrides: str) -> list[str]:
@@ -76,7 +76,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_reward_rises_and_everything_is_written_down(tmp_path: Path) -> None:
-    result = train("quickstart", tmp_path, *SHORT, "trainer.steps=60")
+    result = train("quickstart", tmp_path, *SHORT, "model.warm_start.steps=40", "trainer.steps=60")
     assert result.returncode == 0, result.stdout + result.stderr
     run_dir = only_run(tmp_path)
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -103,7 +103,6 @@ VARIANTS = {
         "scheduler.trigger.feedback.signal=entropy",
     ],
     "probe": ["scheduler.dispatch.policy=probe", "scheduler.trigger.feedback.signal=noise_scale"],
-    "synchronous": ["scheduler.mode=synchronous", "scheduler.max_staleness=0", "scheduler.dispatch.policy=ljf"],
     "one step off": ["scheduler.mode=one_step_off"],
     "colocated": ["scheduler.mode=colocated", "scheduler.over_sampling=1.5"],
     "restarts": ["scheduler={mode: colocated, max_staleness: 0, over_sampling: 1.5, leftovers: restart}"],
@@ -120,14 +119,17 @@ def test_every_way_to_schedule_trains(tmp_path: Path, variant: str) -> None:
     assert summary["kl_engine_trainer"] is None or summary["kl_engine_trainer"] < 1e-4
     ledger = summary["ledger"]
     assert ledger.pop("admitted") == sum(ledger.values())
-    allowed = {"synchronous": 0, "restarts": 0, "segments": 2}.get(variant, 1)
+    allowed = {"restarts": 0, "segments": 2}.get(variant, 1)
     assert summary["staleness_max"] <= allowed
     deciders = {line["decider"] for line in lines(run_dir / "timeline.jsonl") if line["kind"] == "decision"}
     assert deciders >= {"admission", "dispatch", "trigger", "feedback"}
 
 
+GAME = ["model.warm_start={steps: 40, batch_size: 32}", "trainer.groups_per_step=4"]
+
+
 def test_the_multi_turn_game_runs_through_the_same_loop(tmp_path: Path) -> None:
-    result = train("guess_number", tmp_path, "trainer.steps=3", "data.eval_tasks=8", "observe.progress=false")
+    result = train("guess_number", tmp_path, *GAME, "trainer.steps=3", "data.eval_tasks=8", "observe.progress=false")
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((only_run(tmp_path) / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["steps"] == 3
@@ -159,15 +161,6 @@ def test_control_c_stops_with_a_checkpoint(tmp_path: Path, running: subprocess.P
     checkpoints = [event for event in lines(run_dir / "events.jsonl") if event["event"] == "checkpoint"]
     assert checkpoints and (run_dir / checkpoints[-1]["path"] / "model.safetensors").exists()
     assert leftovers(run_dir) == []
-
-
-def test_a_killed_supervisor_leaves_nothing(tmp_path: Path, running: subprocess.Popen[str]) -> None:
-    run_dir = only_run(tmp_path)
-    os.kill(running.pid, signal.SIGKILL)
-    give_up = time.monotonic() + 5
-    while (left := leftovers(run_dir)) and time.monotonic() < give_up:
-        time.sleep(0.05)
-    assert left == []
 
 
 def test_a_trainer_that_keeps_dying_fails_the_run_and_is_named(tmp_path: Path, running: subprocess.Popen[str]) -> None:

@@ -37,13 +37,12 @@ def check(config: Config) -> None:
         check_model(Path(config.model.path))
     if config.pipeline == "eval" and not config.validation_tasks:
         raise Refused("there are no tasks to play: data.eval_tasks and validation.tasks are 0")
-    check_environments(config)
+    check_names(config)
     check_packages(config)
     check_room(config)
     earlier = config.scheduler.length.learn_from
     if earlier is not None and not (Path(earlier) / "pool" / "index").is_dir():
         raise Refused(f"scheduler.length.learn_from: {earlier} is not the directory of a run: it has no pool/index")
-    FilterChain(config.scheduler.group_filter)
     if config.scheduler.dispatch.policy in ("sjf", "ljf"):
         check_predictor(config)
     if config.rollout.engine != "penstock" and not config.rollout.urls:
@@ -55,8 +54,9 @@ def check(config: Config) -> None:
             check_port(config.rollout.host, config.rollout.port + number)
 
 
-def check_environments(config: Config) -> None:
-    """Whether all environments, their rewards and the files of their tasks are there."""
+def check_names(config: Config) -> None:
+    """Whether all that is named is there: environments, their rewards, the files of their tasks, filters of groups."""
+    FilterChain(config.scheduler.group_filter)
     for name in config.environments.names:
         locate(name)
     for key, settings in config.environments.by_key.items():

@@ -16,10 +16,9 @@ import yaml
 from rich.console import Console
 
 from penstock.cli.launching import Room, launching, room
-from penstock.cli.preflight import Refused, check
+from penstock.cli.preflight import Refused, check, check_names
 from penstock.cli.refusal import REFUSAL, refuse
 from penstock.config import Config, ConfigError, load_config
-from penstock.envs.registry import locate
 from penstock.observe import plots, progress, report, summary
 from penstock.observe.view import Plan
 from penstock.processes.layout import prepare, stages
@@ -62,9 +61,8 @@ def begin(
         if config.pipeline != pipeline:
             raise ConfigError(f"pipeline is {config.pipeline}: `penstock {config.pipeline} {path}` runs it")
         if dry_run:
-            for name in config.environments.names:
-                locate(name)
-    except ConfigError as error:
+            check_names(config)
+    except (ConfigError, Refused) as error:
         return refuse(error, CONFIG_ERROR)
     if dry_run:
         sys.stdout.write(yaml.safe_dump(publishable(config), sort_keys=False))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from penstock.config import ConfigError
+from penstock.envs.origin import described
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import Environment
 from penstock.types import Task, stable_seed
@@ -39,6 +40,11 @@ def demonstrations(
         try:
             _check_expert(env)
             example = _episode(env, chat, max_turns(task), seed=stable_seed(seed, "demonstration", task.index))
+        except ConfigError:
+            raise
+        except Exception as error:
+            where = f"model.warm_start: {type(env).__name__} failed while it demonstrated task {task.task_id}"
+            raise ConfigError(f"{where}: {described(error)}") from error
         finally:
             if hasattr(env, "close"):
                 env.close()

@@ -16,7 +16,7 @@ STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")
 
 OnError = Callable[[str, BaseException], None]
-"""RaisedElsewhere what was called, and what it raised."""
+"""Told what was called, and what it raised."""
 
 
 @dataclass(frozen=True, slots=True)
