@@ -98,6 +98,18 @@ def test_mistakes_on_the_command_line(file: Path, override: str, message: str) -
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("urls", [[], ["rollout.urls=[http://10.0.0.1:1]"]])
+def test_an_engine_without_keys_is_not_started_where_others_reach_it(file: Path, urls: list[str]) -> None:
+    overrides = ["cluster.address=auto", "rollout.engine=vllm", *urls]
+    if urls:
+        assert load_config(file, overrides).rollout.urls
+        return
+    with pytest.raises(
+        ConfigError, match=r"a node of a cluster is reachable .* use rollout\.engine penstock, or start"
+    ):
+        load_config(file, overrides)
+
+
 @pytest.mark.parametrize("pipeline", ["eval", "rollout"])
 @pytest.mark.parametrize(
     "override",
