@@ -397,8 +397,8 @@ class Config(Section):
             )
         if is_cluster and self.rollout.urls and self.rollout.engine == "penstock" and not self.rollout.control_key:
             raise ValueError(
-                "rollout.urls: on a cluster the trainer gives weights out over the network, to whoever has the servers' "
-                "key: start them with one, and set it here through the environment variable PENSTOCK_API_KEY"
+                "rollout.urls: on a cluster the trainer gives weights out over the network, to whoever has the "
+                "servers' key: start them with one, and set it here through the environment variable PENSTOCK_API_KEY"
             )
         if not loopback and not self.rollout.api_key:
             raise ValueError(
