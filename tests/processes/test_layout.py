@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from penstock.config import default_config
 from penstock.processes.layout import stages
+from penstock.processes.listening import host_of
+from penstock.supervisor.child import Child
 
 
 def test_only_who_controls_the_servers_is_told_the_key_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,3 +17,33 @@ def test_only_who_controls_the_servers_is_told_the_key_for_that(monkeypatch: pyt
     specs = [spec for stage in stages(default_config([])) for spec in stage]
     told = {spec.role: spec.env["PENSTOCK_ADMIN_API_KEY"] for spec in specs}
     assert told == {"controller": "rule", "rollout": "rule", "trainer": "", "env": ""}
+
+
+@pytest.mark.parametrize("given", [{}, {"PENSTOCK_API_KEY": "play", "PENSTOCK_ADMIN_API_KEY": "rule"}])
+def test_on_several_machines_there_are_keys(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    for name in ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, key in given.items():
+        monkeypatch.setenv(name, key)
+    specs = {spec.role: spec.env for stage in stages(default_config(["cluster.address=auto"])) for spec in stage}
+    (generation,) = {env["PENSTOCK_API_KEY"] for env in specs.values()}
+    admin = {role: env["PENSTOCK_ADMIN_API_KEY"] for role, env in specs.items()}
+    assert admin.pop("env") == "", "whoever plays does not control"
+    (control,) = set(admin.values())
+    assert len({generation, control, ""}) == 3
+    if given:
+        assert (generation, control) == ("play", "rule")
+
+
+def test_keys_of_servers_that_run_already_are_not_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "play")
+    config = default_config(["cluster.address=auto", "rollout.urls=[http://10.0.0.1:1]"])
+    told = [spec.env for stage in stages(config) for spec in stage]
+    assert {(env["PENSTOCK_API_KEY"], env["PENSTOCK_ADMIN_API_KEY"]) for env in told} == {("play", "")}
+
+
+def test_processes_listen_on_their_machines_address(tmp_path: Path) -> None:
+    places = {"name": "rollout-0", "run_dir": tmp_path, "runtime_dir": tmp_path, "run_id": "run", "nonce": ""}
+    config = default_config(["rollout.host=localhost"])
+    assert host_of(Child(**places), config) == "localhost"  # type: ignore[arg-type]
+    assert host_of(Child(**places, address="10.0.0.1"), config) == "10.0.0.1"  # type: ignore[arg-type]

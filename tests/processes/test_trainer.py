@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,10 +29,12 @@ from penstock.control.messages import (
     Step,
 )
 from penstock.groups.errors import WorkerLost
+from penstock.groups.role import Rank
 from penstock.processes.layout import prepare
+from penstock.processes.rank import TrainerRank
 from penstock.processes.trainer import TrainerProcess
 from penstock.store.payload import PayloadWriter
-from penstock.supervisor.child import Child
+from penstock.supervisor.child import ADDRESS, Child
 from penstock.types import GroupRef, Sample
 
 pytestmark = pytest.mark.integration
@@ -166,3 +169,15 @@ async def test_what_a_rank_refuses_is_refused_by_the_trainer(tmp_path: Path, poo
         await process.handle("controller", Begin(policy_version=0))
         with pytest.raises(ConfigError, match=r"trainer.lora.targets \['q_prj'\]"):
             await process.handle("controller", Publish())
+
+
+def test_ranks_meet_on_their_machines_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESS, "127.0.0.2")
+    config = configured(ranks=2)
+    prepare(config, tmp_path)
+    rank = TrainerRank(Rank(0, 2), config=config, model_dir=tmp_path / "model", weights_dir=tmp_path)
+    meeting = rank.listen()
+    assert meeting.host == "127.0.0.2"
+    socket.create_connection((meeting.host, meeting.port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", meeting.port), timeout=5)

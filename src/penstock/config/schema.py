@@ -392,10 +392,18 @@ class Config(Section):
                 "waits for them: use rollout.engine penstock"
             )
         loopback = self.rollout.host in ("127.0.0.1", "localhost", "::1")
-        if not loopback and self.rollout.engine != "penstock" and not self.rollout.urls:
+        is_cluster = self.cluster.address is not None
+        if (is_cluster or not loopback) and self.rollout.engine != "penstock" and not self.rollout.urls:
+            where = "a node of a cluster" if is_cluster else f"rollout.host {self.rollout.host}"
+            inside = "rollout.engine penstock" if is_cluster else "127.0.0.1"
             raise ValueError(
-                f"rollout.host {self.rollout.host} is reachable from outside, and {self.rollout.engine} guards its "
-                "control paths with no key: use 127.0.0.1, or start it behind something that does, and give its urls"
+                f"{where} is reachable from outside, and {self.rollout.engine} guards its control paths with no key: "
+                f"use {inside}, or start it behind something that does, and give its urls"
+            )
+        if is_cluster and self.rollout.urls and self.rollout.engine == "penstock" and not self.rollout.control_key:
+            raise ValueError(
+                "rollout.urls: on a cluster the trainer gives weights out over the network, to whoever has the "
+                "servers' key: start them with one, and set it here through the environment variable PENSTOCK_API_KEY"
             )
         if not loopback and not self.rollout.api_key:
             raise ValueError(

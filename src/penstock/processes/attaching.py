@@ -20,6 +20,11 @@ GOES_ON = (RunState.PENDING, RunState.STARTING, RunState.RUNNING)
 async def attend(child: Child, kind: type[Environment]) -> None:
     """Play `kind`, beside whatever other environments the run has, until SIGINT or SIGTERM, or until the run stops."""
     config, stop, joined = load_config(child.run_dir / "config.yaml"), child.stop_event(), asyncio.Event()
+    if config.cluster.address is not None and not config.rollout.api_key:
+        raise ConfigError(
+            f"run {child.run_id} is on several machines, and its servers ask for a key: set PENSTOCK_API_KEY when the "
+            "run is started, and the same here"
+        )
     kinds = kinds_with(kind, config)
 
     def welcome() -> None:
