@@ -98,6 +98,15 @@ def test_mistakes_on_the_command_line(file: Path, override: str, message: str) -
     assert message in str(error.value)
 
 
+def test_weights_are_not_given_out_to_servers_without_a_key(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    overrides = ["cluster.address=auto", "rollout.urls=[http://10.0.0.1:1]"]
+    with pytest.raises(ConfigError, match=r"rollout\.urls: .* environment variable PENSTOCK_API_KEY"):
+        load_config(file, overrides)
+    monkeypatch.setenv("PENSTOCK_API_KEY", "play")
+    assert load_config(file, overrides).rollout.control_key == "play"
+
+
 @pytest.mark.parametrize("urls", [[], ["rollout.urls=[http://10.0.0.1:1]"]])
 def test_an_engine_without_keys_is_not_started_where_others_reach_it(file: Path, urls: list[str]) -> None:
     overrides = ["cluster.address=auto", "rollout.engine=vllm", *urls]

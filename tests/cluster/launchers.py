@@ -1,15 +1,20 @@
-"""Launchers of runs that stand in: on this machine, and on a cluster of it."""
+"""Launchers of runs that stand in: on this machine, and on a cluster of it. As a program (`python launchers.py RUN_DIR
+ADDRESS`) a supervisor whose process runs on that cluster until somebody ends it."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from ray_machines import machines
+sys.path.insert(0, str(Path(__file__).parent.parent / "supervisor"))
+from stand_in_run import spec as stand_in
 
+from penstock.cluster.connection import connected
 from penstock.cluster.host import Household
 from penstock.cluster.launcher import LOCAL, RayLauncher
 from penstock.cluster.placement import place
@@ -39,7 +44,6 @@ async def ray_launcher(
     pools: Mapping[str, Any] = POOLS,
     place_s: float = 30.0,
 ) -> AsyncIterator[RayLauncher]:
-    machines()
     config = ClusterConfig.model_validate({"pools": pools, "place_timeout_s": place_s})
     seats, keys, run_id = seating(config, specs), Keys.make(), f"test-{secrets.token_hex(4)}"
     household = Household(
@@ -72,3 +76,19 @@ async def ray_launcher(
             ) as launcher,
         ):
             yield launcher
+
+
+async def supervise(run_dir: Path) -> None:
+    """Says so once its process is ready."""
+    spec = stand_in("env-0", "breeds")
+    async with ray_launcher(run_dir, [spec]) as launcher:
+        process = await launcher.spawn(spec)
+        while await launcher.probe(process):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        print(process.pid, flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    with connected(sys.argv[2]):
+        asyncio.run(supervise(Path(sys.argv[1])))

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from stand_in_run import spec
+from stand_in_run import spec, until
 
 from penstock.deadline import deadline
 from penstock.ports import Launcher, Look, PayloadsLost, ProcessHandle
@@ -24,6 +26,8 @@ from penstock.types import Sample
 
 pytest.importorskip("ray")
 
+import launchers
+import ray
 from launchers import local_launcher, ray_launcher
 from ray_machines import machines
 
@@ -40,6 +44,11 @@ START_S = 120.0
 """For Ray to start processes of its own."""
 SPECS = [spec("env-0", "steady"), spec("rollout-0", "serves"), spec("env-1", "dies")]
 Opening = Callable[[Path], AbstractAsyncContextManager[Launcher]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> None:
+    machines()
 
 
 @pytest.fixture(params=["local", "ray"])
@@ -117,9 +126,9 @@ async def test_what_lives_in_no_pool_is_started_here_and_the_others_hear_where_t
     specs = [spec("controller", "steady"), spec("env-0", "steady")]
     async with ray_launcher(tmp_path, specs) as launcher:
         controller, worker = [await launcher.spawn(each) for each in specs]
-        here, there = runtime_dir_of(controller), runtime_dir_of(worker)
-        assert "node" not in controller.facts and worker.facts["node"] == environment_of(worker)[ADDRESS]
-        assert environment_of(worker)[HOST].startswith("env-0-") and here != there
+        here, there = runtime_dir_of(controller.pid), runtime_dir_of(worker.pid)
+        assert "node" not in controller.facts and worker.facts["node"] == environment_of(worker.pid)[ADDRESS]
+        assert environment_of(worker.pid)[HOST].startswith("env-0-") and here != there
         assert "controller_secret" in json.loads((here / "keys.json").read_text())
         secrets = json.loads((there / "keys.json").read_text())
         assert not secrets["controller_secret"] and secrets["member_secret"]
@@ -127,6 +136,7 @@ async def test_what_lives_in_no_pool_is_started_here_and_the_others_hear_where_t
             address = Address(endpoint=f"tcp://10.0.0.1:{port}", broadcast="tcp://10.0.0.1:9", public_key="key")
             address.write(here)
             await until_ready(launcher, controller)
+            await launcher.look(worker)
             assert Address.read(there) == address
     assert not here.exists() and not there.exists() and not (tmp_path / TOKEN).exists()
 
@@ -138,7 +148,7 @@ async def test_a_host_that_dies_takes_its_process_with_it_and_has_a_successor(tm
         await until_ready(launcher, process)
         await until_ready(launcher, other)
         family = [process.pid, *escapees(tmp_path)]
-        host, runtime_dir = procfs.read_stat(process.pid), runtime_dir_of(process)
+        host, runtime_dir = procfs.read_stat(process.pid), runtime_dir_of(process.pid)
         assert host is not None
         os.kill(host.parent, signal.SIGKILL)
         end = await launcher.wait(process)
@@ -149,7 +159,26 @@ async def test_a_host_that_dies_takes_its_process_with_it_and_has_a_successor(tm
         assert is_running(other.pid), "the janitor of a host leaves others alone"
         successor = await launcher.spawn(specs[0])
         await until_ready(launcher, successor)
+        await launcher.signal(other, signal.SIGTERM)
+        assert (await launcher.wait(other)).returncode == 0
+        idle = launcher._hosts["env-1"].actor
+        ray.kill(idle)
+        await until_ready(launcher, await launcher.spawn(specs[1]))
         assert await launcher.sweep() == []
+
+
+def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
+    words = [sys.executable, str(Path(launchers.__file__)), str(tmp_path), machines().address]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as supervisor:
+        try:
+            assert supervisor.stdout is not None
+            process = int(supervisor.stdout.readline())
+            family = [process, *escapees(tmp_path)]
+            runtime_dir = runtime_dir_of(process)
+            assert len(family) == 3 and runtime_dir.exists() and all(is_running(pid) for pid in family)
+        finally:
+            supervisor.kill()
+    until(lambda: not runtime_dir.exists() and not any(is_running(pid) for pid in family))
 
 
 async def test_a_run_directory_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
@@ -181,13 +210,13 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
             cluster.remove_node(node)
 
 
-def environment_of(process: ProcessHandle) -> dict[str, str]:
-    pairs = (entry.decode().partition("=") for entry in procfs.environment(process.pid))
+def environment_of(pid: int) -> dict[str, str]:
+    pairs = (entry.decode().partition("=") for entry in procfs.environment(pid))
     return {name: value for name, _, value in pairs}
 
 
-def runtime_dir_of(process: ProcessHandle) -> Path:
-    return Path(environment_of(process)["PENSTOCK_RUNTIME_DIR"])
+def runtime_dir_of(pid: int) -> Path:
+    return Path(environment_of(pid)["PENSTOCK_RUNTIME_DIR"])
 
 
 def escapees(run_dir: Path) -> list[int]:
@@ -205,15 +234,15 @@ async def test_records_travel_between_machines(tmp_path: Path) -> None:
     specs = [spec("controller", "steady"), spec("env-0", "steady"), spec("env-1", "steady")]
     async with ray_launcher(tmp_path, specs) as launcher:
         controller, worker, other = [await launcher.spawn(each) for each in specs]
-        writer = PassingWriter(runtime_dir_of(worker) / "pool", "env-0")
+        writer = PassingWriter(runtime_dir_of(worker.pid) / "pool", "env-0")
         sample = made_sample()
         refs = [writer.append([sample]), writer.append([sample, sample])]
-        host = environment_of(worker)[HOST]
+        host = environment_of(worker.pid)[HOST]
         gathered = payloads(controller, tmp_path / "pool")
-        fetched = payloads(other, runtime_dir_of(other) / "fetched-env-1")
+        fetched = payloads(other, runtime_dir_of(other.pid) / "fetched-env-1")
         await gathered.fetch(refs, host=host)
         writer.release(refs[0])
-        await fetched.fetch(refs[1:], host=environment_of(controller)[HOST])
+        await fetched.fetch(refs[1:], host=environment_of(controller.pid)[HOST])
         for reader, ref, num_samples in ((gathered, refs[0], 1), (gathered, refs[1], 2), (fetched, refs[1], 2)):
             read = reader.read(ref)
             assert len(read) == num_samples and all(list(each.token_ids) == [1, 2, 3] for each in read)
@@ -226,7 +255,7 @@ async def test_records_travel_between_machines(tmp_path: Path) -> None:
 
 
 def payloads(process: ProcessHandle, directory: Path) -> FetchedPayloads:
-    return FetchedPayloads(directory, runtime_dir=runtime_dir_of(process), name=process.spec.name)
+    return FetchedPayloads(directory, runtime_dir=runtime_dir_of(process.pid), name=process.spec.name)
 
 
 def made_sample() -> Sample:

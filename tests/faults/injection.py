@@ -254,8 +254,8 @@ def struck_phases(run_dir: Path) -> list[Phase]:
 def faulty(endpoint: type[bus.Bus] | type[bus.Peer], injector: Injector) -> Callable[..., bus.Bus | bus.Peer]:
     """Makes endpoints of the bus that lose messages, and are quick to send them again."""
 
-    def make(*args: object) -> bus.Bus | bus.Peer:
-        made = endpoint(*args, fault=injector.lose)  # type: ignore[arg-type]
+    def make(*args: object, **settings: object) -> bus.Bus | bus.Peer:
+        made = endpoint(*args, **settings, fault=injector.lose)  # type: ignore[arg-type]
         made.resend_s = RESEND_S
         return made
 

@@ -36,9 +36,10 @@ def test_on_several_machines_there_are_keys(monkeypatch: pytest.MonkeyPatch, giv
 
 
 def test_keys_of_servers_that_run_already_are_not_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    monkeypatch.setenv("PENSTOCK_API_KEY", "play")
     config = default_config(["cluster.address=auto", "rollout.urls=[http://10.0.0.1:1]"])
-    assert {spec.env["PENSTOCK_API_KEY"] for stage in stages(config) for spec in stage} == {""}
+    told = [spec.env for stage in stages(config) for spec in stage]
+    assert {(env["PENSTOCK_API_KEY"], env["PENSTOCK_ADMIN_API_KEY"]) for env in told} == {("play", "")}
 
 
 def test_processes_listen_on_their_machines_address(tmp_path: Path) -> None:

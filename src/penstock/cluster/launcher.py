@@ -43,7 +43,8 @@ START_S = 180.0
 """For Ray to start an actor, and for that to import what it needs."""
 ASK_S = 5.0
 """For a host to answer: it does nothing else."""
-CLOSE_S = 20.0
+SPAWN_S, CLOSE_S = 30.0, 20.0
+"""For all its process's predecessor left to be ended, too."""
 NODES_S = 30.0
 """For Ray to say which nodes there are."""
 LOST_S = 10.0
@@ -60,6 +61,8 @@ class Remote:
     name: str
     slot: Slot
     actor: Any
+    controller: Address | None = None
+    """Where it was told that the controller is."""
     gone: str = ""
     """Why it is no more."""
 
@@ -70,6 +73,12 @@ class Remote:
         """Raises what it raises; RayError if it cannot be reached; Stalled."""
         asked = getattr(self.actor, method)
         return await call(asked, *arguments, seconds=seconds, what=f"{method} of {self.name}", holder=str(self))
+
+    async def hear_of(self, controller: Address | None) -> None:
+        """So that its process does. Raises as `ask` does."""
+        if controller != self.controller:
+            await self.ask("announce", controller)
+            self.controller = controller
 
     def give_up(self, why: str) -> None:
         """It and its process are no more, whatever they are doing."""
@@ -112,6 +121,8 @@ class RayLauncher:
         self._keys, self._runtime_dir, self._place_s = keys, runtime_dir, place_s
         self._hosts: dict[str, Remote] = {}
         """By the name of their process."""
+        self._controller: Address | None = None
+        """Where it is, if it has said so."""
         self._replacing = asyncio.Lock()
         self._here = AsyncExitStack()
         """What this machine has beside the local launcher."""
@@ -141,7 +152,7 @@ class RayLauncher:
             return await self._local.spawn(spec)
         try:
             host = await self._host_of(spec.name, seat)
-            facts = await host.ask("spawn", spec)
+            facts = await _spawned(host, spec)
         except (RayError, ConfigError) as error:
             raise OSError(end_of(error) if isinstance(error, RayError) else str(error)) from None
         process = HostedProcess(spec=spec, host=host, facts={**facts, "node": host.slot.node.address})
@@ -152,9 +163,10 @@ class RayLauncher:
         if not isinstance(process, HostedProcess):
             missing = await self._local.probe(process)
             if missing is None and process.spec.role == CONTROLLER:
-                await self._announce()
+                self._controller = Address.read(self._runtime_dir)
             return missing
         try:
+            await process.host.hear_of(self._controller)
             answer: str | None = await process.host.ask("probe", process.pid)
         except (RayError, Stalled):
             return f"{process.host} does not answer"
@@ -164,6 +176,7 @@ class RayLauncher:
         if not isinstance(process, HostedProcess):
             return await self._local.look(process)
         try:
+            await process.host.hear_of(self._controller)
             told: Look = await process.host.ask("look", process.pid)
         except (RayError, Stalled):
             return Look()
@@ -196,15 +209,11 @@ class RayLauncher:
         left = await asyncio.gather(*(_close(host) for host in hosts))
         return [f"{what} on {host.slot.node.address}" for host, each in zip(hosts, left, strict=True) for what in each]
 
-    async def _announce(self) -> None:
-        """Tell all hosts where the controller is."""
-        if (controller := Address.read(self._runtime_dir)) is not None:
-            hosts = [host for host in self._hosts.values() if not host.gone]
-            await asyncio.gather(*(host.ask("announce", controller) for host in hosts), return_exceptions=True)
-
     async def _host_of(self, name: str, seat: Seat) -> Remote:
         """The one there is, or a new one. RayError, OSError, DoesNotFit."""
         host = self._hosts.get(name)
+        if host is not None and not host.gone and not await _answers_again(host):
+            host.give_up(f"{host} is out of reach")
         while host is None or host.gone:
             slot = await self._slot_of(seat)
             host = self._hosts[name] = self._start(name, slot)
@@ -220,11 +229,11 @@ class RayLauncher:
         actor = ray.remote(Host).options(
             **slot.options(), name=name, namespace=household.namespace, runtime_env={"env_vars": ALONE}
         )
-        return Remote(name=name, slot=slot, actor=actor.remote(name, household))
+        return Remote(name=name, slot=slot, actor=actor.remote(name, household), controller=self._controller)
 
     async def _open(self, host: Remote) -> None:
         """Returns also if its node is gone meanwhile: then so is the host."""
-        opening = asyncio.create_task(host.ask("open", Address.read(self._runtime_dir), seconds=START_S))
+        opening = asyncio.create_task(host.ask("open", host.controller, seconds=START_S))
         try:
             while not opening.done():
                 await asyncio.wait([opening], timeout=BETWEEN_LOOKS_S)
@@ -264,7 +273,7 @@ class RayLauncher:
                 if not await _answers_again(host):
                     host.give_up(f"{host} is out of reach")
             except RayError as error:
-                host.gone = host.gone or f"{host} is gone: {end_of(error)}"
+                host.give_up(f"{host} is gone: {end_of(error)}")
                 process.end = End(lost=host.gone)
         process.ended.set()
 
@@ -277,6 +286,17 @@ def _here() -> dict[str, Any]:
         "max_restarts": -1,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
     }
+
+
+async def _spawned(host: Remote, spec: ProcessSpec) -> Mapping[str, Any]:
+    """What is known of the process. A host that does not say whether it has started one is given up, and with it what
+    it may have started."""
+    try:
+        facts: Mapping[str, Any] = await host.ask("spawn", spec, seconds=SPAWN_S)
+    except (RayError, Stalled):
+        host.give_up(f"{host} did not answer")
+        raise
+    return facts
 
 
 async def _close(host: Remote) -> Sequence[str]:
@@ -309,6 +329,7 @@ async def _is_lost(slot: Slot) -> bool:
 
 
 async def _answers_again(host: Remote) -> bool:
+    """At once, or before long."""
     for _ in range(int(LOST_S / BETWEEN_LOOKS_S)):
         try:
             await host.ask("ping")

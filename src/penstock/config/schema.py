@@ -400,6 +400,11 @@ class Config(Section):
                 f"{where} is reachable from outside, and {self.rollout.engine} guards its control paths with no key: "
                 f"use {inside}, or start it behind something that does, and give its urls"
             )
+        if is_cluster and self.rollout.urls and self.rollout.engine == "penstock" and not self.rollout.control_key:
+            raise ValueError(
+                "rollout.urls: on a cluster the trainer gives weights out over the network, to whoever has the "
+                "servers' key: start them with one, and set it here through the environment variable PENSTOCK_API_KEY"
+            )
         if not loopback and not self.rollout.api_key:
             raise ValueError(
                 f"rollout.host {self.rollout.host} is reachable from outside: set rollout.api_key "

@@ -275,9 +275,10 @@ async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
     process = TrainerProcess(config, child)
+    listens = child.address if config.rollout.engine == "penstock" else None
     try:
         async with (
-            publishing(weights_dir(child, config), child.address, config.rollout.control_key) as process.published,
+            publishing(weights_dir(child, config), listens, config.rollout.control_key) as process.published,
             membership(
                 child,
                 config,
