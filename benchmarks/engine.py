@@ -10,6 +10,7 @@ against the least it could take: reading all weights, and all keys and values th
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -137,9 +138,10 @@ def compare(
     if device.type != "cpu":
         for work in contestants.values():
             work()
-    for _ in range(rounds):
+    for number in range(rounds):
         for name, work in contestants.items():
             speeds[name].append(num_tokens / seconds(work, device))
+            print(f"round {number}, {name}: {speeds[name][-1]:.0f} tokens/s", file=sys.stderr, flush=True)
     return speeds
 
 

@@ -218,8 +218,7 @@ class SlotEngine:
         check_tensors(parameters, tensors)
         for sequence in self._rows.sequences:
             sequence.close_span(self.policy_version)
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+        torch._foreach_copy_(list(parameters.values()), [tensors[name] for name in parameters])
         self.policy_version = policy_version
 
     def forget_weights(self) -> list[Finished]:

@@ -26,8 +26,8 @@ from penstock.rollout.attention import Packed
 from penstock.rollout.rows import Rows
 from penstock.rollout.slots import SlotCache
 
-LARGEST_RECORDED = 4096
-"""Tokens. What is larger computes for longer than it takes to launch."""
+SMALLEST_RECORDED, LARGEST_RECORDED = 64, 4096
+"""Prompt tokens. What is larger computes for longer than it takes to launch."""
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 FLASH_CAPABILITY = (8, 0)
@@ -35,6 +35,7 @@ FLASH_CAPABILITY = (8, 0)
 logger = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int64]
+NOTHING: Ints = np.zeros(0, dtype=np.int64)
 
 
 def records(cache: SlotCache) -> bool:
@@ -49,74 +50,97 @@ def records(cache: SlotCache) -> bool:
 class Shape(NamedTuple):
     """What a forward is padded to."""
 
+    decoding: int
+    """Rows that decode."""
     tokens: int
-    sequences: int
+    """Of prompts."""
+    prompts: int
     logits: int
-    longest: int
-    """New tokens of one sequence."""
 
     @property
     def sizes(self) -> list[int]:
         """Of the arrays in `Layout.padded`."""
-        return [*[self.tokens] * 3, self.logits, *[self.sequences + 1] * 2, self.sequences]
+        packed = self.decoding + self.tokens
+        bounds = [self.decoding + 1, self.decoding, self.prompts + 1, self.prompts + 1, self.prompts]
+        return [packed, packed, packed, self.logits, *bounds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A step of n rows as T packed tokens of B sequences: those that decode, one token each, then the prompts."""
+    """A step of n rows as packed tokens: one for each of d rows that decode, then P of p prompts."""
 
-    token_ids: Ints  # [T]
-    positions: Ints  # [T]
-    slots: Ints  # [T]
-    last: Ints  # [n], where in the pack the logits of each row are
-    query_starts: Ints  # [B + 1]
-    first_slots: Ints  # [B], the sequence's own
-    key_lengths: Ints  # [B]
+    decoded: tuple[Ints, Ints]  # [d] token ids and positions; row i decodes in slot i
+    token_ids: Ints  # [P]
+    positions: Ints  # [P]
+    lengths: Ints  # [p]
+    first_slots: Ints  # [p], each prompt is computed in
+    last: Ints  # [n - d], which of the P tokens has the logits of a prompt's sample
     source: Ints  # slots of prompts whose siblings' slots
     target: Ints  # are these
 
     @classmethod
     def build(cls, rows: Rows, num_decode: int, admissions: list[Admission]) -> Layout:
         """Rows [0, num_decode) decode, `admissions` fill the rest."""
-        decoding = rows.positions[:num_decode]
-        lengths = np.asarray([1] * num_decode + [len(it.prompt_ids) for it in admissions], dtype=np.int64)
-        samples = np.asarray([1] * num_decode + [len(it.sequences) for it in admissions], dtype=np.int64)
-        first_slots, query_ends = np.cumsum(samples) - samples, np.cumsum(lengths)
+        lengths = np.asarray([len(admission.prompt_ids) for admission in admissions], dtype=np.int64)
+        samples = np.asarray([len(admission.sequences) for admission in admissions], dtype=np.int64)
+        first_slots = num_decode + np.cumsum(samples) - samples
         owners = np.repeat(first_slots, samples)
-        siblings = np.flatnonzero(owners != np.arange(len(owners)))
+        siblings = np.flatnonzero(owners != num_decode + np.arange(len(owners)))
         prompts = chain.from_iterable(admission.prompt_ids for admission in admissions)
         return cls(
-            token_ids=np.concatenate([rows.tokens[:num_decode], np.fromiter(prompts, dtype=np.int64)]),
-            positions=np.concatenate([decoding, *(np.arange(length) for length in lengths[num_decode:])]),
-            slots=np.repeat(first_slots, lengths),
-            last=np.repeat(query_ends - 1, samples),
-            query_starts=np.concatenate([[0], query_ends]),
+            decoded=(rows.tokens[:num_decode], rows.positions[:num_decode]),
+            token_ids=np.fromiter(prompts, dtype=np.int64),
+            positions=np.concatenate([NOTHING, *(np.arange(length) for length in lengths)]),
+            lengths=lengths,
             first_slots=first_slots,
-            key_lengths=np.concatenate([decoding + 1, lengths[num_decode:]]),
+            last=np.repeat(np.cumsum(lengths) - 1, samples),
             source=owners[siblings],
-            target=siblings,
+            target=num_decode + siblings,
         )
 
-    @property
-    def decodes_only(self) -> bool:
-        return len(self.token_ids) == len(self.last) == len(self.first_slots)
+    def shape(self, num_rows: int) -> Shape:
+        """One of few, for an engine of so many rows: where prompts join, it does not depend on who decodes."""
+        num_decode = len(self.decoded[0])
+        if not len(self.lengths):
+            num_decode = min(_rounded(num_decode), num_rows)
+            return Shape(num_decode, 0, 0, num_decode)
+        num_tokens = len(self.token_ids)
+        if num_tokens <= LARGEST_RECORDED:
+            num_tokens = max(_rounded(num_tokens), SMALLEST_RECORDED)
+        return Shape(num_rows if num_decode else 0, num_tokens, num_rows, num_rows)
 
     def padded(self, shape: Shape, *, slot_keys: int, spare_slot: int) -> Ints:
-        """All arrays in one, each padded to its size; `slot_keys` lie between the beginnings of two slots."""
-        arrays = (
-            (self.token_ids, 0),
-            (self.positions, 0),
-            (self.slots, spare_slot),
-            (self.last, 0),
-            (self.query_starts, self.query_starts[-1]),
-            (self.first_slots * slot_keys, 0),
-            (self.key_lengths, 0),
+        """All arrays of a forward in one, each padded to its size; `slot_keys` lie between the beginnings of two
+        slots."""
+        num_decode, query_ends = len(self.decoded[0]), np.cumsum(self.lengths)
+        slots = np.arange(num_decode)
+        parts = (
+            *(_padded(self.decoded[0], shape.decoding), _padded(self.token_ids, shape.tokens)),
+            *(_padded(self.decoded[1], shape.decoding), _padded(self.positions, shape.tokens)),
+            _padded(slots, shape.decoding, spare_slot),
+            _padded(np.repeat(self.first_slots, self.lengths), shape.tokens, spare_slot),
+            _padded(np.concatenate([slots, shape.decoding + self.last]), shape.logits),
+            _padded(slots * slot_keys, shape.decoding + 1),
+            _padded(self.decoded[1] + 1, shape.decoding),
+            _padded(np.concatenate([[0], query_ends]), shape.prompts + 1, len(self.token_ids)),
+            _padded(self.first_slots * slot_keys, shape.prompts + 1),
+            _padded(self.lengths, shape.prompts),
         )
-        parts = [
-            np.pad(array, (0, size - len(array)), constant_values=filler)
-            for (array, filler), size in zip(arrays, shape.sizes, strict=True)
-        ]
         return np.concatenate(parts)
+
+
+def _padded(array: Ints, size: int, filler: int = 0) -> Ints:
+    return np.concatenate([array, np.full(size - len(array), filler)])
+
+
+class Reach(NamedTuple):
+    """Sequences of packed queries, and where in their slots the keys are that they end with."""
+
+    query_starts: torch.Tensor  # [B + 1], int32
+    key_starts: torch.Tensor  # [B + 1], int32
+    key_lengths: torch.Tensor  # [B], int32
+    longest: int
+    """Queries of one sequence, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,31 +150,36 @@ class RaggedBatch:
     cache: SlotCache
     slots: torch.Tensor  # [T] and
     positions: torch.Tensor  # [T]: where keys and values go
-    query_starts: torch.Tensor  # [B + 1], int32
-    key_starts: torch.Tensor  # [B + 1], int32
-    key_lengths: torch.Tensor  # [B], int32
-    longest: int
+    reaches: list[tuple[int, Reach]]
+    """In the order of the pack, each with the number of its tokens: the kernel is fastest where all have one."""
 
     def attend(self, packed: Packed, layer: int, scaling: float) -> torch.Tensor:
-        """[T, H, D]: every token over its sequence up to itself."""
         keys, values = self.cache.layer(layer)
         keys[self.slots, :, self.positions] = packed.key
         values[self.slots, :, self.positions] = packed.value
-        out: torch.Tensor = torch.ops.aten._flash_attention_forward(
-            packed.query,
-            _as_one_sequence(keys),
-            _as_one_sequence(values),
-            self.query_starts,
-            self.key_starts,
-            self.longest,
-            keys.shape[2],
-            0.0,
-            True,
-            False,
-            scale=scaling,
-            seqused_k=self.key_lengths,
-        )[0]
-        return out
+        queries = torch.split(packed.query, [num_tokens for num_tokens, _ in self.reaches])
+        return torch.cat(
+            [_flash(part, keys, values, reach, scaling) for part, (_, reach) in zip(queries, self.reaches, strict=True)]
+        )
+
+
+def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reach: Reach, scaling: float) -> torch.Tensor:
+    """[T, H, D]: every token over its sequence up to itself."""
+    out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        _as_one_sequence(keys),
+        _as_one_sequence(values),
+        reach.query_starts,
+        reach.key_starts,
+        reach.longest,
+        keys.shape[2],
+        0.0,
+        True,
+        False,
+        scale=scaling,
+        seqused_k=reach.key_lengths,
+    )[0]
+    return out
 
 
 def _as_one_sequence(slots: torch.Tensor) -> torch.Tensor:
@@ -179,23 +208,14 @@ class RecordedForwards:
     def __call__(self, rows: Rows, num_decode: int, admissions: list[Admission]) -> torch.Tensor:
         """[n, vocab]."""
         layout = Layout.build(rows, num_decode, admissions)
-        shape = self._shape(layout)
+        shape = layout.shape(self._num_rows)
         slot_keys = self._cache.num_kv_heads * self._cache.max_context
         padded = torch.from_numpy(layout.padded(shape, slot_keys=slot_keys, spare_slot=self._num_rows))
-        logits = self._logits(shape, padded)[: len(layout.last)]
+        logits = self._logits(shape, padded)[: len(rows)]
         if len(layout.target):
             source, target = (torch.from_numpy(x).to(self._cache.device) for x in (layout.source, layout.target))
-            self._cache.move(source, target, int(layout.key_lengths[num_decode:].max()))
+            self._cache.move(source, target, int(layout.lengths.max()))
         return logits
-
-    def _shape(self, layout: Layout) -> Shape:
-        num_tokens = len(layout.token_ids)
-        if layout.decodes_only:
-            num_rows = min(_rounded(num_tokens), self._num_rows)
-            return Shape(num_rows, num_rows, num_rows, 1)
-        if num_tokens <= LARGEST_RECORDED:
-            num_tokens = max(_rounded(num_tokens), 64)
-        return Shape(num_tokens, self._num_rows, self._num_rows, num_tokens)
 
     def _logits(self, shape: Shape, padded: torch.Tensor) -> torch.Tensor:
         if shape not in self._recorded:
@@ -227,15 +247,16 @@ class RecordedForwards:
 
     def _compute(self, shape: Shape, inputs: torch.Tensor) -> torch.Tensor:
         ids, positions, slots, last, *bounds = torch.split(inputs, shape.sizes)
-        query_starts, key_starts, key_lengths = (bound.to(torch.int32) for bound in bounds)
+        key_starts, key_lengths, query_starts, prompt_starts, prompt_lengths = (
+            bound.to(torch.int32) for bound in bounds
+        )
+        one_each = torch.arange(shape.decoding + 1, dtype=torch.int32, device=inputs.device)
+        reaches = [
+            (shape.decoding, Reach(one_each, key_starts, key_lengths, 1)),
+            (shape.tokens, Reach(query_starts, prompt_starts, prompt_lengths, shape.tokens)),
+        ]
         batch = RaggedBatch(
-            cache=self._cache,
-            slots=slots,
-            positions=positions,
-            query_starts=query_starts,
-            key_starts=key_starts,
-            key_lengths=key_lengths,
-            longest=shape.longest,
+            cache=self._cache, slots=slots, positions=positions, reaches=[each for each in reaches if each[0]]
         )
         logits: torch.Tensor = self._model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=last, slot_batch=batch

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from penstock.config import CriticConfig
 from penstock.trainer.forward import Autocast
+from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import MicroBatch, TokenTable, micro_batches
 
 Floats = npt.NDArray[np.float32]
@@ -33,7 +34,7 @@ class Critic:
         torch.nn.init.zeros_(self._head.weight)
         torch.nn.init.zeros_(self._head.bias)
         self._parameters = [*self._body.parameters(), *self._head.parameters()]
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=0.0, foreach=True)
+        self._optimizer = adamw(self._parameters, learning_rate=config.learning_rate)
         self._loss, self._tokens = 0.0, 0
 
     def values(self, table: TokenTable) -> Floats:

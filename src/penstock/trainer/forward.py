@@ -56,16 +56,17 @@ def recompute_activations(model: PreTrainedModel) -> None:
 def token_logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """Logits that predict the trained tokens, [N, vocab].
 
-    Models that offer `logits_to_keep` project only the columns where some row is trained: with a large vocabulary the
-    prompt's logits would dwarf everything else. Anything after that projection (caps, scales) stays the model's own.
+    Models that offer `logits_to_keep` project only the trained tokens: with a large vocabulary the others' logits would
+    dwarf everything else. Anything after that projection (caps, scales) stays the model's own.
     """
     if not _accepts(model, "logits_to_keep"):
         logits: Tensor = model(input_ids=micro.inputs, use_cache=False).logits
         return logits[micro.rows, micro.columns]
-    kept, columns = torch.unique(micro.columns, return_inverse=True)
+    kept = torch.zeros_like(micro.inputs, dtype=torch.bool)
+    kept[micro.rows, micro.columns] = True
     prefix = _prefix(model, micro) if micro.prefixes.shape[1] else {"use_cache": False}
-    logits = model(input_ids=micro.inputs, logits_to_keep=kept, **prefix).logits
-    return logits[micro.rows, columns]
+    found: Tensor = model(input_ids=micro.inputs, logits_to_keep=kept, **prefix).logits
+    return found
 
 
 def _prefix(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from penstock.trainer.critic import Critic
 from penstock.trainer.forward import recompute_activations, shares_prefixes
 from penstock.trainer.lora import adapted_parameters, attach, merged_weights
 from penstock.trainer.noise import GradientNorm, first_half, gradient_norm, noise
+from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, micro_batches
 from penstock.trainer.statistics import StepStatistics
 from penstock.types import LearnerState
@@ -106,9 +107,7 @@ class Learner:
         if config.lora is not None:
             attach(model, config.lora)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
-        )
+        self._optimizer = adamw(self._parameters, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
         self._device = self._parameters[0].device
         self._busy = BusyClock(self._device)
         self._pending = StepStatistics()

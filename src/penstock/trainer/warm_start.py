@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from penstock.ports import Demonstrations
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.forward import token_logprobs
+from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import TokenTable, flatten, micro_batches
 
 MAX_GRAD_NORM = 1.0
@@ -46,7 +47,7 @@ def warm_start(
 ) -> WarmStart:
     """Train `model` in place on batches drawn from `demonstrations`; the learning rate falls along a cosine."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, foreach=True)
+    optimizer = adamw(model.parameters(), learning_rate=learning_rate)
     examples, busy, busy_s, loss = iter(demonstrations), BusyClock(device), 0.0, math.nan
     started = time.monotonic()
     for step in range(steps):
