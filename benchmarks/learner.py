@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
-from penstock.trainer.forward import token_logits
+from penstock.trainer.forward import pass_cost, token_logits
 from penstock.trainer.learner import Learner
 from penstock.trainer.packing import TokenTable, flatten, micro_batches
 from penstock.trainer.prepare import prepare
@@ -96,7 +96,10 @@ def plain_step(
     device = model.device
     old = torch.from_numpy(flatten(batch["logprobs"], np.float32)).to(device)
     advantages = torch.from_numpy(batch["advantages"]).to(device)
-    for micro in micro_batches(table, config.tokens_per_microbatch, device, share_prefixes=share):
+    packed = micro_batches(
+        table, config.tokens_per_microbatch, device, share_prefixes=share, pass_cost=pass_cost(model)
+    )
+    for micro in packed:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
             logits = token_logits(model, micro)
         logprobs = torch.log_softmax(logits.float(), dim=-1).gather(1, micro.chosen[:, None])[:, 0]

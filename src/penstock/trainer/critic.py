@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.config import CriticConfig
-from penstock.trainer.forward import Autocast
+from penstock.trainer.forward import Autocast, pass_cost
 from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import MicroBatch, TokenTable, micro_batches
 
@@ -92,7 +92,8 @@ class Critic:
         self._loss, self._tokens = 0.0, 0
 
     def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
-        return micro_batches(table, self._max_tokens, self._head.weight.device, share_prefixes=False)
+        device = self._head.weight.device
+        return micro_batches(table, self._max_tokens, device, share_prefixes=False, pass_cost=pass_cost(self._body))
 
     def _forward(self, micro: MicroBatch) -> Tensor:
         with self._autocast():

@@ -14,8 +14,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.config import ConfigError
 from penstock.model.attention import FULL, attention_kinds
+from penstock.trainer.buckets import PASS_COST_TOKENS
 from penstock.trainer.losses.likelihood import token_statistics
 from penstock.trainer.packing import MicroBatch
+
+LAUNCH_FLOPS = 50 * 10**12
+"""What an accelerator computes in the time that it takes to launch the kernels of a forward and a backward pass: 170 ms
+for 28 layers, at 300 TFLOP/s. In a small model that is worth more tokens than in a large one."""
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 """Makes what a forward pass runs in: `torch.autocast` or nothing."""
@@ -35,6 +40,14 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     full = attention_kinds(model.config.get_text_config()) == {FULL}
     cached = not getattr(model, "_is_stateful", False) and not model.is_activation_checkpointing
     return full and cached and _accepts(model, "logits_to_keep") and _accepts(model, "position_ids")
+
+
+def pass_cost(model: PreTrainedModel) -> int:
+    """What one more forward and backward pass of a micro-batch costs beyond its tokens, in tokens."""
+    if model.device.type == "cpu":
+        return PASS_COST_TOKENS
+    num_parameters: int = model.num_parameters()
+    return max(LAUNCH_FLOPS // (6 * num_parameters), PASS_COST_TOKENS)
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

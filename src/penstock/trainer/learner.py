@@ -39,7 +39,7 @@ from penstock.trainer.busy import BusyClock
 from penstock.trainer.canaries import Canaries
 from penstock.trainer.criterion import Criterion
 from penstock.trainer.critic import Critic
-from penstock.trainer.forward import recompute_activations, shares_prefixes
+from penstock.trainer.forward import pass_cost, recompute_activations, shares_prefixes
 from penstock.trainer.lora import adapted_parameters, attach, merged_weights
 from penstock.trainer.noise import GradientNorm, first_half, gradient_norm, noise
 from penstock.trainer.optimizer import adamw
@@ -185,7 +185,13 @@ class Learner:
 
     def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
         max_tokens = self._config.tokens_per_microbatch
-        return micro_batches(table, max_tokens, self._device, share_prefixes=shares_prefixes(self.model))
+        return micro_batches(
+            table,
+            max_tokens,
+            self._device,
+            share_prefixes=shares_prefixes(self.model),
+            pass_cost=pass_cost(self.model),
+        )
 
     def _backward(
         self,

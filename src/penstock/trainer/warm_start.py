@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from penstock.ports import Demonstrations
 from penstock.trainer.busy import BusyClock
-from penstock.trainer.forward import token_logprobs
+from penstock.trainer.forward import pass_cost, token_logprobs
 from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import TokenTable, flatten, micro_batches
 
@@ -76,7 +76,8 @@ def _draw(examples: Iterator[tuple[list[int], list[int]]], batch_size: int) -> T
 def _backward(model: PreTrainedModel, table: TokenTable, tokens_per_microbatch: int, device: torch.device) -> float:
     """Cross entropy averaged over the batch's trained tokens; gradients are added. Returns the loss."""
     num_tokens, total = max(int(table.trained.sum()), 1), 0.0
-    for micro in micro_batches(table, tokens_per_microbatch, device, share_prefixes=False):
+    cost = pass_cost(model)
+    for micro in micro_batches(table, tokens_per_microbatch, device, share_prefixes=False, pass_cost=cost):
         logprobs, _ = token_logprobs(model, micro, temperature=1.0)
         loss = -logprobs.sum() / num_tokens
         loss.backward()  # type: ignore[no-untyped-call]
