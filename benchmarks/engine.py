@@ -3,8 +3,9 @@
 Same policy, same prompts and lengths, one torch thread each, sampling at temperature 1. The engines take turns, a round
 at a time, and a ratio is the median over the rounds. Useful tokens are those a request asked for. On the CPU the policy
 is the tiny one, and time is the CPU time of the process, which other load on the machine disturbs least. With `--device
-cuda` it is wall time, for the tiny policy and for one of real size, in bfloat16; and a step that only decodes is set
-against the least it could take: reading all weights, and all keys and values there are, at the speed of a copy.
+cuda` it is wall time, for the tiny policy and for one of real size, in bfloat16, with requests of one length; and a
+step that only decodes is set against the least it could take: reading all weights, and all keys and values there are,
+at the speed of a copy.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from penstock.rollout.request import GenerateRequest, SamplingParams
 PROMPT_TOKENS = 24
 MAX_CONTEXT = 512
 UNIFORM_REQUESTS, UNIFORM_TOKENS = 256, 64
+LONGTAIL_REQUESTS, LONGTAIL_SLOTS = 1024, 128
 LONGTAIL_MEDIAN, LONGTAIL_SIGMA = 24, 0.9  # P99/P50 = exp(2.33 * 0.9) = 8
 DECODED_ROWS, DECODED_CONTEXT, DECODED_STEPS = (1, 64, 256), 384, 32
 
@@ -40,12 +42,9 @@ class Setting:
 
     make_policy: Callable[[], PreTrainedModel]
     device: torch.device
-    rounds: tuple[int, int]
-    """Of uniform and of long-tailed requests."""
+    rounds: int
     batch_sizes: tuple[int, ...]
     """Of continuous batching; the best one is taken."""
-    longtail_requests: int
-    longtail_slots: int
 
 
 def settings(device: torch.device, *, quick: bool) -> dict[str, Setting]:
@@ -55,10 +54,8 @@ def settings(device: torch.device, *, quick: bool) -> dict[str, Setting]:
             "": Setting(
                 make_policy=partial(tiny_policy, MAX_CONTEXT),
                 device=device,
-                rounds=(2, 1) if quick else (7, 3),
+                rounds=2 if quick else 7,
                 batch_sizes=(32, 64) if quick else (16, 32, 64, 128, 256),
-                longtail_requests=1024,
-                longtail_slots=128,
             )
         }
     policies = {
@@ -69,10 +66,8 @@ def settings(device: torch.device, *, quick: bool) -> dict[str, Setting]:
         name: Setting(
             make_policy=make_policy,
             device=device,
-            rounds=(1, 1) if quick else (3, 1),
+            rounds=1 if quick else 3,
             batch_sizes=(256,),
-            longtail_requests=256,
-            longtail_slots=64,
         )
         for name, make_policy in policies.items()
     }
@@ -173,7 +168,7 @@ def uniform(setting: Setting) -> dict[str, float]:
         "generate": lambda: run_generate(static, prompts, lengths, UNIFORM_REQUESTS),
         "continuous_batching": lambda: run_continuous_batching(continuous, prompts, UNIFORM_TOKENS, batch_size),
     }
-    speeds = compare(contestants, sum(lengths), setting.rounds[0], setting.device)
+    speeds = compare(contestants, sum(lengths), setting.rounds, setting.device)
     return {
         "uniform_vs_generate": ratio(speeds, "generate"),
         "uniform_vs_continuous_batching": ratio(speeds, "continuous_batching"),
@@ -184,9 +179,9 @@ def uniform(setting: Setting) -> dict[str, float]:
     }
 
 
-def longtail(setting: Setting) -> dict[str, float]:
+def longtail(setting: Setting, rounds: int) -> dict[str, float]:
     """Log-normal lengths: static batches wait for their longest, slots are refilled."""
-    requests, slots = setting.longtail_requests, setting.longtail_slots
+    requests, slots = LONGTAIL_REQUESTS, LONGTAIL_SLOTS
     engine = SlotEngine(setting.make_policy(), num_slots=slots, max_context=MAX_CONTEXT, policy_version=0)
     static = setting.make_policy()
     prompts = make_prompts(requests, static.config.vocab_size)
@@ -196,7 +191,7 @@ def longtail(setting: Setting) -> dict[str, float]:
         "slots": lambda: run_slots(engine, prompts, lengths),
         "generate": lambda: run_generate(static, prompts, lengths, slots),
     }
-    speeds = compare(contestants, sum(lengths), setting.rounds[1], setting.device)
+    speeds = compare(contestants, sum(lengths), rounds, setting.device)
     return {
         "longtail_vs_generate": ratio(speeds, "generate"),
         "longtail_tokens_per_s": median(speeds["slots"]),
@@ -241,9 +236,8 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     figures: dict[str, float] = {}
     for prefix, setting in settings(device, quick=options.quick).items():
-        found = uniform(setting) | longtail(setting)
-        if device.type != "cpu":
-            found |= decoding(setting)
+        further = decoding(setting) if device.type != "cpu" else longtail(setting, 1 if options.quick else 3)
+        found = uniform(setting) | further
         figures |= {prefix + name: value for name, value in found.items()}
     publish("engine", figures, options.json, accelerator=accelerator_name(device))
 
