@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner import make_batch
+from learner import make_batch, setting_on
 from on_ray import on_ray
 from report import arguments, publish
 from safetensors.torch import load_file
@@ -87,7 +87,7 @@ def main() -> None:
     options = arguments(__doc__ or "")
     torch.set_num_threads(1)
     steps = 3 if options.quick else 10
-    batch = make_batch(24, 0.8)
+    batch = make_batch(setting_on(torch.device("cpu")), 24, 0.8)
     figures = {}
     with TemporaryDirectory() as directory:
         alone = train(1, "ddp", batch, steps, Path(directory) / "alone")

@@ -1,28 +1,28 @@
 """The slot engine against Transformers' `generate` (static batches) and its continuous batching.
 
-Same tiny policy, same prompts and lengths, one torch thread each, sampling at temperature 1. The engines take turns,
-a round at a time, and a ratio is the median over the rounds. Useful tokens are those a request asked for; time is
-the CPU time of the process, which other load on the machine disturbs least.
+Same policy, same prompts and lengths, one torch thread each, sampling at temperature 1. The engines take turns, a round
+at a time, and a ratio is the median over the rounds. Useful tokens are those a request asked for. On the CPU the policy
+is the tiny one, and time is the CPU time of the process, which other load on the machine disturbs least. With `--device
+cuda` it is wall time, for the tiny policy and for one of real size, in bfloat16, with requests of one length; and a
+step that only decodes is set against the least it could take: reading all weights, and all keys and values there are,
+at the speed of a copy.
 """
 
 from __future__ import annotations
 
 import logging
-import tempfile
-import time
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
+from hardware import accelerator_name, bytes_per_s, real_policy, seconds, tiny_policy
 from report import arguments, publish
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from penstock.config.schema import TinyModelConfig
-from penstock.model.load import load_policy
-from penstock.model.tiny import write_tiny_model
 from penstock.rollout.engine import SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
 
@@ -31,15 +31,46 @@ MAX_CONTEXT = 512
 UNIFORM_REQUESTS, UNIFORM_TOKENS = 256, 64
 LONGTAIL_REQUESTS, LONGTAIL_SLOTS = 1024, 128
 LONGTAIL_MEDIAN, LONGTAIL_SIGMA = 24, 0.9  # P99/P50 = exp(2.33 * 0.9) = 8
+DECODED_ROWS, DECODED_CONTEXT, DECODED_STEPS = (1, 64, 256), 384, 32
 
 Prompts = list[list[int]]
 
 
-def make_policy() -> PreTrainedModel:
-    """The built-in tiny policy with random weights."""
-    with tempfile.TemporaryDirectory() as directory:
-        write_tiny_model(Path(directory), TinyModelConfig(), MAX_CONTEXT)
-        return load_policy(Path(directory), weights=False, seed=0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Which policy is compared, and at how much work."""
+
+    make_policy: Callable[[], PreTrainedModel]
+    device: torch.device
+    rounds: int
+    batch_sizes: tuple[int, ...]
+    """Of continuous batching; the best one is taken."""
+
+
+def settings(device: torch.device, *, quick: bool) -> dict[str, Setting]:
+    """By what their figures begin with."""
+    if device.type == "cpu":
+        return {
+            "": Setting(
+                make_policy=partial(tiny_policy, MAX_CONTEXT),
+                device=device,
+                rounds=2 if quick else 7,
+                batch_sizes=(32, 64) if quick else (16, 32, 64, 128, 256),
+            )
+        }
+    policies = {
+        "tiny_": partial(tiny_policy, MAX_CONTEXT, device=device, dtype=torch.bfloat16),
+        "qwen3_0_6b_": partial(real_policy, device=device, dtype=torch.bfloat16),
+    }
+    return {
+        name: Setting(
+            make_policy=make_policy,
+            device=device,
+            rounds=1 if quick else 3,
+            batch_sizes=(256,),
+        )
+        for name, make_policy in policies.items()
+    }
 
 
 def make_prompts(count: int, vocab_size: int) -> Prompts:
@@ -75,7 +106,7 @@ def run_slots(engine: SlotEngine, prompts: Prompts, lengths: Sequence[int]) -> N
 def run_generate(model: PreTrainedModel, prompts: Prompts, lengths: Sequence[int], batch_size: int) -> None:
     """Batches in order of arrival, each until its longest is done."""
     for start in range(0, len(prompts), batch_size):
-        ids = torch.tensor(prompts[start : start + batch_size])
+        ids = torch.tensor(prompts[start : start + batch_size], device=model.device)
         longest = max(lengths[start : start + batch_size])
         output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=sampling(longest))
         assert output.shape[1] == PROMPT_TOKENS + longest
@@ -94,18 +125,18 @@ def run_continuous_batching(model: PreTrainedModel, prompts: Prompts, length: in
     assert sum(len(result.generated_tokens) for result in results.values()) == len(prompts) * length
 
 
-def tokens_per_s(work: Callable[[], None], num_tokens: int) -> float:
-    start = time.process_time()
-    work()
-    return num_tokens / (time.process_time() - start)
-
-
-def compare(contestants: dict[str, Callable[[], None]], num_tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of each contestant, who take turns."""
+def compare(
+    contestants: dict[str, Callable[[], None]], num_tokens: int, rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Tokens per second of each contestant, who take turns; on an accelerator the slot engine has recorded its forwards
+    before."""
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
+    if device.type != "cpu":
+        contestants["slots"]()
+    for number in range(rounds):
         for name, work in contestants.items():
-            speeds[name].append(tokens_per_s(work, num_tokens))
+            speeds[name].append(num_tokens / seconds(work, device))
+            print(f"round {number}, {name}: {speeds[name][-1]:.0f} tokens/s", file=sys.stderr, flush=True)
     return speeds
 
 
@@ -118,26 +149,26 @@ def best_batch_size(model: PreTrainedModel, prompts: Prompts, candidates: Sequen
     """The number of requests per batch at which continuous batching is fastest here: its attention covers all pairs
     of requests in a batch, so more is not always better."""
     short = UNIFORM_TOKENS // 4
-    speeds = {
-        size: tokens_per_s(partial(run_continuous_batching, model, prompts, short, size), len(prompts) * short)
+    times = {
+        size: seconds(partial(run_continuous_batching, model, prompts, short, size), model.device)
         for size in candidates
     }
-    return max(speeds, key=speeds.__getitem__)
+    return min(times, key=times.__getitem__)
 
 
-def uniform(quick: bool) -> dict[str, float]:
+def uniform(setting: Setting) -> dict[str, float]:
     """All requests of one length."""
-    engine = SlotEngine(make_policy(), num_slots=UNIFORM_REQUESTS, max_context=MAX_CONTEXT, policy_version=0)
-    static, continuous = make_policy(), make_policy()
+    engine = SlotEngine(setting.make_policy(), num_slots=UNIFORM_REQUESTS, max_context=MAX_CONTEXT, policy_version=0)
+    static, continuous = setting.make_policy(), setting.make_policy()
     prompts = make_prompts(UNIFORM_REQUESTS, static.config.vocab_size)
     lengths = [UNIFORM_TOKENS] * UNIFORM_REQUESTS
-    batch_size = best_batch_size(continuous, prompts, (32, 64) if quick else (16, 32, 64, 128, 256))
+    batch_size = best_batch_size(continuous, prompts, setting.batch_sizes)
     contestants = {
         "slots": lambda: run_slots(engine, prompts, lengths),
         "generate": lambda: run_generate(static, prompts, lengths, UNIFORM_REQUESTS),
         "continuous_batching": lambda: run_continuous_batching(continuous, prompts, UNIFORM_TOKENS, batch_size),
     }
-    speeds = compare(contestants, sum(lengths), 2 if quick else 7)
+    speeds = compare(contestants, sum(lengths), setting.rounds, setting.device)
     return {
         "uniform_vs_generate": ratio(speeds, "generate"),
         "uniform_vs_continuous_batching": ratio(speeds, "continuous_batching"),
@@ -148,18 +179,19 @@ def uniform(quick: bool) -> dict[str, float]:
     }
 
 
-def longtail(quick: bool) -> dict[str, float]:
+def longtail(setting: Setting, rounds: int) -> dict[str, float]:
     """Log-normal lengths: static batches wait for their longest, slots are refilled."""
-    engine = SlotEngine(make_policy(), num_slots=LONGTAIL_SLOTS, max_context=MAX_CONTEXT, policy_version=0)
-    static = make_policy()
-    prompts = make_prompts(LONGTAIL_REQUESTS, static.config.vocab_size)
-    drawn = np.random.default_rng(1).lognormal(np.log(LONGTAIL_MEDIAN), LONGTAIL_SIGMA, LONGTAIL_REQUESTS)
+    requests, slots = LONGTAIL_REQUESTS, LONGTAIL_SLOTS
+    engine = SlotEngine(setting.make_policy(), num_slots=slots, max_context=MAX_CONTEXT, policy_version=0)
+    static = setting.make_policy()
+    prompts = make_prompts(requests, static.config.vocab_size)
+    drawn = np.random.default_rng(1).lognormal(np.log(LONGTAIL_MEDIAN), LONGTAIL_SIGMA, requests)
     lengths = np.clip(np.ceil(drawn), 1, MAX_CONTEXT - PROMPT_TOKENS).astype(int).tolist()
     contestants = {
         "slots": lambda: run_slots(engine, prompts, lengths),
-        "generate": lambda: run_generate(static, prompts, lengths, LONGTAIL_SLOTS),
+        "generate": lambda: run_generate(static, prompts, lengths, slots),
     }
-    speeds = compare(contestants, sum(lengths), 1 if quick else 3)
+    speeds = compare(contestants, sum(lengths), rounds, setting.device)
     return {
         "longtail_vs_generate": ratio(speeds, "generate"),
         "longtail_tokens_per_s": median(speeds["slots"]),
@@ -168,11 +200,46 @@ def longtail(quick: bool) -> dict[str, float]:
     }
 
 
+def decoding(setting: Setting) -> dict[str, float]:
+    """Steps of few and of many rows, and which share of their time reading weights, keys and values must take."""
+    model = setting.make_policy()
+    engine = SlotEngine(model, num_slots=max(DECODED_ROWS), max_context=MAX_CONTEXT, policy_version=0)
+    config, speed = model.config, bytes_per_s(setting.device)
+    weights = sum(parameter.nbytes for parameter in engine.parameters().values())
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    prompt = [index % 100 for index in range(DECODED_CONTEXT)]
+    figures = {"copy_gb_per_s": speed / 1e9}
+    for rows in DECODED_ROWS:
+        for name in ("warm", "timed"):
+            params = SamplingParams(ignore_eos=True)
+            limits, seeds = (MAX_CONTEXT - DECODED_CONTEXT,) * rows, tuple(range(rows))
+            engine.submit(
+                GenerateRequest(rid=name, prompt_ids=prompt, params=params, max_new_tokens=limits, seeds=seeds)
+            )
+            while engine.num_active < rows:
+                engine.step()
+            engine.step()
+            spent = seconds(lambda: [engine.step() for _ in range(DECODED_STEPS)], setting.device)
+            engine.abort(name)
+        context = DECODED_CONTEXT + DECODED_STEPS / 2
+        figures[f"decode_{rows}_rows_ms"] = 1e3 * spent / DECODED_STEPS
+        figures[f"decode_{rows}_rows_share_of_bandwidth"] = (
+            (weights + rows * context * per_token) / speed / (spent / DECODED_STEPS)
+        )
+    return figures
+
+
 def main() -> None:
-    options = arguments(__doc__.partition("\n")[0])
+    options = arguments(__doc__.partition("\n")[0], device="DEVICE")
+    device = torch.device(options.device or "cpu")
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    publish("engine", {**uniform(options.quick), **longtail(options.quick)}, options.json)
+    figures: dict[str, float] = {}
+    for prefix, setting in settings(device, quick=options.quick).items():
+        further = decoding(setting) if device.type != "cpu" else longtail(setting, 1 if options.quick else 3)
+        found = uniform(setting) | further
+        figures |= {prefix + name: value for name, value in found.items()}
+    publish("engine", figures, options.json, accelerator=accelerator_name(device))
 
 
 if __name__ == "__main__":

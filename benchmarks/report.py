@@ -56,8 +56,10 @@ def publish(
     tables: Mapping[str, Any] | None = None,
     seeds: Sequence[int] = (),
     runs_of: Collection[str] = (),
+    accelerator: str | None = None,
 ) -> None:
-    """Print the figures and write them to `file`; `runs_of` are the commits that made the runs they were taken from."""
+    """Print the figures and write them to `file`; `runs_of` are the commits that made the runs they were taken from,
+    `accelerator` names what they were computed on, if it is not the CPU."""
     for key, value in figures.items():
         print(f"{key:45} {value:12.4g}")
     if file is None:
@@ -69,7 +71,7 @@ def publish(
             "python": platform.python_version(),
             **{package: metadata.version(package) for package in PACKAGES},
         },
-        "machine": _machine(),
+        "machine": _machine() | ({"accelerator": accelerator} if accelerator else {}),
         "seeds": list(seeds),
         "runs_of": sorted(runs_of),
         "figures": dict(figures),

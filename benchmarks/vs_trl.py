@@ -1,11 +1,12 @@
-"""Penstock against TRL's GRPOTrainer on this machine: two cores, one tiny model, the same task.
+"""Penstock against TRL's GRPOTrainer on this machine: one tiny model, the same task, on the CPU or on one accelerator.
 
 Both start from the same warm-started model and tokenizer and share prompts, scoring rule, group size, samples per step,
 learning rate with its warm-up, clip and sampling; samples without an advantage count for both. TRL runs in an
-environment of its own with both cores to itself, at the fastest of a few micro-batch sizes. Runs alternate, one seed of
+environment of its own with all cores to itself, at the fastest of a few micro-batch sizes. Runs alternate, one seed of
 each at a time. Rates leave out the first steps; held-out rewards are sampled by one and the same engine. TRL samples
 and trains in turn, on data of its own weights; ours overlaps, on data up to `staleness_mean` versions old, of which
-`masked_share` is too old to train.
+`masked_share` is too old to train. With `--device cuda` both compute in bfloat16, with float32 weights to train, and
+ours shares the device between server and trainer; one seed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import yaml
+from hardware import accelerator_name
 from lab import SKIPPED_STEPS, decisions, lines, masked_share, mean_length, samples_per_s, train_run
 from report import Figures, publish
 from strings import CAP, Say, score, write_tasks
@@ -44,7 +46,7 @@ TRL = "trl==1.16.0"
 SEEDS = (0, 1, 2)
 GROUP_SIZE, GROUPS = 8, 32
 WARM_START_BATCH = 128
-MICRO_BATCHES = (32, 64, 128, 256)
+MICRO_BATCHES, LARGE_MICRO_BATCHES = (32, 64, 128, 256), (128, 256)
 LEAST_REWARD = 0.1
 """Of the policy both begin with: with less there is nothing to amplify, and answers end nowhere."""
 TABLE = f"Penstock and {TRL.replace('==', ' ')}"
@@ -118,7 +120,8 @@ class Found:
 class Bench:
     """One workload: its policy, its tasks, and where runs are kept."""
 
-    def __init__(self, workload: Workload, runs: Path, trl_python: Path, *, quick: bool) -> None:
+    def __init__(self, workload: Workload, runs: Path, trl_python: Path, *, device: torch.device, quick: bool) -> None:
+        self._device = device
         self._workload, self._runs, self._trl_python = workload, runs / workload.name, trl_python
         self._steps = 8 if quick else workload.steps
         self._runs.mkdir(parents=True, exist_ok=True)
@@ -175,6 +178,7 @@ class Bench:
                 "tasks": str(self._tasks("train")),
                 "out": str(out),
                 "threads": os.cpu_count(),
+                "device": str(self._device),
                 "seed": seed,
                 "steps": steps,
                 "micro_batch": micro_batch,
@@ -200,7 +204,7 @@ class Bench:
     def _config(self) -> dict[str, Any]:
         workload = self._workload
         return {
-            "model": {"path": str(self._policy), "max_context": workload.max_context},
+            "model": {"path": str(self._policy), "max_context": workload.max_context, "device": str(self._device)},
             "data": {"source": "jsonl", "path": str(self._tasks("train")), "eval_tasks": 0},
             "env": {
                 "name": "strings:Say",
@@ -313,17 +317,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, one micro-batch size")
     parser.add_argument("--runs", type=Path, default=Path("runs/vs_trl"), help="where runs and TRL's environment lie")
+    parser.add_argument("--device", default="cpu", help="where both compute")
+    parser.add_argument("--trl-python", type=Path, metavar="PYTHON", help="of an environment that has TRL already")
     parser.add_argument("--only", choices=[workload.name for workload in WORKLOADS], action="append")
     options = parser.parse_args()
     runs = options.runs.resolve()
     runs.mkdir(parents=True, exist_ok=True)
-    trl_python, figures = trl_environment(runs / "trl-env"), Figures()
-    seeds, candidates = (SEEDS[:1], MICRO_BATCHES[:1]) if options.quick else (SEEDS, MICRO_BATCHES)
+    device, figures = torch.device(options.device), Figures()
+    trl_python = options.trl_python or trl_environment(runs / "trl-env")
+    few = options.quick or device.type != "cpu"
+    seeds: Sequence[int] = SEEDS[:1] if few else SEEDS
+    candidates: Sequence[int] = MICRO_BATCHES if device.type == "cpu" else LARGE_MICRO_BATCHES
+    if options.quick:
+        candidates = candidates[:1]
     for workload in WORKLOADS:
         if not options.only or workload.name in options.only:
-            bench = Bench(workload, runs, trl_python, quick=options.quick)
+            bench = Bench(workload, runs, trl_python, device=device, quick=options.quick)
             compare(bench, workload.name, seeds, candidates, figures)
-    publish("vs_trl", figures.flat, options.json, tables=figures.tables, seeds=seeds)
+    publish(
+        "vs_trl", figures.flat, options.json, tables=figures.tables, seeds=seeds, accelerator=accelerator_name(device)
+    )
 
 
 if __name__ == "__main__":

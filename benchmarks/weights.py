@@ -12,6 +12,10 @@ copy of 1 GB of tensors takes with the same threads, in turns.
 `updates_in_a_row`: a server process is updated as fast as it answers while 256 requests are always in flight. Its
 policy is made so that the greedy token is a function of the weights alone, which tells what made a token, whatever its
 version span says.
+
+With `--device cuda` only the second is taken, of a policy of real size in bfloat16: `pause_s` against a copy of the
+same bytes within the device, and how long it takes until the weights have come there (`begin_s`), against a copy of as
+many bytes from pinned memory.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -29,28 +33,28 @@ from tempfile import TemporaryDirectory
 import aiohttp
 import msgspec
 import torch
+from hardware import accelerator_name, real_policy, seconds
 from report import arguments, publish
 from rollout_http import server
 
 from penstock.config import TinyModelConfig
 from penstock.model.load import load_policy
 from penstock.model.tiny import write_tiny_model
+from penstock.processes.serving import make_update
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.engine import SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.session import HttpSession
-from penstock.rollout.update import WeightsUpdate
 from penstock.rollout.wire import GenerateBody, GenerateReply, SamplingBody, decode, encode
 from penstock.types import WeightsHandle
 from penstock.weights import shared_memory
 
-MAX_CONTEXT = 512
+MAX_CONTEXT, LONG_CONTEXT = 512, 16384
 SHARED_MEMORY = Path("/dev/shm")
 PROMPT = [5, 6, 7, 8]
 CLIENTS, STREAM_TOKENS, TOKENS_BETWEEN = 8, 400, 12
 ONE_GB = TinyModelConfig(hidden_size=1792, intermediate_size=4864, num_layers=7, num_heads=14, num_kv_heads=7)
-ONE_GB_TOKENS = 400
 REQUESTS, TOKENS, UPDATES = 256, 96, 200
 
 Tensors = Mapping[str, torch.Tensor]
@@ -135,49 +139,89 @@ async def one_gb(directory: Path, rounds: int) -> dict[str, float]:
     write_tiny_model(directory, ONE_GB, MAX_CONTEXT)
     model = load_policy(directory, weights=False, seed=0)
     engine = SlotEngine(model, num_slots=4, max_context=MAX_CONTEXT, policy_version=0)
+    found = await whole_updates(engine, rounds)
+    return {
+        "one_gb_bytes": found["bytes"],
+        "one_gb_pause_s": found["pause_s"],
+        "one_gb_copy_s": found["copy_s"],
+        "one_gb_pause_vs_copy": found["pause_s"] / found["copy_s"],
+    }
+
+
+async def whole_updates(engine: SlotEngine, rounds: int) -> dict[str, float]:
+    """Medians over the rounds, and a plain copy of the same tensors on the same device after each."""
+    device = engine.model.device
     runner = EngineRunner(engine, process="rollout-0")
     expected = shared_memory.layout(engine.parameters())
-    transaction = WeightsUpdate(
-        runner, lambda handle: shared_memory.receive(handle, expected), shared_memory.fingerprint
-    )
+    transaction = make_update(runner, lambda handle: shared_memory.receive(handle, expected))
     source = {name: parameter.detach().clone() for name, parameter in engine.parameters().items()}
     target = {name: torch.empty_like(tensor).fill_(0) for name, tensor in source.items()}
     num_bytes = sum(tensor.nbytes for tensor in source.values())
     runner.start()
-    pauses, copies = [], []
+    pauses, copies, phases = list[float](), list[float](), list[list[float]]()
+
+    def copy() -> None:
+        for name, tensor in source.items():
+            target[name].copy_(tensor)
+
     with published() as publisher:
         for version in range(1, rounds + 2):
             request = GenerateRequest(
                 rid=f"r{version}",
                 prompt_ids=PROMPT,
                 params=SamplingParams(temperature=0.0, ignore_eos=True),
-                max_new_tokens=(ONE_GB_TOKENS,),
+                max_new_tokens=(engine.max_context - len(PROMPT),),
                 seeds=(0,),
             )
+            times = [time.perf_counter()]
             handle = await asyncio.to_thread(publisher.publish, source, version)
+            times.append(time.perf_counter())
             running = asyncio.create_task(runner.generate(request))
             await transaction.begin(handle)
+            times.append(time.perf_counter())
             runner.drain_spans()
             await transaction.commit(version)
+            times.append(time.perf_counter())
             spans = [span for span in runner.drain_spans() if span.kind == "generate"]
             runner.abort(request.rid)
             await running
             before = max(span.end for span in spans if span.policy_version < version)
             after = min(span.start for span in spans if span.policy_version == version)
-            start = time.perf_counter()
-            for name, tensor in source.items():
-                target[name].copy_(tensor)
-            copy_s = time.perf_counter() - start
+            copy_s = wall_s(copy, device)
             if version > 1:  # the first round warms up
                 pauses.append(after - before)
                 copies.append(copy_s)
+                phases.append([end - start for start, end in pairwise(times)])
     await runner.stop()
+    publish_s, begin_s, commit_s = (median(phase) for phase in zip(*phases, strict=True))
     return {
-        "one_gb_bytes": float(num_bytes),
-        "one_gb_pause_s": median(pauses),
-        "one_gb_copy_s": median(copies),
-        "one_gb_pause_vs_copy": median(pauses) / median(copies),
+        "bytes": float(num_bytes),
+        "pause_s": median(pauses),
+        "copy_s": median(copies),
+        "publish_s": publish_s,
+        "begin_s": begin_s,
+        "commit_s": commit_s,
     }
+
+
+def wall_s(work: Callable[[], None], device: torch.device) -> float:
+    if device.type != "cpu":
+        return seconds(work, device)
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+async def on_device(device: torch.device, rounds: int) -> dict[str, float]:
+    """Updates of a policy of real size."""
+    model = real_policy(device=device, dtype=torch.bfloat16)
+    engine = SlotEngine(model, num_slots=4, max_context=LONG_CONTEXT, policy_version=0)
+    found = await whole_updates(engine, rounds)
+    pinned = torch.empty(int(found["bytes"]), dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(pinned, device=device)
+    pinned_s = median(seconds(lambda: there.copy_(pinned), device) for _ in range(rounds))
+    ratios = {"pause_vs_copy": found["pause_s"] / found["copy_s"], "begin_vs_pinned_copy": found["begin_s"] / pinned_s}
+    return found | {"pinned_copy_s": pinned_s} | ratios
 
 
 def telling(tensors: Tensors, version: int, vocab_size: int) -> dict[str, torch.Tensor]:
@@ -247,8 +291,14 @@ def write_model(directory: Path, *, tied: bool) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", device="DEVICE")
+    device = torch.device(options.device or "cpu")
     figures: dict[str, float] = {}
+    if device.type != "cpu":
+        found = asyncio.run(on_device(device, 2 if options.quick else 7))
+        figures = {f"qwen3_0_6b_{name}": value for name, value in found.items()}
+        publish("weights", figures, options.json, accelerator=accelerator_name(device))
+        return
     with TemporaryDirectory() as directory:
         tensors = write_model(Path(directory), tied=True)
         with server(Path(directory), CLIENTS) as url:

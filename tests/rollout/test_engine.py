@@ -38,12 +38,18 @@ from penstock.types import Segment, VersionSpan
 GREEDY = SamplingParams(temperature=0.0)
 
 
+@pytest.fixture
+def engine(device: torch.device) -> SlotEngine:
+    """Four slots, weights of seed 0 served as policy_version 0."""
+    return make_engine(device=device)
+
+
 def random_prompts(count: int, *, longest: int = 20, seed: int = 0) -> list[list[int]]:
     numbers = random.Random(seed)
     return [[numbers.randrange(2, VOCAB_SIZE) for _ in range(numbers.randint(1, longest))] for _ in range(count)]
 
 
-def test_greedy_output_equals_generate_across_slot_reuse() -> None:
+def test_greedy_output_equals_generate_across_slot_reuse(device: torch.device) -> None:
     model = make_model()
     prompts = random_prompts(11)
     limits = [random.Random(i).randint(1, 30) for i in range(len(prompts))]
@@ -51,7 +57,7 @@ def test_greedy_output_equals_generate_across_slot_reuse() -> None:
         make_request(str(i), prompt, max_new_tokens=limit, params=GREEDY)
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
-    segments = run(make_engine(num_slots=3), *requests)
+    segments = run(make_engine(num_slots=3, device=device), *requests)
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         assert segments[str(i)][0].token_ids == generate_greedily(model, prompt, limit)
 
@@ -72,14 +78,14 @@ LLAMA = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "
     ],
     ids=["llama-mha", "llama-mqa", "gpt2"],
 )
-def test_other_architectures(model_of: type[PreTrainedModel]) -> None:
+def test_other_architectures(model_of: type[PreTrainedModel], device: torch.device) -> None:
     torch.manual_seed(0)
     model = model_of().eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     prompts = random_prompts(5, longest=12)
     expected = [generate_greedily(model, prompt, 16) for prompt in prompts]
-    engine = SlotEngine(model, num_slots=3, max_context=48, policy_version=0)
+    engine = SlotEngine(model.to(device), num_slots=3, max_context=48, policy_version=0)
     requests = [
         make_request(str(i), prompt, max_new_tokens=16, params=SamplingParams(temperature=0.0, ignore_eos=True))
         for i, prompt in enumerate(prompts)
@@ -89,9 +95,9 @@ def test_other_architectures(model_of: type[PreTrainedModel]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_equal_a_plain_forward(temperature: float) -> None:
+def test_logprobs_equal_a_plain_forward(temperature: float, device: torch.device) -> None:
     """Enough rows of very different lengths that groups form, dissolve and trade rows."""
-    engine = make_engine(num_slots=80)
+    engine = make_engine(num_slots=80, device=device)
     numbers = random.Random(1)
     params = SamplingParams(temperature=temperature, ignore_eos=True)
     requests = [
@@ -116,8 +122,8 @@ def test_logprobs_equal_a_plain_forward(temperature: float) -> None:
             torch.testing.assert_close(torch.tensor(segment.logprobs), expected[:, 0], atol=1e-4, rtol=0)
 
 
-def test_weight_update_in_mid_sequence_keeps_the_cache_and_splits_the_spans() -> None:
-    engine = make_engine(seed=0, policy_version=4)
+def test_weight_update_in_mid_sequence_keeps_the_cache_and_splits_the_spans(device: torch.device) -> None:
+    engine = make_engine(seed=0, policy_version=4, device=device)
     prompt = [5, 6, 7]
     engine.submit(make_request("a", prompt, max_new_tokens=12, seeds=(1, 2)))
     for _ in range(5):
@@ -138,8 +144,8 @@ def test_updates_without_tokens_in_between_leave_no_empty_span(engine: SlotEngin
     assert run(engine)["a"][0].spans == [VersionSpan(1, 0, 1), VersionSpan(3, 1, 2)]
 
 
-def test_a_refused_update_changes_nothing(engine: SlotEngine) -> None:
-    expected = run(make_engine(), make_request("a", [5, 6]))
+def test_a_refused_update_changes_nothing(engine: SlotEngine, device: torch.device) -> None:
+    expected = run(make_engine(device=device), make_request("a", [5, 6]))
     new = weights(1)
     name = next(reversed(new))
     with pytest.raises(ValueError, match="not newer than 0"):
@@ -156,12 +162,12 @@ def tokens_of(segments: list[Segment]) -> list[list[int]]:
     return [segment.token_ids for segment in segments]
 
 
-def test_samples_depend_on_their_seed_and_not_on_the_batch() -> None:
+def test_samples_depend_on_their_seed_and_not_on_the_batch(device: torch.device) -> None:
     request = make_request("a", [5, 6, 7], seeds=(11, 12, 11))
-    alone = tokens_of(run(make_engine(), request)["a"])
+    alone = tokens_of(run(make_engine(device=device), request)["a"])
     assert alone[0] == alone[2] != alone[1]
     others = [make_request(f"b{i}", prompt, seeds=(i,)) for i, prompt in enumerate(random_prompts(20))]
-    crowd = run(make_engine(num_slots=8), *others[:10], request, *others[10:])
+    crowd = run(make_engine(num_slots=8, device=device), *others[:10], request, *others[10:])
     assert tokens_of(crowd["a"]) == alone
 
 
@@ -236,8 +242,8 @@ def test_requests_that_cannot_be_served_are_refused(
     assert list(run(engine)) == ["running"]
 
 
-def test_reduced_precision_stays_near_the_plain_forward() -> None:
-    engine = SlotEngine(make_model().bfloat16(), num_slots=8, max_context=MAX_CONTEXT, policy_version=0)
+def test_reduced_precision_stays_near_the_plain_forward(device: torch.device) -> None:
+    engine = make_engine(num_slots=8, device=device, dtype=torch.bfloat16)
     requests = [make_request(str(i), prompt, seeds=(i, -i)) for i, prompt in enumerate(random_prompts(6))]
     segments = run(engine, *requests)
     for request in requests:
@@ -253,7 +259,7 @@ def test_the_context_can_be_filled_to_the_last_token(engine: SlotEngine) -> None
 
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
 def test_non_finite_logits_fail_the_request_and_poison_nobody(engine: SlotEngine) -> None:
-    expected = run(make_engine(1), make_request("b", [7, 8], seeds=(5,)))["b"]
+    expected = run(make_engine(1, device=engine.model.device), make_request("b", [7, 8], seeds=(5,)))["b"]
     engine.load_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in weights(0).items()}, 1)
     engine.submit(make_request("a", [5, 6], seeds=(1, 2)))
     failed = engine.step()

@@ -27,6 +27,7 @@ from penstock.weights.shared_memory import fingerprint
 VOCAB_SIZE = 64
 MAX_CONTEXT = 96
 EOS = 1
+CPU = torch.device("cpu")
 
 _initializing = threading.Lock()
 """Servers receive weights in threads, and the random state is everybody's."""
@@ -54,8 +55,16 @@ def make_model(seed: int = 0) -> PreTrainedModel:
         return Qwen3ForCausalLM(config).eval()
 
 
-def make_engine(seed: int = 0, *, num_slots: int = 4, policy_version: int = 0) -> SlotEngine:
-    return SlotEngine(make_model(seed), num_slots=num_slots, max_context=MAX_CONTEXT, policy_version=policy_version)
+def make_engine(
+    seed: int = 0,
+    *,
+    num_slots: int = 4,
+    policy_version: int = 0,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> SlotEngine:
+    model = make_model(seed).to(device, dtype)
+    return SlotEngine(model, num_slots=num_slots, max_context=MAX_CONTEXT, policy_version=policy_version)
 
 
 def make_request(

@@ -35,9 +35,9 @@ def siblings() -> tuple[list[np.ndarray], list[np.ndarray]]:
 def logprobs_of(model: PreTrainedModel, table: TokenTable, *, share: bool) -> tuple[torch.Tensor, int]:
     """Log-probabilities at their places in the table, and how many prefix tokens were fed."""
     found, shared = torch.zeros(len(table.token_ids)), 0
-    for micro in micro_batches(table, 4096, torch.device("cpu"), share_prefixes=share):
+    for micro in micro_batches(table, 4096, model.device, share_prefixes=share):
         logprobs, _ = token_logprobs(model, micro, temperature=0.8)
-        found = found.index_put((torch.from_numpy(micro.tokens),), logprobs)
+        found = found.index_put((torch.from_numpy(micro.tokens),), logprobs.cpu())
         shared += micro.prefixes.numel()
     return found, shared
 
@@ -48,12 +48,14 @@ def small_model(architecture: object) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(("architecture", "shares"), CONFIGS.values(), ids=CONFIGS)
-def test_packed_and_shared_passes_equal_one_sample_at_a_time(architecture: object, shares: bool) -> None:
+def test_packed_and_shared_passes_equal_one_sample_at_a_time(
+    architecture: object, shares: bool, device: torch.device
+) -> None:
     model = small_model(architecture)
     assert shares_prefixes(model) == shares
     ids, masks = siblings()
     table = TokenTable.build(ids, flatten(masks, np.bool_))
-    found, shared = logprobs_of(model, table, share=shares)
+    found, shared = logprobs_of(small_model(architecture).to(device), table, share=shares)
     assert (shared > 0) == shares
     for start, row, mask in zip(table.starts.tolist(), ids, masks, strict=True):
         with torch.no_grad():

@@ -36,7 +36,8 @@ def accumulate(learner: Learner, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def gradients(model: PreTrainedModel) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()])
+    found = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in model.parameters()]
+    return torch.cat(found).cpu()
 
 
 def reference_loss(model: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> torch.Tensor:
@@ -56,9 +57,9 @@ def reference_loss(model: PreTrainedModel, samples: Sequence[Sample], temperatur
 @pytest.mark.parametrize("tokens_per_microbatch", [1, 40, 8192])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_loss_and_gradient_equal_the_plain_reference(
-    make_model: MakeModel, samples: list[Sample], tokens_per_microbatch: int, temperature: float
+    make_model: MakeModel, samples: list[Sample], tokens_per_microbatch: int, temperature: float, device: torch.device
 ) -> None:
-    plain, model = make_model(), make_model()
+    plain, model = make_model(), make_model().to(device)
     expected = reference_loss(plain, samples, temperature)
     expected.backward()
     config = TrainerConfig(max_grad_norm=1e9, tokens_per_microbatch=tokens_per_microbatch)
@@ -93,11 +94,11 @@ def test_any_partition_into_whole_groups_gives_the_same_update(
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
 def test_of_every_objective_any_partition_gives_the_same_update(
-    make_model: MakeModel, samples: list[Sample], name: str, normalize: str
+    make_model: MakeModel, samples: list[Sample], name: str, normalize: str, device: torch.device
 ) -> None:
     objective = {"name": name, "normalize": normalize, "kl_coef": 0.1, "mastered": {"probability": 0.5, "entropy": 9.0}}
     config = {"max_grad_norm": 1e9, "objective": objective}
-    whole, parts = make_model(), make_model()
+    whole, parts = make_model(), make_model().to(device)
     first = learner_for(whole, TrainerConfig.model_validate(config), max_tokens=10)
     second = learner_for(parts, TrainerConfig.model_validate(config | {"tokens_per_microbatch": 40}), max_tokens=10)
     accumulate(first, samples)
@@ -169,8 +170,10 @@ def test_recomputed_activations_change_nothing_but_memory(make_model: MakeModel,
     torch.testing.assert_close(gradients(recomputed), gradients(plain), atol=1e-5, rtol=1e-4)
 
 
-def test_bfloat16_compute_keeps_weights_and_gradients_in_float32(make_model: MakeModel, samples: list[Sample]) -> None:
-    plain, rounded = make_model(), make_model()
+def test_bfloat16_compute_keeps_weights_and_gradients_in_float32(
+    make_model: MakeModel, samples: list[Sample], device: torch.device
+) -> None:
+    plain, rounded = make_model(), make_model().to(device)
     accumulate(learner_for(plain), samples)
     accumulate(learner_for(rounded, compute_dtype=torch.bfloat16), samples)
     exact, found = gradients(plain), gradients(rounded)
@@ -316,20 +319,24 @@ def run(learner: Learner, samples: list[Sample], steps: int) -> list[LearnerStat
     return states
 
 
-def test_the_same_run_twice_is_bit_identical(make_model: MakeModel, samples: list[Sample]) -> None:
-    first, second = make_model(), make_model()
+def test_the_same_run_twice_is_bit_identical(
+    make_model: MakeModel, samples: list[Sample], device: torch.device
+) -> None:
+    first, second = make_model().to(device), make_model().to(device)
     losses = [[state.metrics["loss"] for state in run(learner_for(model), samples, 3)] for model in (first, second)]
     assert losses[0] == losses[1]
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_a_restored_learner_goes_on_as_if_never_stopped(make_model: MakeModel, samples: list[Sample]) -> None:
+def test_a_restored_learner_goes_on_as_if_never_stopped(
+    make_model: MakeModel, samples: list[Sample], device: torch.device
+) -> None:
     objective = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 3, "kl_coef": 0.1}
     config = TrainerConfig.model_validate({"warmup_steps": 4, "objective": objective})
-    steady = learner_for(make_model(), config)
+    steady = learner_for(make_model().to(device), config)
     run(steady, samples, 2)
     saved = copy.deepcopy(steady.state_dict())
-    resumed = learner_for(make_model(), config)
+    resumed = learner_for(make_model().to(device), config)
     resumed.load_state_dict(saved)
     assert resumed.policy_version == 2
     expected, found = run(steady, samples, 2), run(resumed, samples, 2)

@@ -86,6 +86,7 @@ def sender(queue: Any, done: Any) -> None:
 
 
 @needs_gpu
+@pytest.mark.cuda
 @pytest.mark.integration
 def test_device_memory_of_another_process_is_copied() -> None:
     context = multiprocessing.get_context("spawn")

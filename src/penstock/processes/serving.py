@@ -12,6 +12,7 @@ from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
 from penstock.config import Config
 from penstock.model.chat import ChatTokenizer
+from penstock.model.compute import Beside
 from penstock.model.files import read_json_if_present
 from penstock.model.load import load_policy, resolve_device, resolve_dtype
 from penstock.rollout.app import App
@@ -20,10 +21,10 @@ from penstock.rollout.engine import SlotEngine
 from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
-from penstock.rollout.update import Chunk, Tensors, WeightsUpdate
+from penstock.rollout.update import Chunk, Receive, ReceiveChunk, Tensors, WeightsUpdate, refuse_chunks
 from penstock.supervisor.procfs import boot_id
 from penstock.trainer.checkpoint import STATE
-from penstock.types import NO_VERSION, GroupTensors
+from penstock.types import NO_VERSION, GroupTensors, WeightsHandle
 from penstock.weights.collective import Groups
 from penstock.weights.device_memory import take
 from penstock.weights.parts import Receiver
@@ -46,6 +47,24 @@ def make_engine(config: Config, directory: Path, *, weights: Weights) -> SlotEng
         max_context=config.model.max_context,
         policy_version=NO_VERSION if weights == "published" else stored.get("policy_version", 0),
     )
+
+
+def make_update(runner: EngineRunner, receive: Receive, receive_chunk: ReceiveChunk = refuse_chunks) -> WeightsUpdate:
+    """Weights of a handle are copied to the engine's device when they come, beside what it generates: the pause of a
+    commit is a copy within the device."""
+    device = runner.engine.model.device
+    beside = Beside(device)
+
+    def receive_there(handle: WeightsHandle) -> Tensors:
+        named = receive(handle)
+        with beside():
+            return {name: tensor.to(device) for name, tensor in named.items()}
+
+    def fingerprint_of(tensors: Tensors) -> str:
+        with beside():
+            return fingerprint(tensors)
+
+    return WeightsUpdate(runner, receive_there, fingerprint_of, receive_chunk)
 
 
 @contextmanager
@@ -71,7 +90,7 @@ def application(
         return take(chunk, device=device, max_bytes=max_bytes)
 
     receive = Receiver(expected, machine=boot_id(), directory=scratch, key=config.rollout.control_key)
-    update = WeightsUpdate(runner, receive, fingerprint, receive_chunk)
+    update = make_update(runner, receive, receive_chunk)
     sglang = SGLang(
         runner,
         update,

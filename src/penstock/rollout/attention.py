@@ -15,7 +15,7 @@ Dimensions: T packed tokens, S slots, H query heads, K key/value heads, D head s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,21 @@ from penstock.rollout.slots import LayerSlots, SlotCache
 
 ATTENTION_NAME = "penstock_slots"
 MASKED = -1e30
+
+
+class Packed(NamedTuple):
+    """The heads of all packed tokens."""
+
+    query: torch.Tensor  # [T, H, D]
+    key: torch.Tensor  # [T, K, D]
+    value: torch.Tensor  # [T, K, D]
+
+
+class Batch(Protocol):
+    """The layout of one packed forward."""
+
+    def attend(self, packed: Packed, layer: int, scaling: float) -> torch.Tensor:
+        """Keep keys and values of all tokens in their slots, and return what they attended to, [T, H, D]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +67,7 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotBatch:
-    """The layout of one packed forward."""
+    """A layout for any device."""
 
     cache: SlotCache
     num_decode: int
@@ -60,6 +75,15 @@ class SlotBatch:
     positions: torch.Tensor  # [num_decode]: where the new keys and values go
     groups: list[DecodeGroup]
     prompts: list[PromptGroup]
+
+    def attend(self, packed: Packed, layer: int, scaling: float) -> torch.Tensor:
+        slots = self.cache.layer(layer)
+        out = packed.query.new_empty(packed.query.shape)
+        if self.num_decode:
+            _decode(packed, slots, self, scaling, out)
+        for prompts in self.prompts:
+            _prefill(packed, slots, prompts, scaling, out)
+        return out
 
 
 def slot_attention(
@@ -69,7 +93,7 @@ def slot_attention(
     value: torch.Tensor,  # [1, K, T, D]
     attention_mask: torch.Tensor | None,
     *,
-    slot_batch: SlotBatch | None = None,
+    slot_batch: Batch | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -93,21 +117,7 @@ def slot_attention(
         )
         return attended.transpose(1, 2), None
     packed = Packed(*(x[0].transpose(0, 1) for x in (query, key, value)))
-    slots = slot_batch.cache.layer(module.layer_idx)
-    out = packed.query.new_empty(packed.query.shape)
-    if slot_batch.num_decode:
-        _decode(packed, slots, slot_batch, scaling, out)
-    for prompts in slot_batch.prompts:
-        _prefill(packed, slots, prompts, scaling, out)
-    return out.unsqueeze(0), None
-
-
-class Packed(NamedTuple):
-    """The heads of all packed tokens."""
-
-    query: torch.Tensor  # [T, H, D]
-    key: torch.Tensor  # [T, K, D]
-    value: torch.Tensor  # [T, K, D]
+    return slot_batch.attend(packed, module.layer_idx, scaling).unsqueeze(0), None
 
 
 def _decode(packed: Packed, slots: LayerSlots, batch: SlotBatch, scaling: float, out: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from penstock.rollout.admission import Admission, WaitingLine
 from penstock.rollout.attention import ATTENTION_NAME
 from penstock.rollout.packing import pack
+from penstock.rollout.recorded import RecordedForwards, records
 from penstock.rollout.request import GenerateRequest, check_prompt
 from penstock.rollout.rows import Rows, Running, Sequence
 from penstock.rollout.sampling import sample, uniforms
@@ -67,6 +68,7 @@ class SlotEngine:
         self.admitting = True
         """While not, running samples go on and nobody joins them."""
         self._cache = make_cache(model, num_slots, max_context)
+        self._recorded = RecordedForwards(self.model, self._cache, num_rows=num_slots) if records(self._cache) else None
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._rows = Rows(num_slots)
         self._waiting = WaitingLine(num_slots=num_slots, eos_ids=eos_ids(model))
@@ -155,6 +157,8 @@ class SlotEngine:
         if self.released:
             return []
         finished = self.abort_all()
+        if self._recorded is not None:
+            self._recorded.forget()
         self._cache.free()
         self.released = True
         return finished
@@ -214,8 +218,7 @@ class SlotEngine:
         check_tensors(parameters, tensors)
         for sequence in self._rows.sequences:
             sequence.close_span(self.policy_version)
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+        torch._foreach_copy_(list(parameters.values()), [tensors[name] for name in parameters])
         self.policy_version = policy_version
 
     def forget_weights(self) -> list[Finished]:
@@ -234,16 +237,7 @@ class SlotEngine:
 
     def _forward(self, num_decode: int, admissions: list[Admission]) -> tuple[list[int], list[float]]:
         rows = self._rows
-        packed = pack(self._cache, rows, num_decode, admissions, self.model.device)
-        logits = self.model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            logits_to_keep=packed.logits_to_keep,
-            slot_batch=packed.batch,
-        ).logits[0]
-        if packed.rows_of_logits is not None:
-            logits = logits.index_select(0, packed.rows_of_logits)
+        logits = self._logits(num_decode, admissions)
         rows.positions[: len(rows)] += 1
         to_draw_from = shaped(logits, rows.sequences)
         tokens, vocabulary = sample(
@@ -259,6 +253,20 @@ class SlotEngine:
         rows.tokens[: len(rows)] = host[0]
         self.num_generated_tokens += len(rows)
         return rows.tokens[: len(rows)].tolist(), host[1].tolist()
+
+    def _logits(self, num_decode: int, admissions: list[Admission]) -> torch.Tensor:
+        """[n, vocab], in the order of the rows."""
+        if self._recorded is not None:
+            return self._recorded(self._rows, num_decode, admissions)
+        packed = pack(self._cache, self._rows, num_decode, admissions, self.model.device)
+        logits: torch.Tensor = self.model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            logits_to_keep=packed.logits_to_keep,
+            slot_batch=packed.batch,
+        ).logits[0]
+        return logits if packed.rows_of_logits is None else logits.index_select(0, packed.rows_of_logits)
 
     def _tell_top_logprobs(self, vocabulary: torch.Tensor) -> None:
         """To the sequences that asked for them; `vocabulary` [n, vocab] are the log-probabilities of this place."""

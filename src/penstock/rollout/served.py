@@ -31,7 +31,7 @@ def make_cache(model: PreTrainedModel, num_slots: int, max_context: int) -> Slot
     num_heads = config.num_attention_heads
     return SlotCache(
         num_layers=config.num_hidden_layers,
-        num_slots=num_slots,
+        num_slots=num_slots + 1 if model.device.type == "cuda" else num_slots,  # padding is written to the last one
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         max_context=max_context,

@@ -40,19 +40,20 @@ class SlotCache:
         device: torch.device,
     ) -> None:
         self._shape = (num_layers, num_slots, num_kv_heads, max_context, head_dim)
-        self._dtype, self._device = dtype, device
+        self.num_kv_heads, self.max_context, self.head_dim = num_kv_heads, max_context, head_dim
+        self.dtype, self.device = dtype, device
         self.allocate()
 
     def allocate(self) -> None:
         """Take the memory; everything in it is forgotten."""
         # Zeros, not empty: masked positions are multiplied by 0, which uninitialised NaNs would survive.
-        self._keys, self._values = (torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(2))
+        self._keys, self._values = (torch.zeros(self._shape, dtype=self.dtype, device=self.device) for _ in range(2))
 
     def free(self) -> None:
         """Give the memory back to the system; nothing may be read or written before the next `allocate`."""
-        self._keys = self._values = torch.empty(0, dtype=self._dtype, device=self._device)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).empty_cache()
+        self._keys = self._values = torch.empty(0, dtype=self.dtype, device=self.device)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
 
     def layer(self, index: int) -> LayerSlots:
         return LayerSlots(self._keys[index], self._values[index])

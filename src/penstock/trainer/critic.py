@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.config import CriticConfig
-from penstock.trainer.forward import Autocast
+from penstock.trainer.forward import Autocast, pass_cost
+from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import MicroBatch, TokenTable, micro_batches
 from penstock.trainer.shards import load_module, load_optimizer, whole
 from penstock.trainer.strategy import Strategy
@@ -57,11 +58,11 @@ class Critic:
         """`policy` is whole. `autocast`: what forward passes run in. `max_tokens`: padded tokens per forward pass."""
         self._config, self._strategy = config, strategy
         self._autocast, self._max_tokens = autocast, max_tokens
-        self._device = policy.device
+        self._device, self._pass_cost = policy.device, pass_cost(policy)
         self._function = ValueFunction(policy)
         strategy.place(self._function)
         self._parameters = list(self._function.parameters())
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=0.0, foreach=True)
+        self._optimizer = adamw(self._parameters, learning_rate=config.learning_rate)
         self._loss, self._tokens = 0.0, 0
 
     def values(self, table: TokenTable) -> Floats:
@@ -115,7 +116,7 @@ class Critic:
         self._loss, self._tokens = 0.0, 0
 
     def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
-        made = micro_batches(table, self._max_tokens, self._device, share_prefixes=False)
+        made = micro_batches(table, self._max_tokens, self._device, share_prefixes=False, pass_cost=self._pass_cost)
         return self._strategy.passes(made, self._device)
 
     def _forward(self, micro: MicroBatch) -> Tensor:

@@ -14,8 +14,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.config import ConfigError
 from penstock.model.attention import FULL, attention_kinds
+from penstock.trainer.buckets import PASS_COST_TOKENS
 from penstock.trainer.losses.likelihood import token_statistics
 from penstock.trainer.packing import MicroBatch
+
+LAUNCH_FLOPS = 50 * 10**12
+"""What an accelerator computes in the time that it takes to launch the kernels of a forward and a backward pass: 170 ms
+for 28 layers, at 300 TFLOP/s. In a small model that is worth more tokens than in a large one."""
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 """Makes what a forward pass runs in: `torch.autocast` or nothing."""
@@ -37,6 +42,14 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     return full and cached and _accepts(model, "logits_to_keep") and _accepts(model, "position_ids")
 
 
+def pass_cost(model: PreTrainedModel) -> int:
+    """What one more forward and backward pass of a micro-batch costs beyond its tokens, in tokens."""
+    if model.device.type == "cpu":
+        return PASS_COST_TOKENS
+    num_parameters: int = model.num_parameters()
+    return max(LAUNCH_FLOPS // (6 * num_parameters), PASS_COST_TOKENS)
+
+
 def recompute_activations(model: PreTrainedModel) -> None:
     """Trade time for memory: activations are computed again in the backward pass.
 
@@ -56,16 +69,17 @@ def recompute_activations(model: PreTrainedModel) -> None:
 def token_logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """Logits that predict the trained tokens, [N, vocab].
 
-    Models that offer `logits_to_keep` project only the columns where some row is trained: with a large vocabulary the
-    prompt's logits would dwarf everything else. Anything after that projection (caps, scales) stays the model's own.
+    Models that offer `logits_to_keep` project only the trained tokens: with a large vocabulary the others' logits would
+    dwarf everything else. Anything after that projection (caps, scales) stays the model's own.
     """
     if not _accepts(model, "logits_to_keep"):
         logits: Tensor = model(input_ids=micro.inputs, use_cache=False).logits
         return logits[micro.rows, micro.columns]
-    kept, columns = torch.unique(micro.columns, return_inverse=True)
+    kept = torch.zeros_like(micro.inputs, dtype=torch.bool)
+    kept[micro.rows, micro.columns] = True
     prefix = _prefix(model, micro) if micro.prefixes.shape[1] else {"use_cache": False}
-    logits = model(input_ids=micro.inputs, logits_to_keep=kept, **prefix).logits
-    return logits[micro.rows, columns]
+    found: Tensor = model(input_ids=micro.inputs, logits_to_keep=kept, **prefix).logits
+    return found
 
 
 def _prefix(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:

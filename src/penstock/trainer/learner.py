@@ -40,9 +40,10 @@ from penstock.trainer.busy import BusyClock
 from penstock.trainer.canaries import Canaries
 from penstock.trainer.criterion import Criterion
 from penstock.trainer.critic import Critic
-from penstock.trainer.forward import recompute_activations, shares_prefixes
+from penstock.trainer.forward import pass_cost, recompute_activations, shares_prefixes
 from penstock.trainer.lora import adapted_parameters, attach, merged_weights
 from penstock.trainer.noise import GradientNorm, gradient_norm, noise
+from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, micro_batches
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.shards import assign, from_files, load_optimizer, to_file, whole
@@ -117,11 +118,10 @@ class Learner:
             )
         if config.lora is not None:
             attach(model, config.lora)
+        self._pass_cost = pass_cost(model)
         self._strategy.place(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
-        )
+        self._optimizer = adamw(self._parameters, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
         self._device = self._parameters[0].device
         self._busy = BusyClock(self._device)
         self._pending = StepStatistics()
@@ -200,7 +200,13 @@ class Learner:
 
     def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
         share = not self._strategy.is_sharded and shares_prefixes(self.model)
-        made = micro_batches(table, self._config.tokens_per_microbatch, self._device, share_prefixes=share)
+        made = micro_batches(
+            table,
+            self._config.tokens_per_microbatch,
+            self._device,
+            share_prefixes=share,
+            pass_cost=self._pass_cost,
+        )
         return self._strategy.passes(made, self._device)
 
     def _backward(

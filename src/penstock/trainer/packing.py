@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.trainer.buckets import Bucket, Ints, plan
+from penstock.trainer.buckets import PASS_COST_TOKENS, Bucket, Ints, plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +77,20 @@ def flatten(arrays: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> npt.NDArra
 
 
 def micro_batches(
-    table: TokenTable, max_tokens: int, device: torch.device, *, share_prefixes: bool
+    table: TokenTable,
+    max_tokens: int,
+    device: torch.device,
+    *,
+    share_prefixes: bool,
+    pass_cost: int = PASS_COST_TOKENS,
 ) -> Iterator[MicroBatch]:
-    """Every sample with a trained token exactly once, at most `max_tokens` padded tokens at a time.
+    """Every sample with a trained token exactly once, at most `max_tokens` padded tokens at a time; padding is saved
+    where it exceeds the `pass_cost`, in tokens, of one more pass.
 
     With `share_prefixes`, prompts are fed once for all their siblings where that is cheaper.
     """
-    for bucket in plan(table.widths, table.prefix_widths, table.prefix_ids, max_tokens, share=share_prefixes):
+    widths = (table.widths, table.prefix_widths, table.prefix_ids)
+    for bucket in plan(*widths, max_tokens, share=share_prefixes, pass_cost=pass_cost):
         yield _collate(table, bucket, device)
 
 

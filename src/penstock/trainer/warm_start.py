@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from penstock.groups.batch import Batch
 from penstock.ports import Demonstrations
 from penstock.trainer.busy import BusyClock
-from penstock.trainer.forward import token_logprobs
+from penstock.trainer.forward import pass_cost, token_logprobs
+from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import TokenTable, flatten, micro_batches
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.strategy import Replicated
@@ -66,7 +67,7 @@ class Imitation:
         self._model, self._ranks = model, ranks or Ranks()
         self._strategy = Replicated(self._ranks)
         self._parameters = list(model.parameters())
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=0.0, weight_decay=0.0, foreach=True)
+        self._optimizer = adamw(self._parameters, learning_rate=0.0)
         self._device = self._parameters[0].device
         self._busy = BusyClock(self._device)
 
@@ -89,7 +90,8 @@ class Imitation:
         """Cross entropy, over the trained tokens of the whole batch; gradients are added. Returns this rank's part."""
         (tokens,) = self._ranks.total([int(table.trained.sum())], "count tokens")
         num_tokens, total = max(int(tokens), 1), 0.0
-        for micro in micro_batches(table, TOKENS_PER_MICROBATCH, self._device, share_prefixes=False):
+        cost = pass_cost(self._model)
+        for micro in micro_batches(table, TOKENS_PER_MICROBATCH, self._device, share_prefixes=False, pass_cost=cost):
             logprobs, _ = token_logprobs(self._model, micro, temperature=1.0)
             loss = -logprobs.sum() / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
