@@ -24,7 +24,7 @@ from penstock.control.address import Address
 from penstock.control.keys import Keys
 from penstock.deadline import patient
 from penstock.ports import End, Look, ProcessSpec
-from penstock.store.payloads import answering
+from penstock.store.payloads import POOL, answering
 from penstock.supervisor.child import ADDRESS, HOST
 from penstock.supervisor.launcher import LocalLauncher, LocalProcess
 from penstock.supervisor.runtime import runtime_path
@@ -32,8 +32,6 @@ from penstock.types import PayloadRef
 
 TOKEN = "cluster-token"
 """In the run directory, written there by the supervisor."""
-POOL = "pool"
-"""In a runtime directory: what the processes there write to the pool."""
 SEEN_S = 10.0
 """For what one machine writes to a shared file system to be seen on another."""
 BETWEEN_LOOKS_S = 0.2

@@ -22,7 +22,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.cluster.calls import call, end_of
-from penstock.cluster.host import POOL, TOKEN, Host, Household
+from penstock.cluster.host import TOKEN, Host, Household
 from penstock.cluster.placement import Pools, Slot, nodes
 from penstock.cluster.records import Depot, records_of
 from penstock.cluster.seats import Seat
@@ -31,7 +31,7 @@ from penstock.control.address import Address
 from penstock.control.keys import Keys
 from penstock.deadline import Stalled, deadline, holding
 from penstock.ports import End, Look, ProcessHandle, ProcessSpec
-from penstock.store.payloads import answering
+from penstock.store.payloads import POOL, answering
 from penstock.supervisor.launcher import LocalLauncher
 
 CONTROLLER = "controller"

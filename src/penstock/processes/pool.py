@@ -11,11 +11,8 @@ from pathlib import Path
 
 from penstock.ports import Payloads, SegmentWriter
 from penstock.store.payload import PayloadWriter
-from penstock.store.payloads import FetchedPayloads, PassingWriter, SharedPayloads
+from penstock.store.payloads import POOL, FetchedPayloads, PassingWriter, SharedPayloads
 from penstock.supervisor.child import Child
-
-POOL = "pool"
-"""Folder of the run's directory, and of a machine's runtime directory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from penstock.ports import PayloadsLost
 from penstock.store.payload import PayloadReader, PayloadWriter, is_whole
 from penstock.types import PayloadRef, Sample
 
+POOL = "pool"
+"""Folder of the run's directory, and of a machine's runtime directory."""
 SOCKET = "payloads.sock"
 """In the runtime directory."""
 FETCH_S = 60.0
