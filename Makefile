@@ -20,7 +20,7 @@ demo: $(SETUP)  ## set up .venv, then train the quickstart
 
 test: check  ## set up .venv, then format, lint, types and all tests that CI runs
 	$(BIN)/python -m pytest -n auto -m "not integration"
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "integration and not vllm" --ignore tests/faults
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "integration and not vllm" --ignore tests/faults --durations 30
 	$(BIN)/python -m pytest -n 3 tests/faults
 
 test-all: test vllm-env  ## the same, and training with a real vLLM (3 GB, ten minutes more)

@@ -61,55 +61,40 @@ async def lived(run: SpreadRun, meanwhile: Callable[[asyncio.Task[Outcome]], Any
     assert leftovers(run.run_dir) == []
 
 
-async def test_a_run_trains_across_machines(tmp_path: Path) -> None:
+async def test_a_run_trains_across_machines_whatever_is_lost(tmp_path: Path) -> None:
+    """Records, then the controller, then the trainer with weights that nobody can have any more."""
     run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS)
 
-    async def look(life: asyncio.Task[Outcome]) -> None:
+    def kill(name: str) -> None:
+        os.kill(state_of(run)["processes"][name]["pid"], signal.SIGKILL)
+
+    async def happenings(life: asyncio.Task[Outcome]) -> None:
         await until(lambda: num_steps(run) >= 2, life)
-        (url,) = {e["url"] for e in events(run, "joined") if e["name"] == "rollout-0"}
-        assert url.startswith("http://127.0.0.2:")
-        async with aiohttp.ClientSession() as session:
-            for path, body in (("/generate", {"text": "a"}), ("/weights/abort", {})):
-                async with session.post(url + path, json=body) as reply:
-                    assert reply.status == 401, "the run made keys, and nobody else has them"
-        received = list(run.runtime_dir.glob("rollout/received-*"))
-        assert len(received) == 2, "the servers see none of the trainer's files"
-
-    await lived(run, look)
-    assert not events(run, "payloads_unfetched")
-
-
-async def test_a_controller_that_comes_back_elsewhere_is_found_by_all(tmp_path: Path) -> None:
-    run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS)
-
-    async def kill(life: asyncio.Task[Outcome]) -> None:
-        await until(lambda: num_steps(run) >= 3, life)
-        os.kill(state_of(run)["processes"]["controller"]["pid"], signal.SIGKILL)
-
-    await lived(run, kill)
-    assert state_of(run)["processes"]["trainer-0"]["restarts"] == 0
-    assert state_of(run)["processes"]["env-0"]["restarts"] == 0
-
-
-async def test_what_cannot_be_fetched_is_played_anew(tmp_path: Path) -> None:
-    run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS)
-
-    async def lose(life: asyncio.Task[Outcome]) -> None:
-        await until(lambda: num_steps(run) >= 3, life)
+        await check_listeners(run)
+        assert not events(run, "payloads_unfetched")
         run.machines.lost = 5
+        await until(lambda: num_steps(run) >= 4 and not run.machines.lost, life)
+        kill("controller")
+        await until(lambda: num_steps(run) >= 7, life)
+        kill("trainer-0")
 
-    await lived(run, lose)
+    await lived(run, happenings)
     told = events(run, "payloads_unfetched")
-    assert len(told) == 5
+    assert len(told) == 5, "each of them is played anew"
     assert all("host env is gone, and env-" in event["reason"] for event in told)
-
-
-async def test_the_trainer_dies_with_its_weights_out_of_reach(tmp_path: Path) -> None:
-    run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS)
-
-    async def kill(life: asyncio.Task[Outcome]) -> None:
-        await until(lambda: num_steps(run) >= 5, life)
-        os.kill(state_of(run)["processes"]["trainer-0"]["pid"], signal.SIGKILL)
-
-    await lived(run, kill)
+    assert events(run, "adopted"), "the controller came back at another port, and all have found it"
+    assert state_of(run)["processes"]["env-0"]["restarts"] == 0
+    assert state_of(run)["processes"]["trainer-0"]["restarts"] == 1
     assert events(run, "rewound")
+
+
+async def check_listeners(run: SpreadRun) -> None:
+    """Servers listen on their own machine's address, have weights of their own, and ask for a key."""
+    (url,) = {e["url"] for e in events(run, "joined") if e["name"] == "rollout-0"}
+    assert url.startswith("http://127.0.0.2:")
+    async with aiohttp.ClientSession() as session:
+        for path, body in (("/generate", {"text": "a"}), ("/weights/abort", {})):
+            async with session.post(url + path, json=body) as reply:
+                assert reply.status == 401, "the run made keys, and nobody else has them"
+    received = list(run.runtime_dir.glob("rollout/received-*"))
+    assert len(received) == 2, "the servers see none of the trainer's files"

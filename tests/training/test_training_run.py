@@ -102,8 +102,11 @@ VARIANTS = {
         "scheduler.trigger.use=step",
         "scheduler.trigger.feedback.signal=entropy",
     ],
-    "probe": ["scheduler.dispatch.policy=probe", "scheduler.trigger.feedback.signal=noise_scale"],
-    "one step off": ["scheduler.mode=one_step_off"],
+    "probe, one step off": [
+        "scheduler.mode=one_step_off",
+        "scheduler.dispatch.policy=probe",
+        "scheduler.trigger.feedback.signal=noise_scale",
+    ],
     "colocated": ["scheduler.mode=colocated", "scheduler.over_sampling=1.5"],
     "restarts": ["scheduler={mode: colocated, max_staleness: 0, over_sampling: 1.5, leftovers: restart}"],
 }
