@@ -20,10 +20,11 @@ demo: $(SETUP)  ## set up .venv, then train the quickstart
 
 test: check  ## set up .venv, then format, lint, types and all tests that CI runs
 	$(BIN)/python -m pytest -n auto -m "not integration"
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "integration and not vllm" --ignore tests/faults --durations 30
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "integration and not vllm and not long" --ignore tests/faults --durations 30
 	$(BIN)/python -m pytest -n 3 tests/faults
 
-test-all: test vllm-env  ## the same, and training with a real vLLM (3 GB, ten minutes more)
+test-all: test vllm-env  ## the same, the longest runs, and training with a real vLLM (3 GB, twenty minutes more)
+	$(BIN)/python -m pytest -n 2 -m long
 	$(BIN)/python -m pytest -m vllm
 
 test-fast: $(SETUP)  ## only the tests that need no process and no training run

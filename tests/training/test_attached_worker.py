@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from test_training_run import EXAMPLES, had_their_groups, leftovers, lines, only_run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 PATIENCE_S = 120.0
 STEPS = 100

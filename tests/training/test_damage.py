@@ -61,6 +61,7 @@ def test_a_checkpoint_cut_short_is_passed_over_for_the_one_before(stopped: Path,
     assert had_their_groups(STEPS + 2, json.loads((run_dir / "summary.json").read_text())["ledger"])
 
 
+@pytest.mark.long
 def test_without_a_whole_checkpoint_there_is_nothing_to_go_on_from(stopped: Path, tmp_path: Path) -> None:
     def damage(run_dir: Path) -> None:
         for path in run_dir.glob("checkpoints/step_*/model.safetensors"):
@@ -81,6 +82,7 @@ def test_a_damaged_index_is_named_with_its_remedy(stopped: Path, tmp_path: Path)
     assert "pool/index cannot be read" in output and "move it away" in output
 
 
+@pytest.mark.long
 def test_without_its_pool_a_run_goes_on_from_the_sums_of_its_checkpoint(stopped: Path, tmp_path: Path) -> None:
     run_dir, code, output = resume_after(stopped, tmp_path, lambda run_dir: shutil.rmtree(run_dir / "pool"))
     assert code == 0, output

@@ -17,7 +17,7 @@ from penstock.config import TinyModelConfig
 from penstock.model.load import load_policy
 from penstock.model.tiny import write_tiny_model
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 STEPS = 30
 

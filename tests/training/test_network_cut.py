@@ -23,7 +23,7 @@ from penstock.store.payloads import read_records
 from penstock.supervisor.supervisor import Outcome
 from penstock.types import PayloadRef
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 NETWORK = f"far{os.getpid()}"
 NEAR_END, FAR_END = f"n{os.getpid()}", f"f{os.getpid()}"

@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         yield begin
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_a_run_goes_on_after_the_loss_of_a_rank(
     start: Callable[[str], subprocess.Popen[str]], tmp_path: Path, strategy: str
 ) -> None:

@@ -112,7 +112,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+LONG = ("probe, one step off", "colocated")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in VARIANTS],
+)
 def test_every_way_to_schedule_trains(tmp_path: Path, variant: str) -> None:
     result = train("quickstart", tmp_path, *SHORT, "trainer.steps=6", "data.eval_tasks=8", *VARIANTS[variant])
     assert result.returncode == 0, result.stdout + result.stderr
