@@ -12,7 +12,7 @@ import psutil
 import pytest
 from test_training_run import command, leftovers, lines, only_run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 STEPS = 16
 OVERRIDES = [
     *("data.eval_tasks=16", "model.warm_start.steps=20", "trainer.groups_per_step=8", "observe.progress=false"),
@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         yield begin
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_run_goes_on_after_the_loss_of_a_rank(
     start: Callable[[str], subprocess.Popen[str]], tmp_path: Path, strategy: str
 ) -> None:
