@@ -1,4 +1,4 @@
-"""An Atropos environment as anybody writes one: nothing in it knows who trains. Answer in the case that is asked for."""
+"""An Atropos environment as anybody writes one: nothing in it knows who trains. Answer in the case asked for."""
 
 from __future__ import annotations
 
