@@ -14,11 +14,10 @@ import zmq
 import zmq.asyncio
 from test_bus import HELLO, Counting, finished, request
 
-from penstock.control import keys
-from penstock.control.address import FILE, Address
+from penstock.control.address import Address
 from penstock.control.bus import CONTROLLER, Bus, Peer, _encoder
 from penstock.control.keys import Keys
-from penstock.control.messages import Ack
+from penstock.control.messages import Ack, Welcome
 from penstock.control.sockets import CannotListen
 from penstock.deadline import Stalled
 
@@ -76,7 +75,7 @@ def test_only_the_owner_reads_the_keys_and_only_the_controller_has_its_secret(ru
         found = Keys.read(directory)
         assert found is not None
         assert bool(found.controller_secret) is has_secret
-        assert stat.S_IMODE((directory / keys.FILE).stat().st_mode) == 0o600
+        assert stat.S_IMODE((directory / Keys.FILE).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("directory", ["nothing", "a member's"])
@@ -126,7 +125,7 @@ async def test_somebody_else_in_the_controllers_place_is_told_nothing(run: Path,
     Keys.make().write(other)
     impostor = Counting()
     async with listening(other, impostor):
-        shutil.copy(other / FILE, node / FILE)
+        shutil.copy(other / Address.FILE, node / Address.FILE)
         peer = Peer(str(node), "env-0", Counting().handle)
         receiving = asyncio.create_task(peer.run())
         with pytest.raises(Stalled):
@@ -140,14 +139,14 @@ async def test_a_controller_that_comes_back_at_another_port_is_found(run: Path) 
     """By who asks meanwhile, too."""
     node, first, second = node_of(run), Counting(), Counting()
     async with listening(run, first):
-        shutil.copy(run / FILE, node / FILE)
+        shutil.copy(run / Address.FILE, node / Address.FILE)
         before = Address.read(run)
         async with joined(node, Counting()) as peer:
             await peer.request(CONTROLLER, request(1), timeout_s=5)
             reserved = Bus(str(run), second.handle, host=LOOPBACK)  # another port, since the first one is taken
             asking = asyncio.create_task(peer.request(CONTROLLER, request(2), timeout_s=10))
             await asking
-            shutil.copy(run / FILE, node / FILE)
+            shutil.copy(run / Address.FILE, node / Address.FILE)
             receiving = asyncio.create_task(reserved.run())
             async with asyncio.timeout(10):
                 while not second.seen:
@@ -166,8 +165,9 @@ async def test_a_peer_that_is_there_first_waits_for_the_controller(run: Path) ->
     receiving = asyncio.create_task(peer.run())
     joining = asyncio.create_task(peer.join(HELLO, timeout_s=10))
     async with listening(run, controller):
-        shutil.copy(run / FILE, node / FILE)
-        await joining
+        assert not joining.done()
+        shutil.copy(run / Address.FILE, node / Address.FILE)
+        assert isinstance(await joining, Welcome)
         await finished([receiving])
         peer.close()
 

@@ -43,7 +43,10 @@ def test_a_mode_for_all_ranks_does_not_run_on_rank_zero(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", [Mode.ONE_TO_ALL, Mode.ALL_TO_ALL])
 def test_a_mode_for_whole_arguments_does(mode: Mode) -> None:
-    remote_method(mode, execute=Execute.RANK_ZERO)(update)
+    class Marked:
+        update = remote_method(mode, execute=Execute.RANK_ZERO)(update)
+
+    assert remote_methods(Marked)["update"].execute is Execute.RANK_ZERO
 
 
 @pytest.mark.parametrize(

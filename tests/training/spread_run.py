@@ -20,7 +20,7 @@ from spread_process import MACHINE, NETWORK
 from stand_in_run import SOURCE, Run
 
 from penstock.config import SupervisorConfig
-from penstock.control import address
+from penstock.control.address import Address
 from penstock.control.keys import Keys
 from penstock.ports import PayloadsLost, ProcessSpec
 from penstock.processes.layout import prepare, stages
@@ -59,7 +59,7 @@ class Machines:
             directory.mkdir()
             for folder in ("ready", "heartbeats", "errors"):
                 (runtime_dir / folder).mkdir(exist_ok=True)
-            for shared in ("ready", "heartbeats", "errors", address.FILE):
+            for shared in ("ready", "heartbeats", "errors", Address.FILE):
                 (directory / shared).symlink_to(runtime_dir / shared)
         return stack.enter_async_context(answering(directory, partial(self._get, run_dir, runtime_dir)))
 

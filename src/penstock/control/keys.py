@@ -6,18 +6,18 @@ in a file of the runtime directory that only its owner reads. Where there is non
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import zmq
 
-FILE = "keys.json"
-"""In the runtime directory."""
+from penstock.control.runtime_file import RuntimeFile
 
 
-class Keys(msgspec.Struct, frozen=True, kw_only=True):
+class Keys(RuntimeFile, frozen=True, kw_only=True):
     """Z85 text, as ZeroMQ takes it."""
+
+    FILE: ClassVar[str] = "keys.json"
 
     controller: str
     """Public."""
@@ -37,21 +37,6 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
             member=member.decode(),
             member_secret=member_secret.decode(),
         )
-
-    @classmethod
-    def read(cls, directory: Path) -> Keys | None:
-        """None where the bus does not leave the machine."""
-        try:
-            return msgspec.json.decode((directory / FILE).read_bytes(), type=cls)
-        except FileNotFoundError:
-            return None
-
-    def write(self, directory: Path) -> None:
-        """For the processes whose runtime directory it is; whole or not at all."""
-        unfinished = directory / f".{FILE}.{os.getpid()}"
-        with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(self))
-        unfinished.replace(directory / FILE)
 
     def of_members(self) -> Keys:
         """What a machine needs that the controller does not run on."""

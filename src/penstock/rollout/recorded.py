@@ -265,6 +265,6 @@ class RecordedForwards:
 
 
 def _rounded(count: int) -> int:
-    """Up, to one of few numbers: at most a third more."""
+    """Up, to one of few numbers: by less than half."""
     step = max((1 << (count - 1).bit_length()) // 4, 1)
     return -(-count // step) * step

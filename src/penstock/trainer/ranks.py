@@ -194,13 +194,13 @@ def _backend(device: torch.device, backend: str | None) -> str:
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one dtype, at most `BUCKET_ELEMENTS` together but for a single one that is larger."""
-    bucket: list[Tensor] = []
+    bucket, size = list[Tensor](), 0
     for tensor in tensors:
-        size = sum(each.numel() for each in bucket) + tensor.numel()
-        if bucket and (tensor.dtype != bucket[0].dtype or size > BUCKET_ELEMENTS):
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > BUCKET_ELEMENTS):
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(tensor)
+        size += tensor.numel()
     if bucket:
         yield bucket
 
