@@ -10,7 +10,7 @@ FROZEN := gem-llm==0.1.0 atroposlib==0.4.0
 UV = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 export UV_DEFAULT_INDEX ?= $(or $(PIP_INDEX_URL),https://pypi.org/simple)
 
-.PHONY: help demo test test-all test-fast check vllm-env clean
+.PHONY: help demo test test-long test-all test-fast check vllm-env clean
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -18,13 +18,15 @@ demo: $(SETUP)  ## set up .venv, then train the quickstart
 	@echo "training the quickstart: about four minutes on two cores"
 	$(BIN)/penstock train examples/quickstart/run.yaml
 
-test: check  ## set up .venv, then format, lint, types and all tests that CI runs
+test: check  ## set up .venv, then format, lint, types and tests
 	$(BIN)/python -m pytest -n auto -m "not integration"
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "integration and not vllm and not long" --ignore tests/faults --durations 30
 	$(BIN)/python -m pytest -n 3 tests/faults
 
-test-all: test vllm-env  ## the same, the longest runs, and training with a real vLLM (3 GB, twenty minutes more)
-	$(BIN)/python -m pytest -n 2 -m long
+test-long: $(SETUP)  ## the longest runs, which `make test` leaves out
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m long
+
+test-all: test test-long vllm-env  ## both, and training with a real vLLM (3 GB, twenty minutes more)
 	$(BIN)/python -m pytest -m vllm
 
 test-fast: $(SETUP)  ## only the tests that need no process and no training run

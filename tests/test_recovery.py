@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock import loop
@@ -333,6 +333,26 @@ def test_weights_that_die_with_the_trainer_hold_up_nobody(tmp_path: Path, mode: 
     assert lost == ([] if when == "in the first update" else ["weights_lost"])
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("number", [2, STEPS])
+def test_a_living_trainer_publishes_what_nobody_could_have(tmp_path: Path, mode: str, number: int) -> None:
+    """Of a step in the middle, and of the last one."""
+    run = Run(tmp_path, config(**MODES[mode]))
+    updating, updates = run.servers.update_weights, itertools.count()
+
+    async def update(handle: WeightsHandle) -> None:
+        if next(updates) == number:
+            raise TrainerLost("cut off for a moment")
+        await updating(handle)
+
+    run.servers.update_weights = update  # type: ignore[method-assign]
+    run_virtual(run.go([]))
+    run.check()
+    found = {event["event"] for event in jsonl.read(tmp_path / "events.jsonl")}
+    assert "weights_lost" in found and "rewound" not in found
+    assert run.servers.served[-1].policy_version == run.system.scheduler.trained_version == STEPS
+
+
 def whens(run_dir: Path) -> list[str]:
     """Of all validations that were brought to their end."""
     return [event["when"] for event in jsonl.read(run_dir / "events.jsonl") if event["event"] == "evaluation"]
@@ -346,6 +366,7 @@ def deaths(*victims: Victim) -> st.SearchStrategy[list[Death]]:
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=40, deadline=None)
 @given(deaths("trainer", "controller", "both", "worker"), st.integers(0, 2), st.booleans())
+@example(who=[Death("trainer", 1.25)], redundancy=0, far=True)
 def test_whoever_dies_nothing_is_lost_or_trained_twice(mode: str, who: list[Death], redundancy: int, far: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:
         run = Run(Path(directory), config(redundancy=redundancy, **MODES[mode]), far=far)

@@ -95,6 +95,7 @@ EXCEPTIONS = {
     "supervisor/supervisor.py:_live": "the whole life of the run, and of its start",
     "supervisor/supervisor.py:_rotate_logs": BOUNDED,
     "supervisor/supervisor.py:_start": "whoever probes for readiness has a deadline",
+    "store/payloads.py:fetch": BOUNDED,
 }
 """`module:function` of naked waits, and why they are."""
 

@@ -99,11 +99,12 @@ async def train_all(system: System) -> None:
         while True:
             try:
                 await train(system, swaps)
+                await swapped(swaps)
+                system.scheduler.check_weights()
                 break
             except TrainerLost:
                 await swapped(swaps)
-                await recovery.rewind(system)
-        await swapped(swaps)
+                await recovery.regain(system)
         for loop in endless:
             loop.cancel()
         await validation.ended()
@@ -195,22 +196,15 @@ async def swap(system: System, swaps: Swaps, validation: Validation) -> NoReturn
     while True:
         with patient(PATIENCE_S, waiter="swap", resource="a published policy_version", holder="the trainer's loop"):
             step, handle = await swaps.get()
-        lost = await reach_servers(system, handle)
-        system.scheduler.published(handle.policy_version)
-        if not lost:
+        try:
+            await system.bring_servers_to(handle)
+        except TrainerLost as lost:
+            system.recorder.event("weights_lost", policy_version=handle.policy_version, reason=str(lost))
+            system.scheduler.weights_lost(str(lost))
+        else:
+            system.scheduler.published(handle.policy_version)
             validation.served(step)
         swaps.task_done()
-
-
-async def reach_servers(system: System, handle: WeightsHandle) -> str:
-    """Returns why nobody can have these weights any more, or nothing. Those that follow go to all; meanwhile the older
-    ones serve."""
-    try:
-        await system.bring_servers_to(handle)
-    except TrainerLost as lost:
-        system.recorder.event("weights_lost", policy_version=handle.policy_version, reason=str(lost))
-        return str(lost)
-    return ""
 
 
 async def swapped(swaps: Swaps) -> None:

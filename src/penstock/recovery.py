@@ -69,7 +69,7 @@ async def begin(system: System) -> None:
         await system.bring_servers_to(handle)
         system.scheduler.published(handle.policy_version)
     except TrainerLost:
-        await rewind(system)
+        await regain(system)
 
 
 async def begin_to_play(system: System) -> None:
@@ -79,6 +79,21 @@ async def begin_to_play(system: System) -> None:
     if known:
         system.recorder.take_up(system.pool.records())
         system.recorder.event("went_on", tasks=system.scheduler.num_ended, groups=known)
+
+
+async def regain(system: System) -> None:
+    """The trainer died, or nobody could have its weights. One that lives publishes them again."""
+    while True:
+        try:
+            if not (await system.trainer.state()).begun:
+                break
+            handle = await system.trainer.publish()
+            await system.bring_servers_to(handle)
+            system.scheduler.published(handle.policy_version)
+            return
+        except TrainerLost:
+            continue
+    await rewind(system)
 
 
 async def rewind(system: System) -> None:

@@ -53,11 +53,9 @@ class System:
 
     async def bring_servers_to(self, handle: WeightsHandle) -> None:
         """Bring every server to `handle`. Raises `TrainerLost`."""
-        try:
-            await self.servers.update_weights(handle)
-        finally:
-            if self.config.scheduler.mode == "colocated":
-                await self.servers.resume()
+        await self.servers.update_weights(handle)
+        if self.config.scheduler.mode == "colocated":
+            await self.servers.resume()
 
     def book(self, learner: LearnerState) -> None:
         """An optimizer step was taken."""

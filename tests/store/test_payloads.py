@@ -129,7 +129,7 @@ async def test_what_cannot_be_had_is_named(
             case "no directory":
                 (both.here / "controller").rmdir()
             case "nobody listens":
-                monkeypatch.setattr(payloads, "FETCH_S", 0.2)
+                monkeypatch.setattr(payloads, "ASK_S", 0.2)
                 here.close()
                 here = FetchedPayloads(tmp_path / "elsewhere", runtime_dir=tmp_path / "elsewhere", name="controller")
         with pytest.raises(PayloadsLost, match=message):

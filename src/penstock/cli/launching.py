@@ -45,19 +45,13 @@ def room(config: Config) -> Iterator[Room | None]:
     if config.cluster.address is None:
         yield None
         return
+    from penstock.cluster.connection import NotConnected, connected
+    from penstock.cluster.placement import place
     from penstock.cluster.seats import seating
 
     seats = seating(config.cluster, [spec for stage in stages(config) for spec in stage])
     try:
-        import ray
-
-        from penstock.cluster.connection import NotConnected, connected
-        from penstock.cluster.placement import place
-    except ImportError as error:
-        raise Refused(f"cluster.address needs the package {error.name}: pip install 'penstock[ray]'") from None
-    try:
-        with connected(config.cluster.address), place(config.cluster, seats.bundles) as pools:
-            address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        with connected(config.cluster.address) as address, place(config.cluster, seats.bundles) as pools:
             yield Room(pools=pools, seating=seats, address=address)
     except (NotConnected, Stalled) as error:
         raise Refused(str(error)) from None

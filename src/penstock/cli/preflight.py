@@ -87,6 +87,7 @@ def check_packages(config: Config) -> None:
     rewards = {settings.reward for settings in config.environments.by_key.values()}
     libraries = {"math": ("math_verify", "math"), "judge": ("openai", "judge")}
     needed += [("env.reward", *libraries[reward]) for reward in sorted(libraries) if reward in rewards]
+    needed += [("cluster.address", "ray", "ray")] if config.cluster.address is not None else []
     for key, package, extra in needed:
         if find_spec(package) is None:
             raise Refused(f"{key} needs the package {package}: pip install 'penstock[{extra}]'")
@@ -106,7 +107,9 @@ def check_room(config: Config) -> None:
         check_free("runs_dir", runs_dir, LEAST_DISK_BYTES, "tokens and logs", remedy)
     num_versions = {"train": 2, "eval": 1, "rollout": 0}[config.pipeline]
     remedy = f"free some, or mount {published} larger (in a container: --shm-size)"
-    versions = num_versions * weights + LEAST_MEMORY_BYTES
+    cluster = config.cluster
+    elsewhere = cluster.address is not None and all(cluster.pool_of(role) for role in ("actor", "rollout"))
+    versions = (0 if elsewhere else num_versions * weights) + LEAST_MEMORY_BYTES
     check_free("model", published, versions, "the weights that are served and those that come", remedy)
 
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 
-AUTO = "auto"
 REACHED_S = 5.0
 """For a connection to be made."""
 ANSWERED_S = 30.0
@@ -26,8 +25,9 @@ class NotConnected(ConnectionError):
 
 
 @contextmanager
-def connected(address: str) -> Iterator[None]:
-    """For the length of the body. Raises `NotConnected` within a minute."""
+def connected(address: str) -> Iterator[str]:
+    """For the length of the body; yields the address of this machine as a node. Raises `NotConnected` within a
+    minute."""
     found = _resolve(address)
     _check(found)
     try:
@@ -36,7 +36,7 @@ def connected(address: str) -> Iterator[None]:
         reason = " ".join(str(error).split())
         raise NotConnected(f"cluster.address: {address} cannot be joined: {reason}; {REMEDY}") from None
     try:
-        yield
+        yield ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     finally:
         ray.shutdown()
 

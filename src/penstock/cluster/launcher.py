@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.cluster.calls import call, end_of
 from penstock.cluster.host import TOKEN, Host, Household
-from penstock.cluster.placement import Pools, Slot, nodes
+from penstock.cluster.placement import Pools, Slot, living
 from penstock.cluster.records import Depot, records_of
 from penstock.cluster.seats import Seat
 from penstock.config.errors import ConfigError
@@ -316,7 +316,7 @@ async def _close(host: Remote) -> Sequence[str]:
 async def _is_alive(slot: Slot) -> bool:
     """Whether Ray takes its node for living."""
     async with deadline(NODES_S, waiter="the run", resource="the nodes of the cluster", holder="Ray"):
-        return slot.node.node_id in {node.node_id for node in await asyncio.to_thread(nodes)}
+        return slot.node.node_id in await asyncio.to_thread(living)
 
 
 async def _is_lost(slot: Slot) -> bool:

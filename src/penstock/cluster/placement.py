@@ -32,9 +32,8 @@ POLL_S = 0.2
 class Slot:
     """A place for one process, and what it may use there: a bundle of its part, which may be several slots' worth."""
 
-    pool: str
     rank: int
-    """Within the pool: all of a node's slots follow each other."""
+    """Within its pool: all of a node's slots follow each other."""
     local_rank: int
     """Within the pool's part of the node: which bundle."""
     node: Node
@@ -108,8 +107,13 @@ def place(config: ClusterConfig, bundles: Bundles | None = None) -> Pools:
     return Pools(_slots(chosen, _hold(chosen, give_up=give_up)))
 
 
+def living() -> set[str]:
+    """Ids of the nodes that Ray takes for living."""
+    return {each["NodeID"] for each in ray.nodes() if each["Alive"]}  # type: ignore[no-untyped-call]
+
+
 def nodes() -> list[Node]:
-    """The living nodes of the cluster."""
+    """The living nodes of the cluster, and what they have."""
     free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
     return [
         Node(
@@ -178,7 +182,6 @@ def _slots(chosen: Sequence[Placed], groups: Sequence[PlacementGroup]) -> dict[s
         slots = found.setdefault(placed.part.pool, [])
         slots += [
             Slot(
-                pool=placed.part.pool,
                 rank=len(slots) + number,
                 local_rank=number,
                 node=placed.node,

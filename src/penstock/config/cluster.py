@@ -41,7 +41,7 @@ class PoolConfig(Section):
     memory_gib: float = Field(0.0, ge=0)
     """Of each slot; 0 asks for none."""
     labels: Labels = Field(default_factory=dict)
-    """Of every node, such as `{accelerator-type: H100}`."""
+    """Of every node, such as `{ray.io/accelerator-type: H100}`."""
 
     @model_validator(mode="after")
     def _has_nodes(self) -> PoolConfig:

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.alarms import Alarms
 from penstock.config import Config
-from penstock.ports import EndedGroup, GroupRecord, Work
+from penstock.ports import EndedGroup, GroupRecord, TrainerLost, Work
 from penstock.scheduler.dispatcher import Assignment, Demand, Dispatcher
 from penstock.scheduler.evaluation import Evaluations, Played
 from penstock.scheduler.filters import FilterChain, FilterFailed, FinishedGroup
@@ -68,6 +68,8 @@ class Scheduler:
         self.ledger = Ledger()
         self.policy_version = NO_VERSION
         """Version the servers serve; NO_VERSION before the first weights."""
+        self._weights_lost = ""
+        """Why nobody can have what was published last."""
         self._groups: dict[int, LiveGroup] = {}
         self._next_group = 0
         self._dispatcher = Dispatcher(config, self._groups, now=now)
@@ -417,9 +419,10 @@ class Scheduler:
     # --- training --------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> TrainBatch:
-        """Wait until the trigger fires; the groups returned are `training`."""
+        """Wait until the trigger fires; the groups returned are `training`. Raises `TrainerLost` (`check_weights`)."""
         while True:
             self._trainable.clear()
+            self.check_weights()
             decision = self._supply.decide(now=self._now())
             if decision.fires:
                 break
@@ -470,9 +473,19 @@ class Scheduler:
 
     def published(self, version: int) -> None:
         """Every server serves `version`: the groups it was trained on leave flight."""
-        self.policy_version = version
+        self.policy_version, self._weights_lost = version, ""
         self._supply.published(version)
         self._progress.changed(self._runnable)
+
+    def weights_lost(self, reason: str) -> None:
+        """Nobody can have what the trainer published last, until something else is `published`."""
+        self._weights_lost = reason
+        self._progress.changed(self._trainable)
+
+    def check_weights(self) -> None:
+        """Raises `TrainerLost` if they are lost: what is played without them may be too old to train, for ever."""
+        if self._weights_lost:
+            raise TrainerLost(self._weights_lost)
 
     # --- what it shows and what survives ---------------------------------------------------------------------------
 

@@ -192,13 +192,18 @@ def remove_files(directory: Path, *, written_before: float, keep: Collection[str
 
 def is_whole(directory: Path, ref: PayloadRef) -> bool:
     """Whether the record is there as it was written."""
+    return whole_record(directory, ref) is not None
+
+
+def whole_record(directory: Path, ref: PayloadRef) -> bytes | None:
+    """The record as it was written; None if it is not there, or damaged."""
     try:
         with (directory / ref.file).open("rb") as file:
             file.seek(ref.offset)
             record = file.read(ref.length)
     except FileNotFoundError:
-        return False
-    return len(record) == ref.length and zlib.crc32(record) == ref.crc32
+        return None
+    return record if len(record) == ref.length and zlib.crc32(record) == ref.crc32 else None
 
 
 def sync_files(directory: Path, names: Iterable[str]) -> None:

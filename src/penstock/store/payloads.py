@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from penstock.deadline import Stalled, deadline
 from penstock.ports import PayloadsLost
-from penstock.store.payload import PayloadReader, PayloadWriter, is_whole
+from penstock.store.payload import PayloadReader, PayloadWriter, is_whole, whole_record
 from penstock.types import PayloadRef, Sample
 
 POOL = "pool"
@@ -31,6 +31,8 @@ SOCKET = "payloads.sock"
 """In the runtime directory."""
 FETCH_S = 60.0
 """For records to come; shorter than what those wait who report them."""
+ASK_S = FETCH_S + 5.0
+"""For the host to say so, or why they have not: it knows more."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +89,7 @@ class FetchedPayloads:
         self._context = zmq.asyncio.Context()
 
     async def fetch(self, refs: Sequence[PayloadRef], *, host: str) -> None:
-        missing = self._missing(refs)
+        missing = await asyncio.to_thread(self._missing, refs)
         if not missing:
             return
         try:
@@ -96,7 +98,7 @@ class FetchedPayloads:
             raise PayloadsLost(str(stalled)) from None
         if told.error:
             raise PayloadsLost(told.error)
-        if damaged := self._missing(missing):
+        if damaged := await asyncio.to_thread(self._missing, missing):
             raise PayloadsLost(f"{damaged[0].file} of host {host} came damaged at offset {damaged[0].offset}")
 
     def read(self, ref: PayloadRef) -> list[Sample]:
@@ -118,7 +120,7 @@ class FetchedPayloads:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(f"ipc://{self._runtime_dir}/{SOCKET}")
             resource, holder = f"records of {files} on host {wanted.host}", "the host beside it"
-            async with deadline(FETCH_S, waiter=self._name, resource=resource, holder=holder):
+            async with deadline(ASK_S, waiter=self._name, resource=resource, holder=holder):
                 await socket.send(_encode(wanted))
                 return _fetched.decode(await socket.recv())
 
@@ -130,20 +132,23 @@ async def answering(runtime_dir: Path, get: Get) -> AsyncIterator[None]:
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(f"ipc://{runtime_dir}/{SOCKET}")
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(_serve(socket, get, tasks))
+            serving = tasks.create_task(_serve(socket, get))
             try:
                 yield
             finally:
                 serving.cancel()
 
 
-async def _serve(socket: zmq.asyncio.Socket, get: Get, tasks: asyncio.TaskGroup) -> None:
+async def _serve(socket: zmq.asyncio.Socket, get: Get) -> None:
+    """Until cancelled; what is still being fetched then is given up."""
+
     async def answer(asked: list[bytes]) -> None:
         told = await _fetch(_wanted.decode(asked[-1]), get)
         await socket.send_multipart([*asked[:-1], _encode(told)])
 
-    while True:
-        tasks.create_task(answer(await socket.recv_multipart()))
+    async with asyncio.TaskGroup() as answers:
+        while True:
+            answers.create_task(answer(await socket.recv_multipart()))
 
 
 async def _fetch(wanted: Wanted, get: Get) -> Fetched:
@@ -160,11 +165,11 @@ def read_records(directories: Sequence[Path], refs: Sequence[PayloadRef], *, hos
     """As they lie in the first of `directories` that has them whole. Raises `PayloadsLost`, which names the `host`."""
     records = []
     for ref in refs:
-        directory = next((directory for directory in directories if is_whole(directory, ref)), None)
-        if directory is None:
+        found = (whole_record(directory, ref) for directory in directories)
+        record = next((record for record in found if record is not None), None)
+        if record is None:
             raise PayloadsLost(f"host {host} has no whole record of {ref.file} at offset {ref.offset}")
-        with (directory / ref.file).open("rb") as file:
-            records.append(os.pread(file.fileno(), ref.length, ref.offset))
+        records.append(record)
     return records
 
 
