@@ -90,15 +90,16 @@ def test_a_mesh_needs_workers_that_know_their_place() -> None:
         LocalGroup(NoMesh)
 
 
-def test_a_method_does_not_hide_what_the_group_has() -> None:
-    class Closing:
+@pytest.mark.parametrize("name", ["close", "role", "backend", "workers"])
+def test_a_method_does_not_hide_what_the_group_has(name: str) -> None:
+    class Hiding:
         def __init__(self, rank: Rank) -> None: ...
 
-        @remote_method()
-        def close(self) -> None: ...
+    def method(self: Hiding) -> None: ...
 
-    with pytest.raises(TypeError, match=r"Closing\.close cannot be a remote method: a group has its own"):
-        LocalGroup(Closing)
+    setattr(Hiding, name, remote_method()(method))
+    with pytest.raises(TypeError, match=rf"Hiding\.{name} cannot be a remote method: a group has its own"):
+        LocalGroup(Hiding)
 
 
 def test_a_group_has_at_least_one_worker() -> None:

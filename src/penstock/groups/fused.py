@@ -26,7 +26,7 @@ class Roles:
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._backends = backends
         self._groups = {name: Group(backend, name) for backend in backends for name in backend.roles}
-        if hidden := self._groups.keys() & set(dir(Roles)):
+        if hidden := self._groups.keys() & set(dir(self)):
             raise ValueError(f"{min(hidden)!r} is no name for a role: `Roles` has its own")
 
     def __getattr__(self, name: str) -> Group:

@@ -24,7 +24,7 @@ class Group:
         self.backend, self.role = backend, role
         self._methods = remote_methods(backend.roles[role].worker_cls)
         worker_cls = backend.roles[role].worker_cls
-        if hidden := self._methods.keys() & set(dir(Group)):
+        if hidden := self._methods.keys() & set(dir(self)):
             raise TypeError(f"{worker_cls.__name__}.{min(hidden)} cannot be a remote method: a group has its own")
         for name, method in self._methods.items():
             if method.over != "ranks" and not hasattr(worker_cls, "mesh_rank"):

@@ -39,6 +39,10 @@ class LocalGroup(Group):
     def __init__(self, worker_cls: type, size: int = 1, **init: Any) -> None:
         """Each worker is built as `worker_cls(rank=Rank(i, size), **init)`."""
         role = Role(worker_cls, init)
-        backend = LocalBackend({worker_cls.__name__: role}, size)
-        super().__init__(backend, worker_cls.__name__)
-        self.workers: list[Any] = [workers[self.role] for workers in backend.workers]
+        self._local = LocalBackend({worker_cls.__name__: role}, size)
+        super().__init__(self._local, worker_cls.__name__)
+
+    @property
+    def workers(self) -> list[Any]:
+        """By rank."""
+        return [workers[self.role] for workers in self._local.workers]

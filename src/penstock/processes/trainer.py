@@ -162,7 +162,7 @@ class TrainerProcess:
         self._num_steps = point.step
         with self._span("restore"):
             self._group.read(Path(point.directory), point.policy_version)
-        self._policy_version, self._begun = point.policy_version, True
+            self._policy_version, self._begun = point.policy_version, True
 
     def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
         with self._span("train"):
@@ -196,9 +196,10 @@ class TrainerProcess:
     def _step(self) -> LearnerStateUpdate:
         with self._span("step"):
             state: LearnerState = self._group.step()
+            self._policy_version = state.policy_version
         self._busy_s += state.metrics["busy_s"] - self._busy_since_step_s
         self._busy_since_step_s = 0.0
-        self._num_steps, self._policy_version = self._num_steps + 1, state.policy_version
+        self._num_steps += 1
         self._latest, self._trained, self._accumulated = state, self._accumulated, []
         return LearnerStateUpdate(state=state)
 
@@ -274,7 +275,8 @@ class SavedGroup:
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
-    process = TrainerProcess(config, child)
+    with patient(PATIENCE_S, waiter=child.name, resource="its ranks", holder="what they load"):
+        process = await asyncio.to_thread(TrainerProcess, config, child)
     listens = child.address if config.rollout.engine == "penstock" else None
     try:
         async with (

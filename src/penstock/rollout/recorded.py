@@ -195,11 +195,11 @@ class RecordedForwards:
     def __init__(self, model: PreTrainedModel, cache: SlotCache, *, num_rows: int) -> None:
         """`cache` has a slot more than there are rows."""
         self._model, self._cache, self._num_rows = model, cache, num_rows
-        self._recordable = True
         self.forget()
 
     def forget(self) -> None:
         """Let go of all recordings, and of the memory that they work in: the slots are about to move."""
+        self._recordable = True
         self._recorded: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._out: torch.Tensor | None = None

@@ -15,8 +15,9 @@ kl_reference, entropy (of the full softmax, in nats), kl_engine_trainer (mean |l
 `kl_tokens` with which answers begin in the version that computes them here: see `parity.py`; what comes after a weight
 update rests on older keys and values, whose difference is none), parity_gap_max (the largest), staleness_mean,
 staleness_max; and tokens, tokens_masked_stale, tokens_masked_foreign, tokens_masked_segments, samples, learning_rate,
-skipped (1 if the gradient was not finite), busy_s (model compute since the last step, the mean over ranks). With
-`measure_noise`, where it can be measured: noise_signal, noise_trace (see `trainer/noise.py`).
+skipped (1 if the gradient was not finite), busy_s (model compute since the last step: the mean over ranks, and what the
+step itself took on this one). With `measure_noise`, where it can be measured: noise_signal, noise_trace (see
+`trainer/noise.py`).
 """
 
 from __future__ import annotations
@@ -136,11 +137,11 @@ class Learner:
         ranks, it is that of the whole."""
         if not self._measure_noise or any(self._ranks.total([self._pending.tokens], "see whether a step begins")):
             return self._add(batch)
-        counted = self._add(batch.select(np.flatnonzero(batch["early"])))
+        counted = self._add(batch.select(batch["early"]))
         with self._busy:
             self._small = self._norm_so_far()
         self._pending.busy_s += self._busy.seconds
-        rest = self._add(batch.select(np.flatnonzero(~batch["early"])))
+        rest = self._add(batch.select(~batch["early"]))
         return {name: count + rest[name] for name, count in counted.items()}
 
     def _norm_so_far(self) -> GradientNorm | None:

@@ -1,8 +1,9 @@
 """The ranks of a learner as one: sums over all of them.
 
 Rank 0 binds the port at which they meet, and then says where that is: no port is chosen before somebody has it. Every
-collective call has a deadline. One that fails leaves the ranks out of step, so that they are of no more use; the error
-says what was being done and which ranks had not come to it. A rank that is alone waits for nobody.
+collective call made here has a deadline. One that fails leaves the ranks out of step, so that they are of no more use;
+the error says what was being done and which ranks had not come to it. What FSDP gathers by itself has the same deadline
+and fails in torch's own words. A rank that is alone waits for nobody.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Imitation:
         self._strategy = Replicated(self._ranks)
         self._parameters = list(model.parameters())
         self._optimizer = adamw(self._parameters, learning_rate=0.0)
-        self._device = self._parameters[0].device
+        self._device, self._pass_cost = self._parameters[0].device, pass_cost(model)
         self._busy = BusyClock(self._device)
 
     def step(self, batch: Batch, learning_rate: float) -> dict[str, float]:
@@ -90,8 +90,10 @@ class Imitation:
         """Cross entropy, over the trained tokens of the whole batch; gradients are added. Returns this rank's part."""
         (tokens,) = self._ranks.total([int(table.trained.sum())], "count tokens")
         num_tokens, total = max(int(tokens), 1), 0.0
-        cost = pass_cost(self._model)
-        for micro in micro_batches(table, TOKENS_PER_MICROBATCH, self._device, share_prefixes=False, pass_cost=cost):
+        made = micro_batches(
+            table, TOKENS_PER_MICROBATCH, self._device, share_prefixes=False, pass_cost=self._pass_cost
+        )
+        for micro in made:
             logprobs, _ = token_logprobs(self._model, micro, temperature=1.0)
             loss = -logprobs.sum() / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
