@@ -14,8 +14,10 @@ pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster
 from ray_machines import machines
+from test_deaths import trained_tasks
 from test_training_run import command, leftovers, lines, only_run
 
+from penstock.observe import steps
 from penstock.supervisor.record import read_state
 
 pytestmark = [
@@ -68,8 +70,9 @@ def test_a_run_goes_on_after_the_loss_of_the_trainers_node(cluster: Cluster, tmp
         finally:
             run.kill()
     assert run.returncode == 0, said
-    steps = [line["step"] for line in lines(run_dir / "metrics.jsonl")]
-    assert steps == list(range(1, STEPS + 1))
+    survived = [line["step"] for line in steps.read(run_dir)]
+    assert survived == list(range(1, STEPS + 1)), "one taken after the last checkpoint is taken again"
+    assert [len(tasks) for tasks in trained_tasks(run_dir)] == [8] * STEPS
     events = lines(run_dir / "events.jsonl")
     lost = [event for event in events if event.get("name") == "trainer-0" and event.get("kind") == "lost"]
     assert len(lost) == 1 and lost[0]["reason"].startswith("host trainer-0")
