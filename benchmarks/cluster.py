@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +26,8 @@ from torch import Tensor
 from penstock.config import Config
 from penstock.groups.batch import Batch
 from penstock.processes.layout import model_dir, prepare
-from penstock.processes.rank import trainer_group
-from penstock.trainer.dealing import costs, deal
+from penstock.processes.places import trainer_roles
+from penstock.trainer.actor_critic import ActorCritic
 
 NUM_RANKS = 2
 STRATEGIES = ("ddp", "fsdp")
@@ -42,33 +41,28 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def configured(strategy: str) -> Config:
-    trainer = {"learning_rate": 3e-4, "warmup_steps": 0, "distributed": {"strategy": strategy}}
+def configured(num_ranks: int, strategy: str) -> Config:
+    distributed = {"ranks": num_ranks, "distributed": {"strategy": strategy}}
+    trainer = {"learning_rate": 3e-4, "warmup_steps": 0, **distributed}
     return Config.model_validate({"scheduler": {"max_staleness": 1000}, "trainer": trainer})
 
 
-def dealt(group: Any, batch: Batch, num_ranks: int) -> list[Batch]:
-    lengths = [len(ids) for ids in batch["token_ids"]]
-    hands = deal(costs(lengths, group.attention_per_token()), batch["groups"], num_ranks)
-    return [batch.select(hand) for hand in hands]
-
-
 def train(num_ranks: int, strategy: str, batch: Batch, steps: int, directory: Path) -> Trained:
-    config = configured(strategy)
+    config = configured(num_ranks, strategy)
     prepare(config, directory)
-    weights_dir = directory / "weights"
-    group = trainer_group(num_ranks, config=config, model_dir=model_dir(config, directory), weights_dir=weights_dir)
+    roles = trainer_roles(config, model_dir=model_dir(config, directory), weights_dir=directory / "weights")
+    ranks = ActorCritic(roles, config.trainer)
     try:
-        group.begin(0)
+        ranks.begin(0, directory)
         losses = []
         for _ in range(steps):
             cut = len(batch) // 3
             for part in (batch.select(range(cut)), batch.select(range(cut, len(batch)))):
-                group.accumulate(dealt(group, part, num_ranks))
-            losses.append(group.step().metrics["loss"])
-        return Trained(losses, load_file(group.publish().path))
+                ranks.accumulate(part)
+            losses.append(ranks.step().metrics["loss"])
+        return Trained(losses, load_file(ranks.publish().path))
     finally:
-        group.close()
+        ranks.close()
 
 
 def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:

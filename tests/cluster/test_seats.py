@@ -50,9 +50,16 @@ def test_a_pool_where_nobody_lives_is_not_asked_for() -> None:
     assert [(part.pool, part.bundles) for part in parts_of(pools, found.bundles)] == [("play", (1, 1))]
 
 
-def test_a_trainer_of_several_ranks_has_the_devices_of_all_its_slots() -> None:
-    pools = config(learn={"roles": ["actor"], "slots_per_node": 4, "accelerators": 1.0, "cpus": 2.0})
-    (part,) = parts_of(pools, seating(pools, specs("trainer.ranks=4")).bundles)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.ranks=4"],
+        ["trainer.ranks=2", "trainer.split=[reference]", "trainer.objective.kl_coef=0.1"],
+    ],
+)
+def test_a_trainer_of_several_processes_has_the_devices_of_all_its_slots(overrides: Sequence[str]) -> None:
+    pools = config(learn={"roles": ["actor", "reference"], "slots_per_node": 4, "accelerators": 1.0, "cpus": 2.0})
+    (part,) = parts_of(pools, seating(pools, specs(*overrides)).bundles)
     assert [part.wanted_by(num_slots) for num_slots in part.bundles] == [{"CPU": 8.0, "GPU": 4.0}]
 
 
@@ -63,12 +70,12 @@ def test_a_trainer_of_several_ranks_has_the_devices_of_all_its_slots() -> None:
         (
             {"all": {"roles": HERE, "nodes": 2, "slots_per_node": 2}},
             ["rollout.servers=3", "env.workers=2", "trainer.ranks=2"],
-            "cluster.pools.all: trainer.ranks 2 + rollout.servers 3 + env.workers 2 need 7 slots, and 2 nodes have 4",
+            "trainer.ranks and trainer.split 2 + rollout.servers 3 + env.workers 2 need 7 slots, and 2 nodes have 4",
         ),
         (
             {"learn": {"roles": ["actor"], "nodes": 4, "slots_per_node": 2}},
             ["trainer.ranks=4"],
-            "trainer-0 needs 4 slots of one node (trainer.ranks), beside trainer.ranks 4 on nodes of 2, 2, 2, 2",
+            "trainer-0 needs 4 slots of one node (trainer.ranks and trainer.split), beside",
         ),
         (
             {"learn": {"roles": ["actor"]}, "other": {"roles": ["critic"]}},

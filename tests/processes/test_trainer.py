@@ -1,4 +1,4 @@
-"""The trainer process: the driver of one rank, or of several in processes of their own."""
+"""The trainer process: the driver of one rank, or of several in processes of their own, of one role or of three."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from penstock.control.messages import (
 )
 from penstock.groups.errors import WorkerLost
 from penstock.groups.role import Rank
+from penstock.processes.actor import Actor
 from penstock.processes.layout import prepare
-from penstock.processes.rank import TrainerRank
 from penstock.processes.trainer import TrainerProcess
 from penstock.store.payload import PayloadWriter
 from penstock.supervisor.child import ADDRESS, Child
@@ -39,6 +39,10 @@ from penstock.types import GroupRef, Sample
 
 pytestmark = pytest.mark.integration
 GROUPS, GROUP_SIZE = 6, 4
+ROLES: dict[str, Any] = {"critic": {"learning_rate": 1e-3}, "objective": {"kl_coef": 0.1}}
+SPLIT = {**ROLES, "split": ["critic", "reference"]}
+TWO = {"ranks": 2}
+FSDP = {"ranks": 2, "distributed": {"strategy": "fsdp"}}
 
 
 def configured(**trainer: Any) -> Config:
@@ -57,6 +61,7 @@ def configured(**trainer: Any) -> Config:
             },
             "data": {"source": "seeds"},
             "env": {"name": "guess_number", "group_size": GROUP_SIZE, "max_new_tokens": 8},
+            "scheduler": {"group_filter": []},
             "trainer": {"groups_per_step": GROUPS, "learning_rate": 1e-3, "warmup_steps": 0, **trainer},
         }
     )
@@ -110,11 +115,14 @@ def trainer(directory: Path, **settings: Any) -> Iterator[TrainerProcess]:
 
 async def step(process: TrainerProcess, pool: list[GroupRef]) -> dict[str, float]:
     """Two calls and the step; its metrics."""
+    busy_s = 0.0
     for part in (pool[:2], pool[2:]):
         counted = await process.handle("controller", Accumulate(groups=part))
         assert isinstance(counted, Accumulated) and counted.metrics["samples"] == len(part) * GROUP_SIZE
+        busy_s += counted.metrics["busy_s"]
     update = await process.handle("controller", Step())
     assert isinstance(update, LearnerStateUpdate)
+    assert 0 < busy_s < update.state.metrics["busy_s"], "the step itself is in it too"
     return {name: value for name, value in update.state.metrics.items() if name != "busy_s"}
 
 
@@ -124,20 +132,31 @@ async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
     return load_file(answer.handle.path)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-async def test_several_ranks_do_what_one_does_and_either_goes_on_from_the_others_checkpoint(
-    tmp_path: Path, pool: list[GroupRef], strategy: str
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param({}, TWO, id="two ranks"),
+        pytest.param({}, FSDP, id="two ranks that share weights"),
+        pytest.param(ROLES, SPLIT, id="roles split"),
+        pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks"),
+        pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split"),
+        pytest.param(
+            ROLES, {**SPLIT, **FSDP, "split": ["reference"]}, id="some of two ranks that share weights, split"
+        ),
+    ],
+)
+async def test_wherever_ranks_and_roles_are_they_find_the_same_and_go_on_from_each_others_checkpoints(
+    tmp_path: Path, pool: list[GroupRef], one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    several = {"ranks": 2, "distributed": {"strategy": strategy}}
     seen = []
-    for number, settings in enumerate(({}, several)):
+    for number, settings in enumerate((one, other)):
         with trainer(tmp_path, **settings) as process:
             await process.handle("controller", Begin(policy_version=0))
             first = await step(process, pool)
             directory = tmp_path / "run" / f"checkpoints_{number}" / "step_1"
             await process.handle("controller", SaveCheckpoint(directory=str(directory), state={"step": 1}))
             seen.append((first, await step(process, pool), await published(process)))
-    for number, settings in enumerate((several, {})):
+    for number, settings in enumerate((other, one)):
         with trainer(tmp_path, **settings) as process:
             asked = AskSaved(directory=str(tmp_path / "run" / f"checkpoints_{number}"))
             answer = await process.handle("controller", asked)
@@ -146,20 +165,31 @@ async def test_several_ranks_do_what_one_does_and_either_goes_on_from_the_others
             await process.handle("controller", point)
             seen.append((seen[0][0], await step(process, pool), await published(process)))
     expected, *others = seen
+    is_exact = one.get("ranks") == other.get("ranks")
     for found in others:
         for ours, theirs in zip(found[:2], expected[:2], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+            assert ours == (theirs if is_exact else pytest.approx(theirs, rel=1e-3, abs=1e-5))
         for name, weight in expected[2].items():
-            torch.testing.assert_close(found[2][name], weight, rtol=0, atol=1e-4)
+            torch.testing.assert_close(found[2][name], weight, rtol=0, atol=0 if is_exact else 1e-4)
+    if "critic" in one:
+        first, second = expected[:2]
+        assert first["kl_reference"] == pytest.approx(0, abs=1e-6), "the reference is the policy after its warm start"
+        assert second["kl_reference"] > 0 and 0 < second["value_loss"] < first["value_loss"]
 
 
-async def test_a_rank_that_is_killed_ends_the_call_that_needs_it(tmp_path: Path, pool: list[GroupRef]) -> None:
-    with trainer(tmp_path, ranks=2) as process:
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [(TWO, r"actor\.\w+ lost its worker of rank 1"), (SPLIT, r"reference\.\w+ lost its worker of rank 0")],
+)
+async def test_a_rank_that_is_killed_ends_the_call_that_needs_it(
+    tmp_path: Path, pool: list[GroupRef], settings: dict[str, Any], lost: str
+) -> None:
+    with trainer(tmp_path, **settings) as process:
         await process.handle("controller", Begin(policy_version=0))
         await step(process, pool)
-        _, second = [child for child in psutil.Process().children() if "penstock.groups.hosted" in child.cmdline()]
-        second.kill()
-        with pytest.raises(WorkerLost, match=r"TrainerRank\.\w+ lost its worker of rank 1: SIGKILL"):
+        _, last = [child for child in psutil.Process().children() if "penstock.groups.hosted" in child.cmdline()]
+        last.kill()
+        with pytest.raises(WorkerLost, match=f"{lost}: SIGKILL"):
             await step(process, pool)
 
 
@@ -175,7 +205,8 @@ def test_ranks_meet_on_their_machines_address(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv(ADDRESS, "127.0.0.2")
     config = configured(ranks=2)
     prepare(config, tmp_path)
-    rank = TrainerRank(Rank(0, 2), config=config, model_dir=tmp_path / "model", weights_dir=tmp_path)
+    places = {"model_dir": tmp_path / "model", "weights_dir": tmp_path}
+    rank = Actor(Rank(0, 2), {}, config=config, place=0, **places)
     meeting = rank.listen()
     assert meeting.host == "127.0.0.2"
     socket.create_connection((meeting.host, meeting.port), timeout=5).close()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from made_roles import AllRoles
 from made_samples import five_groups
 
 from penstock.config import TrainerConfig
@@ -23,7 +24,6 @@ from penstock.groups.batch import Batch
 from penstock.groups.role import Rank
 from penstock.model.load import load_policy
 from penstock.trainer.dealing import costs, deal
-from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
 from penstock.trainer.ranks import Meeting, RankLost, Ranks
 from penstock.trainer.warm_start import Imitation, warm_start
@@ -59,11 +59,11 @@ def saved_of(num_ranks: int) -> tuple[str, ...]:
     return SAVED if num_ranks <= 2 else ("critic",)
 
 
-def make_learner(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> Learner:
+def make_learner(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> AllRoles:
     torch.manual_seed(ranks.index)  # what is drawn at random must not differ
     settings = {"learning_rate": 1e-2, "warmup_steps": 0} | SETTINGS[name] | {"distributed": {"strategy": strategy}}
-    return Learner(
-        load_policy(model_dir, weights=False, seed=0),
+    return AllRoles(
+        lambda: load_policy(model_dir, weights=False, seed=0),
         TrainerConfig.model_validate(settings),
         max_staleness=2,
         max_tokens=10,
@@ -85,7 +85,7 @@ def dealt(batch: Batch, ranks: Ranks, *, call: int) -> Batch:
             return batch if ranks.index == ranks.size - 1 else batch.select([])
 
 
-def train(learner: Learner, ranks: Ranks, *, steps: int, lagging: bool = False) -> list[dict[str, float]]:
+def train(learner: AllRoles, ranks: Ranks, *, steps: int, lagging: bool = False) -> list[dict[str, float]]:
     """The metrics of each step. Every step is two calls; `lagging`: its samples are of the version before."""
     metrics = []
     for step in range(steps):

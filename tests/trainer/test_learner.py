@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_roles import AllRoles
 from made_samples import make_sample
 from transformers import PreTrainedModel
 
 from penstock.config.schema import TrainerConfig
-from penstock.trainer.learner import PROGRESS, Learner, NothingLearnt
+from penstock.trainer.learner import NAME, Learner, NothingLearnt
 from penstock.trainer.losses.objective import OBJECTIVES
 from penstock.trainer.prepare import prepare
 from penstock.types import LearnerState, Sample
@@ -31,7 +32,7 @@ def learner_for(model: PreTrainedModel, config: TrainerConfig = LOOSE, **setting
     return Learner(model, config, max_staleness=int(settings.pop("max_staleness", 2)), **settings)  # type: ignore[arg-type]
 
 
-def accumulate(learner: Learner, samples: Sequence[Sample]) -> dict[str, float]:
+def accumulate(learner: Learner | AllRoles, samples: Sequence[Sample]) -> dict[str, float]:
     return learner.accumulate(prepare(samples, normalize=True)[0])
 
 
@@ -98,13 +99,14 @@ def test_of_every_objective_any_partition_gives_the_same_update(
 ) -> None:
     objective = {"name": name, "normalize": normalize, "kl_coef": 0.1, "mastered": {"probability": 0.5, "entropy": 9.0}}
     config = {"max_grad_norm": 1e9, "objective": objective}
-    whole, parts = make_model(), make_model().to(device)
-    first = learner_for(whole, TrainerConfig.model_validate(config), max_tokens=10)
-    second = learner_for(parts, TrainerConfig.model_validate(config | {"tokens_per_microbatch": 40}), max_tokens=10)
+    common = {"max_staleness": 2, "max_tokens": 10}
+    first = AllRoles(make_model, TrainerConfig.model_validate(config), **common)
+    small = TrainerConfig.model_validate(config | {"tokens_per_microbatch": 40})
+    second = AllRoles(lambda: make_model().to(device), small, **common)
     accumulate(first, samples)
     for group in range(5):
         accumulate(second, [sample for sample in samples if sample.group == group])
-    torch.testing.assert_close(gradients(parts), gradients(whole), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(gradients(second.learner.model), gradients(first.learner.model), atol=1e-5, rtol=1e-4)
     one, other = first.step().metrics, second.step().metrics
     for metric in METRICS - {"busy_s"}:
         assert other[metric] == pytest.approx(one[metric], abs=1e-5), metric
@@ -205,7 +207,7 @@ def test_a_snapshot_is_the_policy_of_some_steps_ago(make_model: MakeModel, sampl
 
 def test_the_reference_stays_where_training_began(make_model: MakeModel, samples: list[Sample]) -> None:
     config = TrainerConfig.model_validate({"learning_rate": 1e-2, "objective": {"kl_coef": 0.01}})
-    learner = learner_for(make_model(), config)
+    learner = AllRoles(make_model, config, max_staleness=2)
     distances = [state.metrics["kl_reference"] for state in run(learner, samples, 3)]
     assert distances[0] == pytest.approx(0.0, abs=1e-6) and 0 < distances[1] < distances[2]
 
@@ -307,7 +309,7 @@ def test_entropy_and_disagreement_are_those_of_the_policy(make_model: MakeModel,
     assert state.metrics["kl_engine_trainer"] == pytest.approx(np.mean(differences), abs=1e-4)
 
 
-def run(learner: Learner, samples: list[Sample], steps: int) -> list[LearnerState]:
+def run(learner: Learner | AllRoles, samples: list[Sample], steps: int) -> list[LearnerState]:
     states = []
     for _ in range(steps):
         versions = np.int32(learner.policy_version)
@@ -331,7 +333,7 @@ def test_the_same_run_twice_is_bit_identical(
 def test_a_restored_learner_goes_on_as_if_never_stopped(
     make_model: MakeModel, samples: list[Sample], device: torch.device
 ) -> None:
-    objective = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 3, "kl_coef": 0.1}
+    objective = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 3}
     config = TrainerConfig.model_validate({"warmup_steps": 4, "objective": objective})
     steady = learner_for(make_model().to(device), config)
     run(steady, samples, 2)
@@ -389,22 +391,22 @@ def test_named_weights_hold_each_tensor_once(make_model: MakeModel) -> None:
     assert len({tensor.data_ptr() for tensor in weights.values()}) == len(weights)
 
 
-def test_a_critic_learns_what_episodes_earn_and_replaces_the_group_mean(make_model: MakeModel) -> None:
+def test_a_critic_learns_what_episodes_earn_and_replaces_the_group_mean(make_model: MakeModel, tmp_path: Path) -> None:
     """One episode per group: there are no siblings to compare with."""
     config = TrainerConfig.model_validate({"critic": {"learning_rate": 1e-2, "clip": 10.0, "trace": 1.0}})
-    learner = learner_for(make_model(), config)
+    learner = AllRoles(make_model, config, max_staleness=2)
     lone = [make_sample(i, prompt=[5, 6], response=[7, 8, 9], reward=1.0) for i in range(4)]
     losses = [state.metrics["value_loss"] for state in run(learner, lone, 12)]
     assert losses[0] == pytest.approx(0.5, abs=1e-6), "V is 0 at first"
     assert losses[-1] < 0.05
-    saved = copy.deepcopy(learner.state_dict())
-    other = learner_for(make_model(), config)
-    other.load_state_dict(saved)
+    learner.write(tmp_path)
+    other = AllRoles(make_model, config, max_staleness=2)
+    other.read(tmp_path)
     assert run(other, lone, 1)[0].metrics["value_loss"] == run(learner, lone, 1)[0].metrics["value_loss"]
 
 
 def test_a_step_without_tokens_leaves_the_critic_alone(make_model: MakeModel) -> None:
-    learner = learner_for(make_model(), TrainerConfig.model_validate({"critic": {}}))
+    learner = AllRoles(make_model, TrainerConfig.model_validate({"critic": {}}), max_staleness=2)
     assert learner.step().metrics["value_loss"] == 0.0
 
 
@@ -443,6 +445,6 @@ def test_the_rewarded_token_of_a_bandit_becomes_likely(make_model: MakeModel) ->
 
 def test_a_full_disk_is_called_one_when_the_state_is_written(make_model: MakeModel, tmp_path: Path) -> None:
     learner = learner_for(make_model())
-    (tmp_path / PROGRESS).symlink_to("/dev/full")
+    (tmp_path / f"{NAME}.pt").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
         learner.write(tmp_path)

@@ -48,7 +48,7 @@ def test_the_served_weights_are_those_of_the_trained_policy(make_model: MakeMode
 
 
 def test_a_snapshot_is_the_adapted_policy(make_model: MakeModel, samples: list[Sample]) -> None:
-    objective = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 2, "kl_coef": 0.1}
+    objective = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 2}
     config = TrainerConfig.model_validate({"lora": {"rank": 4}, "objective": objective})
     trained = Learner(make_model(), config, max_staleness=10)
     train(trained, samples, 2)

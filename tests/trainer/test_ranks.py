@@ -129,9 +129,10 @@ def test_a_checkpoint_is_read_by_any_number_of_ranks(
 
 def test_every_rank_saves_what_it_alone_has(together: dict[int, list[Results]], out: Path) -> None:
     for size in SIZES:
-        files = {path.name for path in (out / f"saved_fsdp_critic_{size}").glob("learner*")}
-        assert files == {"learner.pt", *(f"learner_{rank}.pt" for rank in range(1, size))}
-        assert [path.name for path in (out / f"saved_ddp_critic_{size}").glob("learner*")] == ["learner.pt"]
+        for role in ("learner", "critic"):
+            files = {path.name for path in (out / f"saved_fsdp_critic_{size}").glob(f"{role}*")}
+            assert files == {f"{role}.pt", *(f"{role}_{rank}.pt" for rank in range(1, size))}
+            assert [path.name for path in (out / f"saved_ddp_critic_{size}").glob(f"{role}*")] == [f"{role}.pt"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "torn"])

@@ -1,7 +1,7 @@
 """Which process of a run lives in which slots of which pool. Pure, and known before a cluster is asked for anything.
 
-A process takes a slot, a trainer of several ranks as many slots of one node as it has ranks. What lives in no pool runs
-on the supervisor's machine.
+A process takes a slot, a trainer as many slots of one node as processes compute for it: its ranks, and those of roles
+that are split from them. What lives in no pool runs on the supervisor's machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROLES: Mapping[str, Role] = {"trainer": "actor", "rollout": "rollout", "env": "e
 """Of processes, as `cluster.pools` calls them."""
 WITHIN: Mapping[Role, Role] = {"critic": "actor", "reference": "actor", "reward": "environment"}
 """What has no processes of its own, and in whose it lives."""
-COUNTS = {"trainer": "trainer.ranks", "rollout": "rollout.servers", "env": "env.workers"}
+COUNTS = {"trainer": "trainer.ranks and trainer.split", "rollout": "rollout.servers", "env": "env.workers"}
 """Settings that say how many slots the processes of a role take."""
 
 

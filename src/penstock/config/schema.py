@@ -161,6 +161,8 @@ class TrainerConfig(Section):
     """Recompute activations in the backward pass: less memory, more time; prompts are not shared then."""
     ranks: int = Field(1, ge=1)
     """Processes that share every optimizer step."""
+    split: list[Literal["critic", "reference"]] = Field(default_factory=list)
+    """Roles that run in processes of their own, `ranks` of each, beside the actor's. The others share its processes."""
     distributed: DistributedConfig = DistributedConfig()
     torch_threads: int = Field(1, ge=1)
     """Of each rank."""
@@ -169,6 +171,22 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     max_bad_steps: int = Field(5, ge=1)
     """Steps in a row with a non-finite gradient, or without a token to train, before the run is failed."""
+
+    @property
+    def roles(self) -> list[str]:
+        """Those that these settings need."""
+        needed = {"actor": True, "critic": self.critic is not None, "reference": self.objective.kl_coef > 0}
+        return [role for role, is_needed in needed.items() if is_needed]
+
+    @model_validator(mode="after")
+    def _splits_what_is_there(self) -> TrainerConfig:
+        for role in self.split:
+            if role not in self.roles:
+                setting = {"critic": "trainer.critic", "reference": "trainer.objective.kl_coef"}[role]
+                raise ValueError(f"split names {role}, and there is none: set {setting}, or leave it out of split")
+        if len(set(self.split)) != len(self.split):
+            raise ValueError(f"split names a role twice: {', '.join(self.split)}")
+        return self
 
 
 class SupervisorConfig(Section):
@@ -248,8 +266,21 @@ class Config(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Of the trainer; one that only publishes needs no others."""
+        """Of the trainer's actor; one that only publishes needs no others."""
         return self.trainer.ranks if self.pipeline == "train" else 1
+
+    @property
+    def places(self) -> dict[str, list[str]]:
+        """The trainer's roles by where they are; what is together shares processes, one for each rank."""
+        if self.pipeline != "train":
+            return {"actor": ["actor"]}
+        split = self.trainer.split
+        return {"actor": [role for role in self.trainer.roles if role not in split]} | {role: [role] for role in split}
+
+    @property
+    def num_trainer_processes(self) -> int:
+        """That compute: of all ranks of all the trainer's roles."""
+        return self.num_ranks * len(self.places)
 
     @property
     def max_running(self) -> int:

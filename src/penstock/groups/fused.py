@@ -35,6 +35,11 @@ class Roles:
             raise AttributeError(f"no role {name!r}: there are {sorted(groups)}")
         return groups[name]
 
+    @property
+    def num_places(self) -> int:
+        """Groups of workers that share nothing."""
+        return len(self._backends)
+
     def __enter__(self) -> Self:
         return self
 

@@ -26,7 +26,7 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             ready_s=config.supervisor.ready_timeout_s,
             grace_s=config.supervisor.grace_s,
             env=(TORCH_ENVIRONMENT if role in ("rollout", "trainer") else {}) | _keys(config, role),
-            num_slots=config.num_ranks if role == "trainer" else 1,
+            num_slots=config.num_trainer_processes if role == "trainer" else 1,
             saves="checkpoint" if role == "trainer" else "",
         )
 

@@ -1,7 +1,7 @@
-"""The trainer: behind the bus, one message at a time, the driver of a group of ranks, which hold the model.
+"""The trainer: behind the bus, one message at a time, the driver of the ranks that hold the models.
 
-A group of one lives in this process, on a thread of its own; several ranks are processes of theirs. A rank that is lost
-ends the trainer: whoever restarts it begins with all of them anew.
+A rank that is the only one lives in this process, on a thread of its own; see `places.py`. A rank that is lost ends the
+trainer: whoever restarts it begins with all of them anew.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from penstock.config import Config, load_config
 from penstock.control.bus import Peer
@@ -42,21 +41,20 @@ from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import patient
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import maker_by_tag
-from penstock.groups.batch import Batch
 from penstock.groups.errors import RemoteError
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import TrainerState
 from penstock.processes.layout import model_dir
 from penstock.processes.member import Telemetry, membership
+from penstock.processes.places import trainer_roles
 from penstock.processes.pool import payloads_of
 from penstock.processes.publishing import Publications, publishing
-from penstock.processes.rank import trainer_group
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
-from penstock.trainer.dealing import costs, deal
+from penstock.trainer.actor_critic import ActorCritic
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
-from penstock.types import BusySpan, GroupRef, LearnerState, WeightsHandle
+from penstock.types import BusySpan, GroupRef, LearnerState
 
 PATIENCE_S = 300.0
 """With one message, before it is worth a report: whoever sent it has a deadline."""
@@ -68,7 +66,7 @@ class TrainerProcess:
     """Executes trainer messages in order; the event loop stays free for heartbeats."""
 
     def __init__(self, config: Config, child: Child) -> None:
-        self._config, self._name, self._run_dir = config, child.name, child.run_dir
+        self._config, self._name, self._runtime_dir = config, child.name, child.runtime_dir
         self._model_dir = model_dir(config, child.run_dir)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._payloads = payloads_of(child)
@@ -82,16 +80,14 @@ class TrainerProcess:
         self._latest: LearnerState | None = None
         self._trained: list[int] = []
         self._accumulated: list[int] = []
-        self._num_ranks = config.num_ranks
-        self._group = self._thread.submit(self._make_group, weights_dir(child, config)).result()
+        self._ranks = self._thread.submit(self._start_ranks, weights_dir(child, config)).result()
         self.published: Publications | None = None
         """What other machines can have of it."""
 
-    def _make_group(self, weights_dir: Path) -> Any:
+    def _start_ranks(self, weights_dir: Path) -> ActorCritic:
         with plainly():
-            return trainer_group(
-                self._num_ranks, config=self._config, model_dir=self._model_dir, weights_dir=weights_dir
-            )
+            roles = trainer_roles(self._config, model_dir=self._model_dir, weights_dir=weights_dir)
+        return ActorCritic(roles, self._config.trainer)
 
     async def welcomed(self, _: Peer, welcome: Welcome) -> None:
         """The controller says where its pool is."""
@@ -123,7 +119,7 @@ class TrainerProcess:
             case Begin(policy_version=policy_version):
                 self._policy_version = policy_version
                 metrics = self._warm_start()
-                self._group.begin(policy_version)
+                self._ranks.begin(policy_version, self._runtime_dir)
                 self._begun = True
                 return Begun(metrics=metrics)
             case _ if not self._begun:
@@ -134,7 +130,7 @@ class TrainerProcess:
                 return self._step()
             case Publish():
                 with self._span("publish"):
-                    handle: WeightsHandle = self._group.publish()
+                    handle = self._ranks.publish()
                 return Published(handle=handle if self.published is None else self.published.tell(handle))
             case SaveCheckpoint(directory=directory, state=state):
                 with self._span("checkpoint"):
@@ -142,7 +138,7 @@ class TrainerProcess:
                     checkpoint.save(
                         target.parent,
                         int(state["step"]),
-                        SavedGroup(self._group, self._policy_version),
+                        SavedRanks(self._ranks, self._policy_version),
                         state,
                         model_dir=self._model_dir,
                         keep=self._config.trainer.keep_checkpoints,
@@ -161,7 +157,7 @@ class TrainerProcess:
     def _restore(self, point: Restore) -> None:
         self._num_steps = point.step
         with self._span("restore"):
-            self._group.read(Path(point.directory), point.policy_version)
+            self._ranks.read(Path(point.directory), point.policy_version)
             self._policy_version, self._begun = point.policy_version, True
 
     def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
@@ -173,29 +169,16 @@ class TrainerProcess:
                 normalize=self._config.trainer.normalize_advantages,
                 max_context=self._config.model.max_context,
             )
-            sums: dict[str, float] = dict(self._group.accumulate(self._dealt(batch)))
+            sums = self._ranks.accumulate(batch)
         self._payloads.drop(group.ref for group in groups)
         self._accumulated += [group.group for group in groups]
         self._busy_s += sums["busy_s"]
         self._busy_since_step_s += sums["busy_s"]
         return sums | {f"skipped_{reason}": float(count) for reason, count in skipped.items()}
 
-    def _dealt(self, batch: Batch) -> list[Batch]:
-        """By rank."""
-        if self._num_ranks == 1:
-            return [batch]
-        lengths = [len(ids) for ids in batch["token_ids"]]
-        hands = deal(costs(lengths, self._attention_per_token), batch["groups"], self._num_ranks)
-        return [batch.select(hand) for hand in hands]
-
-    @cached_property
-    def _attention_per_token(self) -> float:
-        found: float = self._group.attention_per_token()
-        return found
-
     def _step(self) -> LearnerStateUpdate:
         with self._span("step"):
-            state: LearnerState = self._group.step()
+            state = self._ranks.step()
             self._policy_version = state.policy_version
         self._busy_s += state.metrics["busy_s"] - self._busy_since_step_s
         self._busy_since_step_s = 0.0
@@ -209,7 +192,7 @@ class TrainerProcess:
             return {}
         with self._span("warm_start"):
             result = warm_start(
-                self._group.imitate,
+                self._ranks.imitate,
                 self._demonstrations(),
                 steps=settings.steps,
                 batch_size=settings.batch_size,
@@ -244,7 +227,7 @@ class TrainerProcess:
     def close(self) -> None:
         """What it has published stays, for servers that have not read it yet: it goes with the runtime directory."""
         self._thread.shutdown(wait=True)
-        self._group.close()
+        self._ranks.close()
         self._payloads.close()
 
 
@@ -262,14 +245,14 @@ def plainly() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedGroup:
+class SavedRanks:
     """What a checkpoint is made of."""
 
-    group: Any
+    ranks: ActorCritic
     policy_version: int
 
     def write(self, directory: Path) -> None:
-        self.group.write(directory)
+        self.ranks.write(directory)
 
 
 async def serve(child: Child) -> None:

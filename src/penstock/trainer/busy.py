@@ -12,7 +12,12 @@ class BusyClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.seconds = 0.0
+        self.seconds = self._untold_s = 0.0
+
+    def told(self) -> float:
+        """Seconds since this was last asked."""
+        seconds, self._untold_s = self._untold_s, 0.0
+        return seconds
 
     def __enter__(self) -> BusyClock:
         self._start = compute_seconds(self._device)
@@ -20,3 +25,4 @@ class BusyClock:
 
     def __exit__(self, *_: object) -> None:
         self.seconds = compute_seconds(self._device) - self._start
+        self._untold_s += self.seconds

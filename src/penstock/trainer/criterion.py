@@ -45,8 +45,7 @@ class Criterion:
         self._model, self._config = model, config.objective
         self._autocast, self._strategy = autocast, strategy
         self._temperature, self._max_tokens = temperature, max_tokens
-        self._proximal = Snapshot(model, strategy) if self._config.proximal == "snapshot" else None
-        self._reference = Snapshot(model, strategy) if self._config.kl_coef else None
+        self._proximal = Snapshot(strategy.copied(model)) if self._config.proximal == "snapshot" else None
         self._parity = Parity(model, strategy, every=config.canaries.parity_every, max_staleness=max_staleness)
 
     def rows(
@@ -58,6 +57,7 @@ class Criterion:
         samples: Tensor,  # [N], number of the token's sample
         staleness: Tensor,  # [N], versions
         comparable: Tensor,  # [N], whether `compared_version` made the sample so far
+        reference: Tensor | None = None,  # [N], the reference policy's log-probabilities
     ) -> dict[str, Tensor]:
         """For each of `statistics.SUMS` its values, [N]. `loss` carries the gradient; its sum is to go backward."""
         config = self._config
@@ -70,7 +70,7 @@ class Criterion:
         known = kl = torch.zeros_like(entropy)
         if config.mastered is not None:
             known = mastered(logprobs, entropy, advantages, samples, config.mastered)
-        if (reference := self._logprobs(self._reference, micro)) is not None:
+        if reference is not None:
             kl = kl_k3(logprobs, reference)
         # A sharded copy is passed by all ranks or none, whatever each of them has to compare.
         compares = bool(comparable.any()) or self._strategy.is_sharded
@@ -104,16 +104,14 @@ class Criterion:
             self._proximal.renew(self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """The copies, by their role."""
-        copies = {"proximal": self._proximal, "reference": self._reference}
-        return {role: snapshot.state_dict() for role, snapshot in copies.items() if snapshot is not None}
+        """The copy that an objective is centred on, if it is."""
+        return {} if self._proximal is None else {"proximal": self._proximal.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to saved copies. One that was not saved, the objective being another then, stays what it is."""
+        """Go back to a saved copy. One that was not saved, the objective being another then, stays what it is."""
         self._parity.forget()
-        for role, snapshot in {"proximal": self._proximal, "reference": self._reference}.items():
-            if snapshot is not None and role in state:
-                snapshot.load_state_dict(state[role])
+        if self._proximal is not None and "proximal" in state:
+            self._proximal.load_state_dict(state["proximal"])
 
     def _logprobs(self, snapshot: Snapshot | None, micro: MicroBatch) -> Tensor | None:
         if snapshot is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +11,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.config import CriticConfig
-from penstock.trainer.forward import Autocast, pass_cost
+from penstock.config import CriticConfig, TrainerConfig
+from penstock.groups.batch import Batch
+from penstock.trainer.advantages import generalized_advantages
+from penstock.trainer.busy import BusyClock
+from penstock.trainer.forward import recompute_activations
+from penstock.trainer.masks import Selection
 from penstock.trainer.optimizer import adamw
-from penstock.trainer.packing import MicroBatch, TokenTable, micro_batches
+from penstock.trainer.packing import MicroBatch, TokenTable, flatten, per_sample
+from penstock.trainer.passes import Passes, autocast
+from penstock.trainer.ranks import Ranks
 from penstock.trainer.shards import load_module, load_optimizer, whole
-from penstock.trainer.strategy import Strategy
+from penstock.trainer.states import read_state, write_state
+from penstock.trainer.strategy import strategy_of
 
-Floats = npt.NDArray[np.float32]
+NAME = "critic"
+"""Of its files in a checkpoint."""
 
 
 class ValueFunction(torch.nn.Module):
@@ -27,7 +34,7 @@ class ValueFunction(torch.nn.Module):
 
     def __init__(self, policy: PreTrainedModel) -> None:
         super().__init__()
-        self.body = copy.deepcopy(policy.base_model)
+        self.body = policy.base_model
         self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
@@ -41,7 +48,7 @@ class ValueFunction(torch.nn.Module):
 
 
 class Critic:
-    """A copy of the policy's body with one output: V(s), what an episode will earn from before a token on.
+    """A policy's body with one output: V(s), what an episode will earn from before a token on. One rank's.
 
     Gradients are summed as groups arrive, and divided by the step's tokens when the step is taken, as the policy's are.
     """
@@ -49,52 +56,68 @@ class Critic:
     def __init__(
         self,
         policy: PreTrainedModel,
-        config: CriticConfig,
+        config: TrainerConfig,
         *,
-        strategy: Strategy,
-        autocast: Autocast,
-        max_tokens: int,
+        max_staleness: int,
+        compute_dtype: torch.dtype = torch.float32,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`policy` is whole. `autocast`: what forward passes run in. `max_tokens`: padded tokens per forward pass."""
-        self._config, self._strategy = config, strategy
-        self._autocast, self._max_tokens = autocast, max_tokens
-        self._device, self._pass_cost = policy.device, pass_cost(policy)
+        """`config` has a critic. `policy` is whole, the same on all `ranks` (none: this one is alone), and the critic's
+        own from now on. The others as the learner has them."""
+        assert config.critic is not None
+        self._config, self._max_grad_norm = config.critic, config.max_grad_norm
+        if config.activation_checkpointing:
+            recompute_activations(policy)
+        self._strategy = strategy_of(policy, config, ranks or Ranks())
+        self._passes = Passes(policy, self._strategy, max_tokens=config.tokens_per_microbatch, share_prefixes=False)
+        self._autocast = autocast(policy.device, compute_dtype)
+        self._selection = Selection(max_staleness, config.objective.segments)
+        self.busy = BusyClock(policy.device)
         self._function = ValueFunction(policy)
-        strategy.place(self._function)
+        self._strategy.place(self._function)
         self._parameters = list(self._function.parameters())
-        self._optimizer = adamw(self._parameters, learning_rate=config.learning_rate)
+        self._optimizer = adamw(self._parameters, learning_rate=self._config.learning_rate)
         self._loss, self._tokens = 0.0, 0
 
-    def values(self, table: TokenTable) -> Floats:
-        """V before each trained token, [S]; 0 elsewhere."""
+    def values(self, batch: Batch) -> Batch:
+        """V before each sampled token: the column `values`, an array for each sample, 0 elsewhere."""
+        table = TokenTable.build(batch["token_ids"], flatten(batch["loss_mask"], np.bool_))
         found = np.zeros(len(table.token_ids), dtype=np.float32)
-        with torch.no_grad():
-            for micro in self._micro_batches(table):
+        with self.busy, torch.no_grad():
+            for micro in self._passes.of(table):
                 found[micro.tokens] = self._forward(micro).cpu().numpy()
-        return found
+        return Batch(values={"values": per_sample(found, batch["token_ids"])})
 
-    def learn(self, table: TokenTable, returns: Floats, values: Floats) -> None:
-        """Add the gradient of the value loss of the trained tokens. All [S]; `values` are those before this step.
+    def learn(self, batch: Batch, policy_version: int) -> None:
+        """Add the gradient of the value loss of the tokens in the loss while `policy_version` is trained. The batch is
+        one from `appraised`: its `values` are those before this step.
 
         max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2: PPO's clipped value loss (as in arXiv 2005.12729).
         """
-        for micro in self._micro_batches(table):
-            value = self._forward(micro)
-            target, before = (torch.from_numpy(array[micro.tokens]).to(value.device) for array in (returns, values))
-            near = before + (value - before).clamp(-self._config.clip, self._config.clip)
-            loss = 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2)
-            loss.sum().backward()  # type: ignore[no-untyped-call]
-            self._loss += float(loss.detach().sum())
-            self._tokens += len(value)
+        table = TokenTable.build(batch["token_ids"], self._selection.of(batch, policy_version).in_loss)
+        returns, values = (flatten(batch[name], np.float32) for name in ("returns", "values"))
+        with self.busy:
+            for micro in self._passes.of(table):
+                value = self._forward(micro)
+                target, before = (torch.from_numpy(array[micro.tokens]).to(value.device) for array in (returns, values))
+                near = before + (value - before).clamp(-self._config.clip, self._config.clip)
+                loss = 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2)
+                loss.sum().backward()  # type: ignore[no-untyped-call]
+                self._loss += float(loss.detach().sum())
+                self._tokens += len(value)
 
-    def step(self, max_grad_norm: float) -> dict[str, float]:
+    def step(self) -> dict[str, float]:
         """One optimizer step; without a token, or with a gradient that is not finite, everything stays as it was."""
+        with self.busy:
+            return self._step()
+
+    def _step(self) -> dict[str, float]:
         counted = self._strategy.ranks.total([self._tokens, self._loss], "count what the critic learned from")
         (tokens, loss), self._tokens, self._loss = counted, 0, 0.0
         if not tokens:
             return {"value_loss": 0.0, "value_grad_norm": 0.0, "value_skipped": 0.0}
         torch._foreach_div_(self._strategy.summed(self._parameters, in_place=True), tokens)
-        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm, foreach=True))
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm, foreach=True))
         finite = bool(torch.isfinite(norm))
         if finite:
             self._optimizer.step()
@@ -105,21 +128,35 @@ class Critic:
             "value_skipped": float(not finite),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer."""
-        return {"function": self._function.state_dict(), "optimizer": self._optimizer.state_dict()}
+    def write(self, directory: Path) -> None:
+        """Save weights and optimizer as of the last step. All ranks must."""
+        state = {"function": self._function.state_dict(), "optimizer": self._optimizer.state_dict()}
+        write_state(state, directory, NAME, self._strategy)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved state, whole; gradients accumulated so far are dropped."""
-        load_module(self._function, state["function"])
-        load_optimizer(self._optimizer, state["optimizer"])
+    def read(self, directory: Path) -> None:
+        """Go back to what was saved there, if anything was; gradients accumulated so far are dropped."""
+        if (saved := read_state(directory, NAME)) is not None:
+            load_module(self._function, saved["function"])
+            load_optimizer(self._optimizer, saved["optimizer"])
         self._loss, self._tokens = 0.0, 0
-
-    def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
-        made = micro_batches(table, self._max_tokens, self._device, share_prefixes=False, pass_cost=self._pass_cost)
-        return self._strategy.passes(made, self._device)
 
     def _forward(self, micro: MicroBatch) -> Tensor:
         with self._autocast():
             value: Tensor = self._function(micro.inputs, micro.rows, micro.columns)
         return value[:, 0]
+
+
+def appraised(batch: Batch, values: Sequence[npt.NDArray[np.float32]], config: CriticConfig) -> Batch:
+    """`batch`, from `prepare`, with a critic's `values` [n] of its tokens, and what follows from them and its rewards:
+    `returns`, and generalized `advantages` instead of those against a group, all with an array for each sample."""
+    ids = batch["token_ids"]
+    advantages, returns = generalized_advantages(
+        batch["rewards"],
+        flatten(values, np.float32),
+        flatten(batch["loss_mask"], np.bool_),
+        [np.size(tokens) for tokens in ids],
+        discount=config.discount,
+        trace=config.trace,
+    )
+    columns = {"advantages": per_sample(advantages, ids), "returns": per_sample(returns, ids), "values": values}
+    return batch.keep(name for name in batch.names if name not in columns).union(Batch(values=columns))

@@ -5,7 +5,8 @@ the step is taken, so any partition of the same samples into `accumulate` calls,
 Every rank counts its own; what a step divides by, decides on and reports is of all ranks, and equal on all of them. So
 all make the same calls, with whatever samples each was dealt, or none. Tokens older than
 `max_staleness` versions are counted and left out, and so are tokens of versions that are yet to be made here: another
-trainer's. The behaviour log-probabilities are the engine's own. Every call of `step` ends the current policy_version,
+trainer's. The behaviour log-probabilities are the engine's own; advantages, and what a reference policy thinks of the
+tokens, come with the batch. Every call of `step` ends the current policy_version,
 also when a non-finite gradient leaves the weights as they were.
 
 `LearnerState.metrics` (means over the step's trained tokens): loss, grad_norm (before clipping), clip_fraction (tokens
@@ -23,8 +24,7 @@ step itself took on this one). With `measure_noise`, where it can be measured: n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,25 @@ from transformers import PreTrainedModel
 
 from penstock.config.schema import TrainerConfig
 from penstock.groups.batch import Batch
-from penstock.trainer.advantages import generalized_advantages
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.canaries import Canaries
 from penstock.trainer.criterion import Criterion
-from penstock.trainer.critic import Critic
-from penstock.trainer.forward import pass_cost, recompute_activations, shares_prefixes
+from penstock.trainer.forward import recompute_activations
 from penstock.trainer.lora import adapted_parameters, attach, merged_weights
+from penstock.trainer.masks import Selection
 from penstock.trainer.noise import GradientNorm, gradient_norm, noise
 from penstock.trainer.optimizer import adamw
-from penstock.trainer.packing import MicroBatch, TokenTable, flatten, micro_batches
+from penstock.trainer.packing import MicroBatch, TokenTable, flatten
+from penstock.trainer.passes import Passes, autocast
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.shards import assign, from_files, load_optimizer, to_file, whole
+from penstock.trainer.shards import assign, load_optimizer, whole
+from penstock.trainer.states import read_state, write_state
 from penstock.trainer.statistics import StepStatistics
-from penstock.trainer.strategy import Replicated, Sharded, Strategy
+from penstock.trainer.strategy import strategy_of
 from penstock.types import LearnerState
 
-PROGRESS = "learner.pt"
-"""Optimizer, random state and counters within a checkpoint; tensors and plain values only, so that it loads with
-`weights_only`. Of what is sharded it has rank 0's rows; those of rank i are in `learner_<i>.pt`."""
-PROBE_BYTES = 1 << 20
-"""Written to learn from the system why torch could not write."""
+NAME = "learner"
+"""Of the files with optimizer, random state and counters in a checkpoint."""
 
 
 class NothingLearnt(RuntimeError):
@@ -91,35 +89,25 @@ class Learner:
         self.model, self._model_cls = model, type(model)
         self.policy_version = policy_version
         self._config = config
-        self._max_staleness = max_staleness
+        self._selection = Selection(max_staleness, config.objective.segments)
         self._canaries = Canaries(config.canaries)
         if config.activation_checkpointing:
             recompute_activations(model)
         self._ranks = ranks or Ranks()
-        self._strategy = _strategy(model, config, self._ranks)
-        autocast = partial(torch.autocast, model.device.type, torch.bfloat16, enabled=compute_dtype == torch.bfloat16)
+        self._strategy = strategy_of(model, config, self._ranks)
         self._criterion = Criterion(
             model,
             config,
             strategy=self._strategy,
-            autocast=autocast,
+            autocast=autocast(model.device, compute_dtype),
             temperature=temperature,
             max_tokens=max_tokens,
             max_staleness=max_staleness,
         )
         self._whole_step = whole_step
-        self._critic = None
-        if config.critic is not None:
-            self._critic = Critic(
-                model,
-                config.critic,
-                strategy=self._strategy,
-                autocast=autocast,
-                max_tokens=config.tokens_per_microbatch,
-            )
         if config.lora is not None:
             attach(model, config.lora)
-        self._pass_cost = pass_cost(model)
+        self._passes = Passes(model, self._strategy, max_tokens=config.tokens_per_microbatch)
         self._strategy.place(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = adamw(self._parameters, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
@@ -133,8 +121,9 @@ class Learner:
         self._num_bad = 0
 
     def accumulate(self, batch: Batch) -> dict[str, float]:
-        """Add the gradient of this rank's part of a batch from `prepare`. Returns what it counted: added up over the
-        ranks, it is that of the whole."""
+        """Add the gradient of this rank's part of a batch from `prepare`. An advantage is a number, or an array of one
+        for each of the sample's tokens (see `Critic`); where the objective keeps near a reference policy, the batch has
+        its column too (see `Reference`). Returns what was counted: added up over the ranks, that of the whole."""
         if not self._measure_noise or any(self._ranks.total([self._pending.tokens], "see whether a step begins")):
             return self._add(batch)
         counted = self._add(batch.select(batch["early"]))
@@ -153,31 +142,32 @@ class Learner:
         return self._criterion.divisor(tokens=pending.tokens, samples=pending.trained_samples)
 
     def _add(self, batch: Batch) -> dict[str, float]:
-        versions = flatten(batch["versions"], np.int64)
-        sampled = flatten(batch["loss_mask"], np.bool_)
-        staleness = self.policy_version - versions
-        fresh = sampled & (staleness >= 0) & (staleness <= self._max_staleness)
-        in_loss = fresh
-        if self._config.objective.segments == "newest":
-            in_loss = fresh & (versions == _newest(batch["versions"]))
+        masks = self._selection.of(batch, self.policy_version)
         compared = self._criterion.compared_version(self.policy_version)
-        current = sampled & _leading(batch["versions"], sampled & (versions != compared))
-        table = TokenTable.build(batch["token_ids"], in_loss)
-        behaviour = flatten(batch["logprobs"], np.float32)
+        current = masks.sampled & _leading(batch["versions"], masks.sampled & (masks.versions != compared))
+        table = TokenTable.build(batch["token_ids"], masks.in_loss)
+        columns = {
+            "behaviour": flatten(batch["logprobs"], np.float32),
+            "advantages": _of_tokens(batch["advantages"], batch["token_ids"]),
+            "staleness": masks.staleness,
+            "comparable": current,
+        }
+        if self._config.objective.kl_coef:
+            columns["reference"] = flatten(batch["reference"], np.float32)
         with self._busy:
-            advantages = self._advantages(batch, sampled, table)
-            for micro in self._micro_batches(table):
-                self._backward(micro, behaviour, advantages, staleness, current)
+            for micro in self._passes.of(table):
+                self._backward(micro, columns)
         self._pending.trained_samples += int(np.count_nonzero(table.widths))
-        pending, ages = self._pending, staleness[in_loss]
+        pending, ages = self._pending, masks.staleness[masks.in_loss]
+        stale = int((masks.sampled & (masks.staleness > self._selection.max_staleness)).sum())
         pending.samples += len(batch)
         pending.tokens += len(ages)
-        pending.tokens_masked_stale += (stale := int((sampled & (staleness > self._max_staleness)).sum()))
-        pending.tokens_masked_foreign += int((sampled & (staleness < 0)).sum())
-        pending.tokens_masked_segments += int((fresh & ~in_loss).sum())
+        pending.tokens_masked_stale += stale
+        pending.tokens_masked_foreign += int((masks.sampled & (masks.staleness < 0)).sum())
+        pending.tokens_masked_segments += int((masks.fresh & ~masks.in_loss).sum())
         pending.staleness += int(ages.sum())
         pending.staleness_max = max(pending.staleness_max, int(ages.max(initial=0)))
-        pending.kl_tokens += int((in_loss & current).sum())
+        pending.kl_tokens += int((masks.in_loss & current).sum())
         pending.busy_s += self._busy.seconds
         return {
             "samples": float(len(batch)),
@@ -186,47 +176,11 @@ class Learner:
             "busy_s": self._busy.seconds / self._ranks.size,
         }
 
-    def _advantages(self, batch: Batch, sampled: npt.NDArray[np.bool_], table: TokenTable) -> npt.NDArray[np.float32]:
-        """Of every token, [S]; the critic, if there is one, learns from the same tokens."""
-        lengths = [np.size(ids) for ids in batch["token_ids"]]
-        if self._critic is None or self._config.critic is None:
-            return np.repeat(np.asarray(batch["advantages"], dtype=np.float32), lengths)
-        values = self._critic.values(TokenTable.build(batch["token_ids"], sampled))
-        discount, trace = self._config.critic.discount, self._config.critic.trace
-        advantages, returns = generalized_advantages(
-            batch["rewards"], values, sampled, lengths, discount=discount, trace=trace
-        )
-        self._critic.learn(table, returns, values)
-        return advantages
-
-    def _micro_batches(self, table: TokenTable) -> Iterator[MicroBatch]:
-        share = not self._strategy.is_sharded and shares_prefixes(self.model)
-        made = micro_batches(
-            table,
-            self._config.tokens_per_microbatch,
-            self._device,
-            share_prefixes=share,
-            pass_cost=self._pass_cost,
-        )
-        return self._strategy.passes(made, self._device)
-
-    def _backward(
-        self,
-        micro: MicroBatch,
-        behaviour: np.ndarray[Any, Any],  # [S]
-        advantages: np.ndarray[Any, Any],  # [S]
-        staleness: np.ndarray[Any, Any],  # [S]
-        current: np.ndarray[Any, Any],  # [S]
-    ) -> None:
-        """Forward and backward of one micro-batch; gradients and sums are added, nothing is normalised."""
-        rows = self._criterion.rows(
-            micro,
-            behaviour=self._tensor(behaviour[micro.tokens]),
-            advantages=self._tensor(advantages[micro.tokens]),
-            samples=self._tensor(micro.samples),
-            staleness=self._tensor(staleness[micro.tokens]),
-            comparable=self._tensor(current[micro.tokens]),
-        )
+    def _backward(self, micro: MicroBatch, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Forward and backward of one micro-batch; gradients and sums are added, nothing is normalised. `columns`: what
+        the criterion is to know of every token, each [S]."""
+        known = {name: self._tensor(column[micro.tokens]) for name, column in columns.items()}
+        rows = self._criterion.rows(micro, samples=self._tensor(micro.samples), **known)
         rows["loss"].sum().backward()  # type: ignore[no-untyped-call]
         self._pending.add_tokens(**rows)
 
@@ -242,8 +196,6 @@ class Learner:
             learning_rate = self._learning_rate(metrics)
             grad_norm, noise_metrics = self._update(pending, learning_rate) if pending.tokens else (0.0, {})
             self._small = None
-            if self._critic is not None:
-                metrics |= self._critic.step(self._config.max_grad_norm)
         pending.busy_s += self._busy.seconds
         finite = math.isfinite(grad_norm)
         self._num_bad = 0 if finite and pending.tokens else self._num_bad + 1
@@ -322,8 +274,6 @@ class Learner:
         self._num_steps = state["num_steps"]
         self._num_bad = state["num_bad"]
         self._criterion.load_state_dict(state["criterion"])
-        if self._critic is not None and state["critic"]:
-            self._critic.load_state_dict(state["critic"])
         self._pending, self._small = StepStatistics(), None
 
     def _progress(self) -> dict[str, Any]:
@@ -334,53 +284,27 @@ class Learner:
             "num_steps": self._num_steps,
             "num_bad": self._num_bad,
             "criterion": self._criterion.state_dict(),
-            "critic": self._critic.state_dict() if self._critic is not None else {},
         }
 
     def write(self, directory: Path) -> None:
-        """Write the state as files: the weights as a Hugging Face model, the rest beside them. All ranks must, to a
-        directory that they share."""
+        """Write the state as files: the policy, and the rest beside it. All ranks must, to a directory that they
+        share."""
+        self.write_policy(directory)
+        write_state(self._progress() | {"adapted": adapted_parameters(self.model)}, directory, NAME, self._strategy)
+
+    def write_policy(self, directory: Path) -> None:
+        """As a Hugging Face model, adapters merged. All ranks must."""
         weights = self.named_weights()
         if self._ranks.is_first:
             self.model.save_pretrained(directory, state_dict=weights)
-        del weights
-        if self._ranks.is_first or self._strategy.is_sharded:
-            num_files = self._ranks.size if self._strategy.is_sharded else 1
-            progress = self._progress() | {"adapted": adapted_parameters(self.model), "num_files": num_files}
-            _save(to_file(progress), directory / _file_of(self._ranks.index))
 
     def read(self, directory: Path) -> None:
         """Restore what `write` wrote, with however many ranks that was."""
         saved = self._model_cls.from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
-        files = [_load(directory / PROGRESS)]
-        files += [_load(directory / _file_of(rank)) for rank in range(1, files[0]["num_files"])]
-        progress = from_files(files)
+        progress = read_state(directory, NAME)
+        if progress is None:
+            raise FileNotFoundError(f"{directory} has no state of a learner: it is a policy, but no checkpoint")
         self.load_state_dict({"model": dict(saved.named_parameters()) | progress.pop("adapted"), **progress})
-
-
-def _strategy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> Strategy:
-    """A rank that is alone has everything, whatever is configured."""
-    if config.distributed.strategy == "fsdp" and ranks.size > 1:
-        return Sharded(ranks, model, model.device)
-    return Replicated(ranks)
-
-
-def _file_of(rank: int) -> str:
-    name = Path(PROGRESS)
-    return f"{name.stem}_{rank}{name.suffix}" if rank else PROGRESS
-
-
-def _save(state: Mapping[str, Any], file: Path) -> None:
-    try:
-        torch.save(state, file)
-    except RuntimeError:
-        file.write_bytes(bytes(PROBE_BYTES))  # torch does not say that the disk is full; the system does
-        raise
-
-
-def _load(file: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return loaded
 
 
 def _leading(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -392,7 +316,7 @@ def _leading(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_])
     return leading
 
 
-def _newest(samples: Sequence[npt.ArrayLike]) -> npt.NDArray[np.int64]:
-    """[S]: for every token the newest version among its sample's."""
-    newest = [int(np.max(versions, initial=-1)) for versions in samples]
-    return np.repeat(np.asarray(newest, dtype=np.int64), [np.size(versions) for versions in samples])
+def _of_tokens(values: Sequence[Any], token_ids: Sequence[npt.ArrayLike]) -> npt.NDArray[np.float32]:
+    """[S]: the numbers of each sample's tokens, or its one number for all of them."""
+    spread = [np.broadcast_to(value, np.size(ids)) for value, ids in zip(values, token_ids, strict=True)]
+    return flatten(spread, np.float32)

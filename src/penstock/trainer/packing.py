@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,12 @@ class MicroBatch:
 def flatten(arrays: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """One array of all entries in order."""
     return np.concatenate(arrays).astype(dtype, copy=False) if len(arrays) else np.zeros(0, dtype=dtype)
+
+
+def per_sample(flat: npt.NDArray[Any], token_ids: Sequence[npt.ArrayLike]) -> list[npt.NDArray[Any]]:
+    """[S] -> one array for each sample, as long as its `token_ids`."""
+    ends = np.cumsum([np.size(ids) for ids in token_ids], dtype=np.int64).tolist()
+    return [flat[start:end] for start, end in pairwise([0, *ends])]
 
 
 def micro_batches(

@@ -37,4 +37,4 @@ class Parity:
         if self.copy is not None and (num_compared or policy_version - self._copied > self._max_staleness):
             self.copy, self._num_quiet = None, 0
         if self.copy is None and self._every is not None and self._num_quiet >= self._every:
-            self.copy, self._copied = Snapshot(self._model, self._strategy), policy_version
+            self.copy, self._copied = Snapshot(self._strategy.copied(self._model)), policy_version

@@ -1,4 +1,4 @@
-"""A frozen copy of the policy: what it thought of the same tokens, some steps ago or as training began."""
+"""A policy that is not trained: what it thinks of the tokens that another is trained on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.trainer.forward import token_logprobs
 from penstock.trainer.lora import merged_weights
 from penstock.trainer.packing import MicroBatch
 from penstock.trainer.shards import Saved, assign
-from penstock.trainer.strategy import Strategy
 
 
 class Snapshot:
     """As large as the policy itself."""
 
-    def __init__(self, model: PreTrainedModel, strategy: Strategy) -> None:
-        self._model = strategy.copied(model).requires_grad_(False).eval()
+    def __init__(self, policy: PreTrainedModel) -> None:
+        """`policy` is placed, and the snapshot's own from now on."""
+        self._model = policy.requires_grad_(False).eval()
 
     def logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
         """Of the micro-batch's trained tokens, [N]."""

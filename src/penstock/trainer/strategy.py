@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, TrainerConfig
 from penstock.trainer.lora import merged_weights
 from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
@@ -136,6 +136,13 @@ class Sharded:
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)
                 part.set_gradient_divide_factor(1.0)
+
+
+def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> Strategy:
+    """As configured, for a policy that is whole. A rank that is alone has everything, whatever is configured."""
+    if config.distributed.strategy == "fsdp" and ranks.size > 1:
+        return Sharded(ranks, policy, policy.device)
+    return Replicated(ranks)
 
 
 def _layers(module: Module) -> list[Module]:

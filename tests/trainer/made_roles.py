@@ -1,0 +1,67 @@
+"""All roles of one rank, told what the others found as `ActorCritic` tells those of all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from penstock.config import TrainerConfig
+from penstock.groups.batch import Batch
+from penstock.trainer.critic import Critic, appraised
+from penstock.trainer.learner import Learner
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.reference import Reference
+from penstock.types import LearnerState
+
+
+class AllRoles:
+    """The learner, and critic and reference where the settings need them."""
+
+    def __init__(
+        self,
+        make_model: Callable[[], PreTrainedModel],
+        config: TrainerConfig,
+        *,
+        max_staleness: int,
+        ranks: Ranks | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings`: of the learner alone."""
+        self._config, common = config, {"max_staleness": max_staleness, "ranks": ranks}
+        self._reference = Reference(make_model(), config, **common) if config.objective.kl_coef else None
+        self._critic = Critic(make_model(), config, **common) if config.critic is not None else None
+        self.learner = Learner(make_model(), config, **common, **settings)
+        self._all = [role for role in (self.learner, self._critic, self._reference) if role is not None]
+
+    @property
+    def policy_version(self) -> int:
+        return self.learner.policy_version
+
+    def accumulate(self, batch: Batch) -> dict[str, float]:
+        if self._reference is not None:
+            batch = batch.union(self._reference.logprobs(batch, self.policy_version))
+        if self._critic is not None:
+            batch = appraised(batch, self._critic.values(batch)["values"], self._config.critic)
+            self._critic.learn(batch, self.policy_version)
+        return self.learner.accumulate(batch)
+
+    def step(self) -> LearnerState:
+        learnt = self._critic.step() if self._critic is not None else {}
+        state = self.learner.step()
+        return dataclasses.replace(state, metrics=state.metrics | learnt)
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        return self.learner.named_weights()
+
+    def write(self, directory: Path) -> None:
+        for role in self._all:
+            role.write(directory)
+
+    def read(self, directory: Path) -> None:
+        for role in self._all:
+            role.read(directory)
