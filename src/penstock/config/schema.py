@@ -252,6 +252,13 @@ class Config(Section):
         return self.trainer.ranks if self.pipeline == "train" else 1
 
     @property
+    def ranks_by_node(self) -> list[int]:
+        """How many of them live on each node, those of the trainer's own first: all of them there, unless its pool has
+        no node with that many slots."""
+        pool = self.cluster.pool_of("actor") if self.cluster.address is not None else None
+        return self.cluster.pools[pool].spread(self.num_ranks) if pool is not None else [self.num_ranks]
+
+    @property
     def max_running(self) -> int:
         """Episodes that may generate at once, over all servers."""
         return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.num_servers

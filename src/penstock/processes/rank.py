@@ -7,7 +7,10 @@ takes part with an empty batch.
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ class TrainerRank:
     def __init__(self, rank: Rank, *, config: Config, model_dir: Path, weights_dir: Path) -> None:
         """`model_dir`: of the policy. `weights_dir`: where rank 0 publishes."""
         self._config, self._ranks = config, Ranks(rank)
+        self._num_here = _num_here(rank, config)
         self._set_threads()
         self._device = _device_of(rank, resolve_device(config.model.device))
         self._dtype = resolve_dtype(config.model.dtype, self._device)
@@ -58,7 +62,8 @@ class TrainerRank:
     @remote_method()
     def meet(self, meeting: Meeting) -> None:
         """Comes before everything else where there are several ranks."""
-        self._ranks.meet(meeting, self._device, self._config.trainer.distributed.backend)
+        backend = self._config.trainer.distributed.backend
+        self._ranks.meet(meeting, self._device, backend, address=os.environ.get(ADDRESS))
 
     @remote_method(execute=Execute.RANK_ZERO)
     def attention_per_token(self) -> float:
@@ -109,7 +114,7 @@ class TrainerRank:
     @cached_property
     def _imitation(self) -> Imitation:
         """Nobody else computes meanwhile: it has all cores."""
-        torch.set_num_threads(max(torch.get_num_threads(), num_usable_cpus() // self._ranks.size))
+        torch.set_num_threads(max(torch.get_num_threads(), num_usable_cpus() // self._num_here))
         return Imitation(self._model, self._ranks)
 
     @cached_property
@@ -134,22 +139,36 @@ class TrainerRank:
         return with_tied_names(self._model, named) if self._config.rollout.engine == "vllm" else named
 
     def _set_threads(self) -> None:
-        threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=self._ranks.size)
+        threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=self._num_here)
         torch.set_num_threads(threads)
 
 
-def trainer_group(num_ranks: int, *, config: Config, model_dir: Path, weights_dir: Path) -> LocalGroup | SpawnedGroup:
-    """One rank in this process, or several in processes of their own, that have met."""
+def trainer_group(
+    num_ranks: int,
+    *,
+    config: Config,
+    model_dir: Path,
+    weights_dir: Path,
+    elsewhere: Sequence[socket.socket] = (),
+) -> LocalGroup | SpawnedGroup:
+    """One rank in this process, or several in processes of their own, that have met: the last ones where `elsewhere`
+    leads to."""
     init: dict[str, Any] = {"config": config, "model_dir": model_dir, "weights_dir": weights_dir}
     if num_ranks == 1:
         return LocalGroup(TrainerRank, **init)
-    group = SpawnedGroup(TrainerRank, num_ranks, **init)
+    group = SpawnedGroup(TrainerRank, num_ranks, elsewhere=elsewhere, **init)
     try:
         group.meet(group.listen())
     except BaseException:
         group.close()
         raise
     return group
+
+
+def _num_here(rank: Rank, config: Config) -> int:
+    """Ranks on the node of this one, with it."""
+    shares = config.ranks_by_node
+    return next((share for share, end in zip(shares, accumulate(shares), strict=True) if rank.index < end), rank.size)
 
 
 def _device_of(rank: Rank, device: torch.device) -> torch.device:

@@ -1,7 +1,7 @@
 """The trainer: behind the bus, one message at a time, the driver of a group of ranks, which hold the model.
 
-A group of one lives in this process, on a thread of its own; several ranks are processes of theirs. A rank that is lost
-ends the trainer: whoever restarts it begins with all of them anew.
+A group of one lives in this process, on a thread of its own; several ranks are processes of theirs, on other nodes too
+(`ranks`). A rank that is lost ends the trainer: whoever restarts it begins with all of them anew.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from penstock.processes.member import Telemetry, membership
 from penstock.processes.pool import payloads_of
 from penstock.processes.publishing import Publications, publishing
 from penstock.processes.rank import trainer_group
+from penstock.processes.ranks import connected_ranks
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
 from penstock.trainer.dealing import costs, deal
@@ -83,14 +84,18 @@ class TrainerProcess:
         self._trained: list[int] = []
         self._accumulated: list[int] = []
         self._num_ranks = config.num_ranks
-        self._group = self._thread.submit(self._make_group, weights_dir(child, config)).result()
+        self._group = self._thread.submit(self._make_group, child).result()
         self.published: Publications | None = None
         """What other machines can have of it."""
 
-    def _make_group(self, weights_dir: Path) -> Any:
+    def _make_group(self, child: Child) -> Any:
         with plainly():
             return trainer_group(
-                self._num_ranks, config=self._config, model_dir=self._model_dir, weights_dir=weights_dir
+                self._num_ranks,
+                config=self._config,
+                model_dir=self._model_dir,
+                weights_dir=weights_dir(child, self._config),
+                elsewhere=connected_ranks(child, self._config),
             )
 
     async def welcomed(self, _: Peer, welcome: Welcome) -> None:
