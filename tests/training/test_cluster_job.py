@@ -7,7 +7,6 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -29,31 +28,35 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-POOLS = """cluster.pools={
-    learn: {roles: [actor], cpus: 0.1},
-    play: {roles: [rollout, environment], slots_per_node: 2, cpus: 0.1},
-}"""
-PATIENCE = {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
-
-
-async def until(happened: Callable[[], object], what: str) -> None:
-    async with deadline(150.0, waiter="the test", resource=what, holder="the job"):
-        while not happened():  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+POOLS = """cluster.pools={{
+    learn: {{roles: [actor], cpus: 0, memory_gib: 0.1, labels: {job}}},
+    play: {{roles: [rollout, environment], slots_per_node: 2, cpus: 0, memory_gib: 0.1, labels: {job}}},
+}}"""
+"""On the node of the job alone: nodes of one machine would unpack its directory into the same place."""
+ENVIRONMENT = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}, "config": {"eager_install": False}}
 
 
 async def test_a_job_trains_in_its_working_directory_and_ends_in_order_when_it_is_stopped(tmp_path: Path) -> None:
     """Configuration and environment are nowhere but in the directory that is submitted."""
     runs, submitted = tmp_path / "runs", tmp_path / "submitted"
     shutil.copytree(EXAMPLES / "env_file", submitted)
-    manager = JobManager(GcsClient(address=machines().address), str(tmp_path))
-    runtime_env = upload_working_dir_if_needed({"working_dir": str(submitted), "env_vars": PATIENCE}, True)
+    cluster = machines()
+    manager = JobManager(GcsClient(address=cluster.address), str(tmp_path))
+    runtime_env = upload_working_dir_if_needed({"working_dir": str(submitted), **ENVIRONMENT}, True)
     shutil.rmtree(submitted)
     words = [sys.executable, "-m", "penstock.cli.main", "train", "run.yaml", "--cluster", "auto", f"runs_dir={runs}"]
-    words += [POOLS, "env.workers=1", "trainer.steps=1000", "observe.progress=false"]
+    words += [
+        POOLS.format(job=f"{{ray.io/node-id: {cluster.head_node.node_id}}}"),
+        "env.workers=1",
+        "trainer.steps=1000",
+        "observe.progress=false",
+    ]
     job = await manager.submit_job(entrypoint=shlex.join(words), runtime_env=runtime_env)
     try:
-        await until(lambda: any(len(lines(path)) >= 2 for path in runs.glob("*/metrics.jsonl")), "two steps")
+        async with deadline(150.0, waiter="the test", resource="two steps", holder="the job"):
+            while not any(len(lines(path)) >= 2 for path in runs.glob("*/metrics.jsonl")):
+                assert not (await manager.get_job_status(job)).is_terminal(), manager.get_job_logs(job)
+                await asyncio.sleep(0.1)
         run_dir = only_run(runs)
         worker = (read_state(run_dir) or {})["processes"]["env-0"]
         assert "working_dir_files" in psutil.Process(worker["pid"]).cwd() and worker["node"]
