@@ -53,7 +53,7 @@ def train(num_ranks: int, strategy: str, batch: Batch, steps: int, directory: Pa
     roles = trainer_roles(config, model_dir=model_dir(config, directory), weights_dir=directory / "weights")
     ranks = ActorCritic(roles, config.trainer)
     try:
-        ranks.begin(0, directory)
+        ranks.begin(0, directory / "beginning")
         losses = []
         for _ in range(steps):
             cut = len(batch) // 3

@@ -66,6 +66,7 @@ def test_imports_go_downwards(path: Path) -> None:
         "penstock.supervisor.supervisor",
         "penstock.processes.controller",
         "penstock.processes.env",
+        "penstock.processes.ranks",
         "penstock.loop",
         "penstock.simulator.parts",
         "penstock.rollout.client",

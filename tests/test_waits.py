@@ -68,6 +68,7 @@ EXCEPTIONS = {
     "processes/listening.py:listening": BOUNDED,
     "processes/member.py:first": LIFE,
     "processes/member.py:join": "a request to the controller, which is one",
+    "processes/ranks.py:serve": LIFE,
     "processes/trainer.py:serve": LIFE,
     "rollout/answers.py:follow": TASK,
     "rollout/http.py:unless_gone": COROUTINE,

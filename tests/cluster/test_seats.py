@@ -10,7 +10,7 @@ import pytest
 from penstock.cluster.pools import parts_of
 from penstock.cluster.seats import Seat, seating
 from penstock.config import ConfigError, default_config
-from penstock.config.cluster import ClusterConfig
+from penstock.config.cluster import ClusterConfig, PoolConfig
 from penstock.ports import ProcessSpec
 from penstock.processes.layout import stages
 
@@ -43,6 +43,35 @@ def test_processes_spread_over_the_nodes_of_their_pool() -> None:
     assert found.bundles == {"learn": [[3, 1], [1, 1, 1, 1]], "play": [[1], [1, 1, 1, 1]]}
 
 
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "shares"),
+    [
+        ([8], 8, [8]),
+        ([2, 8], 8, [8]),
+        ([4, 4], 8, [4, 4]),
+        ([2, 4, 4], 9, [4, 4, 1]),
+        ([1, 1, 1], 2, [1, 1]),
+        ([2, 2], 5, [2, 3]),
+    ],
+)
+def test_ranks_lie_on_as_few_nodes_as_have_the_slots(nodes: list[int], ranks: int, shares: list[int]) -> None:
+    pool = PoolConfig.model_validate({"nodes": [{"slots": slots} for slots in nodes]})
+    assert pool.spread(ranks) == shares
+
+
+def test_ranks_on_several_nodes_have_a_keeper_on_each_but_the_first() -> None:
+    pools = {"all": {"roles": HERE, "nodes": 3, "slots_per_node": 2}}
+    spread = [f"cluster.pools={pools}", "cluster.address=auto", "trainer.ranks=3"]
+    found = seating(config(**pools), specs(*spread))
+    assert found.seats == {
+        "trainer-0": Seat("all", 0, 0),
+        "rollout-0": Seat("all", 1, 0),
+        "ranks-1": Seat("all", 2, 0),
+        "env-0": Seat("all", 1, 1),
+    }
+    assert found.bundles == {"all": [[2], [1, 1], [1, 1]]}
+
+
 def test_a_pool_where_nobody_lives_is_not_asked_for() -> None:
     pools = config(learn={"roles": ["actor"]}, play={"roles": ["environment", "reward"], "slots_per_node": 2})
     found = seating(pools, specs("pipeline=rollout"))
@@ -73,9 +102,9 @@ def test_a_trainer_of_several_processes_has_the_devices_of_all_its_slots(overrid
             "trainer.ranks and trainer.split 2 + rollout.servers 3 + env.workers 2 need 7 slots, and 2 nodes have 4",
         ),
         (
-            {"learn": {"roles": ["actor"], "nodes": 4, "slots_per_node": 2}},
-            ["trainer.ranks=4"],
-            "trainer-0 needs 4 slots of one node (trainer.ranks and trainer.split), beside",
+            {"learn": {"roles": ["actor"], "nodes": 2, "slots_per_node": 2}},
+            ["trainer.ranks=5"],
+            "trainer.ranks and trainer.split 5 need 5 slots, and 2 nodes have 4: raise nodes or slots_per_node",
         ),
         (
             {"learn": {"roles": ["actor"]}, "other": {"roles": ["critic"]}},
@@ -92,6 +121,7 @@ def test_a_trainer_of_several_processes_has_the_devices_of_all_its_slots(overrid
 def test_what_does_not_fit_is_said_with_the_numbers(
     pools: dict[str, Any], overrides: Sequence[str], message: str
 ) -> None:
+    given = [f"cluster.pools={pools}", "cluster.address=auto", *overrides]
     with pytest.raises(ConfigError) as refused:
-        seating(config(**pools), specs(*overrides))
+        seating(config(**pools), specs(*given))
     assert message in str(refused.value)

@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.groups.batch import Batch
-from penstock.groups.spawned import SpawnedGroup
+from penstock.groups.errors import WorkerLost
+from penstock.groups.spawned import SpawnedGroup, start_process
 from penstock.groups.wire import OWN_FRAME_BYTES, Packed, pack, receive, send, unpack
 
 WAIT_S = 30.0
@@ -104,6 +105,25 @@ def test_threads_may_call_at_once_and_all_workers_see_one_order() -> None:
             thread.join()
         logs = group.noted()
     assert logs[0] == logs[1] == logs[2] and len(logs[0]) == 60
+
+
+@pytest.mark.integration
+def test_workers_that_others_have_started_are_called_like_those_that_are_started_here() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        links = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+        processes = []
+        for _ in links:
+            accepted, _ = listener.accept()
+            with accepted:
+                processes.append(start_process(accepted, start_new_session=True))
+    with processes[0], processes[1], SpawnedGroup(Probe, 3, elsewhere=links) as group:
+        assert group.one_to_all("value", 2) == [(rank, "value", 2) for rank in range(3)]
+        assert len(group.backend.pids) == 1
+        processes[1].kill()
+        processes[1].wait(WAIT_S)
+        with pytest.raises(WorkerLost, match=r"of rank 2: it has ended, or 127\.0\.0\.1:\d+ is out of reach"):
+            group.one_to_all("value", 2)
+    assert processes[0].returncode == 0, "it ends with the group"
 
 
 @given(lengths=st.lists(st.sampled_from([0, 1, 1000, OWN_FRAME_BYTES, OWN_FRAME_BYTES + 1]), max_size=5))

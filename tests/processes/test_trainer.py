@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.config import Config, ConfigError
+from penstock.control.keys import Keys
 from penstock.control.messages import (
     Accumulate,
     Accumulated,
@@ -28,10 +33,13 @@ from penstock.control.messages import (
     SaveCheckpoint,
     Step,
 )
+from penstock.deadline import Stalled
 from penstock.groups.errors import WorkerLost
+from penstock.groups.link import Stranger, connect
 from penstock.groups.role import Rank
 from penstock.processes.actor import Actor
 from penstock.processes.layout import prepare
+from penstock.processes.ranks import FOLDER
 from penstock.processes.trainer import TrainerProcess
 from penstock.store.payload import PayloadWriter
 from penstock.supervisor.child import ADDRESS, Child
@@ -45,9 +53,11 @@ TWO = {"ranks": 2}
 FSDP = {"ranks": 2, "distributed": {"strategy": "fsdp"}}
 
 
-def configured(**trainer: Any) -> Config:
+def configured(*, sections: Mapping[str, Any] | None = None, **trainer: Any) -> Config:
+    """`trainer`: settings of that section; `sections`: whole other ones."""
     return Config.model_validate(
         {
+            **(sections or {}),
             "model": {
                 "tiny": {
                     "num_layers": 2,
@@ -212,3 +222,77 @@ def test_ranks_meet_on_their_machines_address(tmp_path: Path, monkeypatch: pytes
     socket.create_connection((meeting.host, meeting.port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
+
+
+TWO_NODES = {"cluster": {"address": "auto", "pools": {"learn": {"roles": ["actor"], "nodes": 2}}}}
+SPREAD = {"ranks": 2, "sections": TWO_NODES}
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[psutil.Process]:
+    """`ranks-1`, of the run whose trainer `trainer(tmp_path)` is."""
+    runtime_dir = tmp_path / "runtime"
+    runtime_dir.mkdir()
+    Keys.make().write(runtime_dir)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    environment = {
+        **os.environ,
+        "PENSTOCK_RUNTIME_DIR": str(runtime_dir),
+        "PENSTOCK_RUN_ID": "r",
+        "PENSTOCK_NONCE": "n",
+        ADDRESS: "127.0.0.1",
+    }
+    words = [sys.executable, "-m", "penstock.processes.start", "--run-dir", str(tmp_path / "run"), "--name", "ranks-1"]
+    with (tmp_path / "ranks.log").open("w") as log, subprocess.Popen(words, env=environment, stderr=log) as process:
+        yield psutil.Process(process.pid)
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+async def test_ranks_elsewhere_do_what_ranks_here_do(
+    tmp_path: Path, pool: list[GroupRef], keeper: psutil.Process
+) -> None:
+    """And a trainer that is started again finds the keeper again."""
+    seen = []
+    for settings in ({"ranks": 2}, SPREAD, SPREAD):
+        with trainer(tmp_path, **settings) as process:
+            await process.handle("controller", Begin(policy_version=0))
+            assert len(keeper.children()) == (settings is SPREAD)
+            seen.append((await step(process, pool), await published(process)))
+        psutil.wait_procs(keeper.children(), timeout=20)
+    expected, *others = seen
+    for metrics, weights in others:
+        assert metrics == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
+        for name, weight in expected[1].items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
+
+
+async def test_a_rank_elsewhere_that_is_killed_ends_the_call_that_needs_it(
+    tmp_path: Path, pool: list[GroupRef], keeper: psutil.Process
+) -> None:
+    with trainer(tmp_path, **SPREAD) as process:
+        await process.handle("controller", Begin(policy_version=0))
+        (rank,) = keeper.children()
+        rank.kill()
+        with pytest.raises(WorkerLost, match=r"of rank 1: it has ended, or 127\.0\.0\.1:\d+ is out of reach"):
+            await step(process, pool)
+    assert "has ended: killed by SIGKILL" in (tmp_path / "ranks.log").read_text()
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_keeper_that_does_not_come_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runtime").mkdir()
+    Keys.make().write(tmp_path / "runtime")
+    sections = {**TWO_NODES, "supervisor": {"ready_timeout_s": 1.0}}
+    with pytest.raises(Stalled, match=r"trainer-0 waited 0\.75 s for its ranks, held by ranks-1 \(.* No such file"):
+        trainer(tmp_path, ranks=2, sections=sections).__enter__()
+
+
+def test_a_keeper_starts_nothing_for_strangers(tmp_path: Path, keeper: psutil.Process) -> None:
+    told = tmp_path / "run" / FOLDER / "ranks-1"
+    while not told.exists():
+        assert keeper.is_running()
+    host, port = json.loads(told.read_text())
+    with pytest.raises(Stranger):
+        connect((host, port), b"of another run")
+    assert not keeper.children()

@@ -23,7 +23,7 @@ from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.role import Rank
 from penstock.model.load import load_policy
-from penstock.trainer.dealing import costs, deal
+from penstock.trainer import dealing
 from penstock.trainer.prepare import prepare
 from penstock.trainer.ranks import Meeting, RankLost, Ranks
 from penstock.trainer.warm_start import Imitation, warm_start
@@ -77,8 +77,7 @@ def dealt(batch: Batch, ranks: Ranks, *, call: int) -> Batch:
     """This rank's part: balanced; then all of it rank 0's; then all of it the last one's; and so on."""
     match call % 3:
         case 0:
-            lengths = [len(ids) for ids in batch["token_ids"]]
-            return batch.select(deal(costs(lengths, 0.01), batch["groups"], ranks.size)[ranks.index])
+            return dealing.dealt(batch, ranks.size, 0.01)[ranks.index]
         case 1:
             return batch if ranks.is_first else batch.select([])
         case _:

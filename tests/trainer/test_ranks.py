@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rank_scenarios import CPU, NUM_STEPS, STRATEGIES, every, resumed, saved_of, settings_of
@@ -223,3 +224,17 @@ def test_a_rank_that_comes_alone_gives_up() -> None:
 def test_a_backend_that_cannot_work_is_refused(backend: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.distributed.backend {backend} .*{why}"):
         Ranks(Rank(0, 2)).meet(Meeting(host="127.0.0.1", port=1), CPU, backend)
+
+
+@pytest.mark.parametrize("named", [None, "theirs"])
+def test_ranks_speak_from_the_address_that_others_know(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+    """Unless somebody has said from where."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, named or "")
+        if named is None:
+            monkeypatch.delenv(variable)
+    (loopback,) = [name for name, held in psutil.net_if_addrs().items() if "127.0.0.1" in {a.address for a in held}]
+    with pytest.raises(RankLost):
+        Ranks(Rank(1, 2), timeout_s=0.5).meet(Meeting(host="127.0.0.1", port=1), CPU, address="127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == (named or loopback)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == (named or f"={loopback}")

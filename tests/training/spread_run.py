@@ -117,7 +117,8 @@ class SpreadLauncher(LocalLauncher):
 class SpreadRun(Run):
     """The quickstart, shorter; made in the process that supervises it."""
 
-    def __init__(self, base: Path, machines: Machines, *, steps: int, **supervisor: Any) -> None:
+    def __init__(self, base: Path, machines: Machines, *, steps: int, ranks: int = 1, **supervisor: Any) -> None:
+        """Each of the trainer's `ranks` is on a node of its own."""
         super().__init__(
             base,
             settings=SupervisorConfig(heartbeat_s=0.2, ready_timeout_s=120.0, backoff_s=0.01, **supervisor),
@@ -137,8 +138,8 @@ class SpreadRun(Run):
             },
             rollout={"servers": 2},
             scheduler={"max_staleness": 2},
-            trainer={"steps": steps, "groups_per_step": 8, "checkpoint_every": 4},
-            cluster={"address": "auto"},
+            trainer={"steps": steps, "groups_per_step": 8, "checkpoint_every": 4, "ranks": ranks},
+            cluster={"address": "auto", "pools": {"learn": {"roles": ["actor"], "nodes": ranks}}},
         )
         self.machines = machines
         told = [[machines.told(spec, self.runtime_dir) for spec in stage] for stage in stages(self.config)]

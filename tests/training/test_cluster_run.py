@@ -1,4 +1,4 @@
-"""A run on a cluster: it trains on several nodes, and survives the loss of that of its trainer."""
+"""A run on a cluster: it trains on several nodes, and survives the loss of one that holds ranks of its trainer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 STEPS = 10
-POOLS = """cluster.pools={
-    learn: {roles: [actor, critic, reference], slots_per_node: 2, cpus: 0.5, labels: {kind: spare}},
-    play: {roles: [rollout, environment], nodes: 2, slots_per_node: 2, cpus: 0.5, labels: {kind: spare}},
-}"""
+POOLS = """cluster.pools={{
+    learn: {{roles: [actor, critic, reference], nodes: {nodes}, slots_per_node: {slots}, cpus: 0.5, labels: {spare}}},
+    play: {{roles: [rollout, environment], nodes: 2, slots_per_node: 2, cpus: 0.5, labels: {spare}}},
+}}"""
+SPARE = "{kind: spare}"
 OVERRIDES = [
     *("data.eval_tasks=16", "model.warm_start.steps=20", "trainer.groups_per_step=8", "observe.progress=false"),
     *(f"trainer.steps={STEPS}", "trainer.ranks=2", "trainer.checkpoint_every=2", "rollout.servers=2", "env.workers=2"),
@@ -52,8 +53,13 @@ def node_of(cluster: Cluster, pid: int) -> object:
     return next(node for node in cluster.worker_nodes if f"--node_id={node.node_id}" in raylet)
 
 
-def test_a_run_goes_on_after_the_loss_of_the_trainers_node(cluster: Cluster, tmp_path: Path) -> None:
-    words = command("quickstart", tmp_path, *OVERRIDES, POOLS, "--cluster", cluster.address)
+@pytest.mark.parametrize(("nodes", "lost"), [(1, "trainer-0"), (2, "ranks-1")])
+def test_a_run_goes_on_after_the_loss_of_a_node_of_its_trainer(
+    cluster: Cluster, tmp_path: Path, nodes: int, lost: str
+) -> None:
+    """Both ranks are on one node, or each is on its own."""
+    pools = POOLS.format(nodes=nodes, slots=2 // nodes, spare=SPARE)
+    words = command("quickstart", tmp_path, *OVERRIDES, pools, "--cluster", cluster.address)
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         try:
             give_up = time.monotonic() + 200
@@ -62,10 +68,11 @@ def test_a_run_goes_on_after_the_loss_of_the_trainers_node(cluster: Cluster, tmp
                 time.sleep(0.1)
             run_dir = only_run(tmp_path)
             before = (read_state(run_dir) or {})["processes"]
-            learners = node_of(cluster, before["trainer-0"]["pid"])
+            learners = {name: node_of(cluster, before[name]["pid"]) for name in ("trainer-0", lost)}
+            assert len(set(learners.values())) == nodes, "ranks are on as few nodes as have their slots"
             players = {node_of(cluster, before[name]["pid"]) for name in ("rollout-0", "rollout-1")}
             assert len(players) == 2, "a pool's parts are on different nodes"
-            cluster.remove_node(learners, allow_graceful=False)
+            cluster.remove_node(learners[lost], allow_graceful=False)
             said, _ = run.communicate(timeout=280)
         finally:
             run.kill()
@@ -74,6 +81,7 @@ def test_a_run_goes_on_after_the_loss_of_the_trainers_node(cluster: Cluster, tmp
     assert survived == list(range(1, STEPS + 1)), "one taken after the last checkpoint is taken again"
     assert [len(tasks) for tasks in trained_tasks(run_dir)] == [8] * STEPS
     events = lines(run_dir / "events.jsonl")
-    lost = [event for event in events if event.get("name") == "trainer-0" and event.get("kind") == "lost"]
-    assert len(lost) == 1 and lost[0]["reason"].startswith("host trainer-0")
+    ends = [event for event in events if event.get("name") == lost and event.get("kind") == "lost"]
+    assert len(ends) == 1 and ends[0]["reason"].startswith(f"host {lost}")
+    assert (read_state(run_dir) or {})["processes"]["trainer-0"]["restarts"] == 1
     assert not (read_state(run_dir) or {})["leftovers"] and not leftovers(run_dir)

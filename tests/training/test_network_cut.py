@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 from spread_process import enter
 from spread_run import Machines, SpreadRun
+from stand_in_run import state_of
 from test_several_machines import STEPS, events, lived, num_steps, until
 
 from penstock.ports import PayloadsLost
@@ -114,3 +115,21 @@ async def test_a_cut_cable_costs_no_more_than_the_time_it_is_cut(tmp_path: Path)
         await lived(run, cut)
     restarts = {event["name"]: event["restarts"] for event in events(run, "process") if event.get("restarts")}
     assert restarts == {}
+
+
+@pytest.mark.usefixtures("cable")
+async def test_ranks_that_are_cut_off_from_each_other_begin_anew(tmp_path: Path) -> None:
+    """One is on each side. What the trainer had not saved is trained again as soon as they reach each other."""
+    addresses = {"controller": NEAR, "trainer": NEAR, "rollout": NEAR, "env": NEAR, "ranks": FAR}
+    run = SpreadRun(tmp_path, Machines(addresses, {"ranks": NETWORK}), steps=STEPS, ranks=2)
+
+    async def cut(life: asyncio.Task[Outcome]) -> None:
+        await until(lambda: num_steps(run) >= 5, life)
+        ip("link", "set", NEAR_END, "down")
+        await until(lambda: state_of(run)["processes"]["trainer-0"].get("restarts"), life)
+        ip("link", "set", NEAR_END, "up")
+
+    await lived(run, cut)
+    assert events(run, "rewound")
+    restarts = {event["name"]: event["restarts"] for event in events(run, "process") if event.get("restarts")}
+    assert restarts == {"trainer-0": 1}, "the keeper of the other rank goes on"

@@ -1,11 +1,13 @@
 """Which process of a run lives in which slots of which pool. Pure, and known before a cluster is asked for anything.
 
-A process takes a slot, a trainer as many slots of one node as processes compute for it: its ranks, and those of roles
-that are split from them. What lives in no pool runs on the supervisor's machine.
+A process takes a slot; the trainer, and whoever keeps ranks of it on another node, as many slots of that node as
+processes compute for it there: its ranks, and those of roles that are split from them. What lives in no pool runs on
+the supervisor's machine.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +16,16 @@ from penstock.config.cluster import ClusterConfig, PoolConfig, Role
 from penstock.config.errors import ConfigError
 from penstock.ports import ProcessSpec
 
-ROLES: Mapping[str, Role] = {"trainer": "actor", "rollout": "rollout", "env": "environment"}
+ROLES: Mapping[str, Role] = {"trainer": "actor", "ranks": "actor", "rollout": "rollout", "env": "environment"}
 """Of processes, as `cluster.pools` calls them."""
 WITHIN: Mapping[Role, Role] = {"critic": "actor", "reference": "actor", "reward": "environment"}
 """What has no processes of its own, and in whose it lives."""
-COUNTS = {"trainer": "trainer.ranks and trainer.split", "rollout": "rollout.servers", "env": "env.workers"}
+COUNTS = {
+    "trainer": "trainer.ranks and trainer.split",
+    "ranks": "trainer.ranks and trainer.split",
+    "rollout": "rollout.servers",
+    "env": "env.workers",
+}
 """Settings that say how many slots the processes of a role take."""
 
 
@@ -75,24 +82,20 @@ def _fill(name: str, pool: PoolConfig, specs: Sequence[ProcessSpec], seats: dict
     for spec in sorted(specs, key=lambda spec: -spec.num_slots):
         node = free.index(max(free))
         if free[node] < spec.num_slots:
-            raise ConfigError(_too_small(name, pool, specs, spec))
+            raise ConfigError(_too_small(name, pool, specs))
         seats[spec.name] = Seat(name, node, len(bundles[node]))
         bundles[node].append(spec.num_slots)
         free[node] -= spec.num_slots
     return [[*taken, *[1] * left] for taken, left in zip(bundles, free, strict=True)]
 
 
-def _too_small(name: str, pool: PoolConfig, specs: Sequence[ProcessSpec], first: ProcessSpec) -> str:
-    """`first`: who found no place."""
-    slots = [node.slots for node in pool.each_node]
-    needed = {role: sum(spec.num_slots for spec in specs if spec.role == role) for role in COUNTS}
-    shown = " + ".join(f"{COUNTS[role]} {number}" for role, number in needed.items() if number)
-    if sum(needed.values()) > sum(slots):
-        return (
-            f"cluster.pools.{name}: {shown} need {sum(needed.values())} slots, and {len(slots)} nodes have "
-            f"{sum(slots)}: raise nodes or slots_per_node, or lower the others"
-        )
+def _too_small(name: str, pool: PoolConfig, specs: Sequence[ProcessSpec]) -> str:
+    """All that it lacks are slots: what takes several of a node was cut to fit (`PoolConfig.spread`)."""
+    slots, needed = [node.slots for node in pool.each_node], Counter[str]()
+    for spec in specs:
+        needed[COUNTS[spec.role]] += spec.num_slots
+    shown = " + ".join(f"{setting} {needed[setting]}" for setting in dict.fromkeys(COUNTS.values()) if needed[setting])
     return (
-        f"cluster.pools.{name}: {first.name} needs {first.num_slots} slots of one node ({COUNTS[first.role]}), beside "
-        f"{shown} on nodes of {', '.join(map(str, slots))}: raise slots_per_node, or give it a pool of its own"
+        f"cluster.pools.{name}: {shown} need {needed.total()} slots, and {len(slots)} nodes have {sum(slots)}: "
+        "raise nodes or slots_per_node, or lower the others"
     )

@@ -56,6 +56,15 @@ class PoolConfig(Section):
             return [NodeConfig(slots=self.slots_per_node)] * self.nodes
         return list(self.nodes)
 
+    def spread(self, num_slots: int) -> list[int]:
+        """So many slots on as few nodes as have them, by node, the largest first. What they lack counts as the last
+        one's."""
+        shares: list[int] = []
+        for slots in sorted((node.slots for node in self.each_node), reverse=True):
+            if sum(shares) < num_slots:
+                shares.append(min(slots, num_slots - sum(shares)))
+        return [*shares[:-1], num_slots - sum(shares[:-1])]
+
     @property
     def per_slot(self) -> dict[str, float]:
         """What a slot takes, by the cluster's names for it; memory in bytes."""

@@ -283,6 +283,14 @@ class Config(Section):
         return self.num_ranks * len(self.places)
 
     @property
+    def trainer_processes_by_node(self) -> list[int]:
+        """How many of them live on each node, those of the trainer's own first: all of them there, unless its pool has
+        no node with that many slots. They are numbered by place, then by rank, over all nodes."""
+        pool = self.cluster.pool_of("actor") if self.cluster.address is not None else None
+        number = self.num_trainer_processes
+        return self.cluster.pools[pool].spread(number) if pool is not None else [number]
+
+    @property
     def max_running(self) -> int:
         """Episodes that may generate at once, over all servers."""
         return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.num_servers

@@ -1,7 +1,8 @@
-"""The backend of local processes: the workers of each rank live in a process of their own, behind a socket pair.
+"""The backend of processes: the workers of each rank live in a process of their own, behind a socket. It is started
+here, or on another machine by somebody who was asked for that (`link`).
 
-Processes end with whoever started them, however that ended. A process that ends takes its calls with it, and says so;
-it is not replaced.
+Processes end with their socket, and so with whoever called them, however that ended. A process that ends takes its
+calls with it, and says so; it is not replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +26,7 @@ from penstock.groups.backend import Backend, Call, Gone, Handle, Raised, settle
 from penstock.groups.errors import CallRefused, RemoteError, WorkerLost
 from penstock.groups.group import Group
 from penstock.groups.hosted import Make
+from penstock.groups.link import place_of
 from penstock.groups.role import Rank, Role
 from penstock.groups.wire import Frames, Packed, pack, receive, send, unpack
 
@@ -36,7 +39,16 @@ END_S = 10.0
 class SpawnedBackend(Backend):
     """Arguments and results are copied. Classes and functions travel by name: they are imported on the far side."""
 
-    def __init__(self, roles: Mapping[str, Role], size: int = 1) -> None:
+    def __init__(
+        self,
+        roles: Mapping[str, Role],
+        size: int = 1,
+        *,
+        elsewhere: Sequence[socket.socket] = (),
+        start_s: float = START_S,
+    ) -> None:
+        """`elsewhere`: connections to processes of the last ranks, started by others; they end with the group.
+        `start_s`: for all workers to be built."""
         super().__init__(roles, size)
         for name, role in self.roles.items():
             if role.worker_cls.__module__ == "__main__":
@@ -46,17 +58,21 @@ class SpawnedBackend(Backend):
                 )
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._hosts = [Host(rank) for rank in range(size)]
+        self._hosts: list[Host] = []
         try:
-            self._make()
+            for rank, link in enumerate(elsewhere, start=size - len(elsewhere)):
+                self._hosts.append(Connected(rank, link))
+            for rank in range(size - len(elsewhere)):
+                self._hosts.insert(rank, Started(rank))
+            self._make(start_s)
         except BaseException:
             self.close()
             raise
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, by rank."""
-        return [host.pid for host in self._hosts]
+        """Of the processes that were started here, by rank."""
+        return [host.pid for host in self._hosts if isinstance(host, Started)]
 
     def start(self, calls: Mapping[int, Call]) -> dict[int, Handle]:
         requests = self._pack(calls)
@@ -72,12 +88,12 @@ class SpawnedBackend(Backend):
         for host in self._hosts:
             host.join()
 
-    def _make(self) -> None:
+    def _make(self, start_s: float) -> None:
         number, names = next(self._numbers), "+".join(self.roles)
         handles = [
             host.send(number, pack(Make(self.roles, Rank(rank, self.size)))) for rank, host in enumerate(self._hosts)
         ]
-        _, missing = wait(handles, START_S, return_when=FIRST_EXCEPTION)
+        _, missing = wait(handles, start_s, return_when=FIRST_EXCEPTION)
         for rank, handle in enumerate(handles):
             error = handle.exception() if handle.done() else None
             if isinstance(error, Gone):
@@ -86,7 +102,7 @@ class SpawnedBackend(Backend):
                 raise RemoteError(error, rank=rank, role=names, method="__init__")
         if missing:
             ranks = ", ".join(str(rank) for rank, handle in enumerate(handles) if handle in missing)
-            raise Stalled(waiter="the driver", resource=f"workers of {names}", holder=f"ranks {ranks}", seconds=START_S)
+            raise Stalled(waiter="the driver", resource=f"workers of {names}", holder=f"ranks {ranks}", seconds=start_s)
 
     def _pack(self, calls: Mapping[int, Call]) -> dict[int, Frames]:
         """What is the same for several ranks is pickled once."""
@@ -101,30 +117,17 @@ class SpawnedBackend(Backend):
         return requests
 
 
-class Host:
+class Host(ABC):
     """One process, seen from the driver."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, link: socket.socket) -> None:
+        self._rank, self._link = rank, link
         self._end: str | None = None
         self._leaving = False
         self._lock = threading.Lock()
         self._pending: dict[int, Handle] = {}
-        self._link, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.groups.hosted", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                start_new_session=True,
-            )
         self._reader = threading.Thread(target=self._read, name=f"group-rank-{rank}", daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def raise_if_gone(self) -> None:
         """Raises `Gone`."""
@@ -158,6 +161,8 @@ class Host:
             while True:
                 self._take(*receive(self._link))
         end = self._ended()
+        if self._leaving:
+            end = "the group was closed"
         with self._lock:
             self._end = end
             pending, self._pending = self._pending, {}
@@ -176,6 +181,35 @@ class Host:
         else:
             settle(handle, result)
 
+    @abstractmethod
+    def _ended(self) -> str:
+        """Nothing more comes from it: see that it ends, and say what is known of how it came to that."""
+
+
+class Connected(Host):
+    """One that somebody else started, on another machine."""
+
+    def __init__(self, rank: int, link: socket.socket) -> None:
+        self._place = place_of(link.getpeername())
+        super().__init__(rank, link)
+
+    def _ended(self) -> str:
+        return f"it has ended, or {self._place} is out of reach"
+
+
+class Started(Host):
+    """One that was started here."""
+
+    def __init__(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = start_process(theirs, start_new_session=True)
+        super().__init__(rank, ours)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def _ended(self) -> str:
         """Wait for the end of the process, and say how it came."""
         try:
@@ -184,17 +218,29 @@ class Host:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             code = self._process.wait()
-        if self._leaving:
-            return "the group was closed"
         return signal.Signals(-code).name if code < 0 else f"exit {code}"
+
+
+def start_process(link: socket.socket, *, start_new_session: bool) -> subprocess.Popen[bytes]:
+    """One that holds what it is told through `link`, of which it has a copy."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "penstock.groups.hosted", str(link.fileno())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[link.fileno()],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        start_new_session=start_new_session,
+    )
 
 
 class SpawnedGroup(Group):
     """A group of one role, each of its workers in a process of its own."""
 
-    def __init__(self, worker_cls: type, size: int = 1, **init: Any) -> None:
-        """Each worker is built as `worker_cls(rank=Rank(i, size), **init)`."""
-        super().__init__(SpawnedBackend({worker_cls.__name__: Role(worker_cls, init)}, size), worker_cls.__name__)
+    def __init__(
+        self, worker_cls: type, size: int = 1, *, elsewhere: Sequence[socket.socket] = (), **init: Any
+    ) -> None:
+        """Each worker is built as `worker_cls(rank=Rank(i, size), **init)`; `elsewhere`: see `SpawnedBackend`."""
+        roles = {worker_cls.__name__: Role(worker_cls, init)}
+        super().__init__(SpawnedBackend(roles, size, elsewhere=elsewhere), worker_cls.__name__)
 
 
 def _packed(call: Call, name: str, value: Any) -> Packed:

@@ -2,7 +2,8 @@
 
     message = number, frames, (u64 length of each frame), frames; the first frame is the pickle, the others its buffers
 
-For the two ends of one private socket pair only, never for a port that others can reach.
+For two ends that know each other: of a private socket pair, or of a connection on which both have shown the same key
+(`link`). Never for a port that answers strangers.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ def send(link: socket.socket, number: int, frames: Frames) -> None:
 
 def receive(link: socket.socket) -> tuple[int, Frames]:
     """Raises EOFError when the other end is gone."""
-    number, count = HEAD.unpack(_exactly(link, HEAD.size))
-    lengths = struct.unpack(f">{count}Q", _exactly(link, 8 * count))
-    return number, [_exactly(link, length) for length in lengths]
+    number, count = HEAD.unpack(exactly(link, HEAD.size))
+    lengths = struct.unpack(f">{count}Q", exactly(link, 8 * count))
+    return number, [exactly(link, length) for length in lengths]
 
 
-def _exactly(link: socket.socket, length: int) -> bytearray:
+def exactly(link: socket.socket, length: int) -> bytearray:
+    """So many bytes. Raises EOFError when the other end is gone before."""
     frame = bytearray(length)
     view = memoryview(frame)
     while len(view):

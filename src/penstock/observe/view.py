@@ -14,7 +14,7 @@ from penstock.observe.summary import busy_fraction
 Record = dict[str, Any]
 TRAINING, PLAYING, EVALUATING = "training", "playing", "evaluating the policy"
 """Phases of a run."""
-INDISPENSABLE = ("controller", "trainer")
+INDISPENSABLE = ("controller", "trainer", "ranks")
 """Roles each of whose processes the run needs."""
 WINDOW_S = 15.0
 """Rates are means over the latest steps of about this long."""

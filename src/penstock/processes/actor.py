@@ -94,7 +94,7 @@ class Actor(TrainerRank):
     @cached_property
     def _imitation(self) -> Imitation:
         """Nobody else computes meanwhile: it has all cores."""
-        torch.set_num_threads(max(torch.get_num_threads(), num_usable_cpus() // self._ranks.size))
+        torch.set_num_threads(max(torch.get_num_threads(), num_usable_cpus() // self._num_here))
         return Imitation(self._model, self._ranks)
 
     @cached_property

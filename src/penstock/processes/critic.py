@@ -31,7 +31,7 @@ class CriticRank(BesideActor[Critic]):
         """See `Critic.step`."""
         return self._held.step()
 
-    def _begin(self, policy: PreTrainedModel) -> Critic:
+    def _make(self, policy: PreTrainedModel) -> Critic:
         return Critic(
             policy,
             self._config.trainer,

@@ -12,6 +12,8 @@ from penstock.ports import ProcessSpec
 
 TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that wait for each other sleep: spinning ones slow every other process on a shared machine tenfold."""
+COMPUTE = ("rollout", "trainer", "ranks")
+"""Roles that use torch."""
 
 
 def stages(config: Config) -> list[list[ProcessSpec]]:
@@ -25,15 +27,16 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             module="penstock.processes.start",
             ready_s=config.supervisor.ready_timeout_s,
             grace_s=config.supervisor.grace_s,
-            env=(TORCH_ENVIRONMENT if role in ("rollout", "trainer") else {}) | _keys(config, role),
-            num_slots=config.num_trainer_processes if role == "trainer" else 1,
+            env=(TORCH_ENVIRONMENT if role in COMPUTE else {}) | _keys(config, role),
+            num_slots=config.trainer_processes_by_node[number or 0] if role in ("trainer", "ranks") else 1,
             saves="checkpoint" if role == "trainer" else "",
         )
 
     rollouts = [spec("rollout", number) for number in range(config.rollout.num_servers)]
     environments = [spec("env", number) for number in range(config.env.workers)]
     trainers = [spec("trainer", 0)] if config.has_trainer else []
-    stages = [[spec("controller")], [*rollouts, *trainers], environments]
+    others = [spec("ranks", node) for node in range(1, len(config.trainer_processes_by_node))]
+    stages = [[spec("controller")], [*rollouts, *trainers, *others], environments]
     if config.env.name == ATROPOS:  # they may be there before the rest is ready, and must find somebody to wait with
         stages = [stages[0], stages[1] + environments]
     return [stage for stage in stages if stage]

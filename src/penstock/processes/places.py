@@ -1,12 +1,13 @@
 """Which processes play the roles of the trainer.
 
-All that share a place share its processes, one for each rank. A single process is this one; others are processes of
-their own on this machine.
+All that share a place share its processes, one for each rank. The actor's, if it is a single one, is this process;
+others are processes of their own, on this machine and, the last ones, on those of other nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from penstock.processes.reference import ReferenceRank
 WORKERS: Mapping[str, type[TrainerRank]] = {"actor": Actor, "critic": CriticRank, "reference": ReferenceRank}
 
 
-def trainer_roles(config: Config, *, model_dir: Path, weights_dir: Path) -> Roles:
-    """All of them, placed as configured, and met. `model_dir`: of the policy. `weights_dir`: where it is published."""
+def trainer_roles(
+    config: Config, *, model_dir: Path, weights_dir: Path, elsewhere: Sequence[socket.socket] = ()
+) -> Roles:
+    """All of them, placed as configured, and met. `model_dir`: of the policy. `weights_dir`: where it is published.
+    `elsewhere`: connections to the last processes (`Config.trainer_processes_by_node`); they end with the roles."""
     init: dict[str, dict[str, Any]] = {"actor": {"model_dir": model_dir, "weights_dir": weights_dir}}
     roles = {
         name: Role(WORKERS[name], {"config": config, "place": number} | init.get(name, {}))
@@ -33,14 +37,24 @@ def trainer_roles(config: Config, *, model_dir: Path, weights_dir: Path) -> Role
         for name in together
     }
 
-    def start(name: str, together: Mapping[str, Role]) -> Backend:
-        if name == "actor" and config.num_ranks == 1:
-            return LocalBackend(together)
-        return SpawnedBackend(together, config.num_ranks)
+    num_ranks, places = config.num_ranks, list(config.places)
+    num_here = len(places) * num_ranks - len(elsewhere)
 
-    placed = place(roles, config.places, start)
+    def start(name: str, together: Mapping[str, Role]) -> Backend:
+        if name == "actor" and num_ranks == 1:
+            return LocalBackend(together)
+        first = places.index(name) * num_ranks - num_here
+        links = elsewhere[max(first, 0) : max(first + num_ranks, 0)]
+        return SpawnedBackend(together, num_ranks, elsewhere=links, start_s=config.supervisor.ready_timeout_s)
+
     try:
-        if config.num_ranks > 1:
+        placed = place(roles, config.places, start)
+    except BaseException:
+        for link in elsewhere:
+            link.close()
+        raise
+    try:
+        if num_ranks > 1:
             for name, *_ in config.places.values():
                 group: Any = getattr(placed, name)
                 group.meet(group.listen())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import accumulate
 from operator import add
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -40,7 +41,9 @@ class TrainerRank:
         self._config = config
         beside: TrainerRank | None = next(iter(roles.values()), None)
         self._ranks: Ranks = Ranks(rank) if beside is None else beside._ranks
-        self._device = _device_of(place * rank.size + rank.index, config)
+        number = place * rank.size + rank.index
+        self._num_here = _num_here(number, config)
+        self._device = _device_of(number, config)
         self._dtype = resolve_dtype(config.model.dtype, self._device)
         self._set_threads()
 
@@ -52,24 +55,30 @@ class TrainerRank:
     @remote_method()
     def meet(self, meeting: Meeting) -> None:
         """Comes before everything else where there are several ranks; one of a process's roles is asked."""
-        self._ranks.meet(meeting, self._device, self._config.trainer.distributed.backend)
+        backend = self._config.trainer.distributed.backend
+        self._ranks.meet(meeting, self._device, backend, address=os.environ.get(ADDRESS))
 
     def _set_threads(self) -> None:
-        config, num_sharing = self._config, self._config.num_trainer_processes
-        torch.set_num_threads(num_threads(config, config.trainer.torch_threads, num_sharing=num_sharing))
+        threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=self._num_here)
+        torch.set_num_threads(threads)
 
 
 class BesideActor(TrainerRank, ABC, Generic[Held]):
     """A role with a model of its own, which began as the policy."""
 
     _held: Held
-    """From the first `read` on."""
+    """From `begin` or the first `read` on."""
+
+    @remote_method()
+    def begin(self, directory: Path) -> None:
+        """As the policy in `directory`."""
+        self._held = self._make(load_policy(directory, device=self._device, weights=True))
 
     @remote_method()
     def read(self, directory: Path) -> None:
-        """Begin as the policy in `directory`, or go back to what `write` wrote beside it."""
+        """Go back to what `write` wrote beside a policy."""
         if not hasattr(self, "_held"):
-            self._held = self._begin(load_policy(directory, device=self._device, weights=True))
+            self._held = self._make(load_policy(directory, device=self._device, weights=True))
         self._held.read(directory)
 
     @remote_method()
@@ -83,7 +92,13 @@ class BesideActor(TrainerRank, ABC, Generic[Held]):
         return self._held.busy.told() / self._ranks.size
 
     @abstractmethod
-    def _begin(self, policy: PreTrainedModel) -> Held: ...
+    def _make(self, policy: PreTrainedModel) -> Held: ...
+
+
+def _num_here(number: int, config: Config) -> int:
+    """Of the trainer's processes, those on the node of the one with this number, with it."""
+    shares = config.trainer_processes_by_node
+    return next(share for share, end in zip(shares, accumulate(shares), strict=True) if number < end)
 
 
 def _device_of(number: int, config: Config) -> torch.device:

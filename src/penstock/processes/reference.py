@@ -19,7 +19,7 @@ class ReferenceRank(BesideActor[Reference]):
         """See `Reference.logprobs`."""
         return self._held.logprobs(batch, policy_version)
 
-    def _begin(self, policy: PreTrainedModel) -> Reference:
+    def _make(self, policy: PreTrainedModel) -> Reference:
         return Reference(
             policy,
             self._config.trainer,

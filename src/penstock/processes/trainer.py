@@ -1,7 +1,8 @@
 """The trainer: behind the bus, one message at a time, the driver of the ranks that hold the models.
 
-A rank that is the only one lives in this process, on a thread of its own; see `places.py`. A rank that is lost ends the
-trainer: whoever restarts it begins with all of them anew.
+A rank that is the only one lives in this process, on a thread of its own; several are processes of theirs, on other
+nodes too: see `places.py` and `ranks.py`. A rank that is lost ends the trainer: whoever restarts it begins with all of
+them anew.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from penstock.processes.member import Telemetry, membership
 from penstock.processes.places import trainer_roles
 from penstock.processes.pool import payloads_of
 from penstock.processes.publishing import Publications, publishing
+from penstock.processes.ranks import connected_ranks
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
 from penstock.trainer.actor_critic import ActorCritic
@@ -59,6 +61,9 @@ from penstock.types import BusySpan, GroupRef, LearnerState
 PATIENCE_S = 300.0
 """With one message, before it is worth a report: whoever sent it has a deadline."""
 
+BEGINNING = "beginning"
+"""Of the run's directory: the policy, while it is handed to the roles that begin as it."""
+
 Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
 
 
@@ -66,7 +71,7 @@ class TrainerProcess:
     """Executes trainer messages in order; the event loop stays free for heartbeats."""
 
     def __init__(self, config: Config, child: Child) -> None:
-        self._config, self._name, self._runtime_dir = config, child.name, child.runtime_dir
+        self._config, self._name, self._run_dir = config, child.name, child.run_dir
         self._model_dir = model_dir(config, child.run_dir)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._payloads = payloads_of(child)
@@ -80,13 +85,18 @@ class TrainerProcess:
         self._latest: LearnerState | None = None
         self._trained: list[int] = []
         self._accumulated: list[int] = []
-        self._ranks = self._thread.submit(self._start_ranks, weights_dir(child, config)).result()
+        self._ranks = self._thread.submit(self._start_ranks, child).result()
         self.published: Publications | None = None
         """What other machines can have of it."""
 
-    def _start_ranks(self, weights_dir: Path) -> ActorCritic:
+    def _start_ranks(self, child: Child) -> ActorCritic:
         with plainly():
-            roles = trainer_roles(self._config, model_dir=self._model_dir, weights_dir=weights_dir)
+            roles = trainer_roles(
+                self._config,
+                model_dir=self._model_dir,
+                weights_dir=weights_dir(child, self._config),
+                elsewhere=connected_ranks(child, self._config),
+            )
         return ActorCritic(roles, self._config.trainer)
 
     async def welcomed(self, _: Peer, welcome: Welcome) -> None:
@@ -119,7 +129,7 @@ class TrainerProcess:
             case Begin(policy_version=policy_version):
                 self._policy_version = policy_version
                 metrics = self._warm_start()
-                self._ranks.begin(policy_version, self._runtime_dir)
+                self._ranks.begin(policy_version, self._run_dir / BEGINNING)
                 self._begun = True
                 return Begun(metrics=metrics)
             case _ if not self._begun:

@@ -11,17 +11,17 @@ roles are placed, and so are their results.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.fused import Roles
 from penstock.trainer.critic import appraised
-from penstock.trainer.dealing import costs, deal
+from penstock.trainer.dealing import dealt
 from penstock.types import LearnerState, WeightsHandle
 
 
@@ -45,14 +45,15 @@ class ActorCritic:
         return done
 
     def begin(self, policy_version: int, directory: Path) -> None:
-        """The policy as it is now has this version, and the others begin as what it is. It is handed to them within
-        `directory`, and nothing is left there."""
+        """The policy as it is now has this version, and the others begin as what it is. It is handed to them in
+        `directory`, which all ranks see; nothing is left there."""
         self._actor.begin(policy_version)
         self._policy_version = policy_version
         if self._beside:
-            with TemporaryDirectory(dir=directory, prefix="policy-") as policy:
-                self._actor.write_policy(Path(policy))
-                self._read_beside(Path(policy))
+            self._actor.write_policy(directory)
+            for role in self._beside:
+                role.begin(directory)
+            shutil.rmtree(directory)
 
     def accumulate(self, batch: Batch) -> dict[str, float]:
         """See `Learner.accumulate`; the batch is one from `prepare`."""
@@ -96,17 +97,14 @@ class ActorCritic:
     def read(self, directory: Path, policy_version: int) -> None:
         """Go back to what `write` wrote, wherever roles were placed then; it counts as `policy_version` from now on."""
         self._actor.read(directory, policy_version)
-        self._read_beside(directory)
+        for role in self._beside:
+            role.read(directory)
         self._told()
         self._policy_version, self._beside_s = policy_version, 0.0
 
     def close(self) -> None:
         """End all ranks of all roles."""
         self._roles.close()
-
-    def _read_beside(self, directory: Path) -> None:
-        for role in self._beside:
-            role.read(directory)
 
     def _told(self) -> float:
         """Seconds of model compute that other roles than the actor have not told of."""
@@ -121,11 +119,7 @@ class ActorCritic:
     def _dealt(self, batch: Batch) -> list[Batch]:
         """By rank."""
         num_ranks = self._actor.size
-        if num_ranks == 1:
-            return [batch]
-        lengths = [len(ids) for ids in batch["token_ids"]]
-        hands = deal(costs(lengths, self._attention_per_token), batch["groups"], num_ranks)
-        return [batch.select(hand) for hand in hands]
+        return dealt(batch, num_ranks, self._attention_per_token) if num_ranks > 1 else [batch]
 
     @cached_property
     def _attention_per_token(self) -> float:

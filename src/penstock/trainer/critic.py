@@ -134,10 +134,10 @@ class Critic:
         write_state(state, directory, NAME, self._strategy)
 
     def read(self, directory: Path) -> None:
-        """Go back to what was saved there, if anything was; gradients accumulated so far are dropped."""
-        if (saved := read_state(directory, NAME)) is not None:
-            load_module(self._function, saved["function"])
-            load_optimizer(self._optimizer, saved["optimizer"])
+        """Go back to what was saved there; gradients accumulated so far are dropped."""
+        saved = read_state(directory, NAME)
+        load_module(self._function, saved["function"])
+        load_optimizer(self._optimizer, saved["optimizer"])
         self._loss, self._tokens = 0.0, 0
 
     def _forward(self, micro: MicroBatch) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedModel
 
+from penstock.groups.batch import Batch
 from penstock.model.attention import FULL, attention_kinds
 
 Ints = npt.NDArray[np.int64]
@@ -20,6 +21,12 @@ Floats = npt.NDArray[np.float64]
 
 BUNDLES_PER_RANK = 8
 """A bundle of siblings costs at most this part of a rank's fair share, unless it is a single sample."""
+
+
+def dealt(batch: Batch, num_ranks: int, attention_per_token: float) -> list[Batch]:
+    """The samples of a batch from `prepare`, by rank. `attention_per_token`: see `costs`."""
+    lengths = [len(ids) for ids in batch["token_ids"]]
+    return [batch.select(hand) for hand in deal(costs(lengths, attention_per_token), batch["groups"], num_ranks)]
 
 
 def costs(lengths: npt.ArrayLike, attention_per_token: float) -> Floats:

@@ -302,8 +302,6 @@ class Learner:
         """Restore what `write` wrote, with however many ranks that was."""
         saved = self._model_cls.from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
         progress = read_state(directory, NAME)
-        if progress is None:
-            raise FileNotFoundError(f"{directory} has no state of a learner: it is a policy, but no checkpoint")
         self.load_state_dict({"model": dict(saved.named_parameters()) | progress.pop("adapted"), **progress})
 
 

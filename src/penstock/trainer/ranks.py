@@ -9,12 +9,14 @@ and fails in torch's own words. A rank that is alone waits for nobody.
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as distributed
 from torch import Tensor
@@ -69,10 +71,15 @@ class Ranks:
         self._store = self._connect(meeting, listener.detach())
         return meeting
 
-    def meet(self, meeting: Meeting, device: torch.device, backend: str | None = None) -> None:
+    def meet(
+        self, meeting: Meeting, device: torch.device, backend: str | None = None, *, address: str | None = None
+    ) -> None:
         """Blocks until all ranks are there. `backend` sums what lies on `device`, by default the one made for it; what
-        lies on the CPU is gloo's. Raises `RankLost` when they are not in time."""
+        lies on the CPU is gloo's. `address`: of this machine, where there are several. Raises `RankLost` when they are
+        not in time."""
         name = _backend(device, backend)
+        if address is not None:
+            _speak_from(address)
         try:
             self._store = self._store or self._connect(meeting)
             self._store.set(_place(self.index), "0")
@@ -191,6 +198,15 @@ def _backend(device: torch.device, backend: str | None) -> str:
     if not distributed.is_backend_available(name):
         raise ConfigError(f"trainer.distributed.backend {name} is not in this build of torch: choose another")
     return name
+
+
+def _speak_from(address: str) -> None:
+    """Backends go by the machine's name, which need not lead to where others reach it. Who has named an interface
+    himself knows better."""
+    named = psutil.net_if_addrs().items()
+    for interface in [name for name, held in named if address in {each.address for each in held}][:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -62,6 +62,5 @@ class Reference:
         write_state({"model": self._snapshot.state_dict()}, directory, NAME, self._strategy)
 
     def read(self, directory: Path) -> None:
-        """Become what was saved there; what it is, if nothing was."""
-        if (saved := read_state(directory, NAME)) is not None:
-            self._snapshot.load_state_dict(saved["model"])
+        """Become what was saved there."""
+        self._snapshot.load_state_dict(read_state(directory, NAME)["model"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from penstock.config import ConfigError
 from penstock.trainer.shards import from_files, to_file
 from penstock.trainer.strategy import Strategy
 
@@ -27,10 +28,10 @@ def write_state(state: Mapping[str, Any], directory: Path, name: str, strategy: 
         _save(to_file({**state, "num_files": num_files}), directory / _file_of(name, ranks.index))
 
 
-def read_state(directory: Path, name: str) -> dict[str, Any] | None:
-    """What `write_state` wrote, whole, with however many ranks that was; None if nobody did."""
+def read_state(directory: Path, name: str) -> dict[str, Any]:
+    """What `write_state` wrote, whole, with however many ranks that was. Raises `ConfigError` if nobody did."""
     if not (directory / _file_of(name, 0)).exists():
-        return None
+        raise ConfigError(f"{directory} has no state of a {name}: it is no checkpoint, or of a trainer without one")
     files = [_load(directory / _file_of(name, 0))]
     files += [_load(directory / _file_of(name, rank)) for rank in range(1, files[0]["num_files"])]
     state: dict[str, Any] = from_files(files)

@@ -1,0 +1,113 @@
+"""The keeper of those ranks of the trainer that live on another node than its own.
+
+Starts a process for each connection that proves to be the trainer's, and knows nothing of what it does. A trainer that
+was started again connects anew: the processes of the one before have ended with their connections. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.config import Config
+from penstock.control.keys import Keys
+from penstock.deadline import Stalled
+from penstock.groups.link import connect, place_of, prove
+from penstock.groups.spawned import start_process
+from penstock.processes.listening import bind
+from penstock.supervisor.child import Child
+from penstock.supervisor.failure import describe_code
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "ranks"
+"""Of the run's directory: where each keeper listens."""
+FIND_SHARE = 0.75
+"""Of the time in which a process has to be ready: for the trainer to find all keepers, which may have to be started
+again on another node."""
+ASK_EVERY_S = 0.2
+
+
+async def serve(child: Child) -> None:
+    stop = child.stop_event()
+    assert child.address is not None  # else there are no other nodes
+    with bind(child.address, 0) as listener:
+        async with asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(keep(listener, _key(child)))
+            _tell(child, listener)
+            child.report_ready()
+            await stop.wait()
+            keeping.cancel()
+
+
+async def keep(listener: socket.socket, key: bytes) -> NoReturn:
+    """Processes for whoever has the key, for the whole life of this one; they are of its group, and end with it."""
+    listener.setblocking(False)
+    while True:
+        link, address = await asyncio.get_running_loop().sock_accept(listener)
+        threading.Thread(target=_hold, args=(link, key, place_of(address)), daemon=True).start()
+
+
+def connected_ranks(child: Child, config: Config) -> list[socket.socket]:
+    """The trainer's side: to a process for each rank that lives on another node, by rank. Blocks. Raises `Stalled`."""
+    seconds, links = FIND_SHARE * config.supervisor.ready_timeout_s, list[socket.socket]()
+    give_up = time.monotonic() + seconds
+    try:
+        for node, number in enumerate(config.trainer_processes_by_node[1:], start=1):
+            keeper = child.run_dir / FOLDER / f"ranks-{node}"
+            for _ in range(number):
+                links.append(_connected(child, keeper, give_up=give_up, seconds=seconds))
+    except BaseException:
+        for link in links:
+            link.close()
+        raise
+    return links
+
+
+def _connected(child: Child, keeper: Path, *, give_up: float, seconds: float) -> socket.socket:
+    """As soon as it listens where its file says: that may still be its predecessor's."""
+    while True:
+        try:
+            host, port = json.loads(keeper.read_text())
+            return connect((host, port), _key(child))
+        except OSError as error:
+            if time.monotonic() > give_up:
+                holder = f"{keeper.name} ({error})"
+                raise Stalled(waiter=child.name, resource="its ranks", holder=holder, seconds=seconds) from None
+        time.sleep(ASK_EVERY_S)
+
+
+def _hold(link: socket.socket, key: bytes, driver: str) -> None:
+    """One process, to its end."""
+    with link:
+        try:
+            prove(link, key, "keeper")
+        except OSError as error:
+            logger.warning("refused a connection of %s: %s", driver, error)
+            return
+        process = start_process(link, start_new_session=False)
+    if (code := process.wait()) not in (0, -signal.SIGTERM):
+        logger.warning("a rank of the trainer at %s has ended: %s", driver, describe_code(code))
+
+
+def _tell(child: Child, listener: socket.socket) -> None:
+    """The trainer where this process listens; a trainer that is started later still finds it."""
+    file = child.run_dir / FOLDER / child.name
+    file.parent.mkdir(exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(listener.getsockname()[:2]))
+    unfinished.replace(file)
+
+
+def _key(child: Child) -> bytes:
+    keys = Keys.read(child.runtime_dir)
+    assert keys is not None  # else the run is on one machine
+    return keys.member_secret.encode()

@@ -1,0 +1,93 @@
+"""Whoever does not know the key is told nothing, and whoever is not there is not waited for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.groups import link
+from penstock.groups.link import Stranger, connect, prove
+from penstock.groups.wire import exactly
+
+KEY = b"of the run"
+
+
+class Keeper(threading.Thread):
+    """Answers one connection with `act`."""
+
+    def __init__(self, act: Callable[[socket.socket], object]) -> None:
+        super().__init__(daemon=True)
+        self._listener, self._act = socket.create_server(("127.0.0.1", 0)), act
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.error: OSError | None = None
+        self.start()
+
+    def run(self) -> None:
+        with self._listener:
+            accepted, _ = self._listener.accept()
+        with accepted:
+            try:
+                self._act(accepted)
+            except OSError as error:
+                self.error = error
+
+
+@pytest.fixture
+def keeping() -> Iterator[Callable[[Callable[[socket.socket], object]], Keeper]]:
+    keepers: list[Keeper] = []
+
+    def keep(act: Callable[[socket.socket], object]) -> Keeper:
+        keepers.append(Keeper(act))
+        return keepers[-1]
+
+    yield keep
+    for keeper in keepers:
+        keeper.join(20.0)
+
+
+def keeps(key: bytes) -> Callable[[socket.socket], None]:
+    """Says something once it knows who is there."""
+
+    def act(accepted: socket.socket) -> None:
+        prove(accepted, key, "keeper")
+        accepted.sendall(b"welcome")
+
+    return act
+
+
+def test_both_know_the_key(keeping: Callable[..., Keeper]) -> None:
+    keeper = keeping(keeps(KEY))
+    with connect(keeper.address, KEY) as connected:
+        assert exactly(connected, 7) == b"welcome"
+        assert connected.gettimeout() is None and connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert keeper.error is None
+
+
+def test_neither_trusts_a_stranger(keeping: Callable[..., Keeper]) -> None:
+    keeper = keeping(keeps(b"of another run"))
+    with pytest.raises(Stranger, match=r"127\.0\.0\.1:\d+ does not know the key of this run"):
+        connect(keeper.address, KEY)
+    keeper.join(20.0)
+    assert isinstance(keeper.error, Stranger)
+
+
+def echo(accepted: socket.socket) -> None:
+    while said := accepted.recv(1024):
+        accepted.sendall(said)
+
+
+@pytest.mark.parametrize("act", [echo, socket.socket.close], ids=["echoes", "closes"])
+def test_who_only_repeats_or_says_nothing_is_a_stranger(
+    keeping: Callable[..., Keeper], act: Callable[[socket.socket], object]
+) -> None:
+    with pytest.raises(OSError, match=r"does not know the key|reset by peer"):
+        connect(keeping(act).address, KEY)
+
+
+def test_who_is_silent_is_not_waited_for(keeping: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PROVE_S", 0.2)
+    with pytest.raises(TimeoutError):
+        connect(keeping(lambda accepted: accepted.recv(1 << 20, socket.MSG_WAITALL)).address, KEY)
