@@ -26,7 +26,7 @@ import json, pathlib, signal, sys, time
 def end(status):
     path = pathlib.Path(sys.argv[1], "state.json")
     state = json.loads(path.read_text())
-    time.sleep(0.2)
+    time.sleep(1)
     path.with_name("new").write_text(json.dumps({**state, "status": status, "processes": {}}))
     path.with_name("new").replace(path)
     sys.exit()
