@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from functools import cache
+from tempfile import TemporaryDirectory
 
 import ray
 from ray.cluster_utils import Cluster
@@ -15,8 +16,10 @@ from ray.cluster_utils import Cluster
 @cache
 def machines() -> Cluster:
     """A head without room, and two nodes of 8 CPUs and 4 chips each, the second one labelled as fast. Workers import
-    what the tests do."""
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    what the tests do. It has a directory of its own: other clusters of this machine are not taken for it."""
+    directory = TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
+    atexit.register(directory.cleanup)
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": directory.name})
     atexit.register(started.shutdown)
     started.add_node(num_cpus=8, resources={"chip": 4})
     started.add_node(num_cpus=8, resources={"chip": 4}, labels={"kind": "fast"})

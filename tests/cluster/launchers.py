@@ -43,9 +43,10 @@ async def ray_launcher(
     *,
     pools: Mapping[str, Any] = POOLS,
     place_s: float = 30.0,
+    in_turns: bool = False,
 ) -> AsyncIterator[RayLauncher]:
     config = ClusterConfig.model_validate({"pools": pools, "place_timeout_s": place_s})
-    seats, keys, run_id = seating(config, specs), Keys.make(), f"test-{secrets.token_hex(4)}"
+    seats, keys, run_id = seating(config, specs, in_turns=in_turns), Keys.make(), f"test-{secrets.token_hex(4)}"
     household = Household(
         run_id=run_id,
         run_dir=run_dir,

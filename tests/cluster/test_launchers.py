@@ -161,10 +161,29 @@ async def test_a_host_that_dies_takes_its_process_with_it_and_has_a_successor(tm
         await until_ready(launcher, successor)
         await launcher.signal(other, signal.SIGTERM)
         assert (await launcher.wait(other)).returncode == 0
-        idle = launcher._hosts["env-1"].actor
+        idle = launcher._hosts[launcher._seats["env-1"]].actor
         ray.kill(idle)
         await until_ready(launcher, await launcher.spawn(specs[1]))
         assert await launcher.sweep() == []
+
+
+async def test_who_takes_turns_shares_a_host_and_ends_with_it(tmp_path: Path) -> None:
+    specs = [spec("trainer-0", "steady"), spec("rollout-0", "steady")]
+    pools = {"all": {"roles": ["actor", "rollout"], "cpus": 0.5}}
+    async with ray_launcher(tmp_path, specs, pools=pools, in_turns=True) as launcher:
+        both = await asyncio.gather(*(launcher.spawn(each) for each in specs))
+        for process in both:
+            await until_ready(launcher, process)
+        (parent,) = {process.pid: procfs.read_stat(process.pid) for process in both[:1]}.values()
+        assert parent is not None
+        assert {stat.parent for process in both if (stat := procfs.read_stat(process.pid))} == {parent.parent}
+        await launcher.signal(both[1], signal.SIGKILL)
+        assert (await launcher.wait(both[1])).returncode == -signal.SIGKILL
+        again = await launcher.spawn(specs[1])
+        await until_ready(launcher, again)
+        os.kill(parent.parent, signal.SIGKILL)
+        ends = [await launcher.wait(process) for process in (both[0], again)]
+        assert all(end.returncode is None and end.lost.startswith("host trainer-0+rollout-0") for end in ends)
 
 
 def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
@@ -197,12 +216,12 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
     try:
         async with ray_launcher(tmp_path, specs, pools=pools, place_s=60.0) as launcher:
             processes = [await launcher.spawn(each) for each in specs]
-            before = launcher._hosts["env-0"].slot.node.node_id
+            before = launcher._hosts[launcher._seats["env-0"]].slot.node.node_id
             cluster.remove_node(by_id.pop(before), allow_graceful=False)
             ends = await asyncio.gather(*(launcher.wait(process) for process in processes))
             assert all(end.returncode is None and end.lost.startswith("host env-") for end in ends)
             again = [await launcher.spawn(each) for each in specs]
-            assert {launcher._hosts[each.name].slot.node.node_id for each in specs} == by_id.keys()
+            assert {host.slot.node.node_id for host in launcher._hosts.values()} == by_id.keys()
             for process in again:
                 await until_ready(launcher, process)
     finally:

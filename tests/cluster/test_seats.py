@@ -72,6 +72,30 @@ def test_ranks_on_several_nodes_have_a_keeper_on_each_but_the_first() -> None:
     assert found.bundles == {"all": [[2], [1, 1], [1, 1]]}
 
 
+def test_servers_that_take_turns_with_the_trainer_live_in_its_slots() -> None:
+    pools = {"all": {"roles": HERE, "nodes": 2, "slots_per_node": 3}}
+    given = [f"cluster.pools={pools}", "cluster.address=auto", "trainer.ranks=4", "rollout.servers=5"]
+    found = seating(config(**pools), specs(*given), in_turns=True)
+    first, second = Seat("all", 0, 0), Seat("all", 1, 0)
+    assert found.seats == {
+        "trainer-0": first,
+        "ranks-1": second,
+        "rollout-0": first,
+        "rollout-1": first,
+        "rollout-2": first,
+        "rollout-3": second,
+        "rollout-4": first,
+        "env-0": Seat("all", 1, 1),
+    }
+    assert found.bundles == {"all": [[3], [1, 1, 1]]}
+
+
+def test_servers_of_another_pool_have_slots_of_their_own() -> None:
+    pools = config(learn={"roles": ["actor"]}, play={"roles": ["rollout"]})
+    found = seating(pools, specs(), in_turns=True)
+    assert found.seats == {"trainer-0": Seat("learn", 0, 0), "rollout-0": Seat("play", 0, 0)}
+
+
 def test_a_pool_where_nobody_lives_is_not_asked_for() -> None:
     pools = config(learn={"roles": ["actor"]}, play={"roles": ["environment", "reward"], "slots_per_node": 2})
     found = seating(pools, specs("pipeline=rollout"))

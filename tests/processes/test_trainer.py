@@ -187,6 +187,12 @@ async def test_wherever_ranks_and_roles_are_they_find_the_same_and_go_on_from_ea
         assert second["kl_reference"] > 0 and 0 < second["value_loss"] < first["value_loss"]
 
 
+def ranks_here() -> list[psutil.Process]:
+    """Those that the trainer in this process has started, the last one last."""
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if "penstock.groups.hosted" in child.cmdline()]
+
+
 @pytest.mark.parametrize(
     ("settings", "lost"),
     [(TWO, r"actor\.\w+ lost its worker of rank 1"), (SPLIT, r"reference\.\w+ lost its worker of rank 0")],
@@ -197,7 +203,7 @@ async def test_a_rank_that_is_killed_ends_the_call_that_needs_it(
     with trainer(tmp_path, **settings) as process:
         await process.handle("controller", Begin(policy_version=0))
         await step(process, pool)
-        _, last = [child for child in psutil.Process().children() if "penstock.groups.hosted" in child.cmdline()]
+        _, last = ranks_here()
         last.kill()
         with pytest.raises(WorkerLost, match=f"{lost}: SIGKILL"):
             await step(process, pool)

@@ -224,11 +224,11 @@ async def test_a_stop_does_not_wait_for_a_restart(tmp_path: Path) -> None:
 
 
 async def test_readiness_in_another_name_is_not_believed(tmp_path: Path) -> None:
-    run = Run(tmp_path, [spec("controller", "never_ready", ready_s=0.5)])
+    run = Run(tmp_path, [spec("controller", "never_ready", ready_s=3.0)])
     outcome = await run.supervise()
     assert outcome.status is RunState.FAILED
     assert (
-        "controller failed while starting (was not ready after 0.5 s: the readiness report was written by another "
+        "controller failed while starting (was not ready after 3 s: the readiness report was written by another "
         "process)" in outcome.message
     )
     assert_nothing_left(run)

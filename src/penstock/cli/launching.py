@@ -49,7 +49,8 @@ def room(config: Config) -> Iterator[Room | None]:
     from penstock.cluster.placement import place
     from penstock.cluster.seats import seating
 
-    seats = seating(config.cluster, [spec for stage in stages(config) for spec in stage])
+    specs = [spec for stage in stages(config) for spec in stage]
+    seats = seating(config.cluster, specs, in_turns=config.scheduler.mode == "colocated")
     try:
         with connected(config.cluster.address) as address, place(config.cluster, seats.bundles) as pools:
             yield Room(pools=pools, seating=seats, address=address)

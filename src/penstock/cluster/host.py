@@ -1,7 +1,7 @@
-"""The supervisor's deputy on a node: an actor in a slot of a pool, which does there for one process of a run what the
-local launcher does for all of them on the supervisor's machine, by being one.
+"""The supervisor's deputy on a node: an actor in slots of a pool, which does there for the process that lives in them,
+or the several that take turns there, what the local launcher does on the supervisor's machine, by being one.
 
-Whatever ends the actor (its node, Ray, the end of the run's supervisor) ends the process: through the death pipe, and
+Whatever ends the actor (its node, Ray, the end of the run's supervisor) ends its processes: through the death pipe, and
 through the janitor of this very host.
 """
 
@@ -59,7 +59,7 @@ class Household:
 
 
 class Host:
-    """An actor. It is opened once, before anything else; all else is for the one process that it has at a time."""
+    """An actor. It is opened once, before anything else; all else is for its processes."""
 
     def __init__(self, name: str, household: Household) -> None:
         self._name, self._household = name, household
@@ -94,7 +94,7 @@ class Host:
         """It can be reached."""
 
     async def announce(self, controller: Address) -> None:
-        """The process hears where the controller is now."""
+        """Its processes hear where the controller is now."""
         controller.write(self._runtime_dir)
 
     async def spawn(self, spec: ProcessSpec) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on the nodes of a Ray cluster: each through a host (`host`) in a slot of its pool.
+"""Starts the processes of a run on the nodes of a Ray cluster: each through the host (`host`) in its seat of a pool.
 
 What lives in no pool is started by the local launcher, the controller among that. When a node is gone, so are its hosts
 and their processes; whoever is started again gets a slot on a node that lives.
@@ -44,7 +44,7 @@ START_S = 180.0
 ASK_S = 5.0
 """For a host to answer: it does nothing else."""
 SPAWN_S, CLOSE_S = 30.0, 20.0
-"""For all its process's predecessor left to be ended, too."""
+"""For all that a process's predecessor left to be ended, too."""
 NODES_S = 30.0
 """For Ray to say which nodes there are."""
 LOST_S = 10.0
@@ -119,8 +119,9 @@ class RayLauncher:
         """`keys`, `runtime_dir`: of the controller. `place_s`: to find room for what a dead node held."""
         self._local, self._pools, self._seats, self._household = local, pools, seats, household
         self._keys, self._runtime_dir, self._place_s = keys, runtime_dir, place_s
-        self._hosts: dict[str, Remote] = {}
-        """By the name of their process."""
+        self._hosts: dict[Seat, Remote] = {}
+        self._opening = {seat: asyncio.Lock() for seat in seats.values()}
+        """Held by who looks for the host of a seat."""
         self._controller: Address | None = None
         """Where it is, if it has said so."""
         self._replacing = asyncio.Lock()
@@ -151,7 +152,12 @@ class RayLauncher:
         if seat is None:
             return await self._local.spawn(spec)
         try:
-            host = await self._host_of(spec.name, seat)
+            seconds = START_S + self._place_s * (len(self._seats) + 1)
+            opening = holding(
+                self._opening[seat], seconds, waiter=spec.name, resource="its host", holder="who shares its seat"
+            )
+            async with opening:
+                host = await self._host_of(seat)
             facts = await _spawned(host, spec)
         except (RayError, ConfigError) as error:
             raise OSError(end_of(error) if isinstance(error, RayError) else str(error)) from None
@@ -209,14 +215,15 @@ class RayLauncher:
         left = await asyncio.gather(*(_close(host) for host in hosts))
         return [f"{what} on {host.slot.node.address}" for host, each in zip(hosts, left, strict=True) for what in each]
 
-    async def _host_of(self, name: str, seat: Seat) -> Remote:
+    async def _host_of(self, seat: Seat) -> Remote:
         """The one there is, or a new one. RayError, OSError, DoesNotFit."""
-        host = self._hosts.get(name)
+        host = self._hosts.get(seat)
         if host is not None and not host.gone and not await _answers_again(host):
             host.give_up(f"{host} is out of reach")
         while host is None or host.gone:
             slot = await self._slot_of(seat)
-            host = self._hosts[name] = self._start(name, slot)
+            names = [name for name, taken in self._seats.items() if taken == seat]
+            host = self._hosts[seat] = self._start("+".join(names), slot)
             try:
                 await self._open(host)
             except BaseException:

@@ -1,8 +1,8 @@
 """Which process of a run lives in which slots of which pool. Pure, and known before a cluster is asked for anything.
 
 A process takes a slot; the trainer, and whoever keeps ranks of it on another node, as many slots of that node as
-processes compute for it there: its ranks, and those of roles that are split from them. What lives in no pool runs on
-the supervisor's machine.
+processes compute for it there: its ranks, and those of roles that are split from them. Servers that take turns with it
+live in its slots, if they live in its pool. What lives in no pool runs on the supervisor's machine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from penstock.cluster.pools import Bundles
 from penstock.config.cluster import ClusterConfig, PoolConfig, Role
@@ -31,7 +32,7 @@ COUNTS = {
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a process lives."""
+    """Where a process lives, or several that take turns."""
 
     pool: str
     node: int
@@ -50,8 +51,9 @@ class Seating:
     """Of the pools where somebody lives."""
 
 
-def seating(config: ClusterConfig, specs: Sequence[ProcessSpec]) -> Seating:
-    """Largest first, on the node with the most free slots. Raises `ConfigError` with the numbers."""
+def seating(config: ClusterConfig, specs: Sequence[ProcessSpec], *, in_turns: bool = False) -> Seating:
+    """Largest first, on the node with the most free slots. `in_turns`: trainer and servers never compute at the same
+    time. Raises `ConfigError` with the numbers."""
     if not config.pools:
         raise ConfigError("cluster.address is given without cluster.pools: say which roles live where, or leave it out")
     _check_within(config)
@@ -59,8 +61,11 @@ def seating(config: ClusterConfig, specs: Sequence[ProcessSpec]) -> Seating:
     bundles: dict[str, list[list[int]]] = {}
     for name, pool in config.pools.items():
         inhabitants = [spec for spec in specs if ROLES.get(spec.role) in pool.roles]
+        guests = [spec for spec in inhabitants if spec.role == "rollout"] if in_turns and "actor" in pool.roles else []
         if inhabitants:
-            bundles[name] = _fill(name, pool, inhabitants, seats)
+            hosts = [spec for spec in inhabitants if spec not in guests]
+            bundles[name] = _fill(name, pool, hosts, seats)
+            seats |= _beside(guests, [spec for spec in hosts if ROLES[spec.role] == "actor"], seats)
     return Seating(seats=seats, bundles=bundles)
 
 
@@ -87,6 +92,12 @@ def _fill(name: str, pool: PoolConfig, specs: Sequence[ProcessSpec], seats: dict
         bundles[node].append(spec.num_slots)
         free[node] -= spec.num_slots
     return [[*taken, *[1] * left] for taken, left in zip(bundles, free, strict=True)]
+
+
+def _beside(guests: Sequence[ProcessSpec], hosts: Sequence[ProcessSpec], seats: Mapping[str, Seat]) -> dict[str, Seat]:
+    """The seats of `hosts`, one guest for each of their slots in turn."""
+    slots = cycle([seats[host.name] for host in hosts for _ in range(host.num_slots)])
+    return {guest.name: seat for guest, seat in zip(guests, slots, strict=False)}
 
 
 def _too_small(name: str, pool: PoolConfig, specs: Sequence[ProcessSpec]) -> str:

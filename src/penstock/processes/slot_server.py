@@ -8,6 +8,7 @@ import torch
 
 from penstock.config import Config
 from penstock.processes.cores import num_threads
+from penstock.processes.devices import take_one
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, host_of, listening, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
@@ -20,6 +21,7 @@ from penstock.supervisor.child import Child
 
 async def serve(child: Child, config: Config) -> None:
     stop = child.stop_event()
+    take_one(config, number_of(child))
     torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=config.rollout.num_servers))
     listener = listen(child, config)
     directory = model_dir(config, child.run_dir)
@@ -76,9 +78,13 @@ def telemetry(runner: EngineRunner) -> Telemetry:
 
 def listen(child: Child, config: Config) -> socket.socket:
     """Bind before the model is loaded, so that a busy port is known at once."""
-    number = int(child.name.rpartition("-")[2])
-    port = config.rollout.port + number if config.rollout.port else 0
+    port = config.rollout.port + number_of(child) if config.rollout.port else 0
     try:
         return bind(host_of(child, config), port)
     except OSError as error:
         child.fail(f"{child.name} cannot listen on {host_of(child, config)}:{port}: {error.strerror}")
+
+
+def number_of(child: Child) -> int:
+    """Which of the servers this is, from 0 on."""
+    return int(child.name.rpartition("-")[2])
