@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -147,7 +146,7 @@ async def test_a_stopped_process_is_taken_for_hung_and_started_again(tmp_path: P
     ("habit", "reason"), [("blocks", "hung: no heartbeat for"), ("gets_stuck", "hung: no progress with Step for")]
 )
 async def test_who_hangs_shows_its_stacks_and_is_started_again(tmp_path: Path, habit: str, reason: str) -> None:
-    settings = SupervisorConfig(backoff_s=0.5, heartbeat_s=0.05, silent_s=2.0, hang_s=1.0)
+    settings = SupervisorConfig(backoff_s=1.0, heartbeat_s=0.05, silent_s=2.0, hang_s=1.0)
     run = Run(tmp_path, [spec("controller", "obedient")], [spec("env-0", habit)], settings=settings)
     task = asyncio.create_task(run.supervise())
     await until_process(run, "env-0", "backoff")
@@ -217,7 +216,7 @@ async def test_a_stop_does_not_wait_for_a_restart(tmp_path: Path) -> None:
     os.kill(state_of(run)["processes"]["env-0"]["pid"], signal.SIGKILL)
     await until_process(run, "env-0", "backoff")
     run.supervisor.request_stop("asked to")
-    async with deadline(5.0, waiter="the test", resource="the end", holder="the supervisor"):
+    async with deadline(20.0, waiter="the test", resource="the end", holder="the supervisor"):
         assert (await task).status is RunState.STOPPED
     env = state_of(run)["processes"]["env-0"]
     assert (env["state"], env["kind"], env["reason"]) == ("exited", "crashed", "killed by SIGKILL")
@@ -269,11 +268,10 @@ async def test_the_second_request_kills_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path, [spec("controller", "stubborn", grace_s=60.0)], [spec("env-0", "stubborn", grace_s=60.0)])
     task = asyncio.create_task(run.supervise())
     await until(run, "running")
-    started = time.monotonic()
     run.supervisor.request_stop("asked to")
     run.supervisor.request_stop("asked to")
-    assert (await task).status is RunState.STOPPED
-    assert time.monotonic() - started < 2.0
+    async with deadline(30.0, waiter="the test", resource="the end", holder="a grace of twice as long"):
+        assert (await task).status is RunState.STOPPED
     assert_nothing_left(run)
 
 

@@ -97,12 +97,11 @@ async def test_a_reward_worker_that_fails_is_replaced() -> None:
 
 @pytest.mark.integration
 async def test_one_that_hangs_holds_nobody_else_up() -> None:
-    async with scorer_of("Forgiving", reward_timeout_s=3.0, reward_workers=2) as scorer:
+    async with scorer_of("Forgiving", reward_timeout_s=5.0, reward_workers=2) as scorer:
         await asyncio.gather(score(scorer, "a"), score(scorer, "a"))  # both are there
         hanging = asyncio.create_task(score(scorer, "hangs"))
-        started = time.monotonic()
         assert await asyncio.gather(*(score(scorer, "a") for _ in range(20))) == [1.0] * 20
-        assert time.monotonic() - started < 2.5
+        assert not hanging.done()
         assert await hanging == 0.0, "that is what it is worth"
 
 
