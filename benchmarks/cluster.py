@@ -10,6 +10,10 @@ by the norm of their difference over their norm. The largest of each is reported
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +22,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from learner import make_batch, setting_on
-from on_ray import on_ray
+from on_ray import cluster, on_ray
+from quickstart import EXAMPLE
 from report import arguments, publish
 from safetensors.torch import load_file
 from torch import Tensor
@@ -65,6 +70,23 @@ def train(num_ranks: int, strategy: str, batch: Batch, steps: int, directory: Pa
         ranks.close()
 
 
+def quickstart_on_two_nodes(directory: Path, *overrides: str) -> dict[str, float]:
+    """With two ranks, servers and environment workers: what `quickstart` measures with one of each on one machine."""
+    pools = "{all: {roles: [actor, rollout, environment], nodes: 2, slots_per_node: 3}}"
+    words = [sys.executable, "-m", "penstock.cli.main", "train", str(EXAMPLE), f"runs_dir={directory}", *overrides]
+    words += ["trainer.ranks=2", "rollout.servers=2", "env.workers=2", f"cluster.pools={pools}", "run_id=two"]
+    with cluster(2) as address:
+        started = time.monotonic()
+        subprocess.run([*words, "--cluster", address], stdout=subprocess.DEVNULL, check=True)
+        seconds = time.monotonic() - started
+    summary = json.loads((directory / "two" / "summary.json").read_text())
+    return {
+        "quickstart_eval_before": summary["eval_before"],
+        "quickstart_eval_after": summary["eval_after"],
+        "quickstart_wall_s": seconds,
+    }
+
+
 def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
     """Largest over the steps."""
     return float(np.abs(np.subtract(found, expected)).max() / np.abs(expected).max())
@@ -92,6 +114,9 @@ def main() -> None:
     for of in ("loss", "weight"):
         key = f"two_rank_{of}_difference"
         figures[key] = max(figures[f"{key}_{strategy}"] for strategy in STRATEGIES)
+    with TemporaryDirectory() as directory:
+        overrides = ["trainer.steps=20", "data.eval_tasks=64"] if options.quick else []
+        figures |= quickstart_on_two_nodes(Path(directory), *overrides)
     figures |= on_ray(rounds=3 if options.quick else 15)
     publish("cluster", figures, options.json)
 

@@ -62,7 +62,7 @@ class Bare:
 
 def on_ray(*, rounds: int) -> dict[str, float]:
     """`call_vs_bare_ray` (time), `dispatch_collect_vs_bare_ray` (rate), `place_1000_bundles_s`."""
-    with cluster():
+    with cluster(NUM_NODES):
         figures = {"place_1000_bundles_s": placing_s()}
         with place(pools("workers", nodes=1, slots=2 * NUM_RANKS)) as placed:
             slots = placed["workers"]
@@ -113,15 +113,15 @@ def pools(name: str, *, nodes: int, slots: int) -> ClusterConfig:
 
 
 @contextmanager
-def cluster() -> Iterator[None]:
-    """A head and ten nodes."""
+def cluster(num_nodes: int) -> Iterator[str]:
+    """A head and so many nodes; gives its address."""
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     path = os.pathsep.join(path for path in sys.path if path)
     try:
-        for _ in range(NUM_NODES):
+        for _ in range(num_nodes):
             started.add_node(num_cpus=8)
         ray.init(address=started.address, logging_level=logging.ERROR, runtime_env={"env_vars": {"PYTHONPATH": path}})
-        yield
+        yield started.address
     finally:
         ray.shutdown()
         started.shutdown()  # type: ignore[no-untyped-call]
