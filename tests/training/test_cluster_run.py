@@ -53,7 +53,21 @@ def node_of(cluster: Cluster, pid: int) -> object:
     return next(node for node in cluster.worker_nodes if f"--node_id={node.node_id}" in raylet)
 
 
-@pytest.mark.parametrize(("nodes", "lost"), [(1, "trainer-0"), (2, "ranks-1")])
+@pytest.mark.long
+def test_servers_take_turns_with_the_trainer_in_its_slots(cluster: Cluster, tmp_path: Path) -> None:
+    turns = f"""{{
+        all: {{roles: [actor, rollout], slots_per_node: 2, cpus: 0.5, labels: {SPARE}}},
+        play: {{roles: [environment], slots_per_node: 2, cpus: 0.5, labels: {SPARE}}},
+    }}"""
+    mode = "scheduler={mode: colocated, max_staleness: 0}"
+    words = command("quickstart", tmp_path, *OVERRIDES, mode, f"cluster.pools={turns}", "--cluster", cluster.address)
+    run = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout + run.stderr
+    run_dir = only_run(tmp_path)
+    assert [len(tasks) for tasks in trained_tasks(run_dir)] == [8] * STEPS and not leftovers(run_dir)
+
+
+@pytest.mark.parametrize(("nodes", "lost"), [pytest.param(1, "trainer-0", marks=pytest.mark.long), (2, "ranks-1")])
 def test_a_run_goes_on_after_the_loss_of_a_node_of_its_trainer(
     cluster: Cluster, tmp_path: Path, nodes: int, lost: str
 ) -> None:
