@@ -36,6 +36,8 @@ from penstock.trainer.actor_critic import ActorCritic
 
 NUM_RANKS = 2
 STRATEGIES = ("ddp", "fsdp")
+LIMIT_S = 1800
+"""For the quickstart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def quickstart_on_two_nodes(directory: Path, *overrides: str) -> dict[str, float
     words += ["trainer.ranks=2", "rollout.servers=2", "env.workers=2", f"cluster.pools={pools}", "run_id=two"]
     with cluster(2) as address:
         started = time.monotonic()
-        subprocess.run([*words, "--cluster", address], stdout=subprocess.DEVNULL, check=True)
+        subprocess.run([*words, "--cluster", address], stdout=subprocess.DEVNULL, check=True, timeout=LIMIT_S)
         seconds = time.monotonic() - started
     summary = json.loads((directory / "two" / "summary.json").read_text())
     return {

@@ -65,8 +65,8 @@ def test_ranks_on_several_nodes_have_a_keeper_on_each_but_the_first() -> None:
     found = seating(config(**pools), specs(*spread))
     assert found.seats == {
         "trainer-0": Seat("all", 0, 0),
-        "rollout-0": Seat("all", 1, 0),
-        "ranks-1": Seat("all", 2, 0),
+        "ranks-1": Seat("all", 1, 0),
+        "rollout-0": Seat("all", 2, 0),
         "env-0": Seat("all", 1, 1),
     }
     assert found.bundles == {"all": [[2], [1, 1], [1, 1]]}
@@ -88,6 +88,12 @@ def test_servers_that_take_turns_with_the_trainer_live_in_its_slots() -> None:
         "env-0": Seat("all", 1, 1),
     }
     assert found.bundles == {"all": [[3], [1, 1, 1]]}
+
+
+def test_servers_without_a_trainer_have_slots_of_their_own() -> None:
+    pools = config(all={"roles": HERE, "slots_per_node": 3})
+    found = seating(pools, specs("pipeline=rollout", "rollout.servers=2"), in_turns=True)
+    assert {name: seat.bundle for name, seat in found.seats.items()} == {"rollout-0": 0, "rollout-1": 1, "env-0": 2}
 
 
 def test_servers_of_another_pool_have_slots_of_their_own() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
 from penstock.groups import link
-from penstock.groups.link import Stranger, connect, prove
+from penstock.groups.link import LIFE_BYTES, Stranger, connect, welcome
 from penstock.groups.wire import exactly
 
 KEY = b"of the run"
+LIFE = bytes(range(LIFE_BYTES))
 
 
 class Keeper(threading.Thread):
@@ -52,16 +55,15 @@ def keeps(key: bytes) -> Callable[[socket.socket], None]:
     """Says something once it knows who is there."""
 
     def act(accepted: socket.socket) -> None:
-        prove(accepted, key, "keeper")
-        accepted.sendall(b"welcome")
+        accepted.sendall(welcome(accepted, key))
 
     return act
 
 
 def test_both_know_the_key(keeping: Callable[..., Keeper]) -> None:
     keeper = keeping(keeps(KEY))
-    with connect(keeper.address, KEY) as connected:
-        assert exactly(connected, 7) == b"welcome"
+    with connect(keeper.address, KEY, LIFE) as connected:
+        assert exactly(connected, LIFE_BYTES) == LIFE
         assert connected.gettimeout() is None and connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     assert keeper.error is None
 
@@ -69,7 +71,7 @@ def test_both_know_the_key(keeping: Callable[..., Keeper]) -> None:
 def test_neither_trusts_a_stranger(keeping: Callable[..., Keeper]) -> None:
     keeper = keeping(keeps(b"of another run"))
     with pytest.raises(Stranger, match=r"127\.0\.0\.1:\d+ does not know the key of this run"):
-        connect(keeper.address, KEY)
+        connect(keeper.address, KEY, LIFE)
     keeper.join(20.0)
     assert isinstance(keeper.error, Stranger)
 
@@ -84,10 +86,42 @@ def test_who_only_repeats_or_says_nothing_is_a_stranger(
     keeping: Callable[..., Keeper], act: Callable[[socket.socket], object]
 ) -> None:
     with pytest.raises(OSError, match=r"does not know the key|reset by peer"):
-        connect(keeping(act).address, KEY)
+        connect(keeping(act).address, KEY, LIFE)
 
 
 def test_who_is_silent_is_not_waited_for(keeping: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "PROVE_S", 0.2)
     with pytest.raises(TimeoutError):
-        connect(keeping(lambda accepted: accepted.recv(1 << 20, socket.MSG_WAITALL)).address, KEY)
+        connect(keeping(lambda accepted: accepted.recv(1 << 20, socket.MSG_WAITALL)).address, KEY, LIFE)
+
+
+def test_who_is_slow_is_not_waited_for(keeping: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PROVE_S", 0.5)
+    keeper = keeping(keeps(KEY))
+    with socket.create_connection(keeper.address) as slow:
+        while keeper.is_alive():
+            with suppress(OSError):
+                slow.sendall(b"x")
+            time.sleep(0.1)
+    assert isinstance(keeper.error, TimeoutError | Stranger)
+
+
+def test_a_proof_cannot_be_passed_on(keeping: Callable[..., Keeper]) -> None:
+    """By somebody at another address, whom a driver takes for its keeper."""
+    keeper = keeping(keeps(KEY))
+
+    def relay(driver: socket.socket) -> None:
+        with socket.create_connection(keeper.address) as beyond:
+            for one, other, length in (
+                (driver, beyond, 32),
+                (beyond, driver, 32),
+                (driver, beyond, 32),
+                (beyond, driver, 32),
+            ):
+                with suppress(EOFError, OSError):
+                    other.sendall(exactly(one, length))
+
+    with pytest.raises(OSError, match=r"does not know the key|reset by peer"):
+        connect(keeping(relay).address, KEY, LIFE)
+    keeper.join(20.0)
+    assert isinstance(keeper.error, Stranger)

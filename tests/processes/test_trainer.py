@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -35,12 +37,12 @@ from penstock.control.messages import (
 )
 from penstock.deadline import Stalled
 from penstock.groups.errors import WorkerLost
-from penstock.groups.link import Stranger, connect
+from penstock.groups.link import LIFE_BYTES, Stranger, connect
 from penstock.groups.role import Rank
 from penstock.processes.actor import Actor
 from penstock.processes.layout import prepare
 from penstock.processes.ranks import FOLDER
-from penstock.processes.trainer import TrainerProcess
+from penstock.processes.trainer import TrainerProcess, made
 from penstock.store.payload import PayloadWriter
 from penstock.supervisor.child import ADDRESS, Child
 from penstock.types import GroupRef, Sample
@@ -294,11 +296,50 @@ def test_a_keeper_that_does_not_come_is_named(tmp_path: Path) -> None:
         trainer(tmp_path, ranks=2, sections=sections).__enter__()
 
 
-def test_a_keeper_starts_nothing_for_strangers(tmp_path: Path, keeper: psutil.Process) -> None:
-    told = tmp_path / "run" / FOLDER / "ranks-1"
+def place_of(keeper: psutil.Process, run_dir: Path) -> tuple[str, int]:
+    """Where it listens."""
+    told = run_dir / FOLDER / "ranks-1"
     while not told.exists():
         assert keeper.is_running()
     host, port = json.loads(told.read_text())
+    return host, port
+
+
+def test_a_keeper_starts_nothing_for_strangers(tmp_path: Path, keeper: psutil.Process) -> None:
     with pytest.raises(Stranger):
-        connect((host, port), b"of another run")
+        connect(place_of(keeper, tmp_path / "run"), b"of another run", bytes(LIFE_BYTES))
     assert not keeper.children()
+
+
+def test_what_is_left_of_a_trainer_is_ended_before_its_successors_ranks_start(
+    tmp_path: Path, keeper: psutil.Process
+) -> None:
+    address, keys = place_of(keeper, tmp_path / "run"), Keys.read(tmp_path / "runtime")
+    assert keys is not None
+    key, lives = keys.member_secret.encode(), [bytes([number]) * LIFE_BYTES for number in range(2)]
+    with connect(address, key, lives[0]), connect(address, key, lives[0]):
+        while len(keeper.children()) < 2:
+            assert keeper.is_running()
+        left = keeper.children()
+        with connect(address, key, lives[1]):
+            gone, alive = psutil.wait_procs(left, timeout=20)
+            assert len(gone) == 2 and not alive
+            while not keeper.children():
+                assert keeper.is_running()
+
+
+async def test_a_trainer_that_is_stopped_does_not_wait_for_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_there, stop = threading.Event(), asyncio.Event()
+    monkeypatch.setattr("penstock.processes.trainer.TrainerProcess", lambda *_: ranks_there.wait(60))
+
+    class Leaving(Child):
+        def leave(self) -> NoReturn:
+            ranks_there.set()
+            raise SystemExit
+
+    child = Leaving(name="trainer-0", run_dir=tmp_path, runtime_dir=tmp_path, run_id="r", nonce="n")
+    stop.set()
+    with pytest.raises(SystemExit):
+        await made(configured(), child, stop)

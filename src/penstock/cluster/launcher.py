@@ -153,10 +153,9 @@ class RayLauncher:
             return await self._local.spawn(spec)
         try:
             seconds = START_S + self._place_s * (len(self._seats) + 1)
-            opening = holding(
+            async with holding(
                 self._opening[seat], seconds, waiter=spec.name, resource="its host", holder="who shares its seat"
-            )
-            async with opening:
+            ):
                 host = await self._host_of(seat)
             facts = await _spawned(host, spec)
         except (RayError, ConfigError) as error:

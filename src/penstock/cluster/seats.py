@@ -52,8 +52,8 @@ class Seating:
 
 
 def seating(config: ClusterConfig, specs: Sequence[ProcessSpec], *, in_turns: bool = False) -> Seating:
-    """Largest first, on the node with the most free slots. `in_turns`: trainer and servers never compute at the same
-    time. Raises `ConfigError` with the numbers."""
+    """Largest first, the trainer before others of its size, on the node with the most free slots. `in_turns`: trainer
+    and servers never compute at the same time. Raises `ConfigError` with the numbers."""
     if not config.pools:
         raise ConfigError("cluster.address is given without cluster.pools: say which roles live where, or leave it out")
     _check_within(config)
@@ -61,11 +61,12 @@ def seating(config: ClusterConfig, specs: Sequence[ProcessSpec], *, in_turns: bo
     bundles: dict[str, list[list[int]]] = {}
     for name, pool in config.pools.items():
         inhabitants = [spec for spec in specs if ROLES.get(spec.role) in pool.roles]
-        guests = [spec for spec in inhabitants if spec.role == "rollout"] if in_turns and "actor" in pool.roles else []
+        inhabitants.sort(key=lambda spec: (-spec.num_slots, spec.role != "trainer"))
+        trainers = [spec for spec in inhabitants if ROLES[spec.role] == "actor"]
+        guests = [spec for spec in inhabitants if spec.role == "rollout"] if in_turns and trainers else []
         if inhabitants:
-            hosts = [spec for spec in inhabitants if spec not in guests]
-            bundles[name] = _fill(name, pool, hosts, seats)
-            seats |= _beside(guests, [spec for spec in hosts if ROLES[spec.role] == "actor"], seats)
+            bundles[name] = _fill(name, pool, [spec for spec in inhabitants if spec not in guests], seats)
+            seats |= _beside(guests, trainers, seats)
     return Seating(seats=seats, bundles=bundles)
 
 
@@ -84,7 +85,7 @@ def _fill(name: str, pool: PoolConfig, specs: Sequence[ProcessSpec], seats: dict
     """Returns the pool's bundles; what nobody lives in is a bundle of one slot."""
     free = [node.slots for node in pool.each_node]
     bundles: list[list[int]] = [[] for _ in free]
-    for spec in sorted(specs, key=lambda spec: -spec.num_slots):
+    for spec in specs:
         node = free.index(max(free))
         if free[node] < spec.num_slots:
             raise ConfigError(_too_small(name, pool, specs))

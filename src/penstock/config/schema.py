@@ -291,6 +291,17 @@ class Config(Section):
         return self.cluster.pools[pool].spread(number) if pool is not None else [number]
 
     @property
+    def servers_by_machine(self) -> int:
+        """Rollout servers on one machine at most: they spread over the nodes of their pool."""
+        cluster = self.cluster
+        pool = cluster.pool_of("rollout") if cluster.address is not None else None
+        if pool is None:
+            return self.rollout.num_servers
+        beside_trainer = self.scheduler.mode == "colocated" and self.has_trainer and pool == cluster.pool_of("actor")
+        nodes = self.trainer_processes_by_node if beside_trainer else cluster.pools[pool].each_node
+        return math.ceil(self.rollout.num_servers / len(nodes))
+
+    @property
     def max_running(self) -> int:
         """Episodes that may generate at once, over all servers."""
         return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.num_servers

@@ -190,7 +190,7 @@ class Connected(Host):
     """One that somebody else started, on another machine."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
-        self._place = place_of(link.getpeername())
+        self._place = place_of(link)
         super().__init__(rank, link)
 
     def _ended(self) -> str:

@@ -67,7 +67,10 @@ def with_tied_names(model: PreTrainedModel, named: Mapping[str, Tensor]) -> dict
 
 
 def _from_disk(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    for parameter in model.parameters():  # what is mapped from the files would be gone with them
+        parameter.data = parameter.data.clone()
+    return model
 
 
 def _random(model_dir: Path, dtype: torch.dtype, seed: int | None) -> PreTrainedModel:

@@ -93,8 +93,9 @@ class Actor(TrainerRank):
 
     @cached_property
     def _imitation(self) -> Imitation:
-        """Nobody else computes meanwhile: it has all cores."""
-        torch.set_num_threads(max(torch.get_num_threads(), num_usable_cpus() // self._num_here))
+        """Nobody else computes meanwhile: the actor's ranks have all cores."""
+        num_sharing = sum(number < self._ranks.size for number in self._here)
+        torch.set_num_threads(max(torch.get_num_threads(), num_usable_cpus() // num_sharing))
         return Imitation(self._model, self._ranks)
 
     @cached_property

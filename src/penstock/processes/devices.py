@@ -1,4 +1,4 @@
-"""Which device a rollout server computes on, where it sees several."""
+"""Which device a rollout server with our own engine computes on, where it sees several."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from penstock.ports import ProcessSpec
 TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that wait for each other sleep: spinning ones slow every other process on a shared machine tenfold."""
 COMPUTE = ("rollout", "trainer", "ranks")
-"""Roles that use torch."""
+"""Roles that use torch, or start who does."""
 
 
 def stages(config: Config) -> list[list[ProcessSpec]]:
@@ -36,7 +36,7 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
     environments = [spec("env", number) for number in range(config.env.workers)]
     trainers = [spec("trainer", 0)] if config.has_trainer else []
     others = [spec("ranks", node) for node in range(1, len(config.trainer_processes_by_node))]
-    stages = [[spec("controller")], [*rollouts, *trainers, *others], environments]
+    stages = [[spec("controller"), *others], [*rollouts, *trainers], environments]
     if config.env.name == ATROPOS:  # they may be there before the rest is ready, and must find somebody to wait with
         stages = [stages[0], stages[1] + environments]
     return [stage for stage in stages if stage]
@@ -52,6 +52,12 @@ def _with_keys(config: Config) -> Config:
         "admin_api_key": rollout.admin_api_key or secrets.token_urlsafe(),
     }
     return config.model_copy(update={"rollout": rollout.model_copy(update=made)})
+
+
+def without_keys(config: Config) -> Config:
+    """For who needs none, on whatever machine."""
+    rollout = config.rollout.model_copy(update={"api_key": None, "admin_api_key": None})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _keys(config: Config, role: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from penstock.groups.role import Role
 from penstock.groups.spawned import SpawnedBackend
 from penstock.processes.actor import Actor
 from penstock.processes.critic import CriticRank
+from penstock.processes.layout import without_keys
 from penstock.processes.rank import TrainerRank
 from penstock.processes.reference import ReferenceRank
 
@@ -32,20 +33,21 @@ def trainer_roles(
     `elsewhere`: connections to the last processes (`Config.trainer_processes_by_node`); they end with the roles."""
     init: dict[str, dict[str, Any]] = {"actor": {"model_dir": model_dir, "weights_dir": weights_dir}}
     roles = {
-        name: Role(WORKERS[name], {"config": config, "place": number} | init.get(name, {}))
+        name: Role(WORKERS[name], {"config": without_keys(config), "place": number} | init.get(name, {}))
         for number, together in enumerate(config.places.values())
         for name in together
     }
 
     num_ranks, places = config.num_ranks, list(config.places)
     num_here = len(places) * num_ranks - len(elsewhere)
+    links: list[socket.socket | None] = [*[None] * num_here, *elsewhere]
 
     def start(name: str, together: Mapping[str, Role]) -> Backend:
         if name == "actor" and num_ranks == 1:
             return LocalBackend(together)
-        first = places.index(name) * num_ranks - num_here
-        links = elsewhere[max(first, 0) : max(first + num_ranks, 0)]
-        return SpawnedBackend(together, num_ranks, elsewhere=links, start_s=config.supervisor.ready_timeout_s)
+        first = places.index(name) * num_ranks
+        theirs = [link for link in links[first : first + num_ranks] if link is not None]
+        return SpawnedBackend(together, num_ranks, elsewhere=theirs, start_s=config.supervisor.ready_timeout_s)
 
     try:
         placed = place(roles, config.places, start)

@@ -42,7 +42,7 @@ class TrainerRank:
         beside: TrainerRank | None = next(iter(roles.values()), None)
         self._ranks: Ranks = Ranks(rank) if beside is None else beside._ranks
         number = place * rank.size + rank.index
-        self._num_here = _num_here(number, config)
+        self._here = _here(number, config)
         self._device = _device_of(number, config)
         self._dtype = resolve_dtype(config.model.dtype, self._device)
         self._set_threads()
@@ -59,7 +59,7 @@ class TrainerRank:
         self._ranks.meet(meeting, self._device, backend, address=os.environ.get(ADDRESS))
 
     def _set_threads(self) -> None:
-        threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=self._num_here)
+        threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=len(self._here))
         torch.set_num_threads(threads)
 
 
@@ -95,10 +95,11 @@ class BesideActor(TrainerRank, ABC, Generic[Held]):
     def _make(self, policy: PreTrainedModel) -> Held: ...
 
 
-def _num_here(number: int, config: Config) -> int:
+def _here(number: int, config: Config) -> range:
     """Of the trainer's processes, those on the node of the one with this number, with it."""
     shares = config.trainer_processes_by_node
-    return next(share for share, end in zip(shares, accumulate(shares), strict=True) if number < end)
+    ends = list(accumulate(shares))
+    return next(range(end - share, end) for share, end in zip(shares, ends, strict=True) if number < end)
 
 
 def _device_of(number: int, config: Config) -> torch.device:

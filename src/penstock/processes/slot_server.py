@@ -22,7 +22,7 @@ from penstock.supervisor.child import Child
 async def serve(child: Child, config: Config) -> None:
     stop = child.stop_event()
     take_one(config, number_of(child))
-    torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=config.rollout.num_servers))
+    torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=config.servers_by_machine))
     listener = listen(child, config)
     directory = model_dir(config, child.run_dir)
     runner = EngineRunner(make_engine(config, directory, weights=weights_of(config)), process=child.name)

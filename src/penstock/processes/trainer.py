@@ -268,8 +268,7 @@ class SavedRanks:
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
     stop = child.stop_event()
-    with patient(PATIENCE_S, waiter=child.name, resource="its ranks", holder="what they load"):
-        process = await asyncio.to_thread(TrainerProcess, config, child)
+    process = await made(config, child, stop)
     listens = child.address if config.rollout.engine == "penstock" else None
     try:
         async with (
@@ -287,6 +286,20 @@ async def serve(child: Child) -> None:
             await stop.wait()
     finally:
         process.close()
+
+
+async def made(config: Config, child: Child, stop: asyncio.Event) -> TrainerProcess:
+    """With all its ranks. Who is stopped before has nothing to save, and does not wait for them."""
+    making, stopping = (
+        asyncio.ensure_future(asyncio.to_thread(TrainerProcess, config, child)),
+        asyncio.ensure_future(stop.wait()),
+    )
+    with patient(PATIENCE_S, waiter=child.name, resource="its ranks", holder="what they load"):
+        await asyncio.wait([making, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not making.done():
+        child.leave()
+    stopping.cancel()
+    return making.result()
 
 
 def weights_dir(child: Child, config: Config) -> Path:

@@ -29,7 +29,7 @@ LAST_EVENT_BYTES = 65_536
 """More than an event takes."""
 BEGUN = ("state.json", "lineage.json", "events.jsonl", "checkpoints", "pool/index")
 """Any of these in a directory tells that a run was begun there."""
-FORMAT = 1
+FORMAT = 2
 """Of a run directory: what lies where, and what it means."""
 SUPERVISOR_KILLED = "the supervisor was killed"
 

@@ -24,6 +24,9 @@ from penstock.trainer.critic import appraised
 from penstock.trainer.dealing import dealt
 from penstock.types import LearnerState, WeightsHandle
 
+SEEN = ("token_ids", "loss_mask", "versions")
+"""Columns from which critic and reference say what they think of tokens."""
+
 
 class ActorCritic:
     """Drives the groups: calls like those of one rank's `Learner`, for all ranks of all roles."""
@@ -50,16 +53,19 @@ class ActorCritic:
         self._actor.begin(policy_version)
         self._policy_version = policy_version
         if self._beside:
-            self._actor.write_policy(directory)
-            for role in self._beside:
-                role.begin(directory)
-            shutil.rmtree(directory)
+            try:
+                self._actor.write_policy(directory)
+                for role in self._beside:
+                    role.begin(directory)
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
 
     def accumulate(self, batch: Batch) -> dict[str, float]:
         """See `Learner.accumulate`; the batch is one from `prepare`."""
         hands = self._dealt(batch)
-        logprobs = self._reference.logprobs(hands, self._policy_version) if self._reference else None
-        values = self._critic.values(hands) if self._critic else None
+        seen = [hand.keep(SEEN) for hand in hands]
+        logprobs = self._reference.logprobs(seen, self._policy_version) if self._reference else None
+        values = self._critic.values(seen) if self._critic else None
         if logprobs is not None:
             hands = [hand.union(known) for hand, known in zip(hands, logprobs.result(), strict=True)]
         learning = None
