@@ -17,6 +17,7 @@ from penstock.config import Config
 from penstock.data import identity
 from penstock.observe import jsonl
 from penstock.supervisor import procfs
+from penstock.supervisor.record import FORMAT
 from penstock.supervisor.run_directory import open_run, plan_resumption
 from penstock.supervisor.states import RunState
 
@@ -60,14 +61,12 @@ def test_a_wrong_key_exits_2(run_dir: Path) -> None:
     assert_untouched(run_dir)
 
 
-@pytest.mark.parametrize("format", [None, 0, 2])
+@pytest.mark.parametrize("format", [None, FORMAT - 1, FORMAT + 1])
 def test_a_directory_of_another_version_is_refused(run_dir: Path, format: int | None) -> None:
     change_state(run_dir, format=format)
     result = penstock("resume", run_dir)
     assert result.exit_code == 1
-    assert (
-        "this version of penstock reads format 1" in result.stderr and "with the version that began it" in result.stderr
-    )
+    assert f"this version of penstock reads format {FORMAT}: resume it with the version that began it" in result.stderr
 
 
 def test_an_unreadable_state_or_lineage_is_named(run_dir: Path) -> None:
