@@ -11,7 +11,9 @@ from hypothesis import settings
 if TYPE_CHECKING:
     import torch
 
-settings.register_profile("unhurried", deadline=None)
+# The same examples each time: a change is judged by what it changes. `--hypothesis-profile=search` looks for others.
+settings.register_profile("unhurried", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None)
 settings.load_profile("unhurried")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_imports_go_downwards(path: Path) -> None:
     for other in imports(path) - {box, "__version__"}:
         below = LEVEL[other] < LEVEL[box] or LEVEL[box] == LEVEL[other] == 0
         assert below, f"{path.relative_to(SOURCE)} imports {other}, which is beside or above {box}"
+
+
+def test_ray_is_imported_in_cluster_only() -> None:
+    users = {
+        path.relative_to(SOURCE).parts[0]
+        for path in MODULES
+        if re.search(r"(?m)^\s*(import|from) ray\b", path.read_text())
+    }
+    assert users == {"cluster"}
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,10 @@ def test_overrides_win_and_exponents_are_numbers(file: Path) -> None:
         ),
         ("scheduler.trigger={use: batch, feedback: {signal: entropy}}", "which use batch does not have"),
         ("scheduler.trigger={feedback: {signal: time, fewest_samples: 100}}", "is below feedback.fewest_samples (100)"),
+        (
+            "trainer={ranks: 17, groups_per_step: 2}",
+            "trainer.ranks (17) exceeds the samples of a step (trainer.groups_per_step * env.group_size = 16)",
+        ),
         ("scheduler.over_sampling=1.5", "over_sampling belongs to mode colocated"),
         ("scheduler={mode: colocated, over_sampling: 2.0, max_staleness: 0}", "carries answers over an update"),
         ("scheduler.dispatch.policy=random", "bad value for scheduler.dispatch.policy"),

@@ -177,7 +177,7 @@ def test_untrusted_predictions_mean_fifo(name: str, arrived: list[tuple[float, f
 
 @given(
     long=st.floats(500, 1e5),
-    short=st.floats(0, 500),
+    short=st.floats(0, 499),
     preference=st.floats(0.1, 8),
     aging_s=st.floats(1, 100),
     excess=st.sampled_from([0.9, 1.1]),
@@ -189,7 +189,7 @@ def test_aging_bounds_the_wait(long: float, short: float, preference: float, agi
     policy = policy_of("sjf", aging_s=aging_s, groups=groups)
     policy.adapt(preference=preference, trusted=True)
     passed = drain(policy)[0] == 1
-    assert passed == (excess < 1 and bound_s > 0)
+    assert passed == (excess < 1)
 
 
 @settings(max_examples=50)

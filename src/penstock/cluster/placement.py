@@ -1,4 +1,4 @@
-"""Pools on a Ray cluster: one placement group for a pool's part of a node, a bundle for each of its slots.
+"""Pools on a Ray cluster: one placement group for a pool's part of a node, a bundle for each seat there.
 
 Where each part goes is decided before anything is asked of Ray (`pools.plan`), and Ray is told so by the node's own
 label: it never waits for room that nobody has, and ranks follow the nodes in one order from the beginning.

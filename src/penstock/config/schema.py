@@ -404,6 +404,11 @@ class Config(Section):
                 f"top_p to 1 and top_k to 0, or choose one of {', '.join(UNCORRECTED)}"
             )
         batch = self.trainer.groups_per_step * self.env.group_size
+        if batch < self.trainer.ranks:
+            raise ValueError(
+                f"trainer.ranks ({self.trainer.ranks}) exceeds the samples of a step "
+                f"(trainer.groups_per_step * env.group_size = {batch}): some would never have one"
+            )
         if (min_samples := self.scheduler.trigger.samples_of(batch)) > batch:
             raise ValueError(
                 f"scheduler.trigger.min_samples ({min_samples}) exceeds the samples of a step "
