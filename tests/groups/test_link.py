@@ -11,8 +11,8 @@ from contextlib import suppress
 import pytest
 
 from penstock.groups import link
-from penstock.groups.link import LIFE_BYTES, Stranger, connect, welcome
-from penstock.groups.wire import exactly
+from penstock.groups.link import LIFE_BYTES, Forged, Seals, Stranger, connect, welcome
+from penstock.groups.wire import Wire, exactly
 
 KEY = b"of the run"
 LIFE = bytes(range(LIFE_BYTES))
@@ -55,15 +55,18 @@ def keeps(key: bytes) -> Callable[[socket.socket], None]:
     """Says something once it knows who is there."""
 
     def act(accepted: socket.socket) -> None:
-        accepted.sendall(welcome(accepted, key))
+        life, session = welcome(accepted, key)
+        accepted.sendall(life + session)
 
     return act
 
 
 def test_both_know_the_key(keeping: Callable[..., Keeper]) -> None:
     keeper = keeping(keeps(KEY))
-    with connect(keeper.address, KEY, LIFE) as connected:
+    found = connect(keeper.address, KEY, LIFE)
+    with found.socket as connected:
         assert exactly(connected, LIFE_BYTES) == LIFE
+        assert exactly(connected, len(found.session)) == found.session
         assert connected.gettimeout() is None and connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     assert keeper.error is None
 
@@ -113,7 +116,7 @@ def test_a_proof_cannot_be_passed_on(keeping: Callable[..., Keeper]) -> None:
     def relay(driver: socket.socket) -> None:
         with socket.create_connection(keeper.address) as beyond:
             for one, other, length in (
-                (driver, beyond, 32),
+                (driver, beyond, 48),
                 (beyond, driver, 32),
                 (driver, beyond, 32),
                 (beyond, driver, 32),
@@ -125,3 +128,38 @@ def test_a_proof_cannot_be_passed_on(keeping: Callable[..., Keeper]) -> None:
         connect(keeping(relay).address, KEY, LIFE)
     keeper.join(20.0)
     assert isinstance(keeper.error, Stranger)
+
+
+@pytest.fixture
+def wires() -> Iterator[tuple[Wire, Wire]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Wire(ours, Seals(b"session", "driver")), Wire(theirs, Seals(b"session", "keeper"))
+
+
+def test_sealed_messages_arrive_both_ways(wires: tuple[Wire, Wire]) -> None:
+    driver, keeper = wires
+    for number in range(3):
+        driver.send(number, [b"pickle", bytearray(10)])
+        assert keeper.receive() == (number, [b"pickle", bytearray(10)])
+        keeper.send(number, [b"answer"])
+        assert driver.receive() == (number, [b"answer"])
+
+
+def test_what_the_other_end_did_not_send_is_refused(wires: tuple[Wire, Wire]) -> None:
+    """Changed, repeated, given back, or of somebody who knows no session."""
+    driver, keeper = wires
+    driver.send(0, [b"pickle"])
+    whole = keeper.link.recv(1 << 16)
+    driver.link.sendall(whole.replace(b"pickle", b"Pickle"))
+    with pytest.raises(Forged):
+        keeper.receive()
+    driver.link.sendall(whole)
+    with pytest.raises(Forged):
+        keeper.receive()
+    keeper.link.sendall(whole)
+    with pytest.raises(Forged):
+        driver.receive()
+    Wire(driver.link, Seals(b"another", "driver")).send(2, [b"pickle"])
+    with pytest.raises(Forged):
+        keeper.receive()

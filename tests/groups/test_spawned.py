@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from penstock.groups.batch import Batch
 from penstock.groups.errors import WorkerLost
+from penstock.groups.link import Link
 from penstock.groups.spawned import SpawnedGroup, start_process
-from penstock.groups.wire import OWN_FRAME_BYTES, Packed, pack, receive, send, unpack
+from penstock.groups.wire import OWN_FRAME_BYTES, Packed, Wire, pack, unpack
 
 WAIT_S = 30.0
 
@@ -30,6 +31,7 @@ DRIVER = """
 import sys
 from pathlib import Path
 from group_workers import Probe
+from penstock.groups.link import Link
 from penstock.groups.spawned import SpawnedGroup
 
 group = SpawnedGroup(Probe, 2)
@@ -110,12 +112,12 @@ def test_threads_may_call_at_once_and_all_workers_see_one_order() -> None:
 @pytest.mark.integration
 def test_workers_that_others_have_started_are_called_like_those_that_are_started_here() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        links = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+        links = [Link(socket.create_connection(listener.getsockname()), b"session") for _ in range(2)]
         processes = []
-        for _ in links:
+        for each in links:
             accepted, _ = listener.accept()
             with accepted:
-                processes.append(start_process(accepted, start_new_session=True))
+                processes.append(start_process(accepted, start_new_session=True, session=each.session))
     with processes[0], processes[1], SpawnedGroup(Probe, 3, elsewhere=links) as group:
         assert group.one_to_all("value", 2) == [(rank, "value", 2) for rank in range(3)]
         assert len(group.backend.pids) == 1
@@ -133,13 +135,13 @@ def test_messages_arrive_as_they_were(lengths: Sequence[int]) -> None:
     assert len(frames) == 1 + 2 * sum(length >= OWN_FRAME_BYTES for length in lengths)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sender = threading.Thread(target=send, args=(ours, 7, frames))
+        sender = threading.Thread(target=Wire(ours).send, args=(7, frames))
         sender.start()
-        number, arrived = receive(theirs)
+        number, arrived = Wire(theirs).receive()
         sender.join()
         ours.close()
         with pytest.raises(EOFError):
-            receive(theirs)
+            Wire(theirs).receive()
     message = unpack(arrived)
     assert number == 7 and message["packed"][1] == "text"
     for got in (message["plain"], message["packed"][0]):

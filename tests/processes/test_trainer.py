@@ -317,11 +317,11 @@ def test_what_is_left_of_a_trainer_is_ended_before_its_successors_ranks_start(
     address, keys = place_of(keeper, tmp_path / "run"), Keys.read(tmp_path / "runtime")
     assert keys is not None
     key, lives = keys.member_secret.encode(), [bytes([number]) * LIFE_BYTES for number in range(2)]
-    with connect(address, key, lives[0]), connect(address, key, lives[0]):
+    with connect(address, key, lives[0]).socket, connect(address, key, lives[0]).socket:
         while len(keeper.children()) < 2:
             assert keeper.is_running()
         left = keeper.children()
-        with connect(address, key, lives[1]):
+        with connect(address, key, lives[1]).socket:
             gone, alive = psutil.wait_procs(left, timeout=20)
             assert len(gone) == 2 and not alive
             while not keeper.children():

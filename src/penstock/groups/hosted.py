@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.groups.backend import Call, Raised, carry_out
+from penstock.groups.link import Seals
 from penstock.groups.role import Rank, Role, make_all
-from penstock.groups.wire import Frames, pack, receive, send, unpack
+from penstock.groups.wire import Frames, Wire, pack, unpack
+
+SESSION = "PENSTOCK_LINK_SESSION"
+"""Environment variable of a process that is called from another machine: what its messages are sealed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +70,23 @@ def _travelling(raised: Raised) -> Raised:
     return raised
 
 
-def _read(link: socket.socket, requests: queue.Queue[tuple[int, Frames]]) -> None:
+def _read(wire: Wire, requests: queue.Queue[tuple[int, Frames]]) -> None:
     try:
         while True:
-            requests.put(receive(link))
+            requests.put(wire.receive())
     except (EOFError, OSError):
         os._exit(0)
 
 
 def main() -> None:
-    link = socket.socket(fileno=int(sys.argv[1]))
+    session = bytes.fromhex(os.environ.pop(SESSION, ""))
+    wire = Wire(socket.socket(fileno=int(sys.argv[1])), Seals(session, "keeper") if session else None)
     requests: queue.Queue[tuple[int, Frames]] = queue.Queue()
-    threading.Thread(target=_read, args=(link, requests), daemon=True).start()
+    threading.Thread(target=_read, args=(wire, requests), daemon=True).start()
     hosted = Hosted()
     while True:
         number, request = requests.get()
-        send(link, number, hosted.answer(request))
+        wire.send(number, hosted.answer(request))
 
 
 if __name__ == "__main__":

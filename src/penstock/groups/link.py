@@ -1,8 +1,9 @@
 """Connections between a driver and those who keep its workers on other machines.
 
 Both ends prove that they have the same key before anything is read that could do harm; neither shows it, and a proof
-holds for one connection to one address. What follows is as open to whoever owns the network as what ranks send each
-other. A connection whose other end has vanished without a word is given up after `SILENT_S`.
+holds for one connection to one address. What follows is sealed message by message: whoever owns the network can read
+it, as he can what ranks send each other, and can end it, but say nothing in another's name. A connection whose other
+end has vanished without a word is given up after `SILENT_S`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import hmac
 import secrets
 import socket
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Side = Literal["driver", "keeper"]
+_OTHER: Mapping[Side, Side] = {"driver": "keeper", "keeper": "driver"}
 
 SILENT_S = 20
 """Without a sign of life from the other machine, until nothing more is expected of it."""
@@ -22,34 +26,64 @@ PROBE_S = 5
 """Between two questions for one."""
 PROVE_S = 5.0
 """For a connection to be made, and for all that comes before its use."""
-SALT_BYTES, PROOF_BYTES, LIFE_BYTES = 32, 32, 16
+SALT_BYTES, PROOF_BYTES, SEAL_BYTES, LIFE_BYTES = 32, 32, 32, 16
 
 
 class Stranger(ConnectionError):
     """The other end has another key, or none."""
 
 
-def connect(address: tuple[str, int], key: bytes, life: bytes) -> socket.socket:
+class Forged(ConnectionError):
+    """A message that the other end has not sent, or not in this place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection whose ends know each other."""
+
+    socket: socket.socket
+    session: bytes = field(repr=False)
+    """Known to these two ends only."""
+
+
+class Seals:
+    """Of one end's messages, in their order."""
+
+    def __init__(self, session: bytes, side: Side) -> None:
+        self._sent, self._received = (hmac.digest(session, of.encode(), hashlib.sha256) for of in (side, _OTHER[side]))
+        self._num_sent = self._num_received = 0
+
+    def of_sent(self, message: Sequence[Any]) -> bytes:
+        self._num_sent += 1
+        return _seal(self._sent, self._num_sent, message)
+
+    def check(self, message: Sequence[Any], seal: bytes | bytearray) -> None:
+        """Raises `Forged`."""
+        self._num_received += 1
+        if not hmac.compare_digest(_seal(self._received, self._num_received, message), seal):
+            raise Forged("the other end did not send this")
+
+
+def connect(address: tuple[str, int], key: bytes, life: bytes) -> Link:
     """To a keeper's process of its own. `life`: whose connections belong together, `LIFE_BYTES`. Raises OSError if
     nobody answers there, `Stranger` if it is not the run's."""
     link = socket.create_connection(address, timeout=PROVE_S)
     try:
-        _prove(link, key, "driver", time.monotonic() + PROVE_S)
-        link.sendall(life)
+        ours = secrets.token_bytes(SALT_BYTES) + life
+        session = _prove(link, key, "driver", ours, SALT_BYTES, time.monotonic() + PROVE_S)[1]
         _ready(link)
     except BaseException:
         link.close()
         raise
-    return link
+    return Link(link, session)
 
 
-def welcome(link: socket.socket, key: bytes) -> bytes:
-    """A driver that has connected, and knows the key; returns its life. Raises `Stranger`, OSError."""
-    give_up = time.monotonic() + PROVE_S
-    _prove(link, key, "keeper", give_up)
-    life = _received(link, LIFE_BYTES, give_up)
+def welcome(link: socket.socket, key: bytes) -> tuple[bytes, bytes]:
+    """A driver that has connected, and knows the key; returns its life, and the session. Raises `Stranger`, OSError."""
+    ours, give_up = secrets.token_bytes(SALT_BYTES), time.monotonic() + PROVE_S
+    theirs, session = _prove(link, key, "keeper", ours, SALT_BYTES + LIFE_BYTES, give_up)
     _ready(link)
-    return life
+    return theirs[SALT_BYTES:], session
 
 
 def place_of(link: socket.socket) -> str:
@@ -60,26 +94,37 @@ def place_of(link: socket.socket) -> str:
         return "the other machine"
 
 
-def _prove(link: socket.socket, key: bytes, side: Side, give_up: float) -> None:
-    """Of both ends to each other."""
-    other: Side = "keeper" if side == "driver" else "driver"
-    stranger = Stranger(f"{place_of(link)} does not know the key of this run")
+def _prove(
+    link: socket.socket, key: bytes, side: Side, ours: bytes, num_theirs: int, give_up: float
+) -> tuple[bytes, bytes]:
+    """Of both ends to each other. `ours`: what this one opens with; returns what the other did, of `num_theirs` bytes,
+    and a session."""
+    other, stranger = _OTHER[side], Stranger(f"{place_of(link)} does not know the key of this run")
     keeper = _shown(link.getpeername() if side == "driver" else link.getsockname())
-    salt = secrets.token_bytes(SALT_BYTES)
     try:
-        link.sendall(salt)
-        theirs = _received(link, SALT_BYTES, give_up)
-        link.sendall(_proof(key, side, keeper, salt, theirs))
+        link.sendall(ours)
+        theirs = _received(link, num_theirs, give_up)
+        said = {side: ours, other: theirs}
+        opening = b"|".join((keeper.encode(), said["driver"], said["keeper"]))
+        link.sendall(_proof(key, side, opening))
         shown = _received(link, PROOF_BYTES, give_up)
     except EOFError:
         raise stranger from None
-    if not hmac.compare_digest(shown, _proof(key, other, keeper, theirs, salt)):
+    if not hmac.compare_digest(shown, _proof(key, other, opening)):
         raise stranger
+    return theirs, _proof(key, "session", opening)
 
 
-def _proof(key: bytes, side: Side, keeper: str, salt: bytes, theirs: bytes) -> bytes:
+def _proof(key: bytes, what: str, opening: bytes) -> bytes:
     """Who it is for, and where he was found, is part of it: nobody can give back or pass on what he was given."""
-    return hmac.digest(key, b"|".join((side.encode(), keeper.encode(), salt, theirs)), hashlib.sha256)
+    return hmac.digest(key, what.encode() + b"|" + opening, hashlib.sha256)
+
+
+def _seal(key: bytes, number: int, message: Sequence[Any]) -> bytes:
+    made = hmac.new(key, number.to_bytes(8, "big"), hashlib.sha256)
+    for part in message:
+        made.update(part)
+    return made.digest()
 
 
 def _received(link: socket.socket, length: int, give_up: float) -> bytes:

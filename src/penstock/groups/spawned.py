@@ -25,10 +25,10 @@ from penstock.deadline import Stalled
 from penstock.groups.backend import Backend, Call, Gone, Handle, Raised, settle
 from penstock.groups.errors import CallRefused, RemoteError, WorkerLost
 from penstock.groups.group import Group
-from penstock.groups.hosted import Make
-from penstock.groups.link import place_of
+from penstock.groups.hosted import SESSION, Make
+from penstock.groups.link import Link, Seals, place_of
 from penstock.groups.role import Rank, Role
-from penstock.groups.wire import Frames, Packed, pack, receive, send, unpack
+from penstock.groups.wire import Frames, Packed, Wire, pack, unpack
 
 START_S = 120.0
 """For processes to start, import what they are to hold, and build it."""
@@ -44,7 +44,7 @@ class SpawnedBackend(Backend):
         roles: Mapping[str, Role],
         size: int = 1,
         *,
-        elsewhere: Sequence[socket.socket] = (),
+        elsewhere: Sequence[Link] = (),
         start_s: float = START_S,
     ) -> None:
         """`elsewhere`: connections to processes of the last ranks, started by others; they end with the group.
@@ -120,8 +120,8 @@ class SpawnedBackend(Backend):
 class Host(ABC):
     """One process, seen from the driver."""
 
-    def __init__(self, rank: int, link: socket.socket) -> None:
-        self._rank, self._link = rank, link
+    def __init__(self, rank: int, wire: Wire) -> None:
+        self._rank, self._wire = rank, wire
         self._end: str | None = None
         self._leaving = False
         self._lock = threading.Lock()
@@ -142,24 +142,24 @@ class Host(ABC):
                 return handle
             self._pending[number] = handle
         with suppress(OSError):  # it has ended: whoever reads from it finds out how
-            send(self._link, number, request)
+            self._wire.send(number, request)
         return handle
 
     def leave(self) -> None:
         """Tell it to end."""
         self._leaving = True
         with suppress(OSError):
-            self._link.shutdown(socket.SHUT_RDWR)
+            self._wire.link.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
         """Wait until it has ended, which it is made to if need be."""
         self._reader.join()
-        self._link.close()
+        self._wire.link.close()
 
     def _read(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                self._take(*receive(self._link))
+                self._take(*self._wire.receive())
         end = self._ended()
         if self._leaving:
             end = "the group was closed"
@@ -189,9 +189,9 @@ class Host(ABC):
 class Connected(Host):
     """One that somebody else started, on another machine."""
 
-    def __init__(self, rank: int, link: socket.socket) -> None:
-        self._place = place_of(link)
-        super().__init__(rank, link)
+    def __init__(self, rank: int, link: Link) -> None:
+        self._place = place_of(link.socket)
+        super().__init__(rank, Wire(link.socket, Seals(link.session, "driver")))
 
     def _ended(self) -> str:
         return f"it has ended, or {self._place} is out of reach"
@@ -204,7 +204,7 @@ class Started(Host):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = start_process(theirs, start_new_session=True)
-        super().__init__(rank, ours)
+        super().__init__(rank, Wire(ours))
 
     @property
     def pid(self) -> int:
@@ -221,13 +221,18 @@ class Started(Host):
         return signal.Signals(-code).name if code < 0 else f"exit {code}"
 
 
-def start_process(link: socket.socket, *, start_new_session: bool) -> subprocess.Popen[bytes]:
-    """One that holds what it is told through `link`, of which it has a copy."""
+def start_process(link: socket.socket, *, start_new_session: bool, session: bytes = b"") -> subprocess.Popen[bytes]:
+    """One that holds what it is told through `link`, of which it has a copy. `session`: of a connection from another
+    machine."""
     return subprocess.Popen(
         [sys.executable, "-m", "penstock.groups.hosted", str(link.fileno())],
         stdin=subprocess.DEVNULL,
         pass_fds=[link.fileno()],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            SESSION: session.hex(),
+        },
         start_new_session=start_new_session,
     )
 
@@ -235,9 +240,7 @@ def start_process(link: socket.socket, *, start_new_session: bool) -> subprocess
 class SpawnedGroup(Group):
     """A group of one role, each of its workers in a process of its own."""
 
-    def __init__(
-        self, worker_cls: type, size: int = 1, *, elsewhere: Sequence[socket.socket] = (), **init: Any
-    ) -> None:
+    def __init__(self, worker_cls: type, size: int = 1, *, elsewhere: Sequence[Link] = (), **init: Any) -> None:
         """Each worker is built as `worker_cls(rank=Rank(i, size), **init)`; `elsewhere`: see `SpawnedBackend`."""
         roles = {worker_cls.__name__: Role(worker_cls, init)}
         super().__init__(SpawnedBackend(roles, size, elsewhere=elsewhere), worker_cls.__name__)

@@ -6,7 +6,6 @@ others are processes of their own, on this machine and, the last ones, on those 
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from penstock.config import Config
 from penstock.groups.backend import Backend
 from penstock.groups.fused import Roles, place
+from penstock.groups.link import Link
 from penstock.groups.local import LocalBackend
 from penstock.groups.role import Role
 from penstock.groups.spawned import SpawnedBackend
@@ -26,9 +26,7 @@ from penstock.processes.reference import ReferenceRank
 WORKERS: Mapping[str, type[TrainerRank]] = {"actor": Actor, "critic": CriticRank, "reference": ReferenceRank}
 
 
-def trainer_roles(
-    config: Config, *, model_dir: Path, weights_dir: Path, elsewhere: Sequence[socket.socket] = ()
-) -> Roles:
+def trainer_roles(config: Config, *, model_dir: Path, weights_dir: Path, elsewhere: Sequence[Link] = ()) -> Roles:
     """All of them, placed as configured, and met. `model_dir`: of the policy. `weights_dir`: where it is published.
     `elsewhere`: connections to the last processes (`Config.trainer_processes_by_node`); they end with the roles."""
     init: dict[str, dict[str, Any]] = {"actor": {"model_dir": model_dir, "weights_dir": weights_dir}}
@@ -40,7 +38,7 @@ def trainer_roles(
 
     num_ranks, places = config.num_ranks, list(config.places)
     num_here = len(places) * num_ranks - len(elsewhere)
-    links: list[socket.socket | None] = [*[None] * num_here, *elsewhere]
+    links: list[Link | None] = [*[None] * num_here, *elsewhere]
 
     def start(name: str, together: Mapping[str, Role]) -> Backend:
         if name == "actor" and num_ranks == 1:
@@ -53,7 +51,7 @@ def trainer_roles(
         placed = place(roles, config.places, start)
     except BaseException:
         for link in elsewhere:
-            link.close()
+            link.socket.close()
         raise
     try:
         if num_ranks > 1:

@@ -23,7 +23,7 @@ from typing import NoReturn
 from penstock.config import Config
 from penstock.control.keys import Keys
 from penstock.deadline import Stalled
-from penstock.groups.link import LIFE_BYTES, connect, place_of, welcome
+from penstock.groups.link import LIFE_BYTES, Link, connect, place_of, welcome
 from penstock.groups.spawned import start_process
 from penstock.processes.listening import bind
 from penstock.supervisor.child import Child
@@ -83,17 +83,17 @@ class Keeper:
         driver = place_of(link)
         with link:
             try:
-                life = welcome(link, self._key)
+                life, session = welcome(link, self._key)
             except (OSError, EOFError) as error:
                 logger.warning("refused a connection of %s: %s", driver, error)
                 return
             finally:
                 self._unknown.release()
-            process = self._start(link, life)
+            process = self._start(link, life, session)
         if (code := process.wait()) not in (0, -signal.SIGTERM):
             logger.warning("a rank of the trainer at %s has ended: %s", driver, describe_code(code))
 
-    def _start(self, link: socket.socket, life: bytes) -> subprocess.Popen[bytes]:
+    def _start(self, link: socket.socket, life: bytes, session: bytes) -> subprocess.Popen[bytes]:
         """Once nothing of another life holds memory any more."""
         with self._lock:
             if life != self._life:
@@ -102,13 +102,13 @@ class Keeper:
                 for process in self._processes:
                     process.wait()
                 self._life, self._processes = life, []
-            self._processes.append(start_process(link, start_new_session=False))
+            self._processes.append(start_process(link, start_new_session=False, session=session))
             return self._processes[-1]
 
 
-def connected_ranks(child: Child, config: Config) -> list[socket.socket]:
+def connected_ranks(child: Child, config: Config) -> list[Link]:
     """The trainer's side: to a process for each rank that lives on another node, by rank. Blocks. Raises `Stalled`."""
-    seconds, links = FIND_SHARE * config.supervisor.ready_timeout_s, list[socket.socket]()
+    seconds, links = FIND_SHARE * config.supervisor.ready_timeout_s, list[Link]()
     life = secrets.token_bytes(LIFE_BYTES)
     give_up = time.monotonic() + seconds
     try:
@@ -118,12 +118,12 @@ def connected_ranks(child: Child, config: Config) -> list[socket.socket]:
                 links.append(_connected(child, keeper, life, give_up=give_up, seconds=seconds))
     except BaseException:
         for link in links:
-            link.close()
+            link.socket.close()
         raise
     return links
 
 
-def _connected(child: Child, keeper: Path, life: bytes, *, give_up: float, seconds: float) -> socket.socket:
+def _connected(child: Child, keeper: Path, life: bytes, *, give_up: float, seconds: float) -> Link:
     """As soon as it listens where its file says: that may still be its predecessor's."""
     while True:
         try:
