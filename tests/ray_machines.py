@@ -10,6 +10,7 @@ from functools import cache
 from tempfile import TemporaryDirectory
 
 import ray
+from ray._private.utils import write_ray_address
 from ray.cluster_utils import Cluster
 
 
@@ -21,6 +22,7 @@ def machines() -> Cluster:
     atexit.register(directory.cleanup)
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": directory.name})
     atexit.register(started.shutdown)
+    write_ray_address(started.address, directory.name)
     started.add_node(num_cpus=8, resources={"chip": 4})
     started.add_node(num_cpus=8, resources={"chip": 4}, labels={"kind": "fast"})
     path = os.pathsep.join(path for path in sys.path if path)

@@ -230,6 +230,8 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
 
 
 def environment_of(pid: int) -> dict[str, str]:
+    """As soon as the process, which may have begun this very moment, has one."""
+    until(lambda: any(procfs.environment(pid)))
     pairs = (entry.decode().partition("=") for entry in procfs.environment(pid))
     return {name: value for name, _, value in pairs}
 
