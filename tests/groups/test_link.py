@@ -11,8 +11,8 @@ from contextlib import suppress
 import pytest
 
 from penstock.groups import link
-from penstock.groups.link import LIFE_BYTES, Forged, Seals, Stranger, connect, welcome
-from penstock.groups.wire import Wire, exactly
+from penstock.groups.link import LIFE_BYTES, Forged, Seals, Stranger, connect, exactly, welcome
+from penstock.groups.wire import Wire
 
 KEY = b"of the run"
 LIFE = bytes(range(LIFE_BYTES))

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.config import Config
 from penstock.processes.cores import num_threads, num_usable_cpus
+from penstock.processes.layout import num_servers_beside
 
 
 def test_processes_that_take_turns_have_all_cores_each() -> None:
@@ -20,13 +21,13 @@ def test_processes_that_take_turns_have_all_cores_each() -> None:
 @pytest.mark.parametrize(
     ("mode", "pools", "expected"),
     [
-        ("colocated", {"all": {"roles": ["actor", "rollout"], "nodes": 3, "slots_per_node": 2}}, 3),
-        ("synchronous", {"all": {"roles": ["actor", "rollout"], "nodes": 3, "slots_per_node": 4}}, 2),
-        ("colocated", {"serve": {"roles": ["rollout"], "nodes": 5}}, 1),
-        ("colocated", {"learn": {"roles": ["actor"]}}, 5),
+        ("colocated", {"all": {"roles": ["actor", "rollout"], "nodes": 3, "slots_per_node": 2}}, [3, 3, 2, 2, 3]),
+        ("synchronous", {"all": {"roles": ["actor", "rollout"], "nodes": 3, "slots_per_node": 4}}, [3, 2, 3, 2, 3]),
+        ("colocated", {"serve": {"roles": ["rollout"], "nodes": 5}}, [1, 1, 1, 1, 1]),
+        ("colocated", {"learn": {"roles": ["actor"], "slots_per_node": 4}}, [5, 5, 5, 5, 5]),
     ],
 )
-def test_servers_share_the_cores_of_one_machine(mode: str, pools: dict[str, Any], expected: int) -> None:
+def test_servers_share_the_cores_of_one_machine(mode: str, pools: dict[str, Any], expected: list[int]) -> None:
     config = Config.model_validate(
         {
             "scheduler": {"mode": mode, "max_staleness": 0},
@@ -35,4 +36,4 @@ def test_servers_share_the_cores_of_one_machine(mode: str, pools: dict[str, Any]
             "cluster": {"address": "auto", "pools": pools},
         }
     )
-    assert config.servers_by_machine == expected
+    assert [num_servers_beside(config, f"rollout-{number}") for number in range(5)] == expected

@@ -27,9 +27,9 @@ DEFAULTS = SupervisorConfig()
 PATIENCE_S = 20.0
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait for it."""
-    give_up = time.monotonic() + PATIENCE_S
+def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    """Wait for it. Raises AssertionError if that takes longer."""
+    give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, "waited in vain"
         time.sleep(0.01)

@@ -35,7 +35,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
     os.kill(state_of(run)["processes"]["rollout-0"]["pid"], signal.SIGSTOP)
     supervisor.kill()
     supervisor.wait()
-    until(lambda: not run.living() and not run.runtime_dir.exists())
+    until(lambda: not run.living() and not run.runtime_dir.exists(), seconds=5.0)
     until(lambda: state_of(run)["status"] == "failed")
     assert state_of(run)["error"] == "the supervisor was killed"
     until(lambda: (run.run_dir / "summary.json").exists())
@@ -77,7 +77,7 @@ def test_kill_9_while_starting_leaves_nothing(tmp_path: Path) -> None:
     until(run.living)
     supervisor.kill()
     supervisor.wait()
-    until(lambda: not run.living() and not run.runtime_dir.exists())
+    until(lambda: not run.living() and not run.runtime_dir.exists(), seconds=5.0)
 
 
 def test_without_a_janitor_the_children_end_themselves(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_without_a_janitor_the_children_end_themselves(tmp_path: Path) -> None:
     os.kill(janitor_of(supervisor), signal.SIGKILL)
     supervisor.kill()
     supervisor.wait()
-    until(lambda: not run.living())
+    until(lambda: not run.living(), seconds=5.0)
     shutil.rmtree(run.runtime_dir)
 
 

@@ -216,7 +216,7 @@ async def test_a_stop_does_not_wait_for_a_restart(tmp_path: Path) -> None:
     os.kill(state_of(run)["processes"]["env-0"]["pid"], signal.SIGKILL)
     await until_process(run, "env-0", "backoff")
     run.supervisor.request_stop("asked to")
-    async with deadline(20.0, waiter="the test", resource="the end", holder="the supervisor"):
+    async with deadline(5.0, waiter="the test", resource="the end", holder="the supervisor"):
         assert (await task).status is RunState.STOPPED
     env = state_of(run)["processes"]["env-0"]
     assert (env["state"], env["kind"], env["reason"]) == ("exited", "crashed", "killed by SIGKILL")
@@ -270,7 +270,7 @@ async def test_the_second_request_kills_at_once(tmp_path: Path) -> None:
     await until(run, "running")
     run.supervisor.request_stop("asked to")
     run.supervisor.request_stop("asked to")
-    async with deadline(30.0, waiter="the test", resource="the end", holder="a grace of twice as long"):
+    async with deadline(2.0, waiter="the test", resource="the end", holder="the supervisor"):
         assert (await task).status is RunState.STOPPED
     assert_nothing_left(run)
 

@@ -18,7 +18,7 @@ from penstock.config import Config
 from penstock.control.keys import Keys
 from penstock.deadline import Stalled, reporting_to
 from penstock.ports import Launcher
-from penstock.processes.layout import stages
+from penstock.processes.layout import seating_of
 from penstock.supervisor.child import ADDRESS, HOST
 from penstock.supervisor.launcher import LocalLauncher
 from penstock.supervisor.run_directory import OpenRun
@@ -47,10 +47,8 @@ def room(config: Config) -> Iterator[Room | None]:
         return
     from penstock.cluster.connection import NotConnected, connected
     from penstock.cluster.placement import place
-    from penstock.cluster.seats import seating
 
-    specs = [spec for stage in stages(config) for spec in stage]
-    seats = seating(config.cluster, specs, in_turns=config.scheduler.mode == "colocated")
+    seats = seating_of(config)
     try:
         with connected(config.cluster.address) as address, place(config.cluster, seats.bundles) as pools:
             yield Room(pools=pools, seating=seats, address=address)

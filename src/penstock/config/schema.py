@@ -270,38 +270,6 @@ class Config(Section):
         return self.trainer.ranks if self.pipeline == "train" else 1
 
     @property
-    def places(self) -> dict[str, list[str]]:
-        """The trainer's roles by where they are; what is together shares processes, one for each rank."""
-        if self.pipeline != "train":
-            return {"actor": ["actor"]}
-        split = self.trainer.split
-        return {"actor": [role for role in self.trainer.roles if role not in split]} | {role: [role] for role in split}
-
-    @property
-    def num_trainer_processes(self) -> int:
-        """That compute: of all ranks of all the trainer's roles."""
-        return self.num_ranks * len(self.places)
-
-    @property
-    def trainer_processes_by_node(self) -> list[int]:
-        """How many of them live on each node, those of the trainer's own first: all of them there, unless its pool has
-        no node with that many slots. They are numbered by place, then by rank, over all nodes."""
-        pool = self.cluster.pool_of("actor") if self.cluster.address is not None else None
-        number = self.num_trainer_processes
-        return self.cluster.pools[pool].spread(number) if pool is not None else [number]
-
-    @property
-    def servers_by_machine(self) -> int:
-        """Rollout servers on one machine at most: they spread over the nodes of their pool."""
-        cluster = self.cluster
-        pool = cluster.pool_of("rollout") if cluster.address is not None else None
-        if pool is None:
-            return self.rollout.num_servers
-        beside_trainer = self.scheduler.mode == "colocated" and self.has_trainer and pool == cluster.pool_of("actor")
-        nodes = self.trainer_processes_by_node if beside_trainer else cluster.pools[pool].each_node
-        return math.ceil(self.rollout.num_servers / len(nodes))
-
-    @property
     def max_running(self) -> int:
         """Episodes that may generate at once, over all servers."""
         return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.num_servers

@@ -86,6 +86,21 @@ def welcome(link: socket.socket, key: bytes) -> tuple[bytes, bytes]:
     return theirs[SALT_BYTES:], session
 
 
+def exactly(link: socket.socket, length: int, *, give_up: float | None = None) -> bytearray:
+    """So many bytes, however slowly they come; by `give_up`, if that is given. Raises EOFError when the other end is
+    gone before, TimeoutError."""
+    frame = bytearray(length)
+    view = memoryview(frame)
+    while len(view):
+        if give_up is not None:
+            link.settimeout(max(give_up - time.monotonic(), 1e-3))
+        received = link.recv_into(view)
+        if not received:
+            raise EOFError("the other end is gone")
+        view = view[received:]
+    return frame
+
+
 def place_of(link: socket.socket) -> str:
     """`host:port` of the other end, if it is there."""
     try:
@@ -103,11 +118,11 @@ def _prove(
     keeper = _shown(link.getpeername() if side == "driver" else link.getsockname())
     try:
         link.sendall(ours)
-        theirs = _received(link, num_theirs, give_up)
+        theirs = bytes(exactly(link, num_theirs, give_up=give_up))
         said = {side: ours, other: theirs}
         opening = b"|".join((keeper.encode(), said["driver"], said["keeper"]))
         link.sendall(_proof(key, side, opening))
-        shown = _received(link, PROOF_BYTES, give_up)
+        shown = exactly(link, PROOF_BYTES, give_up=give_up)
     except EOFError:
         raise stranger from None
     if not hmac.compare_digest(shown, _proof(key, other, opening)):
@@ -127,30 +142,14 @@ def _seal(key: bytes, number: int, message: Sequence[Any]) -> bytes:
     return made.digest()
 
 
-def _received(link: socket.socket, length: int, give_up: float) -> bytes:
-    """So many bytes, however slowly they come, by then. Raises EOFError, TimeoutError."""
-    received = b""
-    while len(received) < length:
-        link.settimeout(max(give_up - time.monotonic(), 1e-3))
-        if not (more := link.recv(length - len(received))):
-            raise EOFError
-        received += more
-    return received
-
-
 def _shown(address: Any) -> str:
     host, port = address[:2]
     return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _ready(link: socket.socket) -> None:
-    """For use: it blocks, and is watched."""
+    """For use: it blocks, and the system notices that the other machine is gone, as far as it can."""
     link.settimeout(None)
-    _watch(link)
-
-
-def _watch(link: socket.socket) -> None:
-    """Have the system notice that the other machine is gone, as far as it can."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in {

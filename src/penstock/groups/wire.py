@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.groups.link import SEAL_BYTES, Seals
+from penstock.groups.link import SEAL_BYTES, Seals, exactly
 
 HEAD = struct.Struct(">QI")
 OWN_FRAME_BYTES = 1 << 16
@@ -80,15 +80,3 @@ class Wire:
         if self._seals is not None:
             self._seals.check([head, *frames], exactly(self.link, SEAL_BYTES))
         return number, frames
-
-
-def exactly(link: socket.socket, length: int) -> bytearray:
-    """So many bytes. Raises EOFError when the other end is gone before."""
-    frame = bytearray(length)
-    view = memoryview(frame)
-    while len(view):
-        received = link.recv_into(view)
-        if not received:
-            raise EOFError("the other end is gone")
-        view = view[received:]
-    return frame

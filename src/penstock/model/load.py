@@ -33,6 +33,9 @@ def load_policy(
         model = _from_disk(model_dir, dtype) if weights else _random(model_dir, dtype, seed)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model directory {model_dir} cannot be loaded: {error}") from error
+    if weights and device.type == "cpu":
+        for parameter in model.parameters():  # what is mapped from the files would be gone with them
+            parameter.data = parameter.data.clone()
     return model.to(device).eval()
 
 
@@ -67,10 +70,7 @@ def with_tied_names(model: PreTrainedModel, named: Mapping[str, Tensor]) -> dict
 
 
 def _from_disk(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
-    for parameter in model.parameters():  # what is mapped from the files would be gone with them
-        parameter.data = parameter.data.clone()
-    return model
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
 
 
 def _random(model_dir: Path, dtype: torch.dtype, seed: int | None) -> PreTrainedModel:

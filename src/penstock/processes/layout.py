@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from penstock.cluster.seats import Seating, seating
 from penstock.config import Config
 from penstock.config.atropos import ATROPOS
 from penstock.model.tiny import write_tiny_model
@@ -18,7 +19,7 @@ COMPUTE = ("rollout", "trainer", "ranks")
 
 def stages(config: Config) -> list[list[ProcessSpec]]:
     """Processes in start order; those of one stage start together."""
-    config = _with_keys(config)
+    config, by_node = _with_keys(config), trainer_processes_by_node(config)
 
     def spec(role: str, number: int | None = None) -> ProcessSpec:
         return ProcessSpec(
@@ -28,18 +29,56 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             ready_s=config.supervisor.ready_timeout_s,
             grace_s=config.supervisor.grace_s,
             env=(TORCH_ENVIRONMENT if role in COMPUTE else {}) | _keys(config, role),
-            num_slots=config.trainer_processes_by_node[number or 0] if role in ("trainer", "ranks") else 1,
+            num_slots=by_node[number or 0] if role in ("trainer", "ranks") else 1,
             saves="checkpoint" if role == "trainer" else "",
         )
 
     rollouts = [spec("rollout", number) for number in range(config.rollout.num_servers)]
     environments = [spec("env", number) for number in range(config.env.workers)]
     trainers = [spec("trainer", 0)] if config.has_trainer else []
-    others = [spec("ranks", node) for node in range(1, len(config.trainer_processes_by_node))]
+    others = [spec("ranks", node) for node in range(1, len(by_node))]
     stages = [[spec("controller"), *others], [*rollouts, *trainers], environments]
     if config.env.name == ATROPOS:  # they may be there before the rest is ready, and must find somebody to wait with
         stages = [stages[0], stages[1] + environments]
     return [stage for stage in stages if stage]
+
+
+def places(config: Config) -> dict[str, list[str]]:
+    """The trainer's roles by where they are; what is together shares processes, one for each rank."""
+    if config.pipeline != "train":
+        return {"actor": ["actor"]}
+    split = config.trainer.split
+    return {"actor": [role for role in config.trainer.roles if role not in split]} | {role: [role] for role in split}
+
+
+def num_trainer_processes(config: Config) -> int:
+    """That compute: of all ranks of all the trainer's roles."""
+    return config.num_ranks * len(places(config))
+
+
+def trainer_processes_by_node(config: Config) -> list[int]:
+    """How many of them live on each node, those of the trainer's own first: all of them there, unless its pool has no
+    node with that many slots. They are numbered by place, then by rank, over all nodes."""
+    pool = config.cluster.pool_of("actor") if config.cluster.address is not None else None
+    number = num_trainer_processes(config)
+    return config.cluster.pools[pool].spread(number) if pool is not None else [number]
+
+
+def seating_of(config: Config) -> Seating:
+    """Where everybody lives on the run's cluster. Raises `ConfigError`."""
+    specs = [spec for stage in stages(config) for spec in stage]
+    return seating(config.cluster, specs, in_turns=config.scheduler.mode == "colocated")
+
+
+def num_servers_beside(config: Config, name: str) -> int:
+    """Rollout servers on the machine of this one, with it."""
+    seats = seating_of(config).seats if config.cluster.address is not None else {}
+
+    def machine(server: str) -> tuple[str, int] | None:
+        seat = seats.get(server)
+        return (seat.pool, seat.node) if seat is not None else None
+
+    return sum(machine(f"rollout-{number}") == machine(name) for number in range(config.rollout.num_servers))
 
 
 def _with_keys(config: Config) -> Config:

@@ -19,7 +19,7 @@ from penstock.groups.role import Role
 from penstock.groups.spawned import SpawnedBackend
 from penstock.processes.actor import Actor
 from penstock.processes.critic import CriticRank
-from penstock.processes.layout import without_keys
+from penstock.processes.layout import places, without_keys
 from penstock.processes.rank import TrainerRank
 from penstock.processes.reference import ReferenceRank
 
@@ -28,34 +28,35 @@ WORKERS: Mapping[str, type[TrainerRank]] = {"actor": Actor, "critic": CriticRank
 
 def trainer_roles(config: Config, *, model_dir: Path, weights_dir: Path, elsewhere: Sequence[Link] = ()) -> Roles:
     """All of them, placed as configured, and met. `model_dir`: of the policy. `weights_dir`: where it is published.
-    `elsewhere`: connections to the last processes (`Config.trainer_processes_by_node`); they end with the roles."""
+    `elsewhere`: connections to the last processes (`layout.trainer_processes_by_node`); they end with the roles."""
+    together_in = places(config)
     init: dict[str, dict[str, Any]] = {"actor": {"model_dir": model_dir, "weights_dir": weights_dir}}
     roles = {
         name: Role(WORKERS[name], {"config": without_keys(config), "place": number} | init.get(name, {}))
-        for number, together in enumerate(config.places.values())
+        for number, together in enumerate(together_in.values())
         for name in together
     }
 
-    num_ranks, places = config.num_ranks, list(config.places)
-    num_here = len(places) * num_ranks - len(elsewhere)
+    num_ranks, names = config.num_ranks, list(together_in)
+    num_here = len(names) * num_ranks - len(elsewhere)
     links: list[Link | None] = [*[None] * num_here, *elsewhere]
 
     def start(name: str, together: Mapping[str, Role]) -> Backend:
         if name == "actor" and num_ranks == 1:
             return LocalBackend(together)
-        first = places.index(name) * num_ranks
+        first = names.index(name) * num_ranks
         theirs = [link for link in links[first : first + num_ranks] if link is not None]
         return SpawnedBackend(together, num_ranks, elsewhere=theirs, start_s=config.supervisor.ready_timeout_s)
 
     try:
-        placed = place(roles, config.places, start)
+        placed = place(roles, together_in, start)
     except BaseException:
         for link in elsewhere:
             link.socket.close()
         raise
     try:
         if num_ranks > 1:
-            for name, *_ in config.places.values():
+            for name, *_ in together_in.values():
                 group: Any = getattr(placed, name)
                 group.meet(group.listen())
     except BaseException:

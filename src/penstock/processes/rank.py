@@ -22,8 +22,10 @@ from penstock.groups.collect import reduce
 from penstock.groups.method import remote_method
 from penstock.groups.modes import Execute
 from penstock.groups.role import Rank
-from penstock.model.load import load_policy, resolve_device, resolve_dtype
+from penstock.model.load import load_policy, resolve_dtype
 from penstock.processes.cores import num_threads
+from penstock.processes.devices import device_of
+from penstock.processes.layout import trainer_processes_by_node
 from penstock.supervisor.child import ADDRESS
 from penstock.trainer.critic import Critic
 from penstock.trainer.ranks import Meeting, Ranks
@@ -43,7 +45,7 @@ class TrainerRank:
         self._ranks: Ranks = Ranks(rank) if beside is None else beside._ranks
         number = place * rank.size + rank.index
         self._here = _here(number, config)
-        self._device = _device_of(number, config)
+        self._device = device_of(number, config)
         self._dtype = resolve_dtype(config.model.dtype, self._device)
         self._set_threads()
 
@@ -97,16 +99,6 @@ class BesideActor(TrainerRank, ABC, Generic[Held]):
 
 def _here(number: int, config: Config) -> range:
     """Of the trainer's processes, those on the node of the one with this number, with it."""
-    shares = config.trainer_processes_by_node
+    shares = trainer_processes_by_node(config)
     ends = list(accumulate(shares))
     return next(range(end - share, end) for share, end in zip(shares, ends, strict=True) if number < end)
-
-
-def _device_of(number: int, config: Config) -> torch.device:
-    """Each process's own among those that the trainer sees, unless one was chosen."""
-    device = resolve_device(config.model.device)
-    if device.type == "cpu" or device != torch.device(device.type) or config.num_trainer_processes == 1:
-        return device
-    own = torch.device(device.type, number % torch.accelerator.device_count())
-    torch.accelerator.set_device_index(own)
-    return own

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -25,6 +24,8 @@ from penstock.control.keys import Keys
 from penstock.deadline import Stalled
 from penstock.groups.link import LIFE_BYTES, Link, connect, place_of, welcome
 from penstock.groups.spawned import start_process
+from penstock.observe.jsonl import write_json
+from penstock.processes.layout import trainer_processes_by_node
 from penstock.processes.listening import bind
 from penstock.supervisor.child import Child
 from penstock.supervisor.failure import describe_code
@@ -112,7 +113,7 @@ def connected_ranks(child: Child, config: Config) -> list[Link]:
     life = secrets.token_bytes(LIFE_BYTES)
     give_up = time.monotonic() + seconds
     try:
-        for node, number in enumerate(config.trainer_processes_by_node[1:], start=1):
+        for node, number in enumerate(trainer_processes_by_node(config)[1:], start=1):
             keeper = child.run_dir / FOLDER / f"ranks-{node}"
             for _ in range(number):
                 links.append(_connected(child, keeper, life, give_up=give_up, seconds=seconds))
@@ -140,9 +141,7 @@ def _tell(child: Child, listener: socket.socket) -> None:
     """The trainer where this process listens; a trainer that is started later still finds it."""
     file = child.run_dir / FOLDER / child.name
     file.parent.mkdir(exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(listener.getsockname()[:2]))
-    unfinished.replace(file)
+    write_json(file, listener.getsockname()[:2])
 
 
 def _key(child: Child) -> bytes:

@@ -9,7 +9,7 @@ import torch
 from penstock.config import Config
 from penstock.processes.cores import num_threads
 from penstock.processes.devices import take_one
-from penstock.processes.layout import model_dir
+from penstock.processes.layout import model_dir, num_servers_beside
 from penstock.processes.listening import bind, host_of, listening, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
 from penstock.processes.serving import Weights, application, make_engine
@@ -22,7 +22,8 @@ from penstock.supervisor.child import Child
 async def serve(child: Child, config: Config) -> None:
     stop = child.stop_event()
     take_one(config, number_of(child))
-    torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=config.servers_by_machine))
+    num_sharing = num_servers_beside(config, child.name)
+    torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=num_sharing))
     listener = listen(child, config)
     directory = model_dir(config, child.run_dir)
     runner = EngineRunner(make_engine(config, directory, weights=weights_of(config)), process=child.name)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -81,7 +80,7 @@ class TrainerProcess:
         self._progress, self._doing = 0, ""
         self._begun = False
         """The learner holds what the run is at; until then it may be anything."""
-        self._num_steps = self._policy_version = 0
+        self._num_steps = 0
         self._latest: LearnerState | None = None
         self._trained: list[int] = []
         self._accumulated: list[int] = []
@@ -127,7 +126,7 @@ class TrainerProcess:
             case Restore():
                 self._restore(message)
             case Begin(policy_version=policy_version):
-                self._policy_version = policy_version
+                self._ranks.policy_version = policy_version
                 metrics = self._warm_start()
                 self._ranks.begin(policy_version, self._run_dir / BEGINNING)
                 self._begun = True
@@ -148,7 +147,7 @@ class TrainerProcess:
                     checkpoint.save(
                         target.parent,
                         int(state["step"]),
-                        SavedRanks(self._ranks, self._policy_version),
+                        self._ranks,
                         state,
                         model_dir=self._model_dir,
                         keep=self._config.trainer.keep_checkpoints,
@@ -168,7 +167,7 @@ class TrainerProcess:
         self._num_steps = point.step
         with self._span("restore"):
             self._ranks.read(Path(point.directory), point.policy_version)
-            self._policy_version, self._begun = point.policy_version, True
+            self._begun = True
 
     def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
         with self._span("train"):
@@ -189,7 +188,6 @@ class TrainerProcess:
     def _step(self) -> LearnerStateUpdate:
         with self._span("step"):
             state = self._ranks.step()
-            self._policy_version = state.policy_version
         self._busy_s += state.metrics["busy_s"] - self._busy_since_step_s
         self._busy_since_step_s = 0.0
         self._num_steps += 1
@@ -227,7 +225,7 @@ class TrainerProcess:
     def _span(self, kind: Kind) -> Iterator[None]:
         start = time.time()
         yield
-        end, version = time.time(), self._policy_version
+        end, version = time.time(), self._ranks.policy_version
         self._spans.append(BusySpan(process=self._name, kind=kind, start=start, end=end, policy_version=version))
 
     def telemetry(self) -> Telemetry:
@@ -252,17 +250,6 @@ def plainly() -> Iterator[None]:
         if error.__cause__.__traceback__ is None:  # it was left on the way
             error.__cause__.add_note(f"on rank {error.rank}:\n{error.remote_traceback}")
         raise error.__cause__ from None
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRanks:
-    """What a checkpoint is made of."""
-
-    ranks: ActorCritic
-    policy_version: int
-
-    def write(self, directory: Path) -> None:
-        self.ranks.write(directory)
 
 
 async def serve(child: Child) -> None:

@@ -38,7 +38,8 @@ class ActorCritic:
         self._critic: Any = getattr(roles, "critic", None)
         self._reference: Any = getattr(roles, "reference", None)
         self._beside: list[Any] = [role for role in (self._critic, self._reference) if role is not None]
-        self._policy_version = 0
+        self.policy_version = 0
+        """That is trained."""
         self._beside_s = 0.0
         """Model compute of other roles than the actor since the last step."""
 
@@ -51,7 +52,7 @@ class ActorCritic:
         """The policy as it is now has this version, and the others begin as what it is. It is handed to them in
         `directory`, which all ranks see; nothing is left there."""
         self._actor.begin(policy_version)
-        self._policy_version = policy_version
+        self.policy_version = policy_version
         if self._beside:
             try:
                 self._actor.write_policy(directory)
@@ -64,7 +65,7 @@ class ActorCritic:
         """See `Learner.accumulate`; the batch is one from `prepare`."""
         hands = self._dealt(batch)
         seen = [hand.keep(SEEN) for hand in hands]
-        logprobs = self._reference.logprobs(seen, self._policy_version) if self._reference else None
+        logprobs = self._reference.logprobs(seen, self.policy_version) if self._reference else None
         values = self._critic.values(seen) if self._critic else None
         if logprobs is not None:
             hands = [hand.union(known) for hand, known in zip(hands, logprobs.result(), strict=True)]
@@ -74,7 +75,7 @@ class ActorCritic:
                 appraised(hand, known["values"], self._config.critic)
                 for hand, known in zip(hands, values.result(), strict=True)
             ]
-            learning = self._critic.learn(hands, self._policy_version)
+            learning = self._critic.learn(hands, self.policy_version)
         counted: dict[str, float] = self._actor.accumulate(hands)
         if learning is not None:
             learning.result()
@@ -87,7 +88,7 @@ class ActorCritic:
         metrics = state.metrics | (learnt.result() if learnt is not None else {})
         self._told()
         metrics["busy_s"] = self._over_places(metrics["busy_s"] + self._beside_s)
-        self._beside_s, self._policy_version = 0.0, state.policy_version
+        self._beside_s, self.policy_version = 0.0, state.policy_version
         return replace(state, metrics=metrics)
 
     def publish(self) -> WeightsHandle:
@@ -106,7 +107,7 @@ class ActorCritic:
         for role in self._beside:
             role.read(directory)
         self._told()
-        self._policy_version, self._beside_s = policy_version, 0.0
+        self.policy_version, self._beside_s = policy_version, 0.0
 
     def close(self) -> None:
         """End all ranks of all roles."""
