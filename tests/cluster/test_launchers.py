@@ -86,9 +86,10 @@ async def test_a_process_is_started_probed_and_looked_at(launcher: Launcher) -> 
     assert (await launcher.look(process)).report is None
 
 
-async def test_a_server_is_asked_for_its_health(launcher: Launcher) -> None:
-    process = await launcher.spawn(spec("rollout-0", "serves"))
-    assert any("/health answered 503" in said for said in await until_ready(launcher, process))
+async def test_a_server_is_asked_for_its_health(launcher: Launcher, tmp_path: Path) -> None:
+    assert await until_ready(launcher, await launcher.spawn(spec("rollout-0", "serves")))
+    answered = (tmp_path / "logs" / "rollout-0.log").read_text().splitlines()
+    assert [line.split()[-2] for line in answered[:3]] == ["503", "503", "200"]
 
 
 async def test_a_signal_reaches_it_and_its_end_is_told(launcher: Launcher) -> None:
