@@ -6,7 +6,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from penstock.supervisor import procfs
+from penstock.supervisor import procfs, runtime
 
 MACHINE = "SPREAD_MACHINE"
 """Environment variable: boot id of the machine that this process takes itself to be on."""
@@ -27,6 +27,7 @@ if __name__ == "__main__":
     if NETWORK in os.environ:
         enter(os.environ[NETWORK])
     procfs.boot_id = lambda: os.environ[MACHINE]
+    runtime.runtime_dirs = lambda _: [Path(os.environ["PENSTOCK_RUNTIME_DIR"])]
     from penstock.processes.start import main
 
     main()

@@ -35,8 +35,30 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(parts, name, value)
 
 
-def receiver(tmp_path: Path, *, machine: str, key: str | None = KEY) -> Receiver:
-    return Receiver(layout(policy(0)), machine=machine, directory=tmp_path / "received", key=key)
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where each part begins that somebody has asked for."""
+    starts: list[int] = []
+    whole = Receiver._part
+
+    def part(self: Receiver, url: str, start: int, end: int) -> bytes:
+        starts.append(start)
+        return whole(self, url, start, end)
+
+    monkeypatch.setattr(Receiver, "_part", part)
+    return starts
+
+
+def receiver(tmp_path: Path, *, machine: str, name: str = "0", key: str | None = KEY) -> Receiver:
+    received = tmp_path / "received"
+    return Receiver(
+        layout(policy(0)), machine=machine, directory=received / name, neighbours=lambda: received.glob("*"), key=key
+    )
+
+
+def left(tmp_path: Path) -> list[str]:
+    """What receivers keep, by their names."""
+    return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("received/*/*"))
 
 
 def published(served: Publications, directory: Path, version: int) -> WeightsHandle:
@@ -44,26 +66,54 @@ def published(served: Publications, directory: Path, version: int) -> WeightsHan
 
 
 @pytest.mark.parametrize("machine", [HERE, THERE])
-async def test_who_shares_the_machine_maps_and_others_fetch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
-) -> None:
-    fetched: list[str] = []
-    whole = Receiver._part
+async def test_who_shares_the_machine_maps_and_others_fetch(tmp_path: Path, fetched: list[int], machine: str) -> None:
+    async with publishing.publishing(tmp_path / "weights", "127.0.0.1", KEY) as served:
+        assert served is not None
+        handle = published(served, tmp_path / "weights", 3)
+        named = await asyncio.to_thread(receiver(tmp_path, machine=machine), handle)
+    assert fetched == ([] if machine == THERE else list(range(0, handle.num_bytes, parts.PART_BYTES)))
+    for name, tensor in policy(3).items():
+        torch.testing.assert_close(named[name], tensor, rtol=0, atol=0)
+
+
+async def test_what_one_fetches_is_there_for_all_of_its_machine(tmp_path: Path, fetched: list[int]) -> None:
+    receivers = [receiver(tmp_path, machine=HERE, name=str(number)) for number in range(4)]
+    async with publishing.publishing(tmp_path / "weights", "127.0.0.1", KEY) as served:
+        assert served is not None
+        for version in (3, 4):
+            handle = published(served, tmp_path / "weights", version)
+            together = await asyncio.gather(*(asyncio.to_thread(each, handle) for each in receivers))
+            assert sorted(fetched) == list(range(0, handle.num_bytes, parts.PART_BYTES))
+            for named in together:
+                torch.testing.assert_close(named["head"], policy(version)["head"], rtol=0, atol=0)
+            assert left(tmp_path) == [f"received/{n}/{version}-{handle.fingerprint}.safetensors" for n in range(4)]
+            fetched.clear()
+
+
+async def test_what_a_neighbour_cannot_fetch_another_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, fails = Receiver._part, iter([False, True])
 
     def part(self: Receiver, url: str, start: int, end: int) -> bytes:
-        fetched.append(url)
+        if next(fails, False):
+            raise MemoryError("its last moment")
         return whole(self, url, start, end)
 
     monkeypatch.setattr(Receiver, "_part", part)
     async with publishing.publishing(tmp_path / "weights", "127.0.0.1", KEY) as served:
         assert served is not None
         handle = published(served, tmp_path / "weights", 3)
-        named = await asyncio.to_thread(receiver(tmp_path, machine=machine), handle)
-    assert len(fetched) == (0 if machine == THERE else -(-handle.num_bytes // parts.PART_BYTES))
-    for name, tensor in policy(3).items():
-        torch.testing.assert_close(named[name], tensor, rtol=0, atol=0)
-    received = tmp_path / "received"
-    assert list(received.iterdir() if received.exists() else []) == [], "it stays mapped only"
+        both = [asyncio.to_thread(receiver(tmp_path, machine=HERE, name=name), handle) for name in "ab"]
+        one, other = sorted(await asyncio.gather(*both, return_exceptions=True), key=lambda end: isinstance(end, dict))
+    assert isinstance(one, MemoryError) and isinstance(other, dict) and len(left(tmp_path)) == 1
+
+
+async def test_nobody_waits_for_a_neighbour_who_gets_nothing(tmp_path: Path, fetched: list[int]) -> None:
+    async with publishing.publishing(tmp_path / "weights", "127.0.0.1", KEY) as served:
+        assert served is not None
+        handle = published(served, tmp_path / "weights", 3)
+        with parts._turn(handle) as is_mine:
+            assert is_mine and not fetched
+            await asyncio.to_thread(receiver(tmp_path, machine=HERE), handle)
 
 
 async def test_a_container_on_the_same_machine_fetches_what_it_does_not_see(tmp_path: Path) -> None:
@@ -93,7 +143,7 @@ async def test_weights_out_of_reach(tmp_path: Path, what: str, message: str) -> 
         given = {"a wrong key": "play", "no key": None}.get(what, key)
         with pytest.raises(WeightsOutOfReach, match=rf"policy_version 3 cannot be had from http://.*{message}"):
             await asyncio.to_thread(receiver(tmp_path, machine=HERE, key=given), handle)
-    assert list((tmp_path / "received").iterdir()) == []
+    assert left(tmp_path) == []
 
 
 async def test_what_comes_changed_is_refused(tmp_path: Path) -> None:
@@ -104,6 +154,7 @@ async def test_what_comes_changed_is_refused(tmp_path: Path) -> None:
         publisher.publish(policy(4), 3)
         with pytest.raises(WeightsMismatch, match="its bytes changed"):
             await asyncio.to_thread(receiver(tmp_path, machine=HERE), handle)
+    assert left(tmp_path) == []
 
 
 async def test_a_part_that_breaks_off_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

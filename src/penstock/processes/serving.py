@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -76,10 +76,11 @@ def application(
     identity: Identity,
     model_name: str,
     scratch: Path,
+    neighbours: Callable[[], Iterable[Path]] = tuple,
     claim: Claim | None = None,
 ) -> Iterator[App]:
     """Our own paths, SGLang's and OpenAI's in front of one engine. At the end it leaves the groups it was joined to.
-    `scratch`: for weights on their way from another machine."""
+    `scratch`: for weights that come from another machine. `neighbours`: where all of the run on this one have them."""
     tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
     device, max_bytes = runner.engine.model.device, max_chunk_bytes(expected)
     groups = Groups(device=device, max_bytes=max_bytes)
@@ -89,7 +90,8 @@ def application(
             return groups.receive(chunk)
         return take(chunk, device=device, max_bytes=max_bytes)
 
-    receive = Receiver(expected, machine=boot_id(), directory=scratch, key=config.rollout.control_key)
+    key = config.rollout.control_key
+    receive = Receiver(expected, machine=boot_id(), directory=scratch, neighbours=neighbours, key=key)
     update = make_update(runner, receive, receive_chunk)
     sglang = SGLang(
         runner,

@@ -17,6 +17,10 @@ from penstock.rollout.claim import Claim
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity
 from penstock.supervisor.child import Child
+from penstock.supervisor.runtime import runtime_dirs
+
+RECEIVED = "received"
+"""Of the runtime directory: weights of other machines, in a folder of each server."""
 
 
 async def serve(child: Child, config: Config) -> None:
@@ -37,7 +41,8 @@ async def serve(child: Child, config: Config) -> None:
             directory,
             identity=identity,
             model_name=config.model.path,
-            scratch=child.runtime_dir / f"received-{child.name}",
+            scratch=child.runtime_dir / RECEIVED / child.name,
+            neighbours=lambda: (path for each in runtime_dirs(child.run_id) for path in each.glob(f"{RECEIVED}/*")),
             claim=Claim(child.run_id, child.nonce),
         ) as app:
             async with (

@@ -54,10 +54,10 @@ def runtime_path(run_id: str) -> Path:
     return base / f"penstock-{os.getuid()}-{run_id}"
 
 
-def runtime_dirs() -> list[Path]:
-    """Those that there are, of this user."""
+def runtime_dirs(run_id: str = "") -> list[Path]:
+    """Those that there are, of this user, on this machine; of runs whose ids begin so."""
     bases = {SHARED_MEMORY, Path(tempfile.gettempdir())}
-    return sorted(path for base in bases for path in base.glob(f"{runtime_path('').name}*") if path.is_dir())
+    return sorted(path for base in bases for path in base.glob(f"{runtime_path(run_id).name}*") if path.is_dir())
 
 
 def claim(runtime_dir: Path, *, run_dir: Path, nonce: str) -> dict[str, str]:
