@@ -248,7 +248,7 @@ def plainly() -> Iterator[None]:
         if error.__cause__ is None:
             raise
         if error.__cause__.__traceback__ is None:  # it was left on the way
-            error.__cause__.add_note(f"on rank {error.rank}:\n{error.remote_traceback}")
+            error.__cause__.add_note(f"in {error.role}.{error.method} on rank {error.rank}:\n{error.remote_traceback}")
         raise error.__cause__ from None
 
 
