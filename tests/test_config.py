@@ -115,18 +115,6 @@ def test_weights_are_not_given_out_to_servers_without_a_key(file: Path, monkeypa
     assert load_config(file, overrides).rollout.control_key == "play"
 
 
-@pytest.mark.parametrize("urls", [[], ["rollout.urls=[http://10.0.0.1:1]"]])
-def test_an_engine_without_keys_is_not_started_where_others_reach_it(file: Path, urls: list[str]) -> None:
-    overrides = ["cluster.address=auto", "rollout.engine=vllm", *urls]
-    if urls:
-        assert load_config(file, overrides).rollout.urls
-        return
-    with pytest.raises(
-        ConfigError, match=r"a node of a cluster is reachable .* use rollout\.engine penstock, or start"
-    ):
-        load_config(file, overrides)
-
-
 @pytest.mark.parametrize("pipeline", ["eval", "rollout"])
 @pytest.mark.parametrize(
     "override",

@@ -106,6 +106,11 @@ class RolloutConfig(Section):
         return self.admin_api_key or self.api_key
 
     @property
+    def is_loopback(self) -> bool:
+        """Whether servers are for this machine only."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
+    @property
     def num_servers(self) -> int:
         """Ours and foreign ones."""
         return len(self.urls) or self.servers
@@ -414,21 +419,13 @@ class Config(Section):
                 f"pipeline {self.pipeline} has nobody who publishes weights, and rollout.engine {self.rollout.engine} "
                 "waits for them: use rollout.engine penstock"
             )
-        loopback = self.rollout.host in ("127.0.0.1", "localhost", "::1")
-        is_cluster = self.cluster.address is not None
-        if (is_cluster or not loopback) and self.rollout.engine != "penstock" and not self.rollout.urls:
-            where = "a node of a cluster" if is_cluster else f"rollout.host {self.rollout.host}"
-            inside = "rollout.engine penstock" if is_cluster else "127.0.0.1"
-            raise ValueError(
-                f"{where} is reachable from outside, and {self.rollout.engine} guards its control paths with no key: "
-                f"use {inside}, or start it behind something that does, and give its urls"
-            )
-        if is_cluster and self.rollout.urls and self.rollout.engine == "penstock" and not self.rollout.control_key:
+        gives_out = self.cluster.address is not None and self.rollout.engine == "penstock"
+        if gives_out and self.rollout.urls and not self.rollout.control_key:
             raise ValueError(
                 "rollout.urls: on a cluster the trainer gives weights out over the network, to whoever has the "
                 "servers' key: start them with one, and set it here through the environment variable PENSTOCK_API_KEY"
             )
-        if not loopback and not self.rollout.api_key:
+        if not self.rollout.is_loopback and not self.rollout.api_key:
             raise ValueError(
                 f"rollout.host {self.rollout.host} is reachable from outside: set rollout.api_key "
                 "through the environment variable PENSTOCK_API_KEY, or use 127.0.0.1"

@@ -18,9 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import Config
 from penstock.deadline import Stalled, deadline
+from penstock.processes.gate import gate
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, host_of, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
+from penstock.rollout.keys import Keys
 from penstock.rollout.servers import CONFLICT, ServerClient, connect
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.supervisor.child import Child
@@ -32,6 +34,7 @@ LEASE_S = 8.0
 PATIENCE_S = 12.0
 """For a server that runs already to answer, and for a dead run's claim on it to end."""
 
+LOOPBACK = "127.0.0.1"
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 
 VLLM_ENVIRONMENT = {
@@ -65,7 +68,10 @@ async def serve(child: Child, config: Config) -> None:
     number = int(child.name.rpartition("-")[2])
     session = HttpSession(api_key=config.rollout.control_key, timeout_s=config.rollout.request_timeout_s)
     try:
-        async with engine_of(child, config, number) as (url, process):
+        async with (
+            engine_of(child, config, number) as (engine, process),
+            reached(engine, child, config, number) as url,
+        ):
             client = connect(config.rollout.engine, url, session)
             claim = Claiming(client, child.run_id, child.nonce)
             await answering(config, claim, process)
@@ -86,14 +92,15 @@ async def serve(child: Child, config: Config) -> None:
 
 @asynccontextmanager
 async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[tuple[str, Process | None]]:
-    """Where the server is, and its process if it is ours to end. It writes to this process's log."""
+    """Where the server is, and its process if it is ours to end, which writes to this process's log. One that we start
+    listens for this machine only: it guards its control paths with no key."""
     if config.rollout.urls:
         yield config.rollout.urls[number].rstrip("/"), None
         return
-    port = config.rollout.port + number if config.rollout.port else free_port(host_of(child, config))
+    port = free_port() if has_gate(child, config) else port_of(config, number) or free_port()
     process = await asyncio.create_subprocess_exec(*command(child, config, port), env=environment(config))
     try:
-        yield url_of(host_of(child, config), port), process
+        yield url_of(LOOPBACK, port), process
     finally:
         if process.returncode is None:
             process.terminate()
@@ -104,11 +111,34 @@ async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[
             process.kill()
 
 
+@asynccontextmanager
+async def reached(engine: str, child: Child, config: Config, number: int) -> AsyncIterator[str]:
+    """Where others find it."""
+    if not has_gate(child, config):
+        yield engine
+        return
+    host, port = host_of(child, config), port_of(config, number)
+    async with gate(engine, host=host, port=port, keys=Keys.of(config.rollout)) as url:
+        yield url
+
+
+def has_gate(child: Child, config: Config) -> bool:
+    """One that we start has, where it is reached from other machines or keys differ."""
+    rollout = config.rollout
+    others = child.address is not None or not rollout.is_loopback
+    return not rollout.urls and (others or bool(rollout.admin_api_key))
+
+
+def port_of(config: Config, number: int) -> int:
+    """0 where the system chooses."""
+    return config.rollout.port + number if config.rollout.port else 0
+
+
 def command(child: Child, config: Config, port: int) -> list[str]:
     """Of the engine's own server. The weights come from the trainer: what it begins with does not matter."""
     rollout, model = config.rollout, str(model_dir(config, child.run_dir))
     words = [rollout.python or sys.executable, "-m", MODULES[rollout.engine]]
-    words += ["--host", host_of(child, config), "--port", str(port), "--served-model-name", config.model.path]
+    words += ["--host", LOOPBACK, "--port", str(port), "--served-model-name", config.model.path]
     words += ["--dtype", config.model.dtype, "--load-format", "dummy"]
     if rollout.engine == "vllm":
         words += ["--model", model, "--max-model-len", str(config.model.max_context)]
@@ -127,9 +157,9 @@ def environment(config: Config) -> dict[str, str]:
     return wanted | ({"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {})
 
 
-def free_port(host: str) -> int:
+def free_port() -> int:
     """One that nobody listens on now: foreign engines do not say which port the system chose for them."""
-    with bind(host, 0) as listener:
+    with bind(LOOPBACK, 0) as listener:
         port: int = listener.getsockname()[1]
         return port
 

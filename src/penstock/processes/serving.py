@@ -106,7 +106,7 @@ def application(
         identity=identity,
         update=update,
         tokenizer=tokenizer,
-        keys=Keys(generation=config.rollout.api_key or None, admin=config.rollout.admin_api_key or None),
+        keys=Keys.of(config.rollout),
         claim=claim,
         foreign=[OpenAI(runner, tokenizer, model_name=model_name), sglang],
     )

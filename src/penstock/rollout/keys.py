@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from penstock.config.schema import RolloutConfig
 from penstock.rollout.http import Access, Refused
 
 
@@ -17,6 +18,11 @@ class Keys:
 
     generation: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Keys:
+        """Those of a run's servers."""
+        return cls(generation=rollout.api_key or None, admin=rollout.admin_api_key or None)
 
     def check(self, access: Access, request: Request) -> None:
         """Raises Refused with status 401."""
