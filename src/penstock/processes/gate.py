@@ -19,6 +19,7 @@ from penstock.processes.listening import bind, listening, url_of
 from penstock.rollout.app import App
 from penstock.rollout.http import Access, Refused, Route, read_bytes, unless_gone
 from penstock.rollout.keys import Keys
+from penstock.rollout.session import open_session
 
 OPEN: Mapping[str, Access] = {
     "/health": "everybody",
@@ -34,11 +35,10 @@ UNREACHED = 502
 
 
 class Gate:
-    """Passes on to `engine`, a URL. `key`: what it wants to be told itself."""
+    """Passes on to `engine`, a URL, with the headers of `session`."""
 
-    def __init__(self, engine: str, session: aiohttp.ClientSession, *, key: str | None) -> None:
+    def __init__(self, engine: str, session: aiohttp.ClientSession) -> None:
         self._engine, self._session = engine, session
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def routes(self) -> Sequence[Route]:
         known = [Route(path, ["GET", "POST"], self.pass_on, access) for path, access in OPEN.items()]
@@ -50,7 +50,7 @@ class Gate:
 
     async def _ask(self, request: Request, body: bytes) -> Response:
         path, query = quote(request.scope["path"]), request.url.query
-        headers = self._headers | {"Content-Type": request.headers.get("content-type", "application/json")}
+        headers = {"Content-Type": request.headers.get("content-type", "application/json")}
         url = f"{self._engine}{path}{'?' if query else ''}{query}"
         with patient(PATIENCE_S, waiter="the gate", resource=path, holder=self._engine):
             try:
@@ -64,9 +64,7 @@ class Gate:
 @asynccontextmanager
 async def gate(engine: str, *, host: str, port: int, keys: Keys) -> AsyncIterator[str]:
     """For the length of the body; yields where it is reached."""
+    own = {"Authorization": f"Bearer {keys.generation}"} if keys.generation else {}
     with bind(host, port) as listener:
-        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            app = App(Gate(engine, session, key=keys.generation).routes(), keys)
-            async with listening(app, listener):
-                yield url_of(host, listener)
+        async with open_session(own) as session, listening(App(Gate(engine, session).routes(), keys), listener):
+            yield url_of(host, listener)

@@ -4,6 +4,7 @@ is one clear error."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import aiohttp
@@ -72,13 +73,18 @@ class HttpSession:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                # Shorter than uvicorn's 5 s, so that no request is sent into a connection the server is closing.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
-                timeout=aiohttp.ClientTimeout(total=None),
-                headers=self._headers,
-            )
+            self._session = open_session(self._headers)
         return self._session
+
+
+def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """With as many connections as are needed, and without deadlines of its own."""
+    return aiohttp.ClientSession(
+        # Shorter than uvicorn's 5 s, so that no request is sent into a connection the server is closing.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers=headers,
+    )
 
 
 def _reason(error: Exception) -> str:
