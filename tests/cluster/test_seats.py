@@ -128,6 +128,13 @@ def test_servers_of_another_pool_have_slots_of_their_own() -> None:
     assert found.seats == {"trainer-0": Seat("learn", 0, 0), "rollout-0": Seat("play", 0, 0)}
 
 
+def test_servers_that_take_turns_with_a_split_role_live_in_its_slots() -> None:
+    pools = {"learn": {"roles": ["actor"]}, "judge": {"roles": ["critic", "rollout"]}}
+    found = seating(TURNS, *CRITIC, "trainer.split=[critic]", **pools)
+    judge = Seat("judge", 0, 0)
+    assert found.seats == {"trainer-0": Seat("learn", 0, 0), "ranks-1": judge, "rollout-0": judge}
+
+
 def test_a_pool_where_nobody_lives_is_not_asked_for() -> None:
     pools = {"learn": {"roles": ["actor"]}, "play": {"roles": ["environment", "reward"], "slots_per_node": 2}}
     assert seating("pipeline=rollout", **pools).seats.keys() == {"env-0"}

@@ -31,9 +31,9 @@ class TrainerNode:
 
 def stages(config: Config) -> list[list[ProcessSpec]]:
     """Processes in start order; those of one stage start together."""
-    config, (trainers_own, *others) = _with_keys(config), trainer_nodes(config)
+    config = _with_keys(config)
 
-    def spec(role: str, number: int | None = None, *, pool: str | None = None, num_slots: int = 1) -> ProcessSpec:
+    def spec(role: str, number: int | None = None, pool: str | None = None, num_slots: int = 1) -> ProcessSpec:
         return ProcessSpec(
             name=role if number is None else f"{role}-{number}",
             role=role,
@@ -46,14 +46,11 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             saves="checkpoint" if role == "trainer" else "",
         )
 
-    def of_trainer(role: str, number: int, node: TrainerNode) -> ProcessSpec:
-        return spec(role, number, pool=node.pool, num_slots=len(node.numbers))
-
-    serving, playing = _pool(config, "rollout"), _pool(config, "environment")
-    rollouts = [spec("rollout", number, pool=serving) for number in range(config.rollout.num_servers)]
-    environments = [spec("env", number, pool=playing) for number in range(config.env.workers)]
-    trainers = [of_trainer("trainer", 0, trainers_own)] if config.has_trainer else []
-    keepers = [of_trainer("ranks", number, node) for number, node in enumerate(others, start=1)]
+    rollouts = [spec("rollout", number, _pool(config, "rollout")) for number in range(config.rollout.num_servers)]
+    environments = [spec("env", number, _pool(config, "environment")) for number in range(config.env.workers)]
+    own, *others = trainer_nodes(config)
+    trainers = [spec("trainer", 0, own.pool, len(own.numbers))] if config.has_trainer else []
+    keepers = [spec("ranks", number, node.pool, len(node.numbers)) for number, node in enumerate(others, start=1)]
     stages = [[spec("controller"), *keepers], [*rollouts, *trainers], environments]
     if config.env.name == ATROPOS:  # they may be there before the rest is ready, and must find somebody to wait with
         stages = [stages[0], stages[1] + environments]
@@ -66,8 +63,7 @@ def places(config: Config) -> dict[str, list[str]]:
     if config.pipeline != "train":
         return {"actor": ["actor"]}
     split, home = config.trainer.split, _pool(config, "actor")
-    pools = {role: _pool(config, role, "actor") for role in split}
-    apart = sorted(split, key=lambda role: (pools[role] != home, pools[role] or ""))
+    apart = sorted(split, key=lambda role: (_pool(config, role) != home, _pool(config, role) or ""))
     return {"actor": [role for role in config.trainer.roles if role not in split]} | {role: [role] for role in apart}
 
 
@@ -81,7 +77,7 @@ def trainer_nodes(config: Config) -> list[TrainerNode]:
     have the slots."""
     nodes: list[TrainerNode] = []
     first = 0
-    for pool, together in groupby(places(config), key=lambda place: _pool(config, place, "actor")):
+    for pool, together in groupby(places(config), key=lambda place: _pool(config, place)):
         number = config.num_ranks * len(list(together))
         for share in config.cluster.pools[pool].spread(number) if pool is not None else [number]:
             nodes.append(TrainerNode(pool, range(first, first + share)))
@@ -89,11 +85,13 @@ def trainer_nodes(config: Config) -> list[TrainerNode]:
     return nodes
 
 
-def _pool(config: Config, *roles: str) -> str | None:
-    """Of the first of them that has one; None: the supervisor's machine."""
+def _pool(config: Config, role: str) -> str | None:
+    """Where it has processes: a split role beside the actor's, unless a pool is its own. None: on the supervisor's
+    machine."""
     if config.cluster.address is None:
         return None
-    return next(filter(None, map(config.cluster.pool_of, roles)), None)
+    pool_of = config.cluster.pool_of
+    return pool_of(role) or (pool_of("actor") if role in config.trainer.split else None)
 
 
 def seating_of(config: Config) -> Seating:
