@@ -49,9 +49,7 @@ class Seating:
     """Of the pools where somebody lives."""
 
 
-def seating(
-    config: ClusterConfig, specs: Sequence[ProcessSpec], *, split: Collection[str] = (), in_turns: bool = False
-) -> Seating:
+def seating(config: ClusterConfig, specs: Sequence[ProcessSpec], *, split: Collection[str], in_turns: bool) -> Seating:
     """Largest first, the trainer before others of its size, on the node with the most free slots. `split`: the
     trainer's roles in processes of their own. `in_turns`: trainer and servers never compute at the same time. Raises
     `ConfigError` with the numbers."""
