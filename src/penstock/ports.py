@@ -504,8 +504,10 @@ class ProcessSpec:
     grace_s: float
     """Time between SIGTERM and SIGKILL."""
     env: Mapping[str, str] = field(default_factory=dict)
+    pool: str | None = None
+    """Of the cluster, where it lives; None: on the supervisor's machine."""
     num_slots: int = 1
-    """That it takes of a pool of a cluster, all of one node."""
+    """That it takes of its pool, all of one node."""
     saves: str = ""
     """Name of the event that tells of its having saved what a successor goes back to; empty if none goes back."""
 

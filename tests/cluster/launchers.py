@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from penstock.supervisor.child import ADDRESS, HOST
 from penstock.supervisor.launcher import LocalLauncher
 from penstock.supervisor.runtime import runtime_path
 
-POOLS = {"play": {"roles": ["environment", "rollout"], "slots_per_node": 3, "cpus": 0.01}}
+POOL = {"slots_per_node": 3, "cpus": 0.01}
 
 
 @asynccontextmanager
@@ -41,12 +42,15 @@ async def ray_launcher(
     run_dir: Path,
     specs: Sequence[ProcessSpec],
     *,
-    pools: Mapping[str, Any] = POOLS,
+    pool: Mapping[str, Any] = POOL,
     place_s: float = 30.0,
     in_turns: bool = False,
 ) -> AsyncIterator[RayLauncher]:
-    config = ClusterConfig.model_validate({"pools": pools, "place_timeout_s": place_s})
-    seats, keys, run_id = seating(config, specs, in_turns=in_turns), Keys.make(), f"test-{secrets.token_hex(4)}"
+    """All live in `pool`, but a controller."""
+    config = ClusterConfig.model_validate({"pools": {"all": pool}, "place_timeout_s": place_s})
+    seated = [replace(spec, pool="all") for spec in specs if spec.role != "controller"]
+    seats, keys = seating(config, seated, split=[], in_turns=in_turns), Keys.make()
+    run_id = f"test-{secrets.token_hex(4)}"
     household = Household(
         run_id=run_id,
         run_dir=run_dir,

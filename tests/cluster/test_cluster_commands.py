@@ -29,10 +29,12 @@ def config(tmp_path: Path) -> Iterator[Path]:
     assert not (tmp_path / "runs").exists(), "what was refused leaves no directory"
 
 
-@pytest.mark.parametrize("command", ["train", "rollout", "eval"])
-def test_too_few_slots_are_refused_before_any_cluster_is_asked(config: Path, command: str) -> None:
-    words = [command, config, POOLS, "env.workers=2", "rollout.servers=3", "data.eval_tasks=1"]
-    refused = penstock(*words, "--cluster", "127.0.0.1:1")
+@pytest.mark.parametrize(
+    "words", [["train"], ["rollout"], ["eval"], ["train", "--dry-run"], ["rollout", "--dry-run"], ["train", "--detach"]]
+)
+def test_too_few_slots_are_refused_before_any_cluster_is_asked(config: Path, words: list[str]) -> None:
+    pools = [POOLS, "env.workers=2", "rollout.servers=3", "data.eval_tasks=1"]
+    refused = penstock(words[0], config, *pools, "--cluster", "127.0.0.1:1", *words[1:])
     assert refused.exit_code == 2
     assert "rollout.servers 3 + env.workers 2 need" in refused.stderr and "1 nodes have 3" in refused.stderr
 

@@ -170,8 +170,7 @@ async def test_a_host_that_dies_takes_its_process_with_it_and_has_a_successor(tm
 
 async def test_who_takes_turns_shares_a_host_and_ends_with_it(tmp_path: Path) -> None:
     specs = [spec("trainer-0", "steady"), spec("rollout-0", "steady")]
-    pools = {"all": {"roles": ["actor", "rollout"], "cpus": 0.5}}
-    async with ray_launcher(tmp_path, specs, pools=pools, in_turns=True) as launcher:
+    async with ray_launcher(tmp_path, specs, pool={"cpus": 0.5}, in_turns=True) as launcher:
         both = await asyncio.gather(*(launcher.spawn(each) for each in specs))
         for process in both:
             await until_ready(launcher, process)
@@ -212,10 +211,10 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
     cluster = machines()
     spares = [cluster.add_node(num_cpus=2, labels={"kind": "spare"}) for _ in range(2)]
     by_id = {node.node_id: node for node in spares}
-    pools = {"play": {"roles": ["environment"], "slots_per_node": 2, "labels": {"kind": "spare"}}}
+    pool = {"slots_per_node": 2, "labels": {"kind": "spare"}}
     specs = [spec("env-0", "steady"), spec("env-1", "steady")]
     try:
-        async with ray_launcher(tmp_path, specs, pools=pools, place_s=60.0) as launcher:
+        async with ray_launcher(tmp_path, specs, pool=pool, place_s=60.0) as launcher:
             processes = [await launcher.spawn(each) for each in specs]
             before = launcher._hosts[launcher._seats["env-0"]].slot.node.node_id
             cluster.remove_node(by_id.pop(before), allow_graceful=False)

@@ -12,6 +12,7 @@ pytest.importorskip("ray")
 import ray
 from ray_machines import machines
 
+from penstock.cluster import placement
 from penstock.cluster.placement import nodes, place
 from penstock.cluster.pools import DoesNotFit
 from penstock.config.cluster import ClusterConfig
@@ -83,6 +84,18 @@ def test_what_no_node_can_ever_hold_is_refused_at_once() -> None:
     with pytest.raises(DoesNotFit, match=r"16 CPU on one node: fits on no node.*has 8 of 8 CPU"):
         place(config(train={"slots_per_node": 16}))
     assert time.monotonic() - started < 5
+    until_free(16)
+
+
+def test_what_others_take_meanwhile_is_said_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held by then is given back."""
+    asked, fast = [nodes()], {"labels": {"kind": "fast"}}
+    with place(config(others={"slots_per_node": 6, **fast})):
+        until_free(16 - 6)
+        monkeypatch.setattr(placement, "nodes", lambda: asked.pop() if asked else nodes())
+        lacking = r"^cluster.pools: pool serve, node 1: 4 slots, 4 CPU on one node with kind=fast: \S+ \(\w+\) "
+        with pytest.raises(DoesNotFit, match=lacking + r"has 2 of 8 CPU, kind=fast\. .* raise cluster.place_timeout_s"):
+            place(config(learn={"slots_per_node": 8}, serve={"slots_per_node": 4, **fast}, place_timeout_s=1.0))
     until_free(16)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.cluster.pools import DoesNotFit, Node, Part, Placed, fits, parts_of, plan
+from penstock.cluster.pools import DoesNotFit, Node, Part, Placed, fits, parts_of, plan, why_not_held
 from penstock.config.cluster import GIB, ClusterConfig
 
 
@@ -87,6 +87,16 @@ def test_what_does_not_fit_is_said_with_the_numbers(pool: dict[str, Any], messag
     with pytest.raises(DoesNotFit) as refused:
         plan(parts(train=pool), nodes)
     assert message in str(refused.value)
+
+
+def test_what_is_taken_or_gone_since_it_was_planned_for_is_said_with_the_numbers() -> None:
+    chosen = plan(parts(train={"slots_per_node": 8}, play={}), [node(1), node(2, cpus=1)])
+    said = why_not_held(chosen, [node(1, free={"CPU": 3})], seconds=60.4)
+    assert said == (
+        "cluster.pools: pool train, node 1: 8 slots, 8 CPU on one node: 10.0.0.1 (00000001) has 3 of 8 CPU; "
+        "pool play, node 1: 1 slot, 1 CPU on one node: 10.0.0.2 is gone. There was room when the nodes were asked, "
+        "and none for 60 s after that: wait until others end, or raise cluster.place_timeout_s"
+    )
 
 
 def test_what_is_busy_counts_only_if_it_is_asked_for() -> None:

@@ -7,31 +7,36 @@ from typing import Any
 
 import pytest
 
-from penstock.cluster.pools import parts_of
-from penstock.cluster.seats import Seat, seating
-from penstock.config import ConfigError, default_config
-from penstock.config.cluster import ClusterConfig, PoolConfig
-from penstock.ports import ProcessSpec
-from penstock.processes.layout import stages
+from penstock.cluster.pools import Part, parts_of
+from penstock.cluster.seats import Seat, Seating
+from penstock.config import Config, ConfigError, default_config
+from penstock.config.cluster import PoolConfig
+from penstock.processes.layout import seating_of
 
 HERE = ["actor", "rollout", "environment"]
+TURNS = "scheduler={mode: colocated, max_staleness: 0}"
+CRITIC = ["trainer.critic={}", "scheduler.group_filter=[]"]
+REFERENCE = ["trainer.objective.kl_coef=0.1"]
 
 
-def specs(*overrides: str) -> list[ProcessSpec]:
-    return [spec for stage in stages(default_config(overrides)) for spec in stage]
+def config(*overrides: str, **pools: Any) -> Config:
+    return default_config([f"cluster.pools={pools}", "cluster.address=auto", *overrides])
 
 
-def config(**pools: Any) -> ClusterConfig:
-    return ClusterConfig.model_validate({"pools": pools})
+def seating(*overrides: str, **pools: Any) -> Seating:
+    return seating_of(config(*overrides, **pools))
+
+
+def parts(*overrides: str, **pools: Any) -> list[Part]:
+    found = config(*overrides, **pools)
+    return parts_of(found.cluster, seating_of(found).bundles)
 
 
 def test_processes_spread_over_the_nodes_of_their_pool() -> None:
     found = seating(
-        config(
-            learn={"roles": ["actor", "critic"], "nodes": 2, "slots_per_node": 4},
-            play={"roles": ["rollout", "environment"], "nodes": [{"slots": 1}, {"slots": 4}]},
-        ),
-        specs("trainer.ranks=3", "rollout.servers=2", "env.workers=2"),
+        *("trainer.ranks=3", "rollout.servers=2", "env.workers=2"),
+        learn={"roles": ["actor", "critic"], "nodes": 2, "slots_per_node": 4},
+        play={"roles": ["rollout", "environment"], "nodes": [{"slots": 1}, {"slots": 4}]},
     )
     assert found.seats == {
         "trainer-0": Seat("learn", 0, 0),
@@ -60,9 +65,7 @@ def test_ranks_lie_on_as_few_nodes_as_have_the_slots(nodes: list[int], ranks: in
 
 
 def test_ranks_on_several_nodes_have_a_keeper_on_each_but_the_first() -> None:
-    pools = {"all": {"roles": HERE, "nodes": 3, "slots_per_node": 2}}
-    spread = [f"cluster.pools={pools}", "cluster.address=auto", "trainer.ranks=3"]
-    found = seating(config(**pools), specs(*spread))
+    found = seating("trainer.ranks=3", all={"roles": HERE, "nodes": 3, "slots_per_node": 2})
     assert found.seats == {
         "trainer-0": Seat("all", 0, 0),
         "ranks-1": Seat("all", 1, 0),
@@ -72,10 +75,34 @@ def test_ranks_on_several_nodes_have_a_keeper_on_each_but_the_first() -> None:
     assert found.bundles == {"all": [[2], [1, 1], [1, 1]]}
 
 
+@pytest.mark.parametrize(
+    ("pools", "trainers"),
+    [
+        (
+            {"learn": {"roles": ["actor"], "slots_per_node": 4}, "judge": {"roles": ["critic"], "slots_per_node": 2}},
+            [Seat("learn", 0, 0), Seat("judge", 0, 0)],
+        ),
+        (
+            {
+                "judge": {"roles": ["critic"], "nodes": 2},
+                "learn": {"roles": ["actor"], "nodes": 2, "slots_per_node": 3},
+            },
+            [Seat("learn", 0, 0), Seat("learn", 1, 0), Seat("judge", 0, 0), Seat("judge", 1, 0)],
+        ),
+        ({"judge": {"roles": ["critic"], "slots_per_node": 3}}, [None, Seat("judge", 0, 0)]),
+    ],
+)
+def test_a_split_role_lives_in_its_own_pool_and_another_beside_the_actor(
+    pools: dict[str, Any], trainers: list[Seat | None]
+) -> None:
+    found = seating(*CRITIC, *REFERENCE, "trainer.split=[critic, reference]", "trainer.ranks=2", **pools)
+    names = ["trainer-0", *(f"ranks-{number}" for number in range(1, len(trainers)))]
+    assert [found.seats.get(name) for name in names] == trainers and f"ranks-{len(trainers)}" not in found.seats
+
+
 def test_servers_that_take_turns_with_the_trainer_live_in_its_slots() -> None:
-    pools = {"all": {"roles": HERE, "nodes": 2, "slots_per_node": 3}}
-    given = [f"cluster.pools={pools}", "cluster.address=auto", "trainer.ranks=4", "rollout.servers=5"]
-    found = seating(config(**pools), specs(*given), in_turns=True)
+    given = [TURNS, "trainer.ranks=4", "rollout.servers=5"]
+    found = seating(*given, all={"roles": HERE, "nodes": 2, "slots_per_node": 3})
     first, second = Seat("all", 0, 0), Seat("all", 1, 0)
     assert found.seats == {
         "trainer-0": first,
@@ -91,34 +118,39 @@ def test_servers_that_take_turns_with_the_trainer_live_in_its_slots() -> None:
 
 
 def test_servers_without_a_trainer_have_slots_of_their_own() -> None:
-    pools = config(all={"roles": HERE, "slots_per_node": 3})
-    found = seating(pools, specs("pipeline=rollout", "rollout.servers=2"), in_turns=True)
+    given = [TURNS, "pipeline=rollout", "rollout.servers=2"]
+    found = seating(*given, all={"roles": HERE, "slots_per_node": 3})
     assert {name: seat.bundle for name, seat in found.seats.items()} == {"rollout-0": 0, "rollout-1": 1, "env-0": 2}
 
 
 def test_servers_of_another_pool_have_slots_of_their_own() -> None:
-    pools = config(learn={"roles": ["actor"]}, play={"roles": ["rollout"]})
-    found = seating(pools, specs(), in_turns=True)
+    found = seating(TURNS, learn={"roles": ["actor"]}, play={"roles": ["rollout"]})
     assert found.seats == {"trainer-0": Seat("learn", 0, 0), "rollout-0": Seat("play", 0, 0)}
 
 
+def test_servers_that_take_turns_with_a_split_role_live_in_its_slots() -> None:
+    pools = {"learn": {"roles": ["actor"]}, "judge": {"roles": ["critic", "rollout"]}}
+    found = seating(TURNS, *CRITIC, "trainer.split=[critic]", **pools)
+    judge = Seat("judge", 0, 0)
+    assert found.seats == {"trainer-0": Seat("learn", 0, 0), "ranks-1": judge, "rollout-0": judge}
+
+
 def test_a_pool_where_nobody_lives_is_not_asked_for() -> None:
-    pools = config(learn={"roles": ["actor"]}, play={"roles": ["environment", "reward"], "slots_per_node": 2})
-    found = seating(pools, specs("pipeline=rollout"))
-    assert found.seats.keys() == {"env-0"}
-    assert [(part.pool, part.bundles) for part in parts_of(pools, found.bundles)] == [("play", (1, 1))]
+    pools = {"learn": {"roles": ["actor"]}, "play": {"roles": ["environment", "reward"], "slots_per_node": 2}}
+    assert seating("pipeline=rollout", **pools).seats.keys() == {"env-0"}
+    assert [(part.pool, part.bundles) for part in parts("pipeline=rollout", **pools)] == [("play", (1, 1))]
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ["trainer.ranks=4"],
-        ["trainer.ranks=2", "trainer.split=[reference]", "trainer.objective.kl_coef=0.1"],
+        ["trainer.ranks=2", "trainer.split=[reference]", *REFERENCE],
     ],
 )
 def test_a_trainer_of_several_processes_has_the_devices_of_all_its_slots(overrides: Sequence[str]) -> None:
-    pools = config(learn={"roles": ["actor", "reference"], "slots_per_node": 4, "accelerators": 1.0, "cpus": 2.0})
-    (part,) = parts_of(pools, seating(pools, specs(*overrides)).bundles)
+    learn = {"roles": ["actor", "reference"], "slots_per_node": 4, "accelerators": 1.0, "cpus": 2.0}
+    (part,) = parts(*overrides, learn=learn)
     assert [part.wanted_by(num_slots) for num_slots in part.bundles] == [{"CPU": 8.0, "GPU": 4.0}]
 
 
@@ -137,9 +169,15 @@ def test_a_trainer_of_several_processes_has_the_devices_of_all_its_slots(overrid
             "trainer.ranks and trainer.split 5 need 5 slots, and 2 nodes have 4: raise nodes or slots_per_node",
         ),
         (
-            {"learn": {"roles": ["actor"]}, "other": {"roles": ["critic"]}},
-            [],
-            "cluster.pools.other: role critic lives in the processes of role actor, which is in pool learn",
+            {"judge": {"roles": ["critic", "reference"], "slots_per_node": 3}},
+            [*CRITIC, *REFERENCE, "trainer.split=[critic, reference]", "trainer.ranks=2"],
+            "cluster.pools.judge: trainer.ranks and trainer.split 4 need 4 slots, and 1 nodes have 3",
+        ),
+        (
+            {"learn": {"roles": ["actor"]}, "other": {"roles": ["critic", "reference"]}},
+            [*CRITIC, "trainer.split=[critic]"],
+            "cluster.pools.other: role reference lives in the processes of role actor, which is in pool learn: "
+            "put both into one pool, or reference into trainer.split",
         ),
         (
             {"score": {"roles": ["reward"]}},
@@ -151,7 +189,6 @@ def test_a_trainer_of_several_processes_has_the_devices_of_all_its_slots(overrid
 def test_what_does_not_fit_is_said_with_the_numbers(
     pools: dict[str, Any], overrides: Sequence[str], message: str
 ) -> None:
-    given = [f"cluster.pools={pools}", "cluster.address=auto", *overrides]
     with pytest.raises(ConfigError) as refused:
-        seating(config(**pools), specs(*given))
+        seating(*overrides, **pools)
     assert message in str(refused.value)

@@ -17,6 +17,10 @@ def taken(number: int, **sections: Any) -> str | None:
     return os.environ.get(VISIBLE)
 
 
+SPLIT = {"trainer": {"critic": {}, "split": ["critic"]}, "scheduler": {"group_filter": []}}
+JUDGED = {**SPLIT, "cluster": {"address": "auto", "pools": {"judge": {"roles": ["critic"]}}}}
+
+
 @pytest.fixture(autouse=True)
 def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -28,6 +32,8 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, ["1", "2", "3", "0"]),
         ({"trainer": {"ranks": 2}}, ["2", "3", "0", "1"]),
+        (SPLIT, ["2", "3", "0", "1"]),
+        (JUDGED, ["1", "2", "3", "0"]),
         ({"scheduler": {"mode": "colocated", "max_staleness": 0}}, ["0", "1", "2", "3"]),
         ({"model": {"device": "cuda:3"}}, [None, None, None, None]),
         ({"model": {"device": "cpu"}}, [None, None, None, None]),

@@ -1,4 +1,4 @@
-"""Which process is told what."""
+"""Which processes there are, where those of the trainer compute, and which is told what."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import default_config
-from penstock.processes.layout import stages
+from penstock.processes.layout import TrainerNode, places, stages, trainer_nodes
 from penstock.processes.listening import host_of
 from penstock.supervisor.child import Child
 
@@ -40,6 +40,26 @@ def test_keys_of_servers_that_run_already_are_not_made_here(monkeypatch: pytest.
     config = default_config(["cluster.address=auto", "rollout.urls=[http://10.0.0.1:1]"])
     told = [spec.env for stage in stages(config) for spec in stage]
     assert {(env["PENSTOCK_API_KEY"], env["PENSTOCK_ADMIN_API_KEY"]) for env in told} == {("play", "")}
+
+
+@pytest.mark.parametrize(
+    ("judge", "expected"),
+    [
+        (["reference"], {"actor": ["actor"], "critic": ["critic"], "reference": ["reference"]}),
+        (["critic"], {"actor": ["actor"], "reference": ["reference"], "critic": ["critic"]}),
+    ],
+)
+def test_the_last_processes_of_the_trainer_are_those_that_are_elsewhere(
+    judge: list[str], expected: dict[str, list[str]]
+) -> None:
+    pools = {"judge": {"roles": judge}, "learn": {"roles": ["actor"], "nodes": 2, "slots_per_node": 3}}
+    given = ["trainer.critic={}", "scheduler.group_filter=[]", "trainer.objective.kl_coef=0.1", "trainer.ranks=2"]
+    given += ["trainer.split=[critic, reference]", f"cluster.pools={pools}"]
+    alone, config = default_config(given), default_config([*given, "cluster.address=auto"])
+    assert list(places(config).items()) == list(expected.items())
+    nodes = [TrainerNode("learn", range(3)), TrainerNode("learn", range(3, 4)), TrainerNode("judge", range(4, 6))]
+    assert trainer_nodes(config) == nodes
+    assert trainer_nodes(alone) == [TrainerNode(None, range(6))], "without a cluster all are on this machine"
 
 
 def test_processes_listen_on_their_machines_address(tmp_path: Path) -> None:

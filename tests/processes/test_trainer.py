@@ -234,6 +234,8 @@ def test_ranks_meet_on_their_machines_address(tmp_path: Path, monkeypatch: pytes
 
 TWO_NODES = {"cluster": {"address": "auto", "pools": {"learn": {"roles": ["actor"], "nodes": 2}}}}
 SPREAD = {"ranks": 2, "sections": TWO_NODES}
+TWO_POOLS = {"learn": {"roles": ["actor"], "slots_per_node": 2}, "judge": {"roles": ["critic"]}}
+JUDGED = {**SPLIT, "sections": {"cluster": {"address": "auto", "pools": TWO_POOLS}}}
 
 
 @pytest.fixture
@@ -257,15 +259,18 @@ def keeper(tmp_path: Path) -> Iterator[psutil.Process]:
         assert process.wait(20) == 0
 
 
+@pytest.mark.parametrize(
+    ("here", "spread"), [pytest.param(TWO, SPREAD, id="one of two"), pytest.param(SPLIT, JUDGED, id="a split role's")]
+)
 async def test_ranks_elsewhere_do_what_ranks_here_do(
-    tmp_path: Path, pool: list[GroupRef], keeper: psutil.Process
+    tmp_path: Path, pool: list[GroupRef], keeper: psutil.Process, here: dict[str, Any], spread: dict[str, Any]
 ) -> None:
     """And a trainer that is started again finds the keeper again."""
     seen = []
-    for settings in ({"ranks": 2}, SPREAD, SPREAD):
+    for settings in (here, spread, spread):
         with trainer(tmp_path, **settings) as process:
             await process.handle("controller", Begin(policy_version=0))
-            assert len(keeper.children()) == (settings is SPREAD)
+            assert len(keeper.children()) == (settings is spread)
             seen.append((await step(process, pool), await published(process)))
         psutil.wait_procs(keeper.children(), timeout=20)
     expected, *others = seen

@@ -25,10 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 STEPS = 10
-POOLS = """cluster.pools={{
-    learn: {{roles: [actor, critic, reference], nodes: {nodes}, slots_per_node: {slots}, cpus: 0.5, labels: {spare}}},
-    play: {{roles: [rollout, environment], nodes: 2, slots_per_node: 2, cpus: 0.5, labels: {spare}}},
-}}"""
 SPARE = "{kind: spare}"
 OVERRIDES = [
     *("data.eval_tasks=16", "model.warm_start.steps=20", "trainer.groups_per_step=8", "observe.progress=false"),
@@ -36,11 +32,28 @@ OVERRIDES = [
 ]
 
 
+def pools(learn: str, judge: str = "") -> str:
+    """`learn`: settings of the actor's pool. `judge`: who lives in one that takes a node to itself."""
+    return f"""cluster.pools={{
+        learn: {{{learn}, cpus: 0.5, labels: {SPARE}}},
+        judge: {{roles: [{judge}], slots_per_node: 2, cpus: 1.0, labels: {SPARE}}},
+        play: {{roles: [rollout, environment], nodes: 2, slots_per_node: 2, cpus: 0.5, labels: {SPARE}}},
+    }}"""
+
+
+ONE_NODE = [pools("roles: [actor], slots_per_node: 2")]
+TWO_NODES = [pools("roles: [actor], nodes: 2")]
+TWO_POOLS = [
+    pools("roles: [actor], slots_per_node: 2", judge="critic"),
+    *("trainer.critic={}", "trainer.objective.kl_coef=0.01", "trainer.split=[critic]", "scheduler.group_filter=[]"),
+]
+
+
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """With three nodes for this test."""
+    """With four nodes for this test."""
     cluster = machines()
-    spare = [cluster.add_node(num_cpus=2, labels={"kind": "spare"}) for _ in range(3)]
+    spare = [cluster.add_node(num_cpus=2, labels={"kind": "spare"}) for _ in range(4)]
     yield cluster
     for node in spare:
         if node in cluster.worker_nodes:
@@ -67,13 +80,19 @@ def test_servers_take_turns_with_the_trainer_in_its_slots(cluster: Cluster, tmp_
     assert [len(tasks) for tasks in trained_tasks(run_dir)] == [8] * STEPS and not leftovers(run_dir)
 
 
-@pytest.mark.parametrize(("nodes", "lost"), [pytest.param(1, "trainer-0", marks=pytest.mark.long), (2, "ranks-1")])
+@pytest.mark.parametrize(
+    ("settings", "nodes", "lost"),
+    [
+        pytest.param(ONE_NODE, 1, "trainer-0", marks=pytest.mark.long),
+        (TWO_NODES, 2, "ranks-1"),
+        pytest.param(TWO_POOLS, 2, "ranks-1", marks=pytest.mark.long),
+    ],
+    ids=["ranks on one node", "ranks on two nodes", "a role in a pool of its own"],
+)
 def test_a_run_goes_on_after_the_loss_of_a_node_of_its_trainer(
-    cluster: Cluster, tmp_path: Path, nodes: int, lost: str
+    cluster: Cluster, tmp_path: Path, settings: list[str], nodes: int, lost: str
 ) -> None:
-    """Both ranks are on one node, or each is on its own."""
-    pools = POOLS.format(nodes=nodes, slots=2 // nodes, spare=SPARE)
-    words = command("quickstart", tmp_path, *OVERRIDES, pools, "--cluster", cluster.address)
+    words = command("quickstart", tmp_path, *OVERRIDES, *settings, "--cluster", cluster.address)
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         try:
             give_up = time.monotonic() + 200

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.preflight import Refused
 from penstock.config import Config
 from penstock.control.keys import Keys
-from penstock.deadline import Stalled, reporting_to
+from penstock.deadline import reporting_to
 from penstock.ports import Launcher
 from penstock.processes.layout import seating_of
 from penstock.supervisor.child import ADDRESS, HOST
@@ -52,7 +52,7 @@ def room(config: Config) -> Iterator[Room | None]:
     try:
         with connected(config.cluster.address) as address, place(config.cluster, seats.bundles) as pools:
             yield Room(pools=pools, seating=seats, address=address)
-    except (NotConnected, Stalled) as error:
+    except NotConnected as error:
         raise Refused(str(error)) from None
 
 

@@ -13,6 +13,7 @@ from penstock.config import Config
 from penstock.envs.registry import locate
 from penstock.envs.rewards.reward import locate_reward
 from penstock.model.files import has_weights, weights_bytes
+from penstock.processes.layout import seating_of
 from penstock.scheduler.filters import FilterChain
 from penstock.scheduler.length.predictor import length_predictor
 from penstock.scheduler.segments import max_trained_tokens
@@ -37,7 +38,7 @@ def check(config: Config) -> None:
         check_model(Path(config.model.path))
     if config.pipeline == "eval" and not config.validation_tasks:
         raise Refused("there are no tasks to play: data.eval_tasks and validation.tasks are 0")
-    check_names(config)
+    check_settings(config)
     check_packages(config)
     check_room(config)
     earlier = config.scheduler.length.learn_from
@@ -52,6 +53,13 @@ def check(config: Config) -> None:
     if config.rollout.port and not config.rollout.urls and config.cluster.address is None:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
+
+
+def check_settings(config: Config) -> None:
+    """What is the same on every machine that has the run's files: names, and seats in pools."""
+    check_names(config)
+    if config.cluster.address is not None:
+        seating_of(config)
 
 
 def check_names(config: Config) -> None:

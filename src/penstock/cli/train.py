@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from penstock.cli.launching import Room, launching, room
-from penstock.cli.preflight import Refused, check, check_names
+from penstock.cli.preflight import Refused, check, check_settings
 from penstock.cli.refusal import REFUSAL, refuse
 from penstock.config import Config, ConfigError, load_config
 from penstock.observe import plots, progress, report, summary
@@ -61,7 +61,7 @@ def begin(
         if config.pipeline != pipeline:
             raise ConfigError(f"pipeline is {config.pipeline}: `penstock {config.pipeline} {path}` runs it")
         if dry_run:
-            check_names(config)
+            check_settings(config)
     except (ConfigError, Refused) as error:
         return refuse(error, CONFIG_ERROR)
     if dry_run:

@@ -6,6 +6,7 @@ label: it never waits for room that nobody has, and ranks follow the nodes in on
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Collection, Sequence
@@ -18,10 +19,9 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from penstock.cluster.pools import Bundles, DoesNotFit, Node, Part, Placed, parts_of, plan
+from penstock.cluster.pools import Bundles, DoesNotFit, Node, Part, Placed, parts_of, plan, why_not_held
 from penstock.cluster.seats import Seat
 from penstock.config.cluster import ClusterConfig
-from penstock.deadline import Stalled
 
 NODE_ID = "ray.io/node-id"
 """Label that Ray gives every node."""
@@ -146,23 +146,24 @@ def _plan(
 
 
 def _hold(chosen: Sequence[Placed], *, give_up: float) -> list[PlacementGroup]:
-    """All of it, or nothing."""
+    """All of it, or nothing. Others may have been faster: raises `DoesNotFit` when the time is up."""
     groups, started = list[PlacementGroup](), time.monotonic()
     try:
         for placed in chosen:
             groups.append(_ask(placed))
-        if all(group.wait(max(give_up - time.monotonic(), 0.0)) for group in groups):
-            whole, groups = groups, []
-            return whole
+        lacking = [placed for placed, group in zip(chosen, groups, strict=True) if not _is_held(group, give_up)]
+        if lacking:
+            raise DoesNotFit(why_not_held(lacking, nodes(), seconds=time.monotonic() - started))
+        whole, groups = groups, []
+        return whole
     finally:
         for group in groups:
             remove_placement_group(group)
-    raise Stalled(
-        waiter="the run",
-        resource=f"{sum(placed.part.num_slots for placed in chosen)} slots of cluster.pools",
-        holder="the Ray cluster, whose nodes had room when they were asked",
-        seconds=time.monotonic() - started,
-    )
+
+
+def _is_held(group: PlacementGroup, give_up: float) -> bool:
+    """Waits for it until then; Ray counts whole seconds."""
+    return group.wait(math.ceil(max(give_up - time.monotonic(), 0.0)))
 
 
 def _ask(placed: Placed) -> PlacementGroup:

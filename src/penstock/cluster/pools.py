@@ -110,6 +110,20 @@ def plan(parts: Sequence[Part], nodes: Sequence[Node], *, busy: bool = True) -> 
     return sorted(chosen, key=lambda placed: (pools.index(placed.part.pool), rank[placed.node.node_id]))
 
 
+def why_not_held(lacking: Sequence[Placed], nodes: Sequence[Node], *, seconds: float) -> str:
+    """What `nodes` have left where a plan had found room, `seconds` after it was asked for."""
+    present = {node.node_id: node for node in nodes}
+    shown = []
+    for placed in lacking:
+        node = present.get(placed.node.node_id)
+        left = _node_shown([placed.part], node, node.free) if node is not None else f"{placed.node.address} is gone"
+        shown.append(f"{placed.part}: {left}")
+    return (
+        f"cluster.pools: {'; '.join(shown)}. There was room when the nodes were asked, and none for {seconds:.0f} s "
+        "after that: wait until others end, or raise cluster.place_timeout_s"
+    )
+
+
 class _Search:
     """Depth first, the hardest part and the tightest node first."""
 
@@ -213,15 +227,17 @@ def _why(parts: Sequence[Part], nodes: Sequence[Node], free: Mapping[str, Resour
 def _nodes_shown(parts: Sequence[Part], nodes: Sequence[Node], free: Mapping[str, Resources]) -> str:
     if not nodes:
         return "The cluster has no nodes"
-    names = sorted({name for part in parts for name in part.per_slot})
-    keys = sorted({key for part in parts for key in part.labels})
-    shown = [
-        f"{node.address} ({node.node_id[:8]}) has {_held(names, free[node.node_id], node.total)}"
-        + "".join(f", {key}={node.labels.get(key, 'none')}" for key in keys)
-        for node in nodes[:SHOWN_NODES]
-    ]
+    shown = [_node_shown(parts, node, free[node.node_id]) for node in nodes[:SHOWN_NODES]]
     more = f"; and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
     return "; ".join(shown) + more
+
+
+def _node_shown(parts: Sequence[Part], node: Node, free: Resources) -> str:
+    """What it has of what these ask for."""
+    names = sorted({name for part in parts for name in part.per_slot})
+    keys = sorted({key for part in parts for key in part.labels})
+    labels = "".join(f", {key}={node.labels.get(key, 'none')}" for key in keys)
+    return f"{node.address} ({node.node_id[:8]}) has {_held(names, free, node.total)}{labels}"
 
 
 def _held(names: Sequence[str], free: Resources, total: Resources) -> str:

@@ -2,13 +2,13 @@
 
 A process takes a slot; the trainer, and whoever keeps ranks of it on another node, as many slots of that node as
 processes compute for it there: its ranks, and those of roles that are split from them. Servers that take turns with it
-live in its slots, if they live in its pool. What lives in no pool runs on the supervisor's machine.
+live in its slots, if they live in a pool of its. What lives in no pool runs on the supervisor's machine.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -17,10 +17,8 @@ from penstock.config.cluster import ClusterConfig, PoolConfig, Role
 from penstock.config.errors import ConfigError
 from penstock.ports import ProcessSpec
 
-ROLES: Mapping[str, Role] = {"trainer": "actor", "ranks": "actor", "rollout": "rollout", "env": "environment"}
-"""Of processes, as `cluster.pools` calls them."""
 WITHIN: Mapping[Role, Role] = {"critic": "actor", "reference": "actor", "reward": "environment"}
-"""What has no processes of its own, and in whose it lives."""
+"""What has no processes of its own unless it is split off, and in whose it lives."""
 COUNTS = {
     "trainer": "trainer.ranks and trainer.split",
     "ranks": "trainer.ranks and trainer.split",
@@ -51,18 +49,19 @@ class Seating:
     """Of the pools where somebody lives."""
 
 
-def seating(config: ClusterConfig, specs: Sequence[ProcessSpec], *, in_turns: bool = False) -> Seating:
-    """Largest first, the trainer before others of its size, on the node with the most free slots. `in_turns`: trainer
-    and servers never compute at the same time. Raises `ConfigError` with the numbers."""
+def seating(config: ClusterConfig, specs: Sequence[ProcessSpec], *, split: Collection[str], in_turns: bool) -> Seating:
+    """Largest first, the trainer before others of its size, on the node with the most free slots. `split`: the
+    trainer's roles in processes of their own. `in_turns`: trainer and servers never compute at the same time. Raises
+    `ConfigError` with the numbers."""
     if not config.pools:
         raise ConfigError("cluster.address is given without cluster.pools: say which roles live where, or leave it out")
-    _check_within(config)
+    _check_within(config, split)
     seats: dict[str, Seat] = {}
     bundles: dict[str, list[list[int]]] = {}
     for name, pool in config.pools.items():
-        inhabitants = [spec for spec in specs if ROLES.get(spec.role) in pool.roles]
+        inhabitants = [spec for spec in specs if spec.pool == name]
         inhabitants.sort(key=lambda spec: (-spec.num_slots, spec.role != "trainer"))
-        trainers = [spec for spec in inhabitants if ROLES[spec.role] == "actor"]
+        trainers = [spec for spec in inhabitants if spec.role in ("trainer", "ranks")]
         guests = [spec for spec in inhabitants if spec.role == "rollout"] if in_turns and trainers else []
         if inhabitants:
             bundles[name] = _fill(name, pool, [spec for spec in inhabitants if spec not in guests], seats)
@@ -70,14 +69,15 @@ def seating(config: ClusterConfig, specs: Sequence[ProcessSpec], *, in_turns: bo
     return Seating(seats=seats, bundles=bundles)
 
 
-def _check_within(config: ClusterConfig) -> None:
+def _check_within(config: ClusterConfig, split: Collection[str]) -> None:
     for role, home in WITHIN.items():
         pool, lives_in = config.pool_of(role), config.pool_of(home)
-        if pool is not None and pool != lives_in:
+        if pool not in (None, lives_in) and role not in split:
             where = f"pool {lives_in}" if lives_in else "no pool"
+            splitting = f", or {role} into trainer.split" if home == "actor" else ""
             raise ConfigError(
                 f"cluster.pools.{pool}: role {role} lives in the processes of role {home}, which is in {where}: "
-                "put both into one pool"
+                f"put both into one pool{splitting}"
             )
 
 

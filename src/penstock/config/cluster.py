@@ -94,6 +94,6 @@ class ClusterConfig(Section):
                 home[role] = name
         return self
 
-    def pool_of(self, role: Role) -> str | None:
+    def pool_of(self, role: str) -> str | None:
         """Name of the pool where `role` lives; None if it lives in none."""
         return next((name for name, pool in self.pools.items() if role in pool.roles), None)

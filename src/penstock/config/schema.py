@@ -167,7 +167,8 @@ class TrainerConfig(Section):
     ranks: int = Field(1, ge=1)
     """Processes that share every optimizer step."""
     split: list[Literal["critic", "reference"]] = Field(default_factory=list)
-    """Roles that run in processes of their own, `ranks` of each, beside the actor's. The others share its processes."""
+    """Roles that run in processes of their own, `ranks` of each, beside the actor's or in a pool of theirs. The others
+    share its processes."""
     distributed: DistributedConfig = DistributedConfig()
     torch_threads: int = Field(1, ge=1)
     """Of each rank."""

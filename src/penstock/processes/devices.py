@@ -11,7 +11,7 @@ import torch
 
 from penstock.config import Config
 from penstock.model.load import resolve_device
-from penstock.processes.layout import num_trainer_processes
+from penstock.processes.layout import num_trainer_processes, trainer_nodes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -34,6 +34,6 @@ def take_one(config: Config, number: int) -> None:
     named = os.environ.get(VISIBLE)
     seen = named.split(",") if named is not None else [str(index) for index in range(torch.cuda.device_count())]
     in_turns = config.scheduler.mode == "colocated"
-    first = num_trainer_processes(config) if config.has_trainer and not in_turns else 0
+    first = len(trainer_nodes(config)[0].numbers) if config.has_trainer and not in_turns else 0
     if len(seen) > 1:
         os.environ[VISIBLE] = seen[(first + number) % len(seen)]

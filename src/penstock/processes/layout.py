@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from penstock.cluster.seats import Seating, seating
@@ -17,11 +19,21 @@ COMPUTE = ("rollout", "trainer", "ranks")
 """Roles that use torch, or start who does."""
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerNode:
+    """Where processes of the trainer compute."""
+
+    pool: str | None
+    """None: on the supervisor's machine."""
+    numbers: range
+    """Of these processes; all are numbered by place, then by rank."""
+
+
 def stages(config: Config) -> list[list[ProcessSpec]]:
     """Processes in start order; those of one stage start together."""
-    config, by_node = _with_keys(config), trainer_processes_by_node(config)
+    config = _with_keys(config)
 
-    def spec(role: str, number: int | None = None) -> ProcessSpec:
+    def spec(role: str, number: int | None = None, pool: str | None = None, num_slots: int = 1) -> ProcessSpec:
         return ProcessSpec(
             name=role if number is None else f"{role}-{number}",
             role=role,
@@ -29,26 +41,30 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             ready_s=config.supervisor.ready_timeout_s,
             grace_s=config.supervisor.grace_s,
             env=(TORCH_ENVIRONMENT if role in COMPUTE else {}) | _keys(config, role),
-            num_slots=by_node[number or 0] if role in ("trainer", "ranks") else 1,
+            pool=pool,
+            num_slots=num_slots,
             saves="checkpoint" if role == "trainer" else "",
         )
 
-    rollouts = [spec("rollout", number) for number in range(config.rollout.num_servers)]
-    environments = [spec("env", number) for number in range(config.env.workers)]
-    trainers = [spec("trainer", 0)] if config.has_trainer else []
-    others = [spec("ranks", node) for node in range(1, len(by_node))]
-    stages = [[spec("controller"), *others], [*rollouts, *trainers], environments]
+    rollouts = [spec("rollout", number, _pool(config, "rollout")) for number in range(config.rollout.num_servers)]
+    environments = [spec("env", number, _pool(config, "environment")) for number in range(config.env.workers)]
+    own, *others = trainer_nodes(config)
+    trainers = [spec("trainer", 0, own.pool, len(own.numbers))] if config.has_trainer else []
+    keepers = [spec("ranks", number, node.pool, len(node.numbers)) for number, node in enumerate(others, start=1)]
+    stages = [[spec("controller"), *keepers], [*rollouts, *trainers], environments]
     if config.env.name == ATROPOS:  # they may be there before the rest is ready, and must find somebody to wait with
         stages = [stages[0], stages[1] + environments]
     return [stage for stage in stages if stage]
 
 
 def places(config: Config) -> dict[str, list[str]]:
-    """The trainer's roles by where they are; what is together shares processes, one for each rank."""
+    """The trainer's roles by where they are; what is together shares processes, one for each rank. What is in the
+    actor's pool comes first, then one pool after the other."""
     if config.pipeline != "train":
         return {"actor": ["actor"]}
-    split = config.trainer.split
-    return {"actor": [role for role in config.trainer.roles if role not in split]} | {role: [role] for role in split}
+    split, home = config.trainer.split, _pool(config, "actor")
+    apart = sorted(split, key=lambda role: (_pool(config, role) != home, _pool(config, role) or ""))
+    return {"actor": [role for role in config.trainer.roles if role not in split]} | {role: [role] for role in apart}
 
 
 def num_trainer_processes(config: Config) -> int:
@@ -56,18 +72,33 @@ def num_trainer_processes(config: Config) -> int:
     return config.num_ranks * len(places(config))
 
 
-def trainer_processes_by_node(config: Config) -> list[int]:
-    """How many of them live on each node, those of the trainer's own first: all of them there, unless its pool has no
-    node with that many slots. They are numbered by place, then by rank, over all nodes."""
-    pool = config.cluster.pool_of("actor") if config.cluster.address is not None else None
-    number = num_trainer_processes(config)
-    return config.cluster.pools[pool].spread(number) if pool is not None else [number]
+def trainer_nodes(config: Config) -> list[TrainerNode]:
+    """The trainer's own, then those of each keeper, `ranks-1` and so on: places of one pool together on as few nodes as
+    have the slots."""
+    nodes: list[TrainerNode] = []
+    first = 0
+    for pool, together in groupby(places(config), key=lambda place: _pool(config, place)):
+        number = config.num_ranks * len(list(together))
+        for share in config.cluster.pools[pool].spread(number) if pool is not None else [number]:
+            nodes.append(TrainerNode(pool, range(first, first + share)))
+            first += share
+    return nodes
+
+
+def _pool(config: Config, role: str) -> str | None:
+    """Where it has processes: a split role beside the actor's, unless a pool is its own. None: on the supervisor's
+    machine."""
+    if config.cluster.address is None:
+        return None
+    pool_of = config.cluster.pool_of
+    return pool_of(role) or (pool_of("actor") if role in config.trainer.split else None)
 
 
 def seating_of(config: Config) -> Seating:
     """Where everybody lives on the run's cluster. Raises `ConfigError`."""
     specs = [spec for stage in stages(config) for spec in stage]
-    return seating(config.cluster, specs, in_turns=config.scheduler.mode == "colocated")
+    in_turns = config.scheduler.mode == "colocated"
+    return seating(config.cluster, specs, split=config.trainer.split, in_turns=in_turns)
 
 
 def num_servers_beside(config: Config, name: str) -> int:

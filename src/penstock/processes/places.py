@@ -28,7 +28,7 @@ WORKERS: Mapping[str, type[TrainerRank]] = {"actor": Actor, "critic": CriticRank
 
 def trainer_roles(config: Config, *, model_dir: Path, weights_dir: Path, elsewhere: Sequence[Link] = ()) -> Roles:
     """All of them, placed as configured, and met. `model_dir`: of the policy. `weights_dir`: where it is published.
-    `elsewhere`: connections to the last processes (`layout.trainer_processes_by_node`); they end with the roles."""
+    `elsewhere`: connections to the last processes (`layout.trainer_nodes`); they end with the roles."""
     together_in = places(config)
     init: dict[str, dict[str, Any]] = {"actor": {"model_dir": model_dir, "weights_dir": weights_dir}}
     roles = {

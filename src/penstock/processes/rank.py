@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from itertools import accumulate
 from operator import add
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,7 +24,7 @@ from penstock.groups.role import Rank
 from penstock.model.load import load_policy, resolve_dtype
 from penstock.processes.cores import num_threads
 from penstock.processes.devices import device_of
-from penstock.processes.layout import trainer_processes_by_node
+from penstock.processes.layout import trainer_nodes
 from penstock.supervisor.child import ADDRESS
 from penstock.trainer.critic import Critic
 from penstock.trainer.ranks import Meeting, Ranks
@@ -99,6 +98,4 @@ class BesideActor(TrainerRank, ABC, Generic[Held]):
 
 def _here(number: int, config: Config) -> range:
     """Of the trainer's processes, those on the node of the one with this number, with it."""
-    shares = trainer_processes_by_node(config)
-    ends = list(accumulate(shares))
-    return next(range(end - share, end) for share, end in zip(shares, ends, strict=True) if number < end)
+    return next(node.numbers for node in trainer_nodes(config) if number in node.numbers)

@@ -25,7 +25,7 @@ from penstock.deadline import Stalled
 from penstock.groups.link import LIFE_BYTES, Link, connect, place_of, welcome
 from penstock.groups.spawned import start_process
 from penstock.observe.jsonl import write_json
-from penstock.processes.layout import trainer_processes_by_node
+from penstock.processes.layout import trainer_nodes
 from penstock.processes.listening import bind
 from penstock.supervisor.child import Child
 from penstock.supervisor.failure import describe_code
@@ -108,14 +108,14 @@ class Keeper:
 
 
 def connected_ranks(child: Child, config: Config) -> list[Link]:
-    """The trainer's side: to a process for each rank that lives on another node, by rank. Blocks. Raises `Stalled`."""
+    """The trainer's side: to its processes on other nodes, by their numbers. Blocks. Raises `Stalled`."""
     seconds, links = FIND_SHARE * config.supervisor.ready_timeout_s, list[Link]()
     life = secrets.token_bytes(LIFE_BYTES)
     give_up = time.monotonic() + seconds
     try:
-        for node, number in enumerate(trainer_processes_by_node(config)[1:], start=1):
-            keeper = child.run_dir / FOLDER / f"ranks-{node}"
-            for _ in range(number):
+        for number, node in enumerate(trainer_nodes(config)[1:], start=1):
+            keeper = child.run_dir / FOLDER / f"ranks-{number}"
+            for _ in node.numbers:
                 links.append(_connected(child, keeper, life, give_up=give_up, seconds=seconds))
     except BaseException:
         for link in links:
