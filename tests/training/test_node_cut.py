@@ -155,6 +155,8 @@ def test_a_run_that_has_lost_its_room_says_so(tmp_path: Path, cable: Cable, node
         finally:
             run.kill()
     run_dir = only_run(tmp_path)
-    print(said)
-    assert run.returncode == 1
+    error = (read_state(run_dir) or {})["error"]
+    assert run.returncode == 1 and error in said
+    assert error.startswith(tuple(f"{name} failed in mid-run" for name in AWAY)) and "fits on no node" in error
+    assert f"It was on {cable.far}, which is gone: join a node to the cluster, and resume the run" in error
     until(lambda: not leftovers(run_dir), within_s=ENDED_S, said=lambda: leftovers(run_dir))

@@ -212,7 +212,7 @@ def _why(parts: Sequence[Part], nodes: Sequence[Node], free: Mapping[str, Resour
 
 def _nodes_shown(parts: Sequence[Part], nodes: Sequence[Node], free: Mapping[str, Resources]) -> str:
     if not nodes:
-        return "The cluster has no nodes"
+        return "There are no nodes left for it"
     names = sorted({name for part in parts for name in part.per_slot})
     keys = sorted({key for part in parts for key in part.labels})
     shown = [
