@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -150,12 +149,13 @@ class Host:
 
     async def _watch(self, depot: Any) -> None:
         """Ends this process, and so its own, once `depot` has been out of reach for `ALONE_S`."""
-        heard = time.monotonic()
-        while time.monotonic() < heard + ALONE_S:
+        now = asyncio.get_running_loop().time
+        heard = now()
+        while now() < heard + ALONE_S:
             await asyncio.sleep(BETWEEN_ASKS_S)
             with suppress(RayError, Stalled):
                 await call(depot.ping, seconds=ANSWER_S, what="an answer", holder="the supervisor's machine")
-                heard = time.monotonic()
+                heard = now()
         logger.error("%s ends: the supervisor's machine has been out of reach for %g s", self._name, ALONE_S)
         os._exit(1)
 
