@@ -42,8 +42,8 @@ BETWEEN_LOOKS_S = 0.2
 PATIENCE_S = 600.0
 BETWEEN_ASKS_S, ANSWER_S = 2.0, 5.0
 ALONE_S = 20.0
-"""Without an answer from the supervisor's machine. The supervisor waits longer before it starts somebody else
-(`supervisor.silent_s`, and Ray's own bound for nodes)."""
+"""Without an answer from the supervisor's machine. There it takes longer by default until successors are started
+(`supervisor.silent_s`, and Ray's bound for nodes)."""
 
 logger = logging.getLogger(__name__)
 
