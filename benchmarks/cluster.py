@@ -77,7 +77,8 @@ def quickstart_on_two_nodes(directory: Path, *overrides: str) -> dict[str, float
     learn = "learn: {roles: [actor], nodes: 2}"
     play = "play: {roles: [rollout, environment], nodes: 2, slots_per_node: 2}"
     words = [sys.executable, "-m", "penstock.cli.main", "train", str(EXAMPLE), f"runs_dir={directory}", *overrides]
-    words += ["trainer.ranks=2", "rollout.servers=2", "env.workers=2", f"cluster.pools={{{learn}, {play}}}", "run_id=two"]
+    words += ["trainer.ranks=2", "rollout.servers=2", "env.workers=2", f"cluster.pools={{{learn}, {play}}}"]
+    words += ["run_id=two"]
     with cluster(2) as address:
         started = time.monotonic()
         subprocess.run([*words, "--cluster", address], stdout=subprocess.DEVNULL, check=True, timeout=LIMIT_S)

@@ -63,6 +63,14 @@ def test_a_dead_address_is_refused_in_time(config: Path, monkeypatch: pytest.Mon
     assert said in refused.stderr and "start one with `ray start --head`" in refused.stderr
 
 
+@pytest.mark.integration
+def test_a_cluster_that_asks_for_a_token_says_so(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "ASK", "raise SystemExit('ray.exceptions.AuthenticationError: RPC error')")
+    with socket.create_server(("", 0)) as server:
+        refused = penstock("train", config, POOLS, "--cluster", f"127.0.0.1:{server.getsockname()[1]}")
+    assert refused.exit_code == 1 and "asks for a token: set RAY_AUTH_MODE=token" in refused.stderr
+
+
 def test_a_cluster_that_cannot_be_joined_from_outside_says_so(config: Path) -> None:
     refused = penstock("train", config, POOLS, "--cluster", "ray://127.0.0.1:10001")
     assert refused.exit_code == 1 and "give host:port of its head" in refused.stderr

@@ -330,6 +330,23 @@ async def test_an_update_in_which_one_of_two_dies_reaches_it_when_it_is_brought_
         await servers.close()
 
 
+async def test_an_update_does_not_wait_for_a_server_that_hangs(
+    line: Line, other: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "SILENCE_S", 0.05)
+    monkeypatch.setattr(client_module, "PROBE_S", 0.05)
+    lost: list[str] = []
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: lost.append(why))
+        line.silent = True
+        await servers.update_weights(make_handle(6))
+        assert other.policy_version == 6
+        with pytest.raises(RolloutError, match=f"{line.url}: has been silent"):
+            await servers.bring_up(line.url)
+        await servers.close()
+    assert len(lost) == 1 and "has been silent" in lost[0]
+
+
 async def test_a_server_started_anew_between_begin_and_commit_gets_both_again(line: Line, other: EngineRunner) -> None:
     async with serve(other) as successor:
         servers = Servers([line.url])

@@ -51,7 +51,7 @@ async def test_a_job_trains_in_its_working_directory_and_ends_in_order_when_it_i
         "trainer.steps=1000",
         "observe.progress=false",
     ]
-    job = await manager.submit_job(entrypoint=shlex.join(words), runtime_env=runtime_env)
+    job = await manager.submit_job(entrypoint=f"exec {shlex.join(words)}", runtime_env=runtime_env)
     try:
         async with deadline(150.0, waiter="the test", resource="two steps", holder="the job"):
             while not any(len(lines(path)) >= 2 for path in runs.glob("*/metrics.jsonl")):

@@ -1,10 +1,15 @@
-"""A run on a cluster: it trains on several nodes, and survives the loss of one that holds ranks of its trainer."""
+"""A run on a cluster: it trains on several nodes, survives the loss of one that holds ranks of its trainer, and the end
+of its supervisor leaves nothing."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -118,3 +123,47 @@ def test_a_run_goes_on_after_the_loss_of_a_node_of_its_trainer(
     assert len(ends) == 1 and ends[0]["reason"].startswith(f"host {lost}")
     assert (read_state(run_dir) or {})["processes"]["trainer-0"]["restarts"] == 1
     assert not (read_state(run_dir) or {})["leftovers"] and not leftovers(run_dir)
+
+
+@pytest.mark.long
+def test_a_run_in_the_background_is_killed_stopped_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
+    """Its supervisor is killed in its first life, it is stopped in its second, and complete after the third."""
+    begin = command("quickstart", tmp_path, *OVERRIDES, *ONE_NODE, "--detach", "--cluster", cluster.address)
+    subprocess.run(begin, check=True, capture_output=True, timeout=180)
+    run_dir = only_run(tmp_path)
+    wait_for(lambda: num_steps(run_dir) >= 3)
+    status = json.loads(penstock("status", str(run_dir), "--json", "--force"))
+    nodes = {row["name"]: row["node"] for row in status["processes"]}
+    assert status["status"] == "running" and nodes["trainer-0"] and nodes["rollout-1"] and not nodes["controller"]
+    os.kill((read_state(run_dir) or {})["supervisor"]["pid"], signal.SIGKILL)
+    wait_for(lambda: (read_state(run_dir) or {})["status"] == "failed" and not leftovers(run_dir))
+    before = num_steps(run_dir)
+    penstock("resume", str(run_dir), "--detach", "--cluster", cluster.address)
+    wait_for(lambda: num_steps(run_dir) > before)
+    penstock("stop", str(run_dir))
+    assert (read_state(run_dir) or {})["status"] == "stopped"
+    wait_for(lambda: not leftovers(run_dir))  # its supervisor draws the plots, and leaves the cluster
+    penstock("resume", str(run_dir), "--cluster", cluster.address)
+    trained = trained_tasks(run_dir)
+    assert [len(tasks) for tasks in trained] == [8] * STEPS and not leftovers(run_dir)
+    assert len({task for tasks in trained for task in tasks}) == 8 * STEPS, "each of them once"
+
+
+def penstock(*words: str) -> str:
+    """What it says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *words], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def num_steps(run_dir: Path) -> int:
+    return max((line["step"] for line in lines(run_dir / "metrics.jsonl")), default=0)
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 200
+    while not happened():
+        assert time.monotonic() < give_up
+        time.sleep(0.1)

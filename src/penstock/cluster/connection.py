@@ -18,6 +18,7 @@ ANSWERED_S = 30.0
 """For what listens there to answer as a Ray cluster does."""
 ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 REMEDY = "start one with `ray start --head`, join it with `ray start --address`, or correct cluster.address"
+TOKEN = "set RAY_AUTH_MODE=token, and have the cluster's token in ~/.ray/auth_token"
 
 
 class NotConnected(ConnectionError):
@@ -64,5 +65,7 @@ def _check(address: str) -> None:
     asked = [sys.executable, "-c", ASK, address]
     try:
         subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWERED_S, check=True)
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        if b"AuthenticationError" in (error.stderr or b""):
+            raise NotConnected(f"cluster.address: {address} asks for a token: {TOKEN}") from None
         raise NotConnected(f"cluster.address: what listens at {address} is no Ray cluster; {REMEDY}") from None

@@ -2,12 +2,14 @@
 or the several that take turns there, what the local launcher does on the supervisor's machine, by being one.
 
 Whatever ends the actor (its node, Ray, the end of the run's supervisor) ends its processes: through the death pipe, and
-through the janitor of this very host.
+through the janitor of this very host. It ends itself when it no longer reaches the supervisor's machine: there it is
+taken for lost, and its processes would go on beside their successors.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -18,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
+from penstock.cluster.calls import call
 from penstock.cluster.records import Depot, Record, records_of
 from penstock.control.address import Address
 from penstock.control.keys import Keys
-from penstock.deadline import patient
+from penstock.deadline import Stalled, patient
 from penstock.ports import End, Look, ProcessSpec
 from penstock.store.payloads import POOL, answering
 from penstock.supervisor.child import ADDRESS, HOST
@@ -36,6 +40,14 @@ SEEN_S = 10.0
 """For what one machine writes to a shared file system to be seen on another."""
 BETWEEN_LOOKS_S = 0.2
 PATIENCE_S = 600.0
+BETWEEN_ASKS_S, ANSWER_S = 2.0, 5.0
+ALONE_S = 20.0
+"""Without an answer from the supervisor's machine. There it takes longer by default until successors are started
+(`supervisor.silent_s`, and Ray's bound for nodes)."""
+MISSED = 2
+"""Answers in a row, at least: a host that was itself held up for so long asks once more."""
+
+logger = logging.getLogger(__name__)
 
 
 class Unshared(OSError):
@@ -68,8 +80,8 @@ class Host:
         self._opened, self._closing = asyncio.Event(), asyncio.Event()
         self._left: list[str] = []
 
-    async def open(self, controller: Address | None) -> None:
-        """Raises `Unshared`, OSError."""
+    async def open(self, controller: Address | None, depot: Any) -> None:
+        """`depot`: an actor on the supervisor's machine. Raises `Unshared`, OSError."""
         household, address = self._household, ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         await _see(household.run_dir, household.token, address)
         with suppress(OSError):
@@ -89,6 +101,7 @@ class Host:
         opened.cancel()
         if self._living.done():
             self._living.result()
+        self._watching = asyncio.create_task(self._watch(depot))
 
     async def ping(self) -> None:
         """It can be reached."""
@@ -135,6 +148,20 @@ class Host:
             self._opened.set()
             await self._closing.wait()
             self._left = await self._launcher.sweep()
+
+    async def _watch(self, depot: Any) -> None:
+        """Ends this process, and so its own, once `depot` has been out of reach for `ALONE_S`."""
+        now, missed = asyncio.get_running_loop().time, 0
+        heard = now()
+        while missed < MISSED or now() < heard + ALONE_S:
+            await asyncio.sleep(BETWEEN_ASKS_S)
+            try:
+                await call(depot.ping, seconds=ANSWER_S, what="an answer", holder="the supervisor's machine")
+                heard, missed = now(), 0
+            except (RayError, Stalled):
+                missed += 1
+        logger.error("%s ends: the supervisor's machine has been out of reach for %g s", self._name, ALONE_S)
+        os._exit(1)
 
 
 async def _see(run_dir: Path, token: str, address: str) -> None:

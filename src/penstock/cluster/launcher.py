@@ -239,7 +239,7 @@ class RayLauncher:
 
     async def _open(self, host: Remote) -> None:
         """Returns also if its node is gone meanwhile: then so is the host."""
-        opening = asyncio.create_task(host.ask("open", host.controller, seconds=START_S))
+        opening = asyncio.create_task(host.ask("open", host.controller, self._depot, seconds=START_S))
         try:
             while not opening.done():
                 await asyncio.wait([opening], timeout=BETWEEN_LOOKS_S)

@@ -226,7 +226,7 @@ def _why(parts: Sequence[Part], nodes: Sequence[Node], free: Mapping[str, Resour
 
 def _nodes_shown(parts: Sequence[Part], nodes: Sequence[Node], free: Mapping[str, Resources]) -> str:
     if not nodes:
-        return "The cluster has no nodes"
+        return "There are no nodes left for it"
     shown = [_node_shown(parts, node, free[node.node_id]) for node in nodes[:SHOWN_NODES]]
     more = f"; and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
     return "; ".join(shown) + more

@@ -26,6 +26,9 @@ class Depot:
     def __init__(self, directories: Sequence[Path], name: str) -> None:
         self._directories, self._name = directories, name
 
+    def ping(self) -> None:
+        """It can be reached."""
+
     def read(self, refs: Sequence[PayloadRef]) -> list[Record]:
         """Raises `PayloadsLost`."""
         return [np.frombuffer(each, np.uint8) for each in read_records(self._directories, refs, host=self._name)]

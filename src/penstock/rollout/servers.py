@@ -2,20 +2,20 @@
 was generating is asked of another.
 
 A server is lost when it gives no answer or fails by itself (5xx), or when nothing has come from it for a while and it
-does not say that it lives, while others could be asked instead. It is asked again, after a while, whether it serves;
-until then others are used. While all of them are gone, a call waits for the first that is back: its caller's deadline
-bounds that.
+does not say that it lives, while others could be asked instead, or weights are to be served. It is asked again, after a
+while, whether it serves; until then others are used. While all of them are gone, a call waits for the first that is
+back: its caller's deadline bounds that.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 from penstock.deadline import Stalled, holding, patient, report
 from penstock.ports import TrainerLost
@@ -25,6 +25,7 @@ from penstock.rollout.sglang import SGLangClient
 from penstock.rollout.vllm import VllmClient
 from penstock.types import NO_VERSION, EpisodeId, Sampling, Segment, SegmentGrant, UpdateMode, WeightsHandle
 
+T = TypeVar("T")
 Engine = Literal["penstock", "sglang", "vllm"]
 
 RETRY_S = 5.0
@@ -192,10 +193,9 @@ class Servers:
             if member is None:
                 raise RolloutError(url, "was replaced by another one before it had weights")
             if self._latest is not None:
-                await member.client.begin_weights(self._latest)
-                await member.client.commit_weights(self._latest)
+                await self._tell(member, partial(_restage, handle=self._latest))
             if self._released:
-                await member.client.release()
+                await self._tell(member, lambda client: client.release())
             self._find(member)
 
     async def generate(
@@ -231,17 +231,10 @@ class Servers:
         seeds: Sequence[int],
     ) -> list[Segment]:
         """The answer, as long as its server lives."""
-        now, num_samples = asyncio.get_running_loop().time, len(grants)
-        member.load += num_samples
-        asked_at, task = now(), asyncio.ensure_future(member.client.generate(prompt_ids, grants, sampling, seeds))
+        asked = member.client.generate(prompt_ids, grants, sampling, seeds)
+        member.load += len(grants)
         try:
-            while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
-                if now() - max(asked_at, member.heard_at) >= SILENCE_S:
-                    await self._probe(member)
-                if member.missed >= MISSED and not task.done():
-                    self._despair(member, grants[0].episode, now() - asked_at)
-            member.heard_at, member.missed = now(), 0
-            segments = task.result()
+            segments = await self._answer(member, asked, partial(self._despair, member, grants[0].episode))
             versions = (span.policy_version for segment in segments for span in segment.spans[-1:])
             member.newest = max(versions, default=member.newest)
             return segments
@@ -250,14 +243,29 @@ class Servers:
                 self._lose(member, RolloutError(member.client.url, "was given up by whoever waited for it"))
             raise
         finally:
-            member.load -= num_samples
+            member.load -= len(grants)
+
+    async def _answer(self, member: Member, asked: Coroutine[Any, Any, T], despair: Callable[[float], None]) -> T:
+        """What `asked` comes to; `despair` is called with the seconds that it has lasted each time that its server does
+        not say that it lives."""
+        now = asyncio.get_running_loop().time
+        asked_at, task = now(), asyncio.ensure_future(asked)
+        try:
+            while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
+                if now() - max(asked_at, member.heard_at) >= SILENCE_S:
+                    await self._probe(member)
+                if member.missed >= MISSED and not task.done():
+                    despair(now() - asked_at)
+            member.heard_at, member.missed = now(), 0
+            return task.result()
+        finally:
             task.cancel()
 
     def _despair(self, member: Member, episode: EpisodeId, waited_s: float) -> None:
         """Of a server that does not say that it lives: raises if there are others, or if it is none of this run any
         more. Else it may yet come to itself."""
         if self._has_others(member) or member not in self._members:
-            raise RolloutError(member.client.url, f"has been silent for {waited_s:.0f} s")
+            _give_up(member, waited_s)
         report(waiter=str(episode), resource="an answer", holder=member.client.url, seconds=waited_s)
 
     async def _probe(self, member: Member) -> None:
@@ -345,7 +353,8 @@ class Servers:
         try:
             members = await self._each(members, lambda client: client.begin_weights(handle))
         except (RolloutError, TimeoutError):
-            await asyncio.gather(*(member.client.abort_weights() for member in members), return_exceptions=True)
+            aborted = (self._tell(member, lambda client: client.abort_weights()) for member in members)
+            await asyncio.gather(*aborted, return_exceptions=True)
             raise
         for member in await self._each(members, lambda client: _commit(client, handle)):
             self._find(member)
@@ -364,7 +373,7 @@ class Servers:
         """Close the connections."""
         await self._session.close()
 
-    async def _each_that_lives(self, call: Callable[[ServerClient], Awaitable[None]]) -> None:
+    async def _each_that_lives(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
         """Even if that is none."""
         try:
             await self._each(self._members, call)
@@ -372,12 +381,16 @@ class Servers:
             if not _is_lost(error):
                 raise
 
+    async def _tell(self, member: Member, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
+        """Call it, as long as it lives. Raises RolloutError, Stalled."""
+        await self._answer(member, call(member.client), partial(_give_up, member))
+
     async def _each(
-        self, members: Sequence[Member], call: Callable[[ServerClient], Awaitable[None]]
+        self, members: Sequence[Member], call: Callable[[ServerClient], Coroutine[Any, Any, None]]
     ) -> Sequence[Member]:
         """Call all of them and wait for all; returns those that did it. Raises the first refusal, or, if nobody is
         left, why."""
-        outcomes = await asyncio.gather(*(call(member.client) for member in members), return_exceptions=True)
+        outcomes = await asyncio.gather(*(self._tell(member, call) for member in members), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for member, outcome in zip(members, outcomes, strict=True):
             if isinstance(outcome, Exception) and _is_lost(outcome):
@@ -395,8 +408,16 @@ async def _commit(client: ServerClient, handle: WeightsHandle) -> None:
     except RolloutError as error:
         if error.status != CONFLICT:
             raise
-        await client.begin_weights(handle)
-        await client.commit_weights(handle)
+        await _restage(client, handle)
+
+
+async def _restage(client: ServerClient, handle: WeightsHandle) -> None:
+    await client.begin_weights(handle)
+    await client.commit_weights(handle)
+
+
+def _give_up(member: Member, waited_s: float) -> NoReturn:
+    raise RolloutError(member.client.url, f"has been silent for {waited_s:.0f} s")
 
 
 async def _lives(member: Member) -> bool:

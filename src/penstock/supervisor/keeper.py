@@ -48,7 +48,7 @@ class Keeper:
         self.process: ProcessHandle | None = None
         """The latest."""
         self.failure: Exit | None = None
-        """How it ended last, until it is ready again."""
+        """How it ended last, until it is ready again; timed when it ended first since it was."""
         self.born = log_files.Place()
         """The beginning of its latest life, in its log."""
         self.num_restarts = 0
@@ -75,7 +75,8 @@ class Keeper:
         """Until it has ended, and is not to be started again."""
         self._record.note("process", name=self.spec.name, state=ProcessState.PENDING.value)
         while not self._retired.is_set():
-            self.failure = await self._live()
+            exit_ = await self._live()
+            self.failure = replace(exit_, time=self.failure.time) if self.failure else exit_
             decision = await judge(self, self.failure)
             if decision.action is Action.FAIL:
                 self._move(ProcessState.FATAL)
