@@ -21,6 +21,7 @@ from penstock.deadline import Stalled, deadline
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, host_of, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
+from penstock.processes.visible import of_foreign_server
 from penstock.rollout.servers import CONFLICT, ServerClient, connect
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.supervisor.child import Child
@@ -91,7 +92,7 @@ async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[
         yield config.rollout.urls[number].rstrip("/"), None
         return
     port = config.rollout.port + number if config.rollout.port else free_port(host_of(child, config))
-    process = await asyncio.create_subprocess_exec(*command(child, config, port), env=environment(config))
+    process = await asyncio.create_subprocess_exec(*command(child, config, port), env=environment(config, number))
     try:
         yield url_of(host_of(child, config), port), process
     finally:
@@ -121,10 +122,14 @@ def command(child: Child, config: Config, port: int) -> list[str]:
     return [*words, *rollout.args]
 
 
-def environment(config: Config) -> dict[str, str]:
-    """Ours, what the engine needs where it is not set, and the key, which no command line shows."""
+def environment(config: Config, number: int) -> dict[str, str]:
+    """Ours, what the engine needs where it is not set, its devices, and the key, which no command line shows."""
     wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | os.environ
-    return wanted | ({"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {})
+    return (
+        wanted
+        | of_foreign_server(config, number)
+        | ({"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {})
+    )
 
 
 def free_port(host: str) -> int:
