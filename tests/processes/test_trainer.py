@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -38,13 +39,18 @@ from penstock.control.messages import (
 from penstock.deadline import Stalled
 from penstock.groups.errors import WorkerLost
 from penstock.groups.link import LIFE_BYTES, Stranger, connect
+from penstock.groups.method import remote_method
 from penstock.groups.role import Rank
 from penstock.processes.actor import Actor
+from penstock.processes.critic import CriticRank
 from penstock.processes.layout import prepare
+from penstock.processes.rank import TrainerRank
 from penstock.processes.ranks import FOLDER
+from penstock.processes.reference import ReferenceRank
 from penstock.processes.trainer import TrainerProcess, made
 from penstock.store.payload import PayloadWriter
 from penstock.supervisor.child import ADDRESS, Child
+from penstock.trainer.learner import Learner
 from penstock.types import GroupRef, Sample
 
 pytestmark = pytest.mark.integration
@@ -59,7 +65,6 @@ def configured(*, sections: Mapping[str, Any] | None = None, **trainer: Any) -> 
     """`trainer`: settings of that section; `sections`: whole other ones."""
     return Config.model_validate(
         {
-            **(sections or {}),
             "model": {
                 "tiny": {
                     "num_layers": 2,
@@ -75,6 +80,7 @@ def configured(*, sections: Mapping[str, Any] | None = None, **trainer: Any) -> 
             "env": {"name": "guess_number", "group_size": GROUP_SIZE, "max_new_tokens": 8},
             "scheduler": {"group_filter": []},
             "trainer": {"groups_per_step": GROUPS, "learning_rate": 1e-3, "warmup_steps": 0, **trainer},
+            **(sections or {}),
         }
     )
 
@@ -187,6 +193,75 @@ async def test_wherever_ranks_and_roles_are_they_find_the_same_and_go_on_from_ea
         first, second = expected[:2]
         assert first["kl_reference"] == pytest.approx(0, abs=1e-6), "the reference is the policy after its warm start"
         assert second["kl_reference"] > 0 and 0 < second["value_loss"] < first["value_loss"]
+
+
+IN_TURNS = {"scheduler": {"mode": "colocated", "max_staleness": 0, "group_filter": []}}
+
+
+@pytest.mark.parametrize("sections", [IN_TURNS, {}], ids=["in turns", "beside each other"])
+async def test_devices_are_the_servers_from_what_is_published_to_what_is_trained(
+    tmp_path: Path, pool: list[GroupRef], monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    """Where they take turns on them."""
+    seen: list[tuple[str, type]] = []
+
+    def release(self: TrainerRank) -> None:
+        seen.append(("release", type(self)))
+
+    def resume(self: TrainerRank) -> None:
+        seen.append(("resume", type(self)))
+
+    for method in (release, resume):
+        monkeypatch.setattr(TrainerRank, method.__name__, remote_method()(method))
+    directory = tmp_path / "run" / "checkpoints" / "step_1"
+    with trainer(tmp_path, sections=sections, **ROLES) as process:
+        await process.handle("controller", Begin(policy_version=0))
+        for _ in range(2):
+            await process.handle("controller", Publish())
+            await process.handle("controller", SaveCheckpoint(directory=str(directory), state={"step": 1}))
+            await step(process, pool)
+        await process.handle("controller", Publish())
+        await process.handle("controller", Restore(directory=str(directory), step=1, policy_version=1))
+    roles = (Actor, CriticRank, ReferenceRank)
+    turn = [("release", role) for role in roles] + [("resume", role) for role in roles]
+    assert seen == (turn * 3 if sections else [])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cpu", []), ("npu", ["release", "empty_cache", "resume"])])
+def test_only_a_device_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: list[str]
+) -> None:
+    """With the memory that torch keeps of it."""
+    seen: list[str] = []
+    module = SimpleNamespace(empty_cache=lambda: seen.append("empty_cache"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(Learner, "release", lambda _: seen.append("release"))
+    monkeypatch.setattr(Learner, "resume", lambda _: seen.append("resume"))
+    config = configured()
+    prepare(config, tmp_path)
+    rank = Actor(Rank(0, 1), {}, config=config, place=0, model_dir=tmp_path / "model", weights_dir=tmp_path)
+    rank._device = SimpleNamespace(type=kind)
+    rank.release()
+    rank.resume()
+    assert seen == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+async def test_a_device_in_turns_is_empty_for_the_servers(tmp_path: Path, pool: list[GroupRef]) -> None:
+    """And what is trained is what it is where nobody else uses the device."""
+    seen = []
+    for sections in ({}, IN_TURNS):
+        with trainer(tmp_path, sections=sections, **ROLES) as process:
+            await process.handle("controller", Begin(policy_version=0))
+            await published(process)
+            first = await step(process, pool)
+            held = torch.cuda.memory_allocated()
+            await published(process)
+            left = torch.cuda.memory_allocated()
+            assert left < held / 10 if sections else left >= held / 2
+            seen.append((first, await step(process, pool)))
+    assert seen[1] == (pytest.approx(seen[0][0], rel=1e-3, abs=1e-5), pytest.approx(seen[0][1], rel=1e-3, abs=1e-5))
 
 
 def ranks_here() -> list[psutil.Process]:

@@ -115,6 +115,10 @@ class Actor(TrainerRank):
             ranks=self._ranks,
         )
 
+    @property
+    def _tenant(self) -> Learner:
+        return self._learner
+
     def _served(self, gathered: dict[str, Tensor]) -> dict[str, Tensor]:
         named = {name: tensor.to(self._dtype) for name, tensor in gathered.items()}
         return with_tied_names(self._model, named) if self._config.rollout.engine == "vllm" else named

@@ -28,6 +28,7 @@ from penstock.processes.devices import device_of
 from penstock.processes.layout import trainer_processes_by_node
 from penstock.supervisor.child import ADDRESS
 from penstock.trainer.critic import Critic
+from penstock.trainer.learner import Learner
 from penstock.trainer.ranks import Meeting, Ranks
 from penstock.trainer.reference import Reference
 
@@ -35,7 +36,7 @@ LOOPBACK = "127.0.0.1"
 Held = TypeVar("Held", Critic, Reference)
 
 
-class TrainerRank:
+class TrainerRank(ABC):
     """What all roles have."""
 
     def __init__(self, rank: Rank, roles: Mapping[str, Any], *, config: Config, place: int) -> None:
@@ -60,12 +61,30 @@ class TrainerRank:
         backend = self._config.trainer.distributed.backend
         self._ranks.meet(meeting, self._device, backend, address=os.environ.get(ADDRESS))
 
+    @remote_method()
+    def release(self) -> None:
+        """Let others have the device until `resume`; the CPU is everybody's anyway."""
+        if self._device.type != "cpu":
+            self._tenant.release()
+            torch.get_device_module(self._device).empty_cache()
+
+    @remote_method()
+    def resume(self) -> None:
+        """Take back the device that was released."""
+        if self._device.type != "cpu":
+            self._tenant.resume()
+
+    @property
+    @abstractmethod
+    def _tenant(self) -> Learner | Critic | Reference:
+        """Who holds what this role has on the device."""
+
     def _set_threads(self) -> None:
         threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=len(self._here))
         torch.set_num_threads(threads)
 
 
-class BesideActor(TrainerRank, ABC, Generic[Held]):
+class BesideActor(TrainerRank, Generic[Held]):
     """A role with a model of its own, which began as the policy."""
 
     _held: Held
@@ -92,6 +111,10 @@ class BesideActor(TrainerRank, ABC, Generic[Held]):
     def busy_s(self) -> float:
         """Model compute since this was last asked, in seconds: of this rank its share of the mean."""
         return self._held.busy.told() / self._ranks.size
+
+    @property
+    def _tenant(self) -> Held:
+        return self._held
 
     @abstractmethod
     def _make(self, policy: PreTrainedModel) -> Held: ...

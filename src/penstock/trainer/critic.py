@@ -17,6 +17,7 @@ from penstock.trainer.advantages import generalized_advantages
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.forward import recompute_activations
 from penstock.trainer.masks import Selection
+from penstock.trainer.offload import Offload
 from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, per_sample
 from penstock.trainer.passes import Passes, autocast
@@ -77,6 +78,7 @@ class Critic:
         self._strategy.place(self._function)
         self._parameters = list(self._function.parameters())
         self._optimizer = adamw(self._parameters, learning_rate=self._config.learning_rate)
+        self._offload = Offload(policy.device, self._optimizer)
         self._loss, self._tokens = 0.0, 0
 
     def values(self, batch: Batch) -> Batch:
@@ -139,6 +141,14 @@ class Critic:
         load_module(self._function, saved["function"])
         load_optimizer(self._optimizer, saved["optimizer"])
         self._loss, self._tokens = 0.0, 0
+
+    def release(self) -> None:
+        """Give up the device until `resume`. Meanwhile nothing is computed or restored, but may be saved."""
+        self._offload.release([self._function])
+
+    def resume(self) -> None:
+        """Take the device again."""
+        self._offload.resume()
 
     def _forward(self, micro: MicroBatch) -> Tensor:
         with self._autocast():

@@ -43,6 +43,7 @@ from penstock.trainer.forward import recompute_activations
 from penstock.trainer.lora import adapted_parameters, attach, merged_weights
 from penstock.trainer.masks import Selection
 from penstock.trainer.noise import GradientNorm, gradient_norm, noise
+from penstock.trainer.offload import Offload
 from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten
 from penstock.trainer.passes import Passes, autocast
@@ -113,6 +114,7 @@ class Learner:
         self._optimizer = adamw(self._parameters, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
         self._device = self._parameters[0].device
         self._busy = BusyClock(self._device)
+        self._offload = Offload(self._device, self._optimizer)
         self._pending = StepStatistics()
         self._measure_noise = measure_noise
         self._small: GradientNorm | None = None
@@ -259,6 +261,14 @@ class Learner:
             if self._ranks.is_first:
                 found[name] = gathered
         return found
+
+    def release(self) -> None:
+        """Give up the device until `resume`. Meanwhile nothing is trained or restored; everything else goes on."""
+        self._offload.release([self.model, *self._criterion.copies])
+
+    def resume(self) -> None:
+        """Take the device again."""
+        self._offload.resume()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the future, at the last step boundary; gradients accumulated since are not in it."""

@@ -12,6 +12,7 @@ from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.masks import Selection
+from penstock.trainer.offload import Offload
 from penstock.trainer.packing import TokenTable, per_sample
 from penstock.trainer.passes import Passes, autocast
 from penstock.trainer.ranks import Ranks
@@ -45,6 +46,7 @@ class Reference:
         self.busy = BusyClock(policy.device)
         self._strategy.place(policy.requires_grad_(False))
         self._snapshot = Snapshot(policy)
+        self._offload = Offload(policy.device)
 
     def logprobs(self, batch: Batch, policy_version: int) -> Batch:
         """Of the tokens in the loss while `policy_version` is trained: the column `reference`, an array for each
@@ -64,3 +66,11 @@ class Reference:
     def read(self, directory: Path) -> None:
         """Become what was saved there."""
         self._snapshot.load_state_dict(read_state(directory, NAME)["model"])
+
+    def release(self) -> None:
+        """Give up the device until `resume`. Meanwhile nothing is computed or restored, but may be saved."""
+        self._offload.release([self._snapshot.model])
+
+    def resume(self) -> None:
+        """Take the device again."""
+        self._offload.resume()
