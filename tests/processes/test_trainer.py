@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from penstock.config import Config, ConfigError
 from penstock.control.keys import Keys
@@ -41,6 +42,8 @@ from penstock.groups.errors import WorkerLost
 from penstock.groups.link import LIFE_BYTES, Stranger, connect
 from penstock.groups.method import remote_method
 from penstock.groups.role import Rank
+from penstock.model.files import ModelError
+from penstock.model.load import load_policy
 from penstock.processes.actor import Actor
 from penstock.processes.critic import CriticRank
 from penstock.processes.layout import prepare
@@ -57,6 +60,12 @@ pytestmark = pytest.mark.integration
 GROUPS, GROUP_SIZE = 6, 4
 ROLES: dict[str, Any] = {"critic": {"learning_rate": 1e-3}, "objective": {"kl_coef": 0.1}}
 SPLIT = {**ROLES, "split": ["critic", "reference"]}
+MODEL = {
+    "tiny": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 48},
+    "max_context": 64,
+}
+AS_IT_IS: dict[str, Any] = {"sections": {"model": MODEL}}
+"""Without a warm start."""
 TWO = {"ranks": 2}
 FSDP = {"ranks": 2, "distributed": {"strategy": "fsdp"}}
 
@@ -65,17 +74,7 @@ def configured(*, sections: Mapping[str, Any] | None = None, **trainer: Any) -> 
     """`trainer`: settings of that section; `sections`: whole other ones."""
     return Config.model_validate(
         {
-            "model": {
-                "tiny": {
-                    "num_layers": 2,
-                    "hidden_size": 32,
-                    "num_heads": 2,
-                    "num_kv_heads": 1,
-                    "intermediate_size": 48,
-                },
-                "max_context": 64,
-                "warm_start": {"steps": 3, "batch_size": 7},
-            },
+            "model": {**MODEL, "warm_start": {"steps": 3, "batch_size": 7}},
             "data": {"source": "seeds"},
             "env": {"name": "guess_number", "group_size": GROUP_SIZE, "max_new_tokens": 8},
             "scheduler": {"group_filter": []},
@@ -155,6 +154,7 @@ async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
     [
         pytest.param({}, TWO, id="two ranks"),
         pytest.param({}, FSDP, id="two ranks that share weights"),
+        pytest.param(AS_IT_IS, {**FSDP, **AS_IT_IS}, id="two ranks that share weights from the start"),
         pytest.param(ROLES, SPLIT, id="roles split"),
         pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks"),
         pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split"),
@@ -284,6 +284,29 @@ async def test_a_rank_that_is_killed_ends_the_call_that_needs_it(
         last.kill()
         with pytest.raises(WorkerLost, match=f"{lost}: SIGKILL"):
             await step(process, pool)
+
+
+@pytest.mark.parametrize("role", [Actor, CriticRank, ReferenceRank])
+def test_of_ranks_that_share_weights_the_first_alone_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: type[TrainerRank]
+) -> None:
+    """Where they are gone nobody else takes notice; and the first one does not take them to its device."""
+    monkeypatch.setattr("penstock.processes.rank.device_of", lambda *_: torch.device("meta"))
+    model = tmp_path / "model"
+    prepare(configured(), tmp_path)
+    config = configured(**FSDP, **ROLES, sections={"model": {**MODEL, "path": str(model)}})
+    init: dict[str, Any] = {"config": config, "place": 0}
+
+    def begin(index: int) -> PreTrainedModel:
+        if role is Actor:
+            return Actor(Rank(index, 2), {}, **init, model_dir=model, weights_dir=tmp_path)._model
+        return role(Rank(index, 2), {}, **init)._policy(model)
+
+    assert {parameter.device.type for parameter in begin(1).parameters()} == {"meta"}
+    with pytest.raises(ModelError, match="has no weights"):
+        begin(0)
+    load_policy(model, weights=False, seed=1).save_pretrained(model)
+    assert {parameter.device.type for parameter in begin(0).parameters()} == {"cpu"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

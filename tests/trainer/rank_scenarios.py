@@ -22,7 +22,7 @@ from made_samples import five_groups
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.role import Rank
-from penstock.model.load import load_policy
+from penstock.model.load import hollow_policy, load_policy
 from penstock.trainer import dealing
 from penstock.trainer.prepare import prepare
 from penstock.trainer.ranks import Meeting, RankLost, Ranks
@@ -61,9 +61,10 @@ def saved_of(num_ranks: int) -> tuple[str, ...]:
 
 def make_learner(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> AllRoles:
     torch.manual_seed(ranks.index)  # what is drawn at random must not differ
+    knows_weights = strategy == "ddp" or ranks.is_first
     settings = {"learning_rate": 1e-2, "warmup_steps": 0} | SETTINGS[name] | {"distributed": {"strategy": strategy}}
     return AllRoles(
-        lambda: load_policy(model_dir, weights=False, seed=0),
+        lambda: load_policy(model_dir, weights=False, seed=0) if knows_weights else hollow_policy(model_dir),
         TrainerConfig.model_validate(settings),
         max_staleness=2,
         max_tokens=10,

@@ -22,7 +22,7 @@ from penstock.groups.collect import reduce
 from penstock.groups.method import remote_method
 from penstock.groups.modes import Execute
 from penstock.groups.role import Rank
-from penstock.model.load import load_policy, resolve_dtype
+from penstock.model.load import hollow_policy, load_policy, resolve_dtype
 from penstock.processes.cores import num_threads
 from penstock.processes.devices import device_of
 from penstock.processes.layout import trainer_processes_by_node
@@ -31,6 +31,7 @@ from penstock.trainer.critic import Critic
 from penstock.trainer.learner import Learner
 from penstock.trainer.ranks import Meeting, Ranks
 from penstock.trainer.reference import Reference
+from penstock.trainer.strategy import is_sharded
 
 LOOPBACK = "127.0.0.1"
 Held = TypeVar("Held", Critic, Reference)
@@ -79,6 +80,15 @@ class TrainerRank(ABC):
     def _tenant(self) -> Learner | Critic | Reference:
         """Who holds what this role has on the device."""
 
+    def _policy(self, directory: Path, *, weights: bool = True) -> PreTrainedModel:
+        """As `strategy_of` takes it: to be sharded, rank 0 alone reads it, and no device need have room for it. Without
+        `weights`: random ones."""
+        if not is_sharded(self._config.trainer, self._ranks):
+            return load_policy(directory, device=self._device, weights=weights, seed=self._config.seed)
+        if self._ranks.is_first:
+            return load_policy(directory, weights=weights, seed=self._config.seed)
+        return hollow_policy(directory)
+
     def _set_threads(self) -> None:
         threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=len(self._here))
         torch.set_num_threads(threads)
@@ -93,13 +103,13 @@ class BesideActor(TrainerRank, Generic[Held]):
     @remote_method()
     def begin(self, directory: Path) -> None:
         """As the policy in `directory`."""
-        self._held = self._make(load_policy(directory, device=self._device, weights=True))
+        self._held = self._make(self._policy(directory))
 
     @remote_method()
     def read(self, directory: Path) -> None:
         """Go back to what `write` wrote beside a policy."""
         if not hasattr(self, "_held"):
-            self._held = self._make(load_policy(directory, device=self._device, weights=True))
+            self._held = self._make(self._policy(directory))
         self._held.read(directory)
 
     @remote_method()

@@ -82,7 +82,8 @@ class Learner:
         measure_noise: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """`model` has float32 weights, the same on all `ranks` (none: this one is alone). `compute_dtype` is that of
+        """`model` has float32 weights, and is placed as `strategy_of` has it, over `ranks` (none: this one is alone).
+        `compute_dtype` is that of
         forward and backward passes (autocast), best the servers' own. `temperature` is the sampling temperature:
         log-probabilities are those of the policy that was sampled. `max_tokens`: of the longest answer allowed.
         `whole_step`: samples of a full optimizer step. `measure_noise`: the gradient's norm is also taken within a
@@ -100,7 +101,7 @@ class Learner:
             model,
             config,
             strategy=self._strategy,
-            autocast=autocast(model.device, compute_dtype),
+            autocast=autocast(self._strategy.device, compute_dtype),
             temperature=temperature,
             max_tokens=max_tokens,
             max_staleness=max_staleness,
@@ -112,7 +113,7 @@ class Learner:
         self._strategy.place(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = adamw(self._parameters, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
-        self._device = self._parameters[0].device
+        self._device = self._strategy.device
         self._busy = BusyClock(self._device)
         self._offload = Offload(self._device, self._optimizer)
         self._pending = StepStatistics()

@@ -37,16 +37,15 @@ class Reference:
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
     ) -> None:
-        """`policy` is whole, the same on all `ranks` (none: this one is alone), and the reference's own from now on.
-        The others as the learner has them."""
+        """`policy` is the reference's own from now on. The others as the learner has them."""
         self._strategy = strategy_of(policy, config, ranks or Ranks())
         self._passes = Passes(policy, self._strategy, max_tokens=config.tokens_per_microbatch)
-        self._autocast, self._temperature = autocast(policy.device, compute_dtype), temperature
+        self._autocast, self._temperature = autocast(self._strategy.device, compute_dtype), temperature
         self._selection = Selection(max_staleness, config.objective.segments)
-        self.busy = BusyClock(policy.device)
+        self.busy = BusyClock(self._strategy.device)
         self._strategy.place(policy.requires_grad_(False))
         self._snapshot = Snapshot(policy)
-        self._offload = Offload(policy.device)
+        self._offload = Offload(self._strategy.device)
 
     def logprobs(self, batch: Batch, policy_version: int) -> Batch:
         """Of the tokens in the loss while `policy_version` is trained: the column `reference`, an array for each
