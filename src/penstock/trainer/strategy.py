@@ -130,8 +130,8 @@ class Sharded:
             yield idle(device)
 
     def _lay(self, module: Module, weights: Mapping[str, Tensor]) -> None:
-        """One tensor after another, so that no rank ever has room on its device for more than its share and a whole
-        one. Only rank 0 need have the buffers of `module`, and `weights`, if these are not laid over the ranks yet."""
+        """Share `module` out, and have it hold `weights`, which are laid over the ranks already or rank 0's alone, and
+        rank 0's buffers. No device ever needs room for more than a share of all and a layer."""
         buffers = dict(module.named_buffers())
         self._shard(module)
         module.to_empty(device=self.device)
@@ -141,6 +141,7 @@ class Sharded:
             assign(parameter, self._everywhere(weights[name]))
 
     def _everywhere(self, tensor: Tensor) -> Tensor:
+        """Whole, as rank 0 has it, unless every rank has its share of it."""
         if isinstance(tensor, DTensor):
             return tensor
         given = tensor.to(self.device) if self.ranks.is_first else torch.empty_like(tensor, device=self.device)
