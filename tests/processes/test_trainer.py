@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -250,18 +251,25 @@ def test_only_a_device_is_given_up(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 async def test_a_device_in_turns_is_empty_for_the_servers(tmp_path: Path, pool: list[GroupRef]) -> None:
     """And what is trained is what it is where nobody else uses the device."""
-    seen = []
-    for sections in ({}, IN_TURNS):
+
+    async def steps(sections: dict[str, Any]) -> tuple[list[dict[str, float]], float]:
+        """The metrics of two, and the share of the memory that is left on the device between them."""
+        gc.collect()
+        before = torch.cuda.memory_allocated()
         with trainer(tmp_path, sections=sections, **ROLES) as process:
             await process.handle("controller", Begin(policy_version=0))
             await published(process)
             first = await step(process, pool)
-            held = torch.cuda.memory_allocated()
+            held = torch.cuda.memory_allocated() - before
             await published(process)
-            left = torch.cuda.memory_allocated()
-            assert left < held / 10 if sections else left >= held / 2
-            seen.append((first, await step(process, pool)))
-    assert seen[1] == (pytest.approx(seen[0][0], rel=1e-3, abs=1e-5), pytest.approx(seen[0][1], rel=1e-3, abs=1e-5))
+            left = torch.cuda.memory_allocated() - before
+            return [first, await step(process, pool)], left / held
+
+    expected, share = await steps({})
+    assert share > 0.5
+    found, share = await steps(IN_TURNS)
+    assert share < 0.1
+    assert found == [pytest.approx(metrics, rel=1e-3, abs=1e-5) for metrics in expected]
 
 
 def ranks_here() -> list[psutil.Process]:
