@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ from ray_machines import machines
 
 from penstock.cluster.host import TOKEN
 from penstock.control.address import Address
+from penstock.processes.visible import VARIABLES
 from penstock.supervisor.child import ADDRESS, HEARTBEAT_S, HOST
 
 pytestmark = [
@@ -227,6 +229,26 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
     finally:
         for node in by_id.values():
             cluster.remove_node(node)
+
+
+async def test_processes_see_the_devices_of_their_slots_and_no_others(tmp_path: Path) -> None:
+    """Those that Ray counts: nobody looks whether there are any."""
+    cluster, label = machines(), {"kind": "devices"}
+    node = cluster.add_node(num_cpus=2, num_gpus=2, labels=label)
+    slots = {"slots_per_node": 2, "cpus": 0.5, "accelerators": 1, "labels": label}
+    trainer = dataclasses.replace(spec("trainer-0", "steady"), num_slots=2)
+    try:
+        pools = {"serve": {"roles": ["rollout"], **slots}}
+        servers = [spec("rollout-0", "steady"), spec("rollout-1", "steady")]
+        async with ray_launcher(tmp_path, servers, pools=pools) as launcher:
+            seen = [environment_of((await launcher.spawn(each)).pid)[VARIABLES["cuda"]] for each in servers]
+            assert sorted(seen) == ["0", "1"]
+        pools = {"learn": {"roles": ["actor"], **slots}}
+        async with ray_launcher(tmp_path, [trainer], pools=pools) as launcher:
+            seen = environment_of((await launcher.spawn(trainer)).pid)[VARIABLES["cuda"]].split(",")
+            assert sorted(seen) == ["0", "1"]
+    finally:
+        cluster.remove_node(node)
 
 
 def environment_of(pid: int) -> dict[str, str]:

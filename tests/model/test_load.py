@@ -5,7 +5,7 @@ import torch
 
 from penstock.config.schema import TinyModelConfig
 from penstock.model.files import ModelError, copy_companions, has_weights
-from penstock.model.load import CPU, load_policy, resolve_device, resolve_dtype
+from penstock.model.load import CPU, hollow_policy, load_policy, resolve_device, resolve_dtype
 from penstock.model.tiny import write_tiny_model
 
 
@@ -48,6 +48,17 @@ def test_missing_weights_directories_and_names_are_one_clear_error(model_dir: Pa
         resolve_dtype("float31", CPU)
     with pytest.raises(ModelError, match="unknown device 'abacus'"):
         resolve_device("abacus")
+
+
+def test_a_hollow_policy_has_the_shape_of_one_and_takes_no_memory(model_dir: Path) -> None:
+    policy, hollow = load_policy(model_dir, weights=False), hollow_policy(model_dir)
+    assert not hollow.training
+    for held in ("named_parameters", "named_buffers"):
+        expected, found = dict(getattr(policy, held)()), dict(getattr(hollow, held)())
+        assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
+            name: (each.shape, each.dtype) for name, each in expected.items()
+        }
+        assert all(each.is_meta for each in found.values())
 
 
 def test_accelerators_compute_in_bfloat16_unless_told_otherwise() -> None:

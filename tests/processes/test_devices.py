@@ -1,30 +1,38 @@
-"""Every server has a device of its own, as far as there are any."""
+"""Every server has devices of its own, as far as there are any."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from penstock.config import Config
-from penstock.processes.devices import VISIBLE, take_one
+from penstock.processes.devices import take_one
+from penstock.processes.foreign_server import environment
+from penstock.processes.visible import VARIABLES, num_devices
 
-
-def taken(number: int, **sections: Any) -> str | None:
-    take_one(Config.model_validate(sections), number)
-    return os.environ.get(VISIBLE)
-
-
+CUDA, NPU = VARIABLES["cuda"], VARIABLES["npu"]
+IN_TURNS = {"scheduler": {"mode": "colocated", "max_staleness": 0}}
 SPLIT = {"trainer": {"critic": {}, "split": ["critic"]}, "scheduler": {"group_filter": []}}
 JUDGED = {**SPLIT, "cluster": {"address": "auto", "pools": {"judge": {"roles": ["critic"]}}}}
 
 
+def taken(number: int, variable: str = CUDA, **sections: Any) -> str | None:
+    take_one(Config.model_validate(sections), number)
+    return os.environ.get(variable)
+
+
 @pytest.fixture(autouse=True)
 def several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    for variable in VARIABLES.values():
+        monkeypatch.setenv(variable, "what is set here ends with the test")
+        monkeypatch.delenv(variable)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +42,8 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"trainer": {"ranks": 2}}, ["2", "3", "0", "1"]),
         (SPLIT, ["2", "3", "0", "1"]),
         (JUDGED, ["1", "2", "3", "0"]),
-        ({"scheduler": {"mode": "colocated", "max_staleness": 0}}, ["0", "1", "2", "3"]),
+        (IN_TURNS, ["0", "1", "2", "3"]),
+        ({"model": {"device": "cuda"}}, ["1", "2", "3", "0"]),
         ({"model": {"device": "cuda:3"}}, [None, None, None, None]),
         ({"model": {"device": "cpu"}}, [None, None, None, None]),
     ],
@@ -44,17 +53,95 @@ def test_servers_take_turns_after_the_trainer(
 ) -> None:
     found = []
     for number in range(4):
-        monkeypatch.delenv(VISIBLE, raising=False)
+        monkeypatch.delenv(CUDA, raising=False)
         found.append(taken(number, **sections))
     assert found == expected
 
 
 def test_only_what_is_seen_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VISIBLE, "GPU-5,GPU-7")
+    monkeypatch.setenv(CUDA, "GPU-5,GPU-7")
     assert taken(0) == "GPU-7"
     assert taken(1) == "GPU-7", "there is no other any more"
 
 
 def test_a_single_device_is_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert taken(3) is None
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "variable", "expected"),
+    [
+        (SimpleNamespace(type="npu"), NPU, "1"),
+        (SimpleNamespace(type="npu"), CUDA, None),
+        (torch.device("mps"), CUDA, None),
+        (None, CUDA, None),
+    ],
+)
+def test_each_kind_of_device_has_its_variable(
+    monkeypatch: pytest.MonkeyPatch, accelerator: Any, variable: str, expected: str | None
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    assert taken(0, variable) == expected
+
+
+def given(number: int, variable: str = CUDA, **sections: Any) -> str | None:
+    """To an engine of others."""
+    rollout = {"engine": "vllm", **sections.pop("rollout", {})}
+    return environment(Config.model_validate({"rollout": rollout, **sections}), number).get(variable)
+
+
+@pytest.mark.parametrize(
+    ("seen", "sections", "expected"),
+    [
+        ("0,1,2,3", {}, ["1", "2", "3"]),
+        ("4,5", {}, ["5", "4", "5"]),
+        ("0,1,2,3,4", {"rollout": {"args": ["--tensor-parallel-size", "2"]}}, ["1,2", "3,4", "0,1"]),
+        ("0,1", {"rollout": {"args": ["--tensor-parallel-size=2"]}}, ["0,1"] * 3),
+        ("0,1,2,3", {"model": {"device": "cuda:1"}}, ["0,1,2,3"] * 3),
+    ],
+)
+def test_engines_of_others_have_theirs(
+    monkeypatch: pytest.MonkeyPatch, seen: str, sections: dict[str, Any], expected: list[str]
+) -> None:
+    monkeypatch.setenv(CUDA, seen)
+    assert [given(number, **sections) for number in range(3)] == expected
+
+
+def test_devices_of_another_make_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert given(0, NPU, model={"device": "npu"}) is None
+    monkeypatch.setenv(NPU, "0,1,2")
+    assert given(1, NPU, model={"device": "npu"}) == "2"
+
+
+LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)
+  MIG 3g.40gb     Device  0: (UUID: MIG-1)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)
+"""
+
+
+def test_who_imports_no_torch_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = subprocess.CompletedProcess(["nvidia-smi", "-L"], 0, stdout=LISTED)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    assert [given(number) for number in range(2)] == ["1", "0"]
+
+
+def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert given(0) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ([], 1),
+        (["--tensor-parallel-size", "4"], 4),
+        (["--tensor_parallel_size=2", "-pp", "2", "--dp-size", "3"], 12),
+        (["-tp", "2", "--tp-size=8"], 8),
+        (["--tp"], 1),
+        (["--tp", "many", "-dp", "0"], 1),
+        (["--seed", "3", "--tp", "2"], 2),
+    ],
+)
+def test_how_many_devices_an_engine_needs_is_read_from_its_command_line(words: list[str], number: int) -> None:
+    assert num_devices(words) == number

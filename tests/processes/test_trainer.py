@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,6 +21,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from penstock.config import Config, ConfigError
 from penstock.control.keys import Keys
@@ -38,19 +41,32 @@ from penstock.control.messages import (
 from penstock.deadline import Stalled
 from penstock.groups.errors import WorkerLost
 from penstock.groups.link import LIFE_BYTES, Stranger, connect
+from penstock.groups.method import remote_method
 from penstock.groups.role import Rank
+from penstock.model.files import ModelError
+from penstock.model.load import load_policy
 from penstock.processes.actor import Actor
+from penstock.processes.critic import CriticRank
 from penstock.processes.layout import prepare
+from penstock.processes.rank import TrainerRank
 from penstock.processes.ranks import FOLDER
+from penstock.processes.reference import ReferenceRank
 from penstock.processes.trainer import TrainerProcess, made
 from penstock.store.payload import PayloadWriter
 from penstock.supervisor.child import ADDRESS, Child
+from penstock.trainer.learner import Learner
 from penstock.types import GroupRef, Sample
 
 pytestmark = pytest.mark.integration
 GROUPS, GROUP_SIZE = 6, 4
 ROLES: dict[str, Any] = {"critic": {"learning_rate": 1e-3}, "objective": {"kl_coef": 0.1}}
 SPLIT = {**ROLES, "split": ["critic", "reference"]}
+MODEL = {
+    "tiny": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 48},
+    "max_context": 64,
+}
+AS_IT_IS: dict[str, Any] = {"sections": {"model": MODEL}}
+"""Without a warm start."""
 TWO = {"ranks": 2}
 FSDP = {"ranks": 2, "distributed": {"strategy": "fsdp"}}
 
@@ -59,22 +75,12 @@ def configured(*, sections: Mapping[str, Any] | None = None, **trainer: Any) -> 
     """`trainer`: settings of that section; `sections`: whole other ones."""
     return Config.model_validate(
         {
-            **(sections or {}),
-            "model": {
-                "tiny": {
-                    "num_layers": 2,
-                    "hidden_size": 32,
-                    "num_heads": 2,
-                    "num_kv_heads": 1,
-                    "intermediate_size": 48,
-                },
-                "max_context": 64,
-                "warm_start": {"steps": 3, "batch_size": 7},
-            },
+            "model": {**MODEL, "warm_start": {"steps": 3, "batch_size": 7}},
             "data": {"source": "seeds"},
             "env": {"name": "guess_number", "group_size": GROUP_SIZE, "max_new_tokens": 8},
             "scheduler": {"group_filter": []},
             "trainer": {"groups_per_step": GROUPS, "learning_rate": 1e-3, "warmup_steps": 0, **trainer},
+            **(sections or {}),
         }
     )
 
@@ -149,6 +155,7 @@ async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
     [
         pytest.param({}, TWO, id="two ranks"),
         pytest.param({}, FSDP, id="two ranks that share weights"),
+        pytest.param(AS_IT_IS, {**FSDP, **AS_IT_IS}, id="two ranks that share weights from the start"),
         pytest.param(ROLES, SPLIT, id="roles split"),
         pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks"),
         pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split"),
@@ -189,6 +196,82 @@ async def test_wherever_ranks_and_roles_are_they_find_the_same_and_go_on_from_ea
         assert second["kl_reference"] > 0 and 0 < second["value_loss"] < first["value_loss"]
 
 
+IN_TURNS = {"scheduler": {"mode": "colocated", "max_staleness": 0, "group_filter": []}}
+
+
+@pytest.mark.parametrize("sections", [IN_TURNS, {}], ids=["in turns", "beside each other"])
+async def test_devices_are_the_servers_from_what_is_published_to_what_is_trained(
+    tmp_path: Path, pool: list[GroupRef], monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    """Where they take turns on them."""
+    seen: list[tuple[str, type]] = []
+
+    def release(self: TrainerRank) -> None:
+        seen.append(("release", type(self)))
+
+    def resume(self: TrainerRank) -> None:
+        seen.append(("resume", type(self)))
+
+    for method in (release, resume):
+        monkeypatch.setattr(TrainerRank, method.__name__, remote_method()(method))
+    directory = tmp_path / "run" / "checkpoints" / "step_1"
+    with trainer(tmp_path, sections=sections, **ROLES) as process:
+        await process.handle("controller", Begin(policy_version=0))
+        for _ in range(2):
+            await process.handle("controller", Publish())
+            await process.handle("controller", SaveCheckpoint(directory=str(directory), state={"step": 1}))
+            await step(process, pool)
+        await process.handle("controller", Publish())
+        await process.handle("controller", Restore(directory=str(directory), step=1, policy_version=1))
+    roles = (Actor, CriticRank, ReferenceRank)
+    turn = [("release", role) for role in roles] + [("resume", role) for role in roles]
+    assert seen == (turn * 3 if sections else [])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cpu", []), ("npu", ["release", "empty_cache", "resume"])])
+def test_only_a_device_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: list[str]
+) -> None:
+    """With the memory that torch keeps of it."""
+    seen: list[str] = []
+    module = SimpleNamespace(empty_cache=lambda: seen.append("empty_cache"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(Learner, "release", lambda _: seen.append("release"))
+    monkeypatch.setattr(Learner, "resume", lambda _: seen.append("resume"))
+    config = configured()
+    prepare(config, tmp_path)
+    rank = Actor(Rank(0, 1), {}, config=config, place=0, model_dir=tmp_path / "model", weights_dir=tmp_path)
+    rank._device = SimpleNamespace(type=kind)
+    rank.release()
+    rank.resume()
+    assert seen == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+async def test_a_device_in_turns_is_empty_for_the_servers(tmp_path: Path, pool: list[GroupRef]) -> None:
+    """And what is trained is what it is where nobody else uses the device."""
+
+    async def steps(sections: dict[str, Any]) -> tuple[list[dict[str, float]], float]:
+        """The metrics of two, and the share of the memory that is left on the device between them."""
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        with trainer(tmp_path, sections=sections, **ROLES) as process:
+            await process.handle("controller", Begin(policy_version=0))
+            await published(process)
+            first = await step(process, pool)
+            held = torch.cuda.memory_allocated() - before
+            await published(process)
+            left = torch.cuda.memory_allocated() - before
+            return [first, await step(process, pool)], left / held
+
+    expected, share = await steps({})
+    assert share > 0.5
+    found, share = await steps(IN_TURNS)
+    assert share < 0.1
+    assert found == [pytest.approx(metrics, rel=1e-3, abs=1e-5) for metrics in expected]
+
+
 def ranks_here() -> list[psutil.Process]:
     """Those that the trainer in this process has started, the last one last."""
     living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
@@ -209,6 +292,29 @@ async def test_a_rank_that_is_killed_ends_the_call_that_needs_it(
         last.kill()
         with pytest.raises(WorkerLost, match=f"{lost}: SIGKILL"):
             await step(process, pool)
+
+
+@pytest.mark.parametrize("role", [Actor, CriticRank, ReferenceRank])
+def test_of_ranks_that_share_weights_the_first_alone_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: type[TrainerRank]
+) -> None:
+    """Where they are gone nobody else takes notice; and the first one does not take them to its device."""
+    monkeypatch.setattr("penstock.processes.rank.device_of", lambda *_: torch.device("meta"))
+    model = tmp_path / "model"
+    prepare(configured(), tmp_path)
+    config = configured(**FSDP, **ROLES, sections={"model": {**MODEL, "path": str(model)}})
+    init: dict[str, Any] = {"config": config, "place": 0}
+
+    def begin(index: int) -> PreTrainedModel:
+        if role is Actor:
+            return Actor(Rank(index, 2), {}, **init, model_dir=model, weights_dir=tmp_path)._model
+        return role(Rank(index, 2), {}, **init)._policy(model)
+
+    assert {parameter.device.type for parameter in begin(1).parameters()} == {"meta"}
+    with pytest.raises(ModelError, match="has no weights"):
+        begin(0)
+    load_policy(model, weights=False, seed=1).save_pretrained(model)
+    assert {parameter.device.type for parameter in begin(0).parameters()} == {"cpu"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

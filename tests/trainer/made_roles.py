@@ -58,6 +58,14 @@ class AllRoles:
     def named_weights(self) -> dict[str, torch.Tensor]:
         return self.learner.named_weights()
 
+    def release(self) -> None:
+        for role in self._all:
+            role.release()
+
+    def resume(self) -> None:
+        for role in self._all:
+            role.resume()
+
     def write(self, directory: Path) -> None:
         for role in self._all:
             role.write(directory)

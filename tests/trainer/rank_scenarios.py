@@ -22,7 +22,7 @@ from made_samples import five_groups
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.role import Rank
-from penstock.model.load import load_policy
+from penstock.model.load import hollow_policy, load_policy
 from penstock.trainer import dealing
 from penstock.trainer.prepare import prepare
 from penstock.trainer.ranks import Meeting, RankLost, Ranks
@@ -61,9 +61,10 @@ def saved_of(num_ranks: int) -> tuple[str, ...]:
 
 def make_learner(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> AllRoles:
     torch.manual_seed(ranks.index)  # what is drawn at random must not differ
+    knows_weights = strategy == "ddp" or ranks.is_first
     settings = {"learning_rate": 1e-2, "warmup_steps": 0} | SETTINGS[name] | {"distributed": {"strategy": strategy}}
     return AllRoles(
-        lambda: load_policy(model_dir, weights=False, seed=0),
+        lambda: load_policy(model_dir, weights=False, seed=0) if knows_weights else hollow_policy(model_dir),
         TrainerConfig.model_validate(settings),
         max_staleness=2,
         max_tokens=10,
@@ -84,10 +85,14 @@ def dealt(batch: Batch, ranks: Ranks, *, call: int) -> Batch:
             return batch if ranks.index == ranks.size - 1 else batch.select([])
 
 
-def train(learner: AllRoles, ranks: Ranks, *, steps: int, lagging: bool = False) -> list[dict[str, float]]:
-    """The metrics of each step. Every step is two calls; `lagging`: its samples are of the version before."""
+def train(
+    learner: AllRoles, ranks: Ranks, *, steps: int, lagging: bool = False, in_turns: bool = False
+) -> list[dict[str, float]]:
+    """The metrics of each step. Every step is two calls; `lagging`: its samples are of the version before. `in_turns`:
+    between steps the device is others'."""
     metrics = []
     for step in range(steps):
+        learner.resume()
         version = max(learner.policy_version - lagging, 0)
         samples = [
             dataclasses.replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in five_groups()
@@ -95,12 +100,14 @@ def train(learner: AllRoles, ranks: Ranks, *, steps: int, lagging: bool = False)
         for call, part in enumerate((samples[:8], samples[8:])):
             learner.accumulate(dealt(prepare(part, normalize=True)[0], ranks, call=step + call))
         metrics.append(learner.step().metrics)
+        if in_turns:
+            learner.release()
     return metrics
 
 
-def scenario(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> dict[str, Any]:
+def scenario(ranks: Ranks, model_dir: Path, name: str, strategy: str, *, in_turns: bool = False) -> dict[str, Any]:
     learner = make_learner(ranks, model_dir, name, strategy)
-    metrics = train(learner, ranks, steps=NUM_STEPS, lagging="copies" in name)
+    metrics = train(learner, ranks, steps=NUM_STEPS, lagging="copies" in name, in_turns=in_turns)
     return {"metrics": metrics, "weights": learner.named_weights()}
 
 
@@ -172,6 +179,10 @@ def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], di
     for strategy in STRATEGIES:
         for name in settings_of(ranks.size):
             found[f"{strategy}/{name}"] = lambda n=name, s=strategy: scenario(ranks, model_dir, n, s)
+        for name in saved_of(ranks.size):
+            found[f"{strategy}/in_turns/{name}"] = lambda n=name, s=strategy: scenario(
+                ranks, model_dir, n, s, in_turns=True
+            )
         found[f"{strategy}/poisoned"] = lambda s=strategy: poisoned(ranks, model_dir, s)
         for name in saved_of(ranks.size):
             directory = out / f"saved_{strategy}_{name}_{ranks.size}"

@@ -128,6 +128,19 @@ def test_a_checkpoint_is_read_by_any_number_of_ranks(
         same(resumed(Ranks(), model_dir, out / f"saved_{origin}_{name}_{size}", name, strategy), expected)
 
 
+@pytest.mark.parametrize("name", saved_of(2))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_give_their_devices_up_between_steps_learn_the_same(
+    together: dict[int, list[Results]], name: str, strategy: str
+) -> None:
+    for results in together[2]:
+        found, expected = results[f"{strategy}/in_turns/{name}"], results[f"{strategy}/{name}"]
+        for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+            assert ours | {"busy_s": 0} == theirs | {"busy_s": 0}
+        assert found["weights"].keys() == expected["weights"].keys()
+        assert all(torch.equal(found["weights"][key], weight) for key, weight in expected["weights"].items())
+
+
 def test_every_rank_saves_what_it_alone_has(together: dict[int, list[Results]], out: Path) -> None:
     for size in SIZES:
         for role in ("learner", "critic"):

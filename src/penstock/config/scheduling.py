@@ -132,8 +132,8 @@ class SchedulerConfig(Section):
     mode: Mode = "asynchronous"
     """`asynchronous`: generation and training overlap, as far as `max_staleness` allows. `one_step_off`: the next batch
     is generated while the last one is trained. `synchronous`: they alternate. `colocated`: they alternate on the same
-    device or cores, all of them in turn; generation gives its memory back while training. All but `asynchronous` train
-    whole batches, as `trigger.use` batch does."""
+    device or cores, all of them in turn; each gives the device's memory back for the other's turn. All but
+    `asynchronous` train whole batches, as `trigger.use` batch does."""
     max_staleness: int = Field(2, ge=0)
     """Versions. Bounds what is started; tokens older than this are masked out of the loss. 0 is on-policy."""
     max_running: int | None = Field(None, ge=1)

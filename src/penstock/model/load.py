@@ -39,6 +39,12 @@ def load_policy(
     return model.to(device).eval()
 
 
+def hollow_policy(model_dir: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model without weights, nor buffers: on no device (`meta`), and in eval mode."""
+    with torch.device("meta"):
+        return load_policy(model_dir, weights=False, dtype=dtype, device=torch.device("meta"))
+
+
 def resolve_device(name: str) -> torch.device:
     """`auto` takes an accelerator where there is one, else the CPU."""
     if name == "auto":

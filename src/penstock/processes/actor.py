@@ -36,7 +36,11 @@ class Actor(TrainerRank):
     ) -> None:
         """`model_dir`: of the policy. `weights_dir`: where rank 0 publishes. The others: see `TrainerRank`."""
         super().__init__(rank, roles, config=config, place=place)
-        self._model = load_policy(model_dir, device=self._device, weights=config.model.path != "tiny", seed=config.seed)
+        weights = config.model.path != "tiny"
+        if config.model.warm_start.steps:  # which trains it before it is placed
+            self._model = load_policy(model_dir, device=self._device, weights=weights, seed=config.seed)
+        else:
+            self._model = self._policy(model_dir, weights=weights)
         self._publisher = WeightsPublisher(weights_dir) if self._ranks.is_first else None
         self._first_version = 0
 
@@ -114,6 +118,10 @@ class Actor(TrainerRank):
             measure_noise=config.scheduler.trigger.feedback.signal == "noise_scale",
             ranks=self._ranks,
         )
+
+    @property
+    def _tenant(self) -> Learner:
+        return self._learner
 
     def _served(self, gathered: dict[str, Tensor]) -> dict[str, Tensor]:
         named = {name: tensor.to(self._dtype) for name, tensor in gathered.items()}

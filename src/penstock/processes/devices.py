@@ -1,6 +1,6 @@
 """Which device a process of the trainer, or a rollout server with our own engine, computes on where it sees several.
 
-The trainer's processes have the first ones and servers the next, or the same ones where both take turns.
+See `penstock.processes.visible` for whose are which.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import torch
 
 from penstock.config import Config
 from penstock.model.load import resolve_device
-from penstock.processes.layout import num_trainer_processes, trainer_nodes
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from penstock.processes.layout import num_trainer_processes
+from penstock.processes.visible import VARIABLES, named, of_server
 
 
 def device_of(number: int, config: Config) -> torch.device:
@@ -27,13 +26,17 @@ def device_of(number: int, config: Config) -> torch.device:
 
 
 def take_one(config: Config, number: int) -> None:
-    """Leave this process, server `number`, one CUDA device, unless one was chosen. Its engine computes on a thread of
-    its own, to which no chosen index would reach. Comes before anything touches a device."""
-    if config.model.device not in ("auto", "cuda"):
+    """Leave this process, server `number`, one device, unless one was chosen. Its engine computes on a thread of its
+    own, to which no chosen index would reach. Comes before anything touches a device, and so does not ask whether there
+    is one: a driver that has begun does not read the variable any more."""
+    kind = config.model.device
+    if kind == "auto":
+        accelerator = torch.accelerator.current_accelerator()
+        kind = accelerator.type if accelerator is not None else "cpu"
+    if (variable := VARIABLES.get(kind)) is None:
         return
-    named = os.environ.get(VISIBLE)
-    seen = named.split(",") if named is not None else [str(index) for index in range(torch.cuda.device_count())]
-    in_turns = config.scheduler.mode == "colocated"
-    first = len(trainer_nodes(config)[0].numbers) if config.has_trainer and not in_turns else 0
-    if len(seen) > 1:
-        os.environ[VISIBLE] = seen[(first + number) % len(seen)]
+    seen = named(variable)
+    if seen is None:
+        seen = [str(index) for index in range(torch.accelerator.device_count())]
+    if (chosen := of_server(config, number, seen)) is not None:
+        os.environ[variable] = chosen

@@ -22,6 +22,7 @@ from penstock.processes.gate import gate
 from penstock.processes.layout import model_dir
 from penstock.processes.listening import bind, host_of, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
+from penstock.processes.visible import of_foreign_server
 from penstock.rollout.keys import Keys
 from penstock.rollout.servers import CONFLICT, ServerClient, connect
 from penstock.rollout.session import HttpSession, RolloutError
@@ -98,7 +99,7 @@ async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[
         yield config.rollout.urls[number].rstrip("/"), None
         return
     port = free_port() if has_gate(child, config) else port_of(config, number) or free_port()
-    process = await asyncio.create_subprocess_exec(*command(child, config, port), env=environment(config))
+    process = await asyncio.create_subprocess_exec(*command(child, config, port), env=environment(config, number))
     try:
         yield url_of(LOOPBACK, port), process
     finally:
@@ -151,10 +152,14 @@ def command(child: Child, config: Config, port: int) -> list[str]:
     return [*words, *rollout.args]
 
 
-def environment(config: Config) -> dict[str, str]:
-    """Ours, what the engine needs where it is not set, and the key, which no command line shows."""
+def environment(config: Config, number: int) -> dict[str, str]:
+    """Ours, what the engine needs where it is not set, its devices, and the key, which no command line shows."""
     wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | os.environ
-    return wanted | ({"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {})
+    return (
+        wanted
+        | of_foreign_server(config, number)
+        | ({"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {})
+    )
 
 
 def free_port() -> int:

@@ -21,20 +21,22 @@ from penstock.groups.collect import reduce
 from penstock.groups.method import remote_method
 from penstock.groups.modes import Execute
 from penstock.groups.role import Rank
-from penstock.model.load import load_policy, resolve_dtype
+from penstock.model.load import hollow_policy, load_policy, resolve_dtype
 from penstock.processes.cores import num_threads
 from penstock.processes.devices import device_of
 from penstock.processes.layout import trainer_nodes
 from penstock.supervisor.child import ADDRESS
 from penstock.trainer.critic import Critic
+from penstock.trainer.learner import Learner
 from penstock.trainer.ranks import Meeting, Ranks
 from penstock.trainer.reference import Reference
+from penstock.trainer.strategy import is_sharded
 
 LOOPBACK = "127.0.0.1"
 Held = TypeVar("Held", Critic, Reference)
 
 
-class TrainerRank:
+class TrainerRank(ABC):
     """What all roles have."""
 
     def __init__(self, rank: Rank, roles: Mapping[str, Any], *, config: Config, place: int) -> None:
@@ -59,12 +61,39 @@ class TrainerRank:
         backend = self._config.trainer.distributed.backend
         self._ranks.meet(meeting, self._device, backend, address=os.environ.get(ADDRESS))
 
+    @remote_method()
+    def release(self) -> None:
+        """Let others have the device until `resume`; the CPU is everybody's anyway."""
+        if self._device.type != "cpu":
+            self._tenant.release()
+            torch.get_device_module(self._device).empty_cache()
+
+    @remote_method()
+    def resume(self) -> None:
+        """Take back the device that was released."""
+        if self._device.type != "cpu":
+            self._tenant.resume()
+
+    @property
+    @abstractmethod
+    def _tenant(self) -> Learner | Critic | Reference:
+        """Who holds what this role has on the device."""
+
+    def _policy(self, directory: Path, *, weights: bool = True) -> PreTrainedModel:
+        """As `strategy_of` takes it: to be sharded, rank 0 alone reads it, and no device need have room for it. Without
+        `weights`: random ones."""
+        if not is_sharded(self._config.trainer, self._ranks):
+            return load_policy(directory, device=self._device, weights=weights, seed=self._config.seed)
+        if self._ranks.is_first:
+            return load_policy(directory, weights=weights, seed=self._config.seed)
+        return hollow_policy(directory)
+
     def _set_threads(self) -> None:
         threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=len(self._here))
         torch.set_num_threads(threads)
 
 
-class BesideActor(TrainerRank, ABC, Generic[Held]):
+class BesideActor(TrainerRank, Generic[Held]):
     """A role with a model of its own, which began as the policy."""
 
     _held: Held
@@ -73,13 +102,13 @@ class BesideActor(TrainerRank, ABC, Generic[Held]):
     @remote_method()
     def begin(self, directory: Path) -> None:
         """As the policy in `directory`."""
-        self._held = self._make(load_policy(directory, device=self._device, weights=True))
+        self._held = self._make(self._policy(directory))
 
     @remote_method()
     def read(self, directory: Path) -> None:
         """Go back to what `write` wrote beside a policy."""
         if not hasattr(self, "_held"):
-            self._held = self._make(load_policy(directory, device=self._device, weights=True))
+            self._held = self._make(self._policy(directory))
         self._held.read(directory)
 
     @remote_method()
@@ -91,6 +120,10 @@ class BesideActor(TrainerRank, ABC, Generic[Held]):
     def busy_s(self) -> float:
         """Model compute since this was last asked, in seconds: of this rank its share of the mean."""
         return self._held.busy.told() / self._ranks.size
+
+    @property
+    def _tenant(self) -> Held:
+        return self._held
 
     @abstractmethod
     def _make(self, policy: PreTrainedModel) -> Held: ...

@@ -63,6 +63,9 @@ PATIENCE_S = 300.0
 BEGINNING = "beginning"
 """Of the run's directory: the policy, while it is handed to the roles that begin as it."""
 
+COMPUTED = (Begin, Restore, Accumulate, Step)
+"""What takes the ranks' devices, where those are the servers' from a published version on. A checkpoint does not."""
+
 Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
 
 
@@ -118,6 +121,8 @@ class TrainerProcess:
             self._progress, self._doing = self._progress + 1, ""
 
     def _act(self, message: AnyMessage) -> AnyMessage | None:
+        if isinstance(message, COMPUTED):
+            self._ranks.resume()
         match message:
             case AskState():
                 return HeldState(state=self._state())
@@ -140,6 +145,8 @@ class TrainerProcess:
             case Publish():
                 with self._span("publish"):
                     handle = self._ranks.publish()
+                    if self._config.scheduler.mode == "colocated":
+                        self._ranks.release()
                 return Published(handle=handle if self.published is None else self.published.tell(handle))
             case SaveCheckpoint(directory=directory, state=state):
                 with self._span("checkpoint"):

@@ -42,6 +42,7 @@ class ActorCritic:
         """That is trained."""
         self._beside_s = 0.0
         """Model compute of other roles than the actor since the last step."""
+        self._is_released = False
 
     def imitate(self, batch: Batch, learning_rate: float) -> dict[str, float]:
         """One step of the warm start."""
@@ -108,6 +109,19 @@ class ActorCritic:
             role.read(directory)
         self._told()
         self.policy_version, self._beside_s = policy_version, 0.0
+
+    def release(self) -> None:
+        """Let others have the devices of all roles until `resume`: what is held there waits in their machines' memory,
+        from where it can be published and written."""
+        for role in () if self._is_released else (self._actor, *self._beside):
+            role.release()
+        self._is_released = True
+
+    def resume(self) -> None:
+        """Take them back, before anything is computed or read."""
+        for role in (self._actor, *self._beside) if self._is_released else ():
+            role.resume()
+        self._is_released = False
 
     def close(self) -> None:
         """End all ranks of all roles."""

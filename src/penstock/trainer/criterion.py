@@ -103,6 +103,11 @@ class Criterion:
         if self._proximal is not None and num_steps % self._config.proximal_every == 0:
             self._proximal.renew(self._model)
 
+    @property
+    def copies(self) -> list[PreTrainedModel]:
+        """Those that there are now."""
+        return [copy.model for copy in (self._proximal, self._parity.copy) if copy is not None]
+
     def state_dict(self) -> dict[str, Any]:
         """The copy that an objective is centred on, if it is."""
         return {} if self._proximal is None else {"proximal": self._proximal.state_dict()}

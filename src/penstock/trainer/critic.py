@@ -17,6 +17,7 @@ from penstock.trainer.advantages import generalized_advantages
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.forward import recompute_activations
 from penstock.trainer.masks import Selection
+from penstock.trainer.offload import Offload
 from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, per_sample
 from penstock.trainer.passes import Passes, autocast
@@ -62,21 +63,21 @@ class Critic:
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
     ) -> None:
-        """`config` has a critic. `policy` is whole, the same on all `ranks` (none: this one is alone), and the critic's
-        own from now on. The others as the learner has them."""
+        """`config` has a critic. `policy` is the critic's own from now on. The others as the learner has them."""
         assert config.critic is not None
         self._config, self._max_grad_norm = config.critic, config.max_grad_norm
         if config.activation_checkpointing:
             recompute_activations(policy)
         self._strategy = strategy_of(policy, config, ranks or Ranks())
         self._passes = Passes(policy, self._strategy, max_tokens=config.tokens_per_microbatch, share_prefixes=False)
-        self._autocast = autocast(policy.device, compute_dtype)
+        self._autocast = autocast(self._strategy.device, compute_dtype)
         self._selection = Selection(max_staleness, config.objective.segments)
-        self.busy = BusyClock(policy.device)
+        self.busy = BusyClock(self._strategy.device)
         self._function = ValueFunction(policy)
         self._strategy.place(self._function)
         self._parameters = list(self._function.parameters())
         self._optimizer = adamw(self._parameters, learning_rate=self._config.learning_rate)
+        self._offload = Offload(self._strategy.device, self._optimizer)
         self._loss, self._tokens = 0.0, 0
 
     def values(self, batch: Batch) -> Batch:
@@ -139,6 +140,14 @@ class Critic:
         load_module(self._function, saved["function"])
         load_optimizer(self._optimizer, saved["optimizer"])
         self._loss, self._tokens = 0.0, 0
+
+    def release(self) -> None:
+        """Give up the device until `resume`. Meanwhile nothing is computed or restored, but may be saved."""
+        self._offload.release([self._function])
+
+    def resume(self) -> None:
+        """Take the device again."""
+        self._offload.resume()
 
     def _forward(self, micro: MicroBatch) -> Tensor:
         with self._autocast():

@@ -42,9 +42,9 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     return full and cached and _accepts(model, "logits_to_keep") and _accepts(model, "position_ids")
 
 
-def pass_cost(model: PreTrainedModel) -> int:
-    """What one more forward and backward pass of a micro-batch costs beyond its tokens, in tokens."""
-    if model.device.type == "cpu":
+def pass_cost(model: PreTrainedModel, device: torch.device) -> int:
+    """What one more forward and backward pass of a micro-batch on `device` costs beyond its tokens, in tokens."""
+    if device.type == "cpu":
         return PASS_COST_TOKENS
     num_parameters: int = model.num_parameters()
     return max(LAUNCH_FLOPS // (6 * num_parameters), PASS_COST_TOKENS)

@@ -43,6 +43,7 @@ from penstock.trainer.forward import recompute_activations
 from penstock.trainer.lora import adapted_parameters, attach, merged_weights
 from penstock.trainer.masks import Selection
 from penstock.trainer.noise import GradientNorm, gradient_norm, noise
+from penstock.trainer.offload import Offload
 from penstock.trainer.optimizer import adamw
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten
 from penstock.trainer.passes import Passes, autocast
@@ -81,7 +82,8 @@ class Learner:
         measure_noise: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """`model` has float32 weights, the same on all `ranks` (none: this one is alone). `compute_dtype` is that of
+        """`model` has float32 weights, and is placed as `strategy_of` has it, over `ranks` (none: this one is alone).
+        `compute_dtype` is that of
         forward and backward passes (autocast), best the servers' own. `temperature` is the sampling temperature:
         log-probabilities are those of the policy that was sampled. `max_tokens`: of the longest answer allowed.
         `whole_step`: samples of a full optimizer step. `measure_noise`: the gradient's norm is also taken within a
@@ -99,7 +101,7 @@ class Learner:
             model,
             config,
             strategy=self._strategy,
-            autocast=autocast(model.device, compute_dtype),
+            autocast=autocast(self._strategy.device, compute_dtype),
             temperature=temperature,
             max_tokens=max_tokens,
             max_staleness=max_staleness,
@@ -111,8 +113,9 @@ class Learner:
         self._strategy.place(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = adamw(self._parameters, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
-        self._device = self._parameters[0].device
+        self._device = self._strategy.device
         self._busy = BusyClock(self._device)
+        self._offload = Offload(self._device, self._optimizer)
         self._pending = StepStatistics()
         self._measure_noise = measure_noise
         self._small: GradientNorm | None = None
@@ -259,6 +262,14 @@ class Learner:
             if self._ranks.is_first:
                 found[name] = gathered
         return found
+
+    def release(self) -> None:
+        """Give up the device until `resume`. Meanwhile nothing is trained or restored; everything else goes on."""
+        self._offload.release([self.model, *self._criterion.copies])
+
+    def resume(self) -> None:
+        """Take the device again."""
+        self._offload.resume()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the future, at the last step boundary; gradients accumulated since are not in it."""

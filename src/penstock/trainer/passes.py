@@ -19,11 +19,11 @@ class Passes:
     def __init__(
         self, model: PreTrainedModel, strategy: Strategy, *, max_tokens: int, share_prefixes: bool = True
     ) -> None:
-        """`model` is whole. `max_tokens`: padded tokens per pass. `share_prefixes`: compute a prompt once for all its
-        siblings, where model and strategy allow it."""
+        """`model` is not placed yet. `max_tokens`: padded tokens per pass. `share_prefixes`: compute a prompt once for
+        all its siblings, where model and strategy allow it."""
         self._strategy, self._max_tokens = strategy, max_tokens
         self._share = share_prefixes and not strategy.is_sharded and shares_prefixes(model)
-        self._cost, self.device = pass_cost(model), model.device
+        self._cost, self.device = pass_cost(model, strategy.device), strategy.device
 
     def of(self, table: TokenTable) -> Iterator[MicroBatch]:
         """Every sample with a trained token exactly once."""

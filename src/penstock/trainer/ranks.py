@@ -55,6 +55,8 @@ class Ranks:
 
     def __init__(self, rank: Rank = Rank(0, 1), *, timeout_s: float = TIMEOUT_S) -> None:  # noqa: B008 - immutable
         self.index, self.size = rank.index, rank.size
+        self.device: torch.device | None = None
+        """On which this rank computes; unknown until it meets the others."""
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
         self._num_calls = 0
@@ -77,7 +79,7 @@ class Ranks:
         """Blocks until all ranks are there. `backend` sums what lies on `device`, by default the one made for it; what
         lies on the CPU is gloo's. `address`: of this machine, where there are several. Raises `RankLost` when they are
         not in time."""
-        name = _backend(device, backend)
+        self.device, name = device, _backend(device, backend)
         if address is not None:
             _speak_from(address)
         try:

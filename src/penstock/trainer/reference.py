@@ -12,6 +12,7 @@ from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.busy import BusyClock
 from penstock.trainer.masks import Selection
+from penstock.trainer.offload import Offload
 from penstock.trainer.packing import TokenTable, per_sample
 from penstock.trainer.passes import Passes, autocast
 from penstock.trainer.ranks import Ranks
@@ -36,15 +37,15 @@ class Reference:
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
     ) -> None:
-        """`policy` is whole, the same on all `ranks` (none: this one is alone), and the reference's own from now on.
-        The others as the learner has them."""
+        """`policy` is the reference's own from now on. The others as the learner has them."""
         self._strategy = strategy_of(policy, config, ranks or Ranks())
         self._passes = Passes(policy, self._strategy, max_tokens=config.tokens_per_microbatch)
-        self._autocast, self._temperature = autocast(policy.device, compute_dtype), temperature
+        self._autocast, self._temperature = autocast(self._strategy.device, compute_dtype), temperature
         self._selection = Selection(max_staleness, config.objective.segments)
-        self.busy = BusyClock(policy.device)
+        self.busy = BusyClock(self._strategy.device)
         self._strategy.place(policy.requires_grad_(False))
         self._snapshot = Snapshot(policy)
+        self._offload = Offload(self._strategy.device)
 
     def logprobs(self, batch: Batch, policy_version: int) -> Batch:
         """Of the tokens in the loss while `policy_version` is trained: the column `reference`, an array for each
@@ -64,3 +65,11 @@ class Reference:
     def read(self, directory: Path) -> None:
         """Become what was saved there."""
         self._snapshot.load_state_dict(read_state(directory, NAME)["model"])
+
+    def release(self) -> None:
+        """Give up the device until `resume`. Meanwhile nothing is computed or restored, but may be saved."""
+        self._offload.release([self._snapshot.model])
+
+    def resume(self) -> None:
+        """Take the device again."""
+        self._offload.resume()

@@ -19,12 +19,12 @@ class Snapshot:
 
     def __init__(self, policy: PreTrainedModel) -> None:
         """`policy` is placed, and the snapshot's own from now on."""
-        self._model = policy.requires_grad_(False).eval()
+        self.model = policy.requires_grad_(False).eval()
 
     def logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
         """Of the micro-batch's trained tokens, [N]."""
         with torch.no_grad():
-            return token_logprobs(self._model, micro, temperature=temperature)[0]
+            return token_logprobs(self.model, micro, temperature=temperature)[0]
 
     def renew(self, model: PreTrainedModel) -> None:
         """Become what `model` is now, adapters merged."""
@@ -32,9 +32,9 @@ class Snapshot:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights by name."""
-        return dict(self._model.named_parameters())
+        return dict(self.model.named_parameters())
 
     def load_state_dict(self, weights: Mapping[str, Tensor | Saved]) -> None:
         """Become what was saved."""
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             assign(parameter, weights[name])

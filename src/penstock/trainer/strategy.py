@@ -11,12 +11,13 @@ In both, gradients are plain sums over the ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
@@ -26,16 +27,21 @@ from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.shards import assign
 
+SHARED = "begin with the same weights"
+"""What ranks wait for each other to do."""
+
 
 class Strategy(Protocol):
     """What depends on how the model lies on the ranks."""
 
     ranks: Ranks
+    device: torch.device
+    """On which this rank computes."""
     is_sharded: bool
     """Every rank has its own part to save, and every pass of one rank is one of all."""
 
     def place(self, module: Module) -> None:
-        """Lay `module` over the ranks, in place; what they drew at random becomes rank 0's."""
+        """Lay `module` over the ranks, in place, as rank 0 has it. What others have does not matter."""
         ...
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
@@ -56,11 +62,13 @@ class Replicated:
 
     is_sharded = False
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
 
     def place(self, module: Module) -> None:
-        self.ranks.share(_trained(module), "begin with the same weights")
+        """What is not trained is the same on all of them from the start."""
+        trained = [parameter.detach() for parameter in module.parameters() if parameter.requires_grad]
+        self.ranks.share(trained, SHARED)
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
         return copy.deepcopy(policy)
@@ -90,32 +98,25 @@ class Sharded:
 
     is_sharded = True
 
-    def __init__(self, ranks: Ranks, policy: PreTrainedModel, device: torch.device) -> None:
-        """`policy` is whole, and without adapters. Raises `ConfigError` where torch is too old to add up gradients as
-        they are."""
+    def __init__(self, ranks: Ranks, policy: PreTrainedModel) -> None:
+        """`ranks` have met. `policy` is without adapters. Raises `ConfigError` where torch is too old to add up
+        gradients as they are."""
+        assert ranks.device is not None
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(
                 f"trainer.distributed.strategy fsdp: torch {torch.__version__} only averages gradients of shares: take "
                 "a newer one, or ddp"
             )
-        self.ranks, self._device = ranks, device
-        self._mesh = ranks.mesh(device)
+        self.ranks, self.device = ranks, ranks.device
+        self._mesh = ranks.mesh(self.device)
         self._hollow = _hollow(policy)
 
     def place(self, module: Module) -> None:
-        self.ranks.share(_trained(module), "begin with the same weights")
-        self._shard(module)
+        self._lay(module, {name: parameter.detach() for name, parameter in module.named_parameters()})
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
         made = copy.deepcopy(self._hollow)
-        buffers = {name: buffer.clone() for name, buffer in made.named_buffers()}
-        self._shard(made)
-        made.to_empty(device=self._device)
-        for name, buffer in made.named_buffers():
-            buffer.copy_(buffers[name])
-        weights = merged_weights(policy)
-        for name, parameter in made.named_parameters():
-            assign(parameter, weights[name])
+        self._lay(made, merged_weights(policy))
         return made
 
     def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
@@ -128,6 +129,25 @@ class Sharded:
         for _ in range(int(most) - len(mine)):
             yield idle(device)
 
+    def _lay(self, module: Module, weights: Mapping[str, Tensor]) -> None:
+        """Share `module` out, and have it hold `weights`, which are laid over the ranks already or rank 0's alone, and
+        rank 0's buffers. No device ever needs room for more than a share of all and a layer."""
+        buffers = dict(module.named_buffers())
+        self._shard(module)
+        module.to_empty(device=self.device)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(self._everywhere(buffers[name]))
+        for name, parameter in module.named_parameters():
+            assign(parameter, self._everywhere(weights[name]))
+
+    def _everywhere(self, tensor: Tensor) -> Tensor:
+        """Whole, as rank 0 has it, unless every rank has its share of it."""
+        if isinstance(tensor, DTensor):
+            return tensor
+        given = tensor.to(self.device) if self.ranks.is_first else torch.empty_like(tensor, device=self.device)
+        self.ranks.share([given], SHARED)
+        return given
+
     def _shard(self, module: Module) -> None:
         """Each of its layers is gathered on its own; a root that stayed gathered would miss changes of its weights."""
         for layer in (*_layers(module), module):
@@ -138,21 +158,21 @@ class Sharded:
                 part.set_gradient_divide_factor(1.0)
 
 
+def is_sharded(config: TrainerConfig, ranks: Ranks) -> bool:
+    """A rank that is alone has everything, whatever is configured."""
+    return config.distributed.strategy == "fsdp" and ranks.size > 1
+
+
 def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> Strategy:
-    """As configured, for a policy that is whole. A rank that is alone has everything, whatever is configured."""
-    if config.distributed.strategy == "fsdp" and ranks.size > 1:
-        return Sharded(ranks, policy, policy.device)
-    return Replicated(ranks)
+    """As configured, for a policy that is whole. Where it is to be sharded, wherever rank 0 has it and on no device
+    (`meta`) on the others."""
+    return Sharded(ranks, policy) if is_sharded(config, ranks) else Replicated(ranks, policy.device)
 
 
 def _layers(module: Module) -> list[Module]:
     """The blocks that Transformers keeps together."""
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     return [part for part in module.modules() if type(part).__name__ in names]
-
-
-def _trained(module: Module) -> list[Tensor]:
-    return [parameter.detach() for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _hollow(policy: PreTrainedModel) -> PreTrainedModel:

@@ -65,10 +65,10 @@ class Imitation:
     def __init__(self, model: PreTrainedModel, ranks: Ranks | None = None) -> None:
         """`model` is the same on all `ranks` (none: this one is alone)."""
         self._model, self._ranks = model, ranks or Ranks()
-        self._strategy = Replicated(self._ranks)
+        self._strategy = Replicated(self._ranks, model.device)
         self._parameters = list(model.parameters())
         self._optimizer = adamw(self._parameters, learning_rate=0.0)
-        self._device, self._pass_cost = self._parameters[0].device, pass_cost(model)
+        self._device, self._pass_cost = self._parameters[0].device, pass_cost(model, model.device)
         self._busy = BusyClock(self._device)
 
     def step(self, batch: Batch, learning_rate: float) -> dict[str, float]:
