@@ -85,6 +85,20 @@ def test_servers_take_turns_with_the_trainer_in_its_slots(cluster: Cluster, tmp_
     assert [len(tasks) for tasks in trained_tasks(run_dir)] == [8] * STEPS and not leftovers(run_dir)
 
 
+@pytest.mark.long
+def test_engines_of_others_train_behind_gates(cluster: Cluster, tmp_path: Path) -> None:
+    start = tmp_path / "python"
+    start.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parent / "sglang_stand_in.py"} "$@"\n')
+    start.chmod(0o755)
+    engine = ["rollout.engine=sglang", f"rollout.python={start}"]
+    words = command("quickstart", tmp_path, *OVERRIDES, *ONE_NODE, *engine, "--cluster", cluster.address)
+    run = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout + run.stderr
+    run_dir = only_run(tmp_path)
+    assert [len(tasks) for tasks in trained_tasks(run_dir)] == [8] * STEPS and not leftovers(run_dir)
+    assert max(line["kl_engine_trainer"] for line in lines(run_dir / "metrics.jsonl")) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("settings", "nodes", "lost"),
     [

@@ -50,6 +50,12 @@ class Offload:
 
     def _move(self, device: torch.device) -> None:
         for module in self._modules:
+            before = list(module.parameters())
             module._apply(lambda tensor: tensor.to(device, copy=True))  # type: ignore[no-untyped-call]
+            if any(parameter is not moved for parameter, moved in zip(before, module.parameters(), strict=True)):
+                raise RuntimeError(
+                    f"torch {torch.__version__} makes other parameters when they move from {self._device}: use another "
+                    "scheduler.mode than colocated there"
+                )
         for state, name in self._states:
             state[name] = state[name].to(device, copy=True)

@@ -1,0 +1,27 @@
+"""An engine of others: started with the words that start SGLang, behind which is a server of ours, which speaks its
+protocol and, given no key, asks for none."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from penstock.config import default_config
+from penstock.model.load import load_policy
+from penstock.processes.alone import serve
+
+parser = argparse.ArgumentParser()
+for word in ("--host", "--port", "--model-path", "--served-model-name", "--context-length"):
+    parser.add_argument(word, required=True)
+words, _ = parser.parse_known_args()
+for key in ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY"):
+    os.environ.pop(key, None)
+with tempfile.TemporaryDirectory() as scratch:
+    model = Path(shutil.copytree(words.model_path, scratch, dirs_exist_ok=True))
+    load_policy(model, weights=False, seed=0).save_pretrained(model)
+    place = [f"rollout.host={words.host}", f"rollout.port={words.port}"]
+    size = [f"model.max_context={words.context_length}", "env.max_new_tokens=1"]
+    serve(default_config([*place, *size]), model, model_name=words.served_model_name)
