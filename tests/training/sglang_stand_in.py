@@ -11,7 +11,10 @@ from pathlib import Path
 
 from penstock.config import default_config
 from penstock.model.load import load_policy
+from penstock.observe.jsonl import write_json
 from penstock.processes.alone import serve
+from penstock.trainer.checkpoint import STATE
+from penstock.types import NO_VERSION
 
 parser = argparse.ArgumentParser()
 for word in ("--host", "--port", "--model-path", "--served-model-name", "--context-length"):
@@ -22,6 +25,7 @@ for key in ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY"):
 with tempfile.TemporaryDirectory() as scratch:
     model = Path(shutil.copytree(words.model_path, scratch, dirs_exist_ok=True))
     load_policy(model, weights=False, seed=0).save_pretrained(model)
+    write_json(model / STATE, {"policy_version": NO_VERSION})
     place = [f"rollout.host={words.host}", f"rollout.port={words.port}"]
     size = [f"model.max_context={words.context_length}", "env.max_new_tokens=1"]
     serve(default_config([*place, *size]), model, model_name=words.served_model_name)
