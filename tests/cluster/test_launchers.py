@@ -23,15 +23,17 @@ from penstock.deadline import deadline
 from penstock.ports import Launcher, Look, PayloadsLost, ProcessHandle
 from penstock.store.payloads import FetchedPayloads, PassingWriter
 from penstock.supervisor import procfs
-from penstock.types import Sample
+from penstock.types import PayloadRef, Sample
 
 pytest.importorskip("ray")
 
 import launchers
 import ray
 from launchers import local_launcher, ray_launcher
+from ray.exceptions import GetTimeoutError
 from ray_machines import machines
 
+from penstock.cluster.calls import call
 from penstock.cluster.host import TOKEN
 from penstock.control.address import Address
 from penstock.processes.visible import VARIABLES
@@ -238,13 +240,11 @@ async def test_processes_see_the_devices_of_their_slots_and_no_others(tmp_path: 
     slots = {"slots_per_node": 2, "cpus": 0.5, "accelerators": 1, "labels": label}
     trainer = dataclasses.replace(spec("trainer-0", "steady"), num_slots=2)
     try:
-        pools = {"serve": {"roles": ["rollout"], **slots}}
         servers = [spec("rollout-0", "steady"), spec("rollout-1", "steady")]
-        async with ray_launcher(tmp_path, servers, pools=pools) as launcher:
+        async with ray_launcher(tmp_path, servers, pool=slots) as launcher:
             seen = [environment_of((await launcher.spawn(each)).pid)[VARIABLES["cuda"]] for each in servers]
             assert sorted(seen) == ["0", "1"]
-        pools = {"learn": {"roles": ["actor"], **slots}}
-        async with ray_launcher(tmp_path, [trainer], pools=pools) as launcher:
+        async with ray_launcher(tmp_path, [trainer], pool=slots) as launcher:
             seen = environment_of((await launcher.spawn(trainer)).pid)[VARIABLES["cuda"]].split(",")
             assert sorted(seen) == ["0", "1"]
     finally:
@@ -295,6 +295,16 @@ async def test_records_travel_between_machines(tmp_path: Path) -> None:
                 await fetched.fetch([missing], host=name)
         for each in (gathered, fetched):
             each.close()
+
+
+async def test_who_reads_for_others_says_meanwhile_that_it_can_be_reached(tmp_path: Path) -> None:
+    async with ray_launcher(tmp_path, SPECS) as launcher:
+        (tmp_path / "pool").mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / "pool" / "slow.seg")  # nobody writes
+        reading = launcher._depot.read.remote([PayloadRef(file="slow.seg", offset=0, length=1, crc32=0)])
+        await call(launcher._depot.ping, seconds=START_S, what="an answer", holder="the depot")
+        with pytest.raises(GetTimeoutError):
+            ray.get(reading, timeout=0)
 
 
 def payloads(process: ProcessHandle, directory: Path) -> FetchedPayloads:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import Config
+from penstock.config import Config, ConfigError
 from penstock.processes.devices import take_one
 from penstock.processes.foreign_server import environment
 from penstock.processes.visible import VARIABLES, num_devices
@@ -29,7 +29,7 @@ def taken(number: int, variable: str = CUDA, **sections: Any) -> str | None:
 @pytest.fixture(autouse=True)
 def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: 4))
     for variable in VARIABLES.values():
         monkeypatch.setenv(variable, "what is set here ends with the test")
         monkeypatch.delenv(variable)
@@ -65,7 +65,7 @@ def test_only_what_is_seen_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_single_device_is_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: 1))
     assert taken(3) is None
 
 
@@ -95,8 +95,7 @@ def given(number: int, variable: str = CUDA, **sections: Any) -> str | None:
     ("seen", "sections", "expected"),
     [
         ("0,1,2,3", {}, ["1", "2", "3"]),
-        ("4,5", {}, ["5", "4", "5"]),
-        ("0,1,2,3,4", {"rollout": {"args": ["--tensor-parallel-size", "2"]}}, ["1,2", "3,4", "0,1"]),
+        ("0,1,2,3,4,5,6", {"rollout": {"args": ["--tensor-parallel-size", "2"]}}, ["1,2", "3,4", "5,6"]),
         ("0,1", {"rollout": {"args": ["--tensor-parallel-size=2"]}}, ["0,1"] * 3),
         ("0,1,2,3", {"model": {"device": "cuda:1"}}, ["0,1,2,3"] * 3),
     ],
@@ -106,6 +105,16 @@ def test_engines_of_others_have_theirs(
 ) -> None:
     monkeypatch.setenv(CUDA, seen)
     assert [given(number, **sections) for number in range(3)] == expected
+
+
+def test_what_the_trainer_or_another_engine_has_is_not_given_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUDA, "0,1,2,3")
+    two = {"args": ["--tp", "2"], "servers": 2}
+    assert given(0, rollout=two) == "1,2"
+    with pytest.raises(
+        ConfigError, match=r"there are 4 devices, the trainer has 1 .* rollout.servers \(2\) needs 2: lower"
+    ):
+        given(1, rollout=two)
 
 
 def test_devices_of_another_make_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +132,7 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)
 def test_who_imports_no_torch_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     said = subprocess.CompletedProcess(["nvidia-smi", "-L"], 0, stdout=LISTED)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
-    assert [given(number) for number in range(2)] == ["1", "0"]
+    assert given(0) == "1"
 
 
 def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

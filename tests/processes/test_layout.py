@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import default_config
-from penstock.processes.layout import TrainerNode, places, stages, trainer_nodes
+from penstock.processes.layout import TrainerNode, places, stages, takes_turns, trainer_nodes
 from penstock.processes.listening import host_of
 from penstock.supervisor.child import Child
 
@@ -67,3 +67,20 @@ def test_processes_listen_on_their_machines_address(tmp_path: Path) -> None:
     config = default_config(["rollout.host=localhost"])
     assert host_of(Child(**places), config) == "localhost"  # type: ignore[arg-type]
     assert host_of(Child(**places, address="10.0.0.1"), config) == "10.0.0.1"  # type: ignore[arg-type]
+
+
+TURNS = ["scheduler.mode=colocated", "scheduler.max_staleness=0"]
+TOGETHER, APART = {"a": {"roles": ["actor", "rollout"]}}, {"a": {"roles": ["actor"]}, "b": {"roles": ["rollout"]}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], False),
+        (TURNS, True),
+        ([*TURNS, "cluster.address=auto", f"cluster.pools={TOGETHER}"], True),
+        ([*TURNS, "cluster.address=auto", f"cluster.pools={APART}"], False),
+    ],
+)
+def test_servers_take_turns_with_a_trainer_that_is_where_they_are(given: list[str], expected: bool) -> None:
+    assert takes_turns(default_config(given)) is expected

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from penstock.cluster.calls import call
 from penstock.cluster.records import Depot, Record, records_of
 from penstock.control.address import Address
 from penstock.control.keys import Keys
-from penstock.deadline import Stalled, patient
+from penstock.deadline import patient
 from penstock.ports import End, Look, ProcessSpec
 from penstock.store.payloads import POOL, answering
 from penstock.supervisor.child import ADDRESS, HOST
@@ -94,14 +93,13 @@ class Host:
             environment={ADDRESS: address, HOST: self._name},
             keeps_record=False,
         )
-        self._living = asyncio.create_task(self._live(controller))
+        self._living = asyncio.create_task(self._live(controller, depot))
         opened = asyncio.create_task(self._opened.wait())
         with patient(PATIENCE_S, waiter=self._name, resource="its opening", holder="this machine"):
             await asyncio.wait([self._living, opened], return_when=asyncio.FIRST_COMPLETED)
         opened.cancel()
         if self._living.done():
             self._living.result()
-        self._watching = asyncio.create_task(self._watch(depot))
 
     async def ping(self) -> None:
         """It can be reached."""
@@ -139,14 +137,16 @@ class Host:
             await asyncio.wait([self._living])
         return self._left
 
-    async def _live(self, controller: Address | None) -> None:
+    async def _live(self, controller: Address | None, depot: Any) -> None:
         get = partial(records_of, namespace=self._household.namespace)
         async with self._launcher, answering(self._runtime_dir, get):
             self._household.keys.write(self._runtime_dir)
             if controller is not None:
                 controller.write(self._runtime_dir)
             self._opened.set()
+            watching = asyncio.create_task(self._watch(depot))
             await self._closing.wait()
+            watching.cancel()
             self._left = await self._launcher.sweep()
 
     async def _watch(self, depot: Any) -> None:
@@ -158,7 +158,7 @@ class Host:
             try:
                 await call(depot.ping, seconds=ANSWER_S, what="an answer", holder="the supervisor's machine")
                 heard, missed = now(), 0
-            except (RayError, Stalled):
+            except Exception:  # whatever it is, it is no answer
                 missed += 1
         logger.error("%s ends: the supervisor's machine has been out of reach for %g s", self._name, ALONE_S)
         os._exit(1)

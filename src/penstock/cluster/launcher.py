@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from penstock.cluster.calls import call, end_of
 from penstock.cluster.host import TOKEN, Host, Household
 from penstock.cluster.placement import Pools, Slot, living
-from penstock.cluster.records import Depot, records_of
+from penstock.cluster.records import ASIDE, Depot, records_of
 from penstock.cluster.seats import Seat
 from penstock.config.errors import ConfigError
 from penstock.control.address import Address
@@ -133,8 +133,10 @@ class RayLauncher:
         (household.run_dir / TOKEN).write_text(household.token)
         self._keys.write(self._runtime_dir)
         directories = [household.run_dir / POOL, self._runtime_dir / POOL]
-        depot = ray.remote(Depot).options(**_here(), name=LOCAL, namespace=household.namespace)
-        self._depot: Any = depot.remote(directories, LOCAL)
+        depot = ray.remote(concurrency_groups={ASIDE: 1})(Depot)  # type: ignore[call-overload]
+        place = {**_here(), "name": LOCAL, "namespace": household.namespace}
+        self._depot: Any = depot.options(**place).remote(directories, LOCAL)
+        await call(self._depot.ping, seconds=START_S, what="its start", holder="Ray on this machine")
         get = partial(records_of, namespace=household.namespace)
         await self._here.enter_async_context(answering(self._runtime_dir, get))
         return self

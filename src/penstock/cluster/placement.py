@@ -78,12 +78,12 @@ class Pools:
         others = {slot.node.node_id for slot in before if slot.part != part}
         try:
             (placed,) = _plan([part], give_up=give_up, without=others, patiently=True)
+            (group,) = _hold([placed], give_up=give_up)
         except DoesNotFit as error:
             (address,) = {slot.node.address for slot in before if slot.part == part}
             raise DoesNotFit(
                 f"{error}. It was on {address}, which is gone: join a node to the cluster, and resume the run"
             ) from None
-        (group,) = _hold([placed], give_up=give_up)
         for gone in {slot.group.id: slot.group for slot in before if slot.part == part}.values():
             remove_placement_group(gone)
         self._slots[part.pool] = [

@@ -16,6 +16,8 @@ from penstock.ports import PayloadsLost
 from penstock.store.payloads import FETCH_S, read_records
 from penstock.types import PayloadRef
 
+ASIDE = "aside"
+"""Of a depot's calls: those that do not wait for others."""
 Record = Any
 """Bytes as an array: only arrays travel beside their pickle, and are read without a copy."""
 
@@ -26,8 +28,9 @@ class Depot:
     def __init__(self, directories: Sequence[Path], name: str) -> None:
         self._directories, self._name = directories, name
 
+    @ray.method(concurrency_group=ASIDE)
     def ping(self) -> None:
-        """It can be reached."""
+        """It can be reached, whatever it reads meanwhile."""
 
     def read(self, refs: Sequence[PayloadRef]) -> list[Record]:
         """Raises `PayloadsLost`."""

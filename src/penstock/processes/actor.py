@@ -17,7 +17,7 @@ from penstock.groups.intent import PerRank, Shard
 from penstock.groups.method import remote_method
 from penstock.groups.modes import Execute
 from penstock.groups.role import Rank
-from penstock.model.load import load_policy, with_tied_names
+from penstock.model.load import with_tied_names
 from penstock.processes.cores import num_usable_cpus
 from penstock.processes.rank import TrainerRank
 from penstock.scheduler.segments import max_trained_tokens
@@ -36,11 +36,8 @@ class Actor(TrainerRank):
     ) -> None:
         """`model_dir`: of the policy. `weights_dir`: where rank 0 publishes. The others: see `TrainerRank`."""
         super().__init__(rank, roles, config=config, place=place)
-        weights = config.model.path != "tiny"
-        if config.model.warm_start.steps:  # which trains it before it is placed
-            self._model = load_policy(model_dir, device=self._device, weights=weights, seed=config.seed)
-        else:
-            self._model = self._policy(model_dir, weights=weights)
+        trains_first = config.model.warm_start.steps > 0
+        self._model = self._policy(model_dir, weights=config.model.path != "tiny", whole=trains_first)
         self._publisher = WeightsPublisher(weights_dir) if self._ranks.is_first else None
         self._first_version = 0
 

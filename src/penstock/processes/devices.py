@@ -37,6 +37,6 @@ def take_one(config: Config, number: int) -> None:
         return
     seen = named(variable)
     if seen is None:
-        seen = [str(index) for index in range(torch.accelerator.device_count())]
+        seen = [str(index) for index in range(torch.get_device_module(kind).device_count())]
     if (chosen := of_server(config, number, seen)) is not None:
         os.environ[variable] = chosen

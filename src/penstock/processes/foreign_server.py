@@ -126,7 +126,7 @@ async def reached(engine: str, child: Child, config: Config, number: int) -> Asy
 def has_gate(child: Child, config: Config) -> bool:
     """One that we start has, where it is reached from other machines or keys differ."""
     rollout = config.rollout
-    others = child.address is not None or not rollout.is_loopback
+    others = child.address is not None or rollout.host != LOOPBACK
     return not rollout.urls and (others or bool(rollout.admin_api_key))
 
 

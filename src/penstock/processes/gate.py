@@ -32,6 +32,8 @@ OPEN: Mapping[str, Access] = {
 PATIENCE_S = 300.0
 """With an answer, before it is worth a report: whoever asked has a deadline."""
 UNREACHED = 502
+MAX_BODY_BYTES = 1 << 28
+"""A prompt of a long context comes once for each of its samples."""
 
 
 class Gate:
@@ -46,7 +48,7 @@ class Gate:
 
     async def pass_on(self, request: Request) -> Response:
         """The path that a key was asked for is the one that is passed on."""
-        return await unless_gone(request, self._ask(request, await read_bytes(request)))
+        return await unless_gone(request, self._ask(request, await read_bytes(request, max_bytes=MAX_BODY_BYTES)))
 
     async def _ask(self, request: Request, body: bytes) -> Response:
         path, query = quote(request.scope["path"]), request.url.query

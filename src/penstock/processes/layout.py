@@ -103,13 +103,19 @@ def seating_of(config: Config) -> Seating:
 
 def num_servers_beside(config: Config, name: str) -> int:
     """Rollout servers on the machine of this one, with it."""
+    return sum(are_together(config, f"rollout-{number}", name) for number in range(config.rollout.num_servers))
+
+
+def are_together(config: Config, one: str, other: str) -> bool:
+    """Whether these processes are on the same machine."""
     seats = seating_of(config).seats if config.cluster.address is not None else {}
+    places = [(seats[name].pool, seats[name].node) if name in seats else None for name in (one, other)]
+    return places[0] == places[1]
 
-    def machine(server: str) -> tuple[str, int] | None:
-        seat = seats.get(server)
-        return (seat.pool, seat.node) if seat is not None else None
 
-    return sum(machine(f"rollout-{number}") == machine(name) for number in range(config.rollout.num_servers))
+def takes_turns(config: Config) -> bool:
+    """Whether rollout servers compute where the trainer does, while it does not."""
+    return config.scheduler.mode == "colocated" and num_servers_beside(config, "trainer-0") > 0
 
 
 def _with_keys(config: Config) -> Config:

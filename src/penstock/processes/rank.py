@@ -79,10 +79,10 @@ class TrainerRank(ABC):
     def _tenant(self) -> Learner | Critic | Reference:
         """Who holds what this role has on the device."""
 
-    def _policy(self, directory: Path, *, weights: bool = True) -> PreTrainedModel:
-        """As `strategy_of` takes it: to be sharded, rank 0 alone reads it, and no device need have room for it. Without
-        `weights`: random ones."""
-        if not is_sharded(self._config.trainer, self._ranks):
+    def _policy(self, directory: Path, *, weights: bool = True, whole: bool = False) -> PreTrainedModel:
+        """As `strategy_of` takes it: to be sharded, rank 0 alone reads it, and no device need have room for it, unless
+        it is wanted `whole`. Without `weights`: random ones."""
+        if whole or not is_sharded(self._config.trainer, self._ranks):
             return load_policy(directory, device=self._device, weights=weights, seed=self._config.seed)
         if self._ranks.is_first:
             return load_policy(directory, weights=weights, seed=self._config.seed)
@@ -97,18 +97,25 @@ class BesideActor(TrainerRank, Generic[Held]):
     """A role with a model of its own, which began as the policy."""
 
     _held: Held
-    """From `begin` or the first `read` on."""
+    """From `begin` on."""
+    _loaded: PreTrainedModel
+    """Between `load` and `begin`."""
 
     @remote_method()
-    def begin(self, directory: Path) -> None:
-        """As the policy in `directory`."""
-        self._held = self._make(self._policy(directory))
+    def load(self, directory: Path) -> None:
+        """The policy in `directory`. Ranks do not meet in this: the first may have to read for longer than others would
+        wait for it."""
+        self._loaded = self._policy(directory)
+
+    @remote_method()
+    def begin(self) -> None:
+        """As the policy that was loaded."""
+        self._held = self._make(self._loaded)
+        del self._loaded
 
     @remote_method()
     def read(self, directory: Path) -> None:
         """Go back to what `write` wrote beside a policy."""
-        if not hasattr(self, "_held"):
-            self._held = self._make(self._policy(directory))
         self._held.read(directory)
 
     @remote_method()

@@ -44,7 +44,7 @@ from penstock.envs.registry import maker_by_tag
 from penstock.groups.errors import RemoteError
 from penstock.model.chat import ChatTokenizer
 from penstock.ports import TrainerState
-from penstock.processes.layout import model_dir
+from penstock.processes.layout import model_dir, takes_turns
 from penstock.processes.member import Telemetry, membership
 from penstock.processes.places import trainer_roles
 from penstock.processes.pool import payloads_of
@@ -64,7 +64,8 @@ BEGINNING = "beginning"
 """Of the run's directory: the policy, while it is handed to the roles that begin as it."""
 
 COMPUTED = (Begin, Restore, Accumulate, Step)
-"""What takes the ranks' devices, where those are the servers' from a published version on. A checkpoint does not."""
+"""Messages that the ranks' devices are needed for. Where servers take turns on them, they are given up with every
+version that is published; a checkpoint is made of what waits in memory."""
 
 Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
 
@@ -145,7 +146,7 @@ class TrainerProcess:
             case Publish():
                 with self._span("publish"):
                     handle = self._ranks.publish()
-                    if self._config.scheduler.mode == "colocated":
+                    if takes_turns(self._config):
                         self._ranks.release()
                 return Published(handle=handle if self.published is None else self.published.tell(handle))
             case SaveCheckpoint(directory=directory, state=state):

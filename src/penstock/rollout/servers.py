@@ -36,6 +36,8 @@ ALL_LOST_S = 20.0
 """All of them, before it is worth a report: one that was killed is back by then."""
 SILENCE_S = 10.0
 """Without an answer, after which a server is asked whether it lives: one that hangs would cost a whole deadline."""
+LEAVE_S = 10.0
+"""For a call that is given up to undo what it has begun, before another begins."""
 MISSED = 2
 """Times in a row that it did not say so."""
 FAILED = 500
@@ -259,7 +261,9 @@ class Servers:
             member.heard_at, member.missed = now(), 0
             return task.result()
         finally:
-            task.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task], timeout=LEAVE_S)
 
     def _despair(self, member: Member, episode: EpisodeId, waited_s: float) -> None:
         """Of a server that does not say that it lives: raises if there are others, or if it is none of this run any

@@ -57,7 +57,8 @@ def runtime_path(run_id: str) -> Path:
 def runtime_dirs(run_id: str = "") -> list[Path]:
     """Those that there are, of this user, on this machine; of runs whose ids begin so."""
     bases = {SHARED_MEMORY, Path(tempfile.gettempdir())}
-    return sorted(path for base in bases for path in base.glob(f"{runtime_path(run_id).name}*") if path.is_dir())
+    found = (path for base in bases for path in base.glob(f"{runtime_path(run_id).name}*") if path.is_dir())
+    return sorted(path for path in found if path.stat().st_uid == os.getuid())
 
 
 def claim(runtime_dir: Path, *, run_dir: Path, nonce: str) -> dict[str, str]:

@@ -42,7 +42,7 @@ class ActorCritic:
         """That is trained."""
         self._beside_s = 0.0
         """Model compute of other roles than the actor since the last step."""
-        self._is_released = False
+        self._has_begun = self._is_released = False
 
     def imitate(self, batch: Batch, learning_rate: float) -> dict[str, float]:
         """One step of the warm start."""
@@ -57,8 +57,7 @@ class ActorCritic:
         if self._beside:
             try:
                 self._actor.write_policy(directory)
-                for role in self._beside:
-                    role.begin(directory)
+                self._begin_beside(directory)
             finally:
                 shutil.rmtree(directory, ignore_errors=True)
 
@@ -105,6 +104,8 @@ class ActorCritic:
     def read(self, directory: Path, policy_version: int) -> None:
         """Go back to what `write` wrote, wherever roles were placed then; it counts as `policy_version` from now on."""
         self._actor.read(directory, policy_version)
+        if not self._has_begun:
+            self._begin_beside(directory)
         for role in self._beside:
             role.read(directory)
         self._told()
@@ -113,19 +114,30 @@ class ActorCritic:
     def release(self) -> None:
         """Let others have the devices of all roles until `resume`: what is held there waits in their machines' memory,
         from where it can be published and written."""
-        for role in () if self._is_released else (self._actor, *self._beside):
+        if self._is_released:
+            return
+        for role in (self._actor, *self._beside):
             role.release()
         self._is_released = True
 
     def resume(self) -> None:
         """Take them back, before anything is computed or read."""
-        for role in (self._actor, *self._beside) if self._is_released else ():
+        if not self._is_released:
+            return
+        for role in (self._actor, *self._beside):
             role.resume()
         self._is_released = False
 
     def close(self) -> None:
         """End all ranks of all roles."""
         self._roles.close()
+
+    def _begin_beside(self, directory: Path) -> None:
+        """The other roles, as the policy in `directory`."""
+        for role in self._beside:
+            role.load(directory)
+            role.begin()
+        self._has_begun = True
 
     def _told(self) -> float:
         """Seconds of model compute that other roles than the actor have not told of."""

@@ -83,11 +83,10 @@ class Learner:
         ranks: Ranks | None = None,
     ) -> None:
         """`model` has float32 weights, and is placed as `strategy_of` has it, over `ranks` (none: this one is alone).
-        `compute_dtype` is that of
-        forward and backward passes (autocast), best the servers' own. `temperature` is the sampling temperature:
-        log-probabilities are those of the policy that was sampled. `max_tokens`: of the longest answer allowed.
-        `whole_step`: samples of a full optimizer step. `measure_noise`: the gradient's norm is also taken within a
-        step, for the gradient noise scale."""
+        `compute_dtype` is that of forward and backward passes (autocast), best the servers' own. `temperature` is the
+        sampling temperature: log-probabilities are those of the policy that was sampled. `max_tokens`: of the longest
+        answer allowed. `whole_step`: samples of a full optimizer step. `measure_noise`: the gradient's norm is also
+        taken within a step, for the gradient noise scale."""
         self.model, self._model_cls = model, type(model)
         self.policy_version = policy_version
         self._config = config

@@ -1,7 +1,7 @@
 """A device that is given up for a while: what a role of the trainer holds there waits in the machine's memory.
 
-Every tensor stays the object that it is, so optimizers and whoever else refers to one need not know. What waits can be
-read, and gathered from all ranks, but nothing is computed with it.
+Every parameter stays the object that it is, so optimizers and whoever else refers to one need not know. What waits can
+be read, and gathered from all ranks, but nothing is computed with it.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Strategy(Protocol):
     """Every rank has its own part to save, and every pass of one rank is one of all."""
 
     def place(self, module: Module) -> None:
-        """Lay `module` over the ranks, in place, as rank 0 has it. What others have does not matter."""
+        """Lay `module` over the ranks, in place, as rank 0 has it."""
         ...
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
@@ -131,7 +131,8 @@ class Sharded:
 
     def _lay(self, module: Module, weights: Mapping[str, Tensor]) -> None:
         """Share `module` out, and have it hold `weights`, which are laid over the ranks already or rank 0's alone, and
-        rank 0's buffers. No device ever needs room for more than a share of all and a layer."""
+        rank 0's buffers. What others have does not matter, and no device needs room for more than a share of all and a
+        layer, unless the module was there."""
         buffers = dict(module.named_buffers())
         self._shard(module)
         module.to_empty(device=self.device)
