@@ -158,7 +158,7 @@ async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
         pytest.param(AS_IT_IS, {**FSDP, **AS_IT_IS}, id="two ranks that share weights from the start"),
         pytest.param(ROLES, SPLIT, id="roles split"),
         pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks"),
-        pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split"),
+        pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split", marks=pytest.mark.long),
         pytest.param(
             ROLES, {**SPLIT, **FSDP, "split": ["reference"]}, id="some of two ranks that share weights, split"
         ),

@@ -19,7 +19,9 @@ EXAMPLES = {
 """Just long enough to write an action now and then: groups whose members all earn the same teach nothing."""
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[pytest.mark.long] if name == "gem" else []) for name in EXAMPLES]
+)
 def test_it_trains(tmp_path: Path, example: str) -> None:
     short = [f"trainer.steps={NUM_STEPS}", "data.eval_tasks=4", "observe.progress=false"]
     result = train(example, tmp_path, *short, *EXAMPLES[example])

@@ -112,7 +112,7 @@ VARIANTS = {
 }
 
 
-LONG = ("probe, one step off", "colocated")
+LONG = ("probe, one step off", "colocated", "restarts")
 
 
 @pytest.mark.parametrize(
