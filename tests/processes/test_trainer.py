@@ -160,7 +160,10 @@ async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
         pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks"),
         pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split", marks=pytest.mark.long),
         pytest.param(
-            ROLES, {**SPLIT, **FSDP, "split": ["reference"]}, id="some of two ranks that share weights, split"
+            ROLES,
+            {**SPLIT, **FSDP, "split": ["reference"]},
+            id="some of two ranks that share weights, split",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -366,7 +369,11 @@ def keeper(tmp_path: Path) -> Iterator[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    ("here", "spread"), [pytest.param(TWO, SPREAD, id="one of two"), pytest.param(SPLIT, JUDGED, id="a split role's")]
+    ("here", "spread"),
+    [
+        pytest.param(TWO, SPREAD, id="one of two", marks=pytest.mark.long),
+        pytest.param(SPLIT, JUDGED, id="a split role's"),
+    ],
 )
 async def test_ranks_elsewhere_do_what_ranks_here_do(
     tmp_path: Path, pool: list[GroupRef], keeper: psutil.Process, here: dict[str, Any], spread: dict[str, Any]

@@ -19,8 +19,11 @@ EXAMPLES = {
 """Just long enough to write an action now and then: groups whose members all earn the same teach nothing."""
 
 
+LONG = ("gem", "agent")
+
+
 @pytest.mark.parametrize(
-    "example", [pytest.param(name, marks=[pytest.mark.long] if name == "gem" else []) for name in EXAMPLES]
+    "example", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in EXAMPLES]
 )
 def test_it_trains(tmp_path: Path, example: str) -> None:
     short = [f"trainer.steps={NUM_STEPS}", "data.eval_tasks=4", "observe.progress=false"]
