@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from tiny_policy import make_engine, serve, until
+from tiny_policy import serve, until
 
 from penstock.processes.gate import gate
 from penstock.rollout.keys import Keys
@@ -19,14 +19,6 @@ from penstock.rollout.session import HttpSession, RolloutError
 from penstock.types import EpisodeId, Sampling, SegmentGrant
 
 KEYS = Keys(generation="play", admin="rule")
-
-
-@pytest.fixture
-async def runner() -> AsyncIterator[EngineRunner]:
-    runner = EngineRunner(make_engine(), process="rollout-0")
-    runner.start()
-    yield runner
-    await runner.stop()
 
 
 @pytest.fixture

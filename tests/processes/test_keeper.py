@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tiny_policy import make_engine, serve
+from tiny_policy import serve
 
 from penstock.config import Config, default_config
 from penstock.processes import foreign_server
@@ -20,14 +20,6 @@ from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import connect
 from penstock.rollout.session import HttpSession, RolloutError
-
-
-@pytest.fixture
-async def runner() -> AsyncIterator[EngineRunner]:
-    runner = EngineRunner(make_engine(), process="rollout-0")
-    runner.start()
-    yield runner
-    await runner.stop()
 
 
 @pytest.fixture

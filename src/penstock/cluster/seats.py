@@ -2,7 +2,7 @@
 
 A process takes a slot; the trainer, and whoever keeps ranks of it on another node, as many slots of that node as
 processes compute for it there: its ranks, and those of roles that are split from them. Servers that take turns with it
-live in its slots, if they live in a pool of its. What lives in no pool runs on the supervisor's machine.
+live in its slots, if they live in one of its pools. What lives in no pool runs on the supervisor's machine.
 """
 
 from __future__ import annotations

@@ -106,11 +106,6 @@ class RolloutConfig(Section):
         return self.admin_api_key or self.api_key
 
     @property
-    def is_loopback(self) -> bool:
-        """Whether servers are for this machine only."""
-        return self.host in ("127.0.0.1", "localhost", "::1")
-
-    @property
     def num_servers(self) -> int:
         """Ours and foreign ones."""
         return len(self.urls) or self.servers
@@ -426,7 +421,7 @@ class Config(Section):
                 "rollout.urls: on a cluster the trainer gives weights out over the network, to whoever has the "
                 "servers' key: start them with one, and set it here through the environment variable PENSTOCK_API_KEY"
             )
-        if not self.rollout.is_loopback and not self.rollout.api_key:
+        if self.rollout.host not in ("127.0.0.1", "localhost", "::1") and not self.rollout.api_key:
             raise ValueError(
                 f"rollout.host {self.rollout.host} is reachable from outside: set rollout.api_key "
                 "through the environment variable PENSTOCK_API_KEY, or use 127.0.0.1"

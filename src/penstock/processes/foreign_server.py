@@ -20,7 +20,7 @@ from penstock.config import Config
 from penstock.deadline import Stalled, deadline
 from penstock.processes.gate import gate
 from penstock.processes.layout import model_dir
-from penstock.processes.listening import bind, host_of, url_of
+from penstock.processes.listening import bind, host_of, number_of, port_of, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
 from penstock.processes.visible import of_foreign_server
 from penstock.rollout.keys import Keys
@@ -66,12 +66,11 @@ METERS = {
 
 async def serve(child: Child, config: Config) -> None:
     stop = child.stop_event()
-    number = int(child.name.rpartition("-")[2])
     session = HttpSession(api_key=config.rollout.control_key, timeout_s=config.rollout.request_timeout_s)
     try:
         async with (
-            engine_of(child, config, number) as (engine, process),
-            reached(engine, child, config, number) as url,
+            engine_of(child, config) as (engine, process),
+            reached(engine, child, config) as url,
         ):
             client = connect(config.rollout.engine, url, session)
             claim = Claiming(client, child.run_id, child.nonce)
@@ -92,14 +91,15 @@ async def serve(child: Child, config: Config) -> None:
 
 
 @asynccontextmanager
-async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[tuple[str, Process | None]]:
+async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Process | None]]:
     """Where the server is, and its process if it is ours to end, which writes to this process's log. One that we start
     listens for this machine only: it guards its control paths with no key."""
     if config.rollout.urls:
-        yield config.rollout.urls[number].rstrip("/"), None
+        yield config.rollout.urls[number_of(child)].rstrip("/"), None
         return
-    port = free_port() if has_gate(child, config) else port_of(config, number) or free_port()
-    process = await asyncio.create_subprocess_exec(*command(child, config, port), env=environment(config, number))
+    port = free_port() if has_gate(child, config) else port_of(child, config) or free_port()
+    surroundings = environment(config, number_of(child))
+    process = await asyncio.create_subprocess_exec(*command(child, config, port), env=surroundings)
     try:
         yield url_of(LOOPBACK, port), process
     finally:
@@ -113,12 +113,12 @@ async def engine_of(child: Child, config: Config, number: int) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def reached(engine: str, child: Child, config: Config, number: int) -> AsyncIterator[str]:
+async def reached(engine: str, child: Child, config: Config) -> AsyncIterator[str]:
     """Where others find it."""
     if not has_gate(child, config):
         yield engine
         return
-    host, port = host_of(child, config), port_of(config, number)
+    host, port = host_of(child, config), port_of(child, config)
     async with gate(engine, host=host, port=port, keys=Keys.of(config.rollout)) as url:
         yield url
 
@@ -128,11 +128,6 @@ def has_gate(child: Child, config: Config) -> bool:
     rollout = config.rollout
     others = child.address is not None or rollout.host != LOOPBACK
     return not rollout.urls and (others or bool(rollout.admin_api_key))
-
-
-def port_of(config: Config, number: int) -> int:
-    """0 where the system chooses."""
-    return config.rollout.port + number if config.rollout.port else 0
 
 
 def command(child: Child, config: Config, port: int) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -103,14 +105,20 @@ def seating_of(config: Config) -> Seating:
 
 def num_servers_beside(config: Config, name: str) -> int:
     """Rollout servers on the machine of this one, with it."""
-    return sum(are_together(config, f"rollout-{number}", name) for number in range(config.rollout.num_servers))
+    machines = _machines(config)
+    return sum(machines[f"rollout-{number}"] == machines[name] for number in range(config.rollout.num_servers))
 
 
 def are_together(config: Config, one: str, other: str) -> bool:
     """Whether these processes are on the same machine."""
+    machines = _machines(config)
+    return machines[one] == machines[other]
+
+
+def _machines(config: Config) -> Mapping[str, tuple[str, int] | None]:
+    """By the name of a process: the pool and which of its nodes. None: the supervisor's machine."""
     seats = seating_of(config).seats if config.cluster.address is not None else {}
-    places = [(seats[name].pool, seats[name].node) if name in seats else None for name in (one, other)]
-    return places[0] == places[1]
+    return defaultdict(lambda: None, {name: (seat.pool, seat.node) for name, seat in seats.items()})
 
 
 def takes_turns(config: Config) -> bool:

@@ -34,6 +34,16 @@ def host_of(child: Child, config: Config) -> str:
     return child.address or config.rollout.host
 
 
+def number_of(child: Child) -> int:
+    """Which of the rollout servers this is, from 0 on."""
+    return int(child.name.rpartition("-")[2])
+
+
+def port_of(child: Child, config: Config) -> int:
+    """Where that rollout server listens; 0 lets the system choose."""
+    return config.rollout.port + number_of(child) if config.rollout.port else 0
+
+
 def url_of(host: str, at: socket.socket | int) -> str:
     """Where clients find what listens there, or at that port."""
     port = at if isinstance(at, int) else at.getsockname()[1]

@@ -10,7 +10,7 @@ from penstock.config import Config
 from penstock.processes.cores import num_threads
 from penstock.processes.devices import take_one
 from penstock.processes.layout import model_dir, num_servers_beside
-from penstock.processes.listening import bind, host_of, listening, url_of
+from penstock.processes.listening import bind, host_of, listening, number_of, port_of, url_of
 from penstock.processes.member import Telemetry, ask_nothing, first, membership
 from penstock.processes.serving import Weights, application, make_engine
 from penstock.rollout.claim import Claim
@@ -84,13 +84,8 @@ def telemetry(runner: EngineRunner) -> Telemetry:
 
 def listen(child: Child, config: Config) -> socket.socket:
     """Bind before the model is loaded, so that a busy port is known at once."""
-    port = config.rollout.port + number_of(child) if config.rollout.port else 0
+    port = port_of(child, config)
     try:
         return bind(host_of(child, config), port)
     except OSError as error:
         child.fail(f"{child.name} cannot listen on {host_of(child, config)}:{port}: {error.strerror}")
-
-
-def number_of(child: Child) -> int:
-    """Which of the servers this is, from 0 on."""
-    return int(child.name.rpartition("-")[2])

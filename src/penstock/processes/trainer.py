@@ -76,6 +76,7 @@ class TrainerProcess:
     def __init__(self, config: Config, child: Child) -> None:
         self._config, self._name, self._run_dir = config, child.name, child.run_dir
         self._model_dir = model_dir(config, child.run_dir)
+        self._takes_turns = takes_turns(config)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._payloads = payloads_of(child)
         self._controllers_host = ""
@@ -146,7 +147,7 @@ class TrainerProcess:
             case Publish():
                 with self._span("publish"):
                     handle = self._ranks.publish()
-                    if takes_turns(self._config):
+                    if self._takes_turns:
                         self._ranks.release()
                 return Published(handle=handle if self.published is None else self.published.tell(handle))
             case SaveCheckpoint(directory=directory, state=state):
