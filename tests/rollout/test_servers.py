@@ -104,6 +104,13 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers_module, "PATIENCE_S", 0.01)
 
 
+@pytest.fixture
+def wary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is silent is soon asked whether he lives."""
+    monkeypatch.setattr(servers_module, "SILENCE_S", 0.05)
+    monkeypatch.setattr(client_module, "PROBE_S", 0.05)
+
+
 def grant(episode: int, *, max_tokens: int = 4) -> SegmentGrant:
     return SegmentGrant(episode=EpisodeId("tag", episode, 0, 0), max_tokens=max_tokens)
 
@@ -131,11 +138,8 @@ async def test_what_a_lost_server_was_generating_is_asked_of_another(line: Line,
     assert lost == [line.url]
 
 
-async def test_a_server_that_hangs_is_found_out(
-    line: Line, other: EngineRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servers_module, "SILENCE_S", 0.05)
-    monkeypatch.setattr(client_module, "PROBE_S", 0.05)
+@pytest.mark.usefixtures("wary")
+async def test_a_server_that_hangs_is_found_out(line: Line, other: EngineRunner) -> None:
     lost: list[str] = []
     async with serve(other) as second:
         servers = Servers([line.url, second], lost=lambda url, why: lost.append(why))
@@ -286,11 +290,10 @@ async def test_what_a_server_was_generating_is_asked_of_its_successor_elsewhere(
     assert {segment.spans[0].policy_version for segment in answers} == {5}
 
 
+@pytest.mark.usefixtures("wary")
 async def test_so_is_what_one_is_asked_that_hangs_and_was_replaced(
-    line: Line, other: EngineRunner, hurried: None, monkeypatch: pytest.MonkeyPatch
+    line: Line, other: EngineRunner, hurried: None
 ) -> None:
-    monkeypatch.setattr(servers_module, "SILENCE_S", 0.05)
-    monkeypatch.setattr(client_module, "PROBE_S", 0.05)
     async with serve(other) as successor:
         servers = Servers([line.url])
         line.silent = True
@@ -330,11 +333,8 @@ async def test_an_update_in_which_one_of_two_dies_reaches_it_when_it_is_brought_
         await servers.close()
 
 
-async def test_an_update_does_not_wait_for_a_server_that_hangs(
-    line: Line, other: EngineRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servers_module, "SILENCE_S", 0.05)
-    monkeypatch.setattr(client_module, "PROBE_S", 0.05)
+@pytest.mark.usefixtures("wary")
+async def test_an_update_does_not_wait_for_a_server_that_hangs(line: Line, other: EngineRunner) -> None:
     lost: list[str] = []
     async with serve(other) as second:
         servers = Servers([line.url, second], lost=lambda url, why: lost.append(why))
