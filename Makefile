@@ -10,27 +10,30 @@ FROZEN := gem-llm==0.1.0 atroposlib==0.4.0
 UV = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 export UV_DEFAULT_INDEX ?= $(or $(PIP_INDEX_URL),https://pypi.org/simple)
 
-.PHONY: help demo test test-long test-all test-fast check vllm-env clean
+# One worker more than there are cores; what shares a fixture, or Ray, stays together (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n auto
+
+.PHONY: help demo test test-all test-long test-vllm test-fast check vllm-env clean
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 demo: $(SETUP)  ## set up .venv, then train the quickstart
-	@echo "training the quickstart: about four minutes on two cores"
+	@echo "training the quickstart: about three minutes on two cores"
 	$(BIN)/penstock train examples/quickstart/run.yaml
 
-test: check  ## set up .venv, then format, lint, types and tests
-	$(BIN)/python -m pytest -n auto -m "not integration"
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "integration and not vllm and not long" --ignore tests/faults --durations 30
-	$(BIN)/python -m pytest -n 3 tests/faults
+test: check  ## set up .venv, then format, lint, types, unit tests and a choice of real runs; six minutes on two cores
+	$(PYTEST) -m "not long and not vllm" --durations 15
 
-test-long: $(SETUP)  ## the longest runs, which `make test` leaves out
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m long
+test-all: test test-long  ## `make test`, and then all other real runs; forty minutes
 
-test-all: test test-long vllm-env  ## both, and training with a real vLLM (3 GB, twenty minutes more)
+test-long: $(SETUP)  ## only the real runs that `make test` leaves out
+	$(PYTEST) -m "long and not vllm" --durations 15
+
+test-vllm: $(SETUP) vllm-env  ## training with a real vLLM (3 GB, twenty minutes)
 	$(BIN)/python -m pytest -m vllm
 
-test-fast: $(SETUP)  ## only the tests that need no process and no training run
-	$(BIN)/python -m pytest -n auto -m "not integration"
+test-fast: $(SETUP)  ## only the tests that start no process and train nothing
+	$(PYTEST) -m "not integration"
 
 check: $(SETUP)
 	$(BIN)/ruff format --check src tests benchmarks

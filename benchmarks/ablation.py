@@ -30,12 +30,12 @@ from lab import (
     samples_per_s,
     trained,
 )
-from report import Figures, publish
+from report import Benchmark, Figures, publish, runs_dir
 
 from penstock.config import Config, SimulatorConfig, load_config
 from penstock.simulator.calibration import calibrate, predicted
 from penstock.simulator.measures import Measures
-from penstock.simulator.report import predict
+from penstock.simulator.prediction import predict
 
 STEPS, SHORT_STEPS = 40, 25
 
@@ -49,6 +49,7 @@ MODES = {
     "sync_split": ["scheduler.mode=synchronous", "scheduler.max_staleness=0"],
     "sync_all_cores": ["scheduler.mode=colocated", "scheduler.max_staleness=0", "rollout.servers=2"],
 }
+BASELINES = ("sync_split", "sync_all_cores")
 """All cores: one server each, since a model this small decodes no faster on two threads (slower, in fact)."""
 POLICIES = {
     "fifo": ["scheduler.dispatch.policy=fifo"],
@@ -89,6 +90,27 @@ ELSEWHERE = {
     "sync_split": MODES["sync_split"],
 }
 """Configurations whose throughput the calibrated simulator predicts."""
+RATES = ("samples_per_s", "trainer_idle", "masked_share")
+ORDER = (
+    *(f"first_{FIRST_SAMPLES}_samples_s", f"first_{FIRST_SAMPLES}_samples_length_ratio"),
+    *("refill_s", "samples_per_s", "length_ks", "oldest_wait_s", "length_tau"),
+)
+TRIGGER = ("eval_after", "idle_fraction", "steps", "samples", "wall_s")
+PREDICTED = ("measured_samples_per_s", "predicted_samples_per_s", "error", "allowed_error")
+WITHOUT_MAKESPAN = "sjf_without_aging"
+BENCHMARK = Benchmark(
+    name="ablation",
+    measures=["scheduler", "simulator", "trainer", "rollout", "processes", "loop.py", "system.py"],
+    figures=[
+        *(f"{row}_{figure}" for row in MODES for figure in RATES),
+        *(f"async_speedup_over_{baseline}" for baseline in BASELINES),
+        *("share_of_bound", "busier_half_busy", "calibration_error"),
+        *(f"{row}_{figure}" for row in ELSEWHERE for figure in PREDICTED),
+        *(f"{row}_{figure}" for row in POLICIES for figure in ORDER),
+        *(f"{row}_makespan_s" for row in POLICIES if row != WITHOUT_MAKESPAN),
+        *(f"{row}_{figure}" for row in TRIGGERS for figure in TRIGGER),
+    ],
+)
 
 
 def overlap(lab: Lab, figures: Figures) -> None:
@@ -99,7 +121,7 @@ def overlap(lab: Lab, figures: Figures) -> None:
         figures.cell(MODES_TABLE, name, "samples_per_s", rates[name])
         figures.cell(MODES_TABLE, name, "trainer_idle", map(idle_fraction, runs[name]))
         figures.cell(MODES_TABLE, name, "masked_share", map(masked_share, runs[name]))
-    for name in ("sync_split", "sync_all_cores"):
+    for name in BASELINES:
         pairs = zip(rates["async"], rates[name], strict=True)
         figures.add(f"async_speedup_over_{name}", (ours / theirs for ours, theirs in pairs))
     fitted = calibrated(lab)
@@ -138,7 +160,12 @@ def calibration(lab: Lab, figures: Figures) -> None:
     """The simulator, calibrated on one run, predicts runs that are configured differently."""
     fitted, errors = calibrated(lab), []
     for name, overrides in ELSEWHERE.items():
-        runs = lab.long(name, overrides, steps=STEPS if name in MODES else SHORT_STEPS)
+        is_mode = name in MODES
+        runs = lab.long(name, overrides, steps=STEPS if is_mode else SHORT_STEPS, spare=not is_mode)
+        if not runs:
+            for column in PREDICTED:
+                figures.cell(CALIBRATION_TABLE, name, column, [])
+            continue
         rates = [samples_per_s(run) for run in runs]
         config = load_config(runs[0] / "config.yaml").model_copy(update={"simulator": fitted})
         foreseen = predicted(simulated_run(config))["samples_per_s"]
@@ -158,7 +185,8 @@ def order(lab: Lab, figures: Figures) -> None:
     known = f"scheduler.length.learn_from={earlier}"
     usual = mean_length(earlier)
     for name, policy in POLICIES.items():
-        streams = lab.long(f"stream_{name}", [*ORDERED, *policy, known], steps=SHORT_STEPS)
+        spare = name != "fifo"
+        streams = lab.long(f"stream_{name}", [*ORDERED, *policy, known], steps=SHORT_STEPS, spare=spare)
         figures.cell(ORDER_TABLE, name, f"first_{FIRST_SAMPLES}_samples_s", map(first_samples_s, streams))
         ratios = (first_lengths(run) / usual for run in streams)
         figures.cell(ORDER_TABLE, name, f"first_{FIRST_SAMPLES}_samples_length_ratio", ratios)
@@ -166,16 +194,16 @@ def order(lab: Lab, figures: Figures) -> None:
         figures.cell(ORDER_TABLE, name, "samples_per_s", map(samples_per_s, streams))
         for metric in ("length_ks", "oldest_wait_s", "length_tau"):
             figures.cell(ORDER_TABLE, name, metric, map(last_metric(metric), streams))
-        if name != "sjf_without_aging":
+        if name != WITHOUT_MAKESPAN:
             tasks = f"data.path={lab.closed_set}"
-            closed = lab.long(f"closed_{name}", [*ORDERED, *policy, *CLOSED, known, tasks], steps=1)
+            closed = lab.long(f"closed_{name}", [*ORDERED, *policy, *CLOSED, known, tasks], steps=1, spare=spare)
             figures.cell(ORDER_TABLE, name, "makespan_s", map(makespan_s, closed))
 
 
 def triggers(lab: Lab, figures: Figures) -> None:
     """Held-out reward and idle learner after the same number of samples."""
     for name, overrides in TRIGGERS.items():
-        runs = lab.quickstart(f"trigger_{name}", overrides, samples=30_720)
+        runs = lab.quickstart(f"trigger_{name}", overrides, samples=30_720, spare=name != "compute")
         figures.cell(TRIGGER_TABLE, name, "eval_after", map(eval_after, runs))
         figures.cell(TRIGGER_TABLE, name, "idle_fraction", map(idle_fraction, runs))
         figures.cell(TRIGGER_TABLE, name, "steps", map(last_metric("step"), runs))
@@ -199,16 +227,24 @@ STUDIES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--quick", action="store_true", help="one seed, few steps")
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps; some variants are only checked")
     parser.add_argument("--runs", type=Path, default=Path("runs/ablation"), help="where runs are kept")
     parser.add_argument("--only", choices=list(STUDIES), action="append", help="only these studies")
     options = parser.parse_args()
-    lab = Lab(runs=options.runs.resolve(), quick=options.quick)
+    lab = Lab(runs=runs_dir(options.runs, quick=options.quick), quick=options.quick)
     lab.runs.mkdir(parents=True, exist_ok=True)
     figures = Figures()
     for name in options.only or STUDIES:
         STUDIES[name](lab, figures)
-    publish("ablation", figures.flat, options.json, tables=figures.tables, seeds=lab.seeds, runs_of=lab.commits)
+    publish(
+        BENCHMARK,
+        figures.flat,
+        options.json,
+        tables=figures.tables,
+        seeds=lab.seeds,
+        runs_of=lab.commits,
+        partial=bool(options.only),
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Ranks against one: the same global batch, trained by one process and by two over
 Every step's samples are dealt as a run deals them, and reach the learner in two calls. A loss differs by its difference
 over the largest loss of all steps (that of a policy against itself may be zero); weights differ, after the last step,
 by the norm of their difference over their norm. The largest of each is reported, and over both strategies as
-`two_rank_loss_difference` and `two_rank_weight_difference`. Group calls against bare calls of Ray: see `on_ray`.
+`two_rank_loss_difference` and `two_rank_weight_difference`. Group calls against bare calls of Ray: see `bare_ray`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,34 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from bare_ray import cluster, on_ray
+from lab import EXAMPLE
 from learner import make_batch, setting_on
-from on_ray import cluster, on_ray
-from quickstart import EXAMPLE
-from report import arguments, publish
+from report import Benchmark, arguments, publish
 from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.config import Config
 from penstock.groups.batch import Batch
+from penstock.groups.spawned import SpawnedBackend
 from penstock.processes.layout import model_dir, prepare
-from penstock.processes.places import trainer_roles
+from penstock.processes.role_placement import trainer_roles
 from penstock.trainer.actor_critic import ActorCritic
 
 NUM_RANKS = 2
 STRATEGIES = ("ddp", "fsdp")
+DIFFERENCES = ("two_rank_loss_difference", "two_rank_weight_difference")
+BENCHMARK = Benchmark(
+    name="cluster",
+    measures=["cluster", "groups", "trainer", "processes"],
+    figures=[
+        *DIFFERENCES,
+        *(f"{difference}_{strategy}" for difference in DIFFERENCES for strategy in STRATEGIES),
+        *("quickstart_eval_before", "quickstart_eval_after", "quickstart_wall_s"),
+        *("place_1000_bundles_s", "call_vs_bare_ray", "call_ms"),
+        *("dispatch_collect_vs_bare_ray", "dispatch_collect_mb_per_s"),
+    ],
+)
 LIMIT_S = 1800
 """For the quickstart."""
 
@@ -57,7 +70,8 @@ def configured(num_ranks: int, strategy: str) -> Config:
 def train(num_ranks: int, strategy: str, batch: Batch, steps: int, directory: Path) -> Trained:
     config = configured(num_ranks, strategy)
     prepare(config, directory)
-    roles = trainer_roles(config, model_dir=model_dir(config, directory), weights_dir=directory / "weights")
+    places = {"model_dir": model_dir(config, directory), "weights_dir": directory / "weights"}
+    roles = trainer_roles(config, lambda together, numbers: SpawnedBackend(together, len(numbers)), **places)
     ranks = ActorCritic(roles, config.trainer)
     try:
         ranks.begin(0, directory / "beginning")
@@ -115,14 +129,13 @@ def main() -> None:
             found = train(NUM_RANKS, strategy, batch, steps, Path(directory) / strategy)
             figures[f"two_rank_loss_difference_{strategy}"] = loss_difference(found.losses, alone.losses)
             figures[f"two_rank_weight_difference_{strategy}"] = weight_difference(found.weights, alone.weights)
-    for of in ("loss", "weight"):
-        key = f"two_rank_{of}_difference"
+    for key in DIFFERENCES:
         figures[key] = max(figures[f"{key}_{strategy}"] for strategy in STRATEGIES)
     with TemporaryDirectory() as directory:
         overrides = ["trainer.steps=20", "data.eval_tasks=64"] if options.quick else []
         figures |= quickstart_on_two_nodes(Path(directory), *overrides)
     figures |= on_ray(rounds=3 if options.quick else 15)
-    publish("cluster", figures, options.json)
+    publish(BENCHMARK, figures, options.json)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from statistics import median
 import numpy as np
 import torch
 from hardware import accelerator_name, bytes_per_s, real_policy, seconds, tiny_policy
-from report import arguments, publish
+from report import Benchmark, arguments, publish
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from penstock.rollout.engine import SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.slot_engine import SlotEngine
 
 PROMPT_TOKENS = 24
 MAX_CONTEXT = 512
@@ -32,6 +32,25 @@ UNIFORM_REQUESTS, UNIFORM_TOKENS = 256, 64
 LONGTAIL_REQUESTS, LONGTAIL_SLOTS = 1024, 128
 LONGTAIL_MEDIAN, LONGTAIL_SIGMA = 24, 0.9  # P99/P50 = exp(2.33 * 0.9) = 8
 DECODED_ROWS, DECODED_CONTEXT, DECODED_STEPS = (1, 64, 256), 384, 32
+
+TINY, REAL = "tiny_", "qwen3_0_6b_"
+"""What figures of the policies on an accelerator begin with."""
+UNIFORM = (
+    "uniform_vs_generate",
+    "uniform_vs_continuous_batching",
+    "uniform_tokens_per_s",
+    "uniform_generate_tokens_per_s",
+    "uniform_continuous_batching_tokens_per_s",
+    "continuous_batching_best_batch_size",
+)
+LONGTAIL = ("longtail_vs_generate", "longtail_tokens_per_s", "longtail_generate_tokens_per_s", "longtail_p99_over_p50")
+DECODING = [f"decode_{rows}_rows_{figure}" for rows in DECODED_ROWS for figure in ("ms", "share_of_bandwidth")]
+BENCHMARK = Benchmark(
+    name="engine",
+    measures=["rollout", "model"],
+    figures=[*UNIFORM, *LONGTAIL],
+    on_accelerator=[f"{policy}{name}" for policy in (TINY, REAL) for name in (*UNIFORM, "copy_gb_per_s", *DECODING)],
+)
 
 Prompts = list[list[int]]
 
@@ -59,8 +78,8 @@ def settings(device: torch.device, *, quick: bool) -> dict[str, Setting]:
             )
         }
     policies = {
-        "tiny_": partial(tiny_policy, MAX_CONTEXT, device=device, dtype=torch.bfloat16),
-        "qwen3_0_6b_": partial(real_policy, device=device, dtype=torch.bfloat16),
+        TINY: partial(tiny_policy, MAX_CONTEXT, device=device, dtype=torch.bfloat16),
+        REAL: partial(real_policy, device=device, dtype=torch.bfloat16),
     }
     return {
         name: Setting(
@@ -239,7 +258,7 @@ def main() -> None:
         further = decoding(setting) if device.type != "cpu" else longtail(setting, 1 if options.quick else 3)
         found = uniform(setting) | further
         figures |= {prefix + name: value for name, value in found.items()}
-    publish("engine", figures, options.json, accelerator=accelerator_name(device))
+    publish(BENCHMARK, figures, options.json, accelerator=accelerator_name(device))
 
 
 if __name__ == "__main__":

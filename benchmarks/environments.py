@@ -35,7 +35,8 @@ from typing import Any, cast
 import psutil
 import uvloop
 import yaml
-from report import arguments, publish
+from lab import EXAMPLE
+from report import Benchmark, arguments, publish
 from task_rate import NUM_ROWS, dataset_items_per_s
 
 from penstock.config import Config
@@ -48,13 +49,18 @@ from penstock.control.messages import (
     TaskRequest,
     Welcome,
 )
-from penstock.control.remote import RemoteWorkers
+from penstock.control.remote_workers import RemoteWorkers
+from penstock.ports.work import Work
 from penstock.processes.layout import prepare
-from penstock.processes.listening import bind, url_of
-from penstock.rollout import wire
-from penstock.simulator.parts import leased
+from penstock.rollout import bodies
+from penstock.runtime.http_server import bind, url_of
 from penstock.types import Sampling, SegmentGrant, Task
 
+BENCHMARK = Benchmark(
+    name="environments",
+    measures=["envs", "processes", "control", "data", "store"],
+    figures=["turns_per_s", "overhead_ms_per_turn", "worker_busy", "dataset_items_per_s", "dump_share"],
+)
 EPISODES, GROUP_SIZE, TURNS = 1000, 8, 8
 THINK_S = 0.5
 ACTION = [*range(40, 55), 4]
@@ -63,7 +69,6 @@ OBSERVATION = "you see a door, a key and a lamp; what do you do? "
 START_S, SETTLE_S, WATCH_S = 60.0, 4.0, 20.0
 CORE = 0
 """Of the worker; everything else is elsewhere."""
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
 
 
 class Thinker:
@@ -107,18 +112,18 @@ class Engine(asyncio.Protocol):
         return ANSWER if num_samples == 1 else b"[%s]" % b",".join([ANSWER] * num_samples)
 
 
-READY = wire.encode(wire.Ready(run_id="", nonce="", policy_version=0, state="serving"))
-ANSWER = wire.encode(
-    wire.GenerateReply(
+READY = bodies.encode(bodies.Ready(run_id="", nonce="", policy_version=0, state="serving"))
+ANSWER = bodies.encode(
+    bodies.GenerateReply(
         text="",
         output_ids=ACTION,
-        meta_info=wire.MetaInfo(
+        meta_info=bodies.MetaInfo(
             id="0",
-            finish_reason=wire.Stop(matched=ACTION[-1]),
+            finish_reason=bodies.Stop(matched=ACTION[-1]),
             prompt_tokens=0,
             completion_tokens=len(ACTION),
             weight_version="0",
-            weight_versions=[wire.WeightSpan("0", 0, len(ACTION))],
+            weight_versions=[bodies.WeightSpan("0", 0, len(ACTION))],
             e2e_latency=0.0,
             output_token_logprobs=[(-1.0, token, None) for token in ACTION],
         ),
@@ -154,11 +159,15 @@ class Controller:
     def _start(self, worker: str) -> None:
         assert self.workers is not None
         group = next(self.groups)
-        work = leased(
-            range(GROUP_SIZE),
+        work = Work(
+            task=Task(task_id="t", tag="train", index=0),
             group=group,
+            attempt=0,
+            group_size=GROUP_SIZE,
+            members=tuple(range(GROUP_SIZE)),
+            max_tokens=(len(ACTION),) * GROUP_SIZE,
             env_seed=group,
-            max_tokens=len(ACTION),
+            sampling_seed=0,
             sampling=Sampling(max_new_tokens=len(ACTION)),
             deadline_s=300.0,
         )
@@ -242,7 +251,7 @@ def dump_share(num_tasks: int) -> float:
     """Of a whole run, with all its processes."""
     with TemporaryDirectory() as runs_dir:
         words = [f"runs_dir={runs_dir}", "run_id=dumped", f"synthesis.tasks={num_tasks}", "observe.progress=false"]
-        command = [sys.executable, "-m", "penstock.cli.main", "rollout", str(QUICKSTART), *words]
+        command = [sys.executable, "-m", "penstock.cli.main", "rollout", str(EXAMPLE), *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         summary = json.loads(Path(runs_dir, "dumped", "summary.json").read_text())
         return float(summary["dump_share"])
@@ -257,7 +266,7 @@ def main() -> None:
     figures["dataset_items_per_s"] = min(rates.values())
     tables = {"Tasks from files": {source: {"items_per_s": [rate]} for source, rate in rates.items()}}
     figures["dump_share"] = dump_share(num_tasks=512 if options.quick else 4096)
-    publish("environments", figures, options.json, tables=tables)
+    publish(BENCHMARK, figures, options.json, tables=tables)
 
 
 if __name__ == "__main__":

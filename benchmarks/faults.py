@@ -6,35 +6,38 @@ was played, the trainer with its first optimizer step, the controller with its f
 
 `checkpoint_share`, `supervision_cpu`: of an undisturbed run of the quickstart, without a display.
 
-The long form: real training runs, two at a time, with all kinds of faults in all phases, in random order. Each run is
-then audited, against the word of its trainers (`run_audit`). `disturbed` counts what a run did because of the faults of
-its neighbour; `reward_reached` is the held-out reward of these runs over that of undisturbed ones. Whatever is found
-wrong is printed at once; the runs are kept, with what was put into them and what their trainers told.
+The long form: real training runs, a few at a time, with all kinds of faults in all phases, in random order. Each run
+is then audited, against the word of its trainers (`run_audit`). `disturbed` counts what a run did because of the faults
+of its neighbour; `reward_reached` is the held-out reward of these runs over that of undisturbed ones. Each finding is
+printed at once. With `--runs` the runs are kept, with their faults and the trainers' words, and the same command goes
+on after an interruption: it repeats no run that has been audited at this commit with the same plan.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from injection import PROCESSES, Injection, inject, matrix
-from report import Figures, arguments, publish
-from run_audit import Audit, audit
-from watched_run import TimedOut, WatchedRun, Word, wait_for
+from lab import EXAMPLE
+from random_faults import PROCESSES, VICTIMS, Fault, Injection, Phase, inject, matrix
+from report import Benchmark, Figures, arguments, commit, publish, runs_dir
+from run_audit import FINDINGS, audit
+from watched_run import TimedOut, WatchedRun, Word, end_earlier, wait_for
 
 from penstock.supervisor import procfs
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
 GROUP_SIZE, MAX_STALENESS = 8, 1
 QUIET = ["observe.progress=false", "observe.plots=false"]
 SHORT = [
@@ -50,14 +53,100 @@ SHORT = [
     "supervisor.max_backoff_s=1",
 ]
 """Hangs are found soon, and no run is given up."""
+BENCHMARK = Benchmark(
+    name="faults",
+    measures=["supervisor", "processes", "control", "store", "recovery.py", "loop.py", "system.py"],
+    figures=[
+        *(f"{name}_{figure}" for name in PROCESSES for figure in ("detect_ms", "recover_s")),
+        *("detect_ms", "detect_worst_ms", "supervision_cpu", "checkpoint_share"),
+        *("injections", *FINDINGS, "disturbed", "reward_injected", "reward_undisturbed", "reward_reached"),
+        *(f"{fault}_{phase}".replace(" ", "_") for fault in Fault for phase in Phase),
+        *(f"{victim}_{figure}" for victim in VICTIMS for figure in ("injections", "back_after_s")),
+    ],
+)
+SMALL_STEPS = ["trainer.groups_per_step=8"]
+"""Of the long form: between two faults a run learns less than it restarts."""
 SEED = 0
-NUM_INJECTIONS, NUM_RUNS, STEPS = 110, 10, 420
-MOST_SEEDS = 2
-QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS = 8, 2, 60
-ROUNDS, STEADY_STEPS = 3, 3
-"""Kills of every process, and optimizer steps before each."""
+STEADY_STEPS = 3
+"""Optimizer steps before a kill."""
 STEP_S, RECOVERED_S, RUN_S = 240.0, 120.0, 900.0
 """Limits: for an optimizer step, for a recovery, for a run once nobody disturbs it any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is done."""
+
+    rounds: int
+    """Kills of every process."""
+    cost_steps: int
+    injections: int
+    """At least so many, over all runs of the long form."""
+    whole_rounds: int
+    """Times that every fault is put in; the others are cheap ones, since most of the time goes into restarts of
+    servers, trainers and whole runs."""
+    per_run: int
+    steps_between: int
+    """Optimizer steps from a fault to the next one: most of a run's time is its restarts, not these."""
+    seeds: int
+    """Of injected runs, in turn; each seed also has an undisturbed run."""
+    at_a_time: int
+    overrides: Sequence[str] = ()
+    """Settings of all runs."""
+    limit: int | None = None
+    """Injections of the plan that are put in, the first ones; None: all."""
+
+    @property
+    def steps(self) -> int:
+        return self.steps_between * (self.per_run + 1)
+
+
+FULL = Size(
+    rounds=3,
+    cost_steps=420,
+    injections=1000,
+    whole_rounds=3,
+    per_run=25,
+    steps_between=6,
+    seeds=2,
+    at_a_time=2,
+)
+QUICK = Size(
+    rounds=1,
+    cost_steps=20,
+    injections=4,
+    whole_rounds=1,
+    per_run=4,
+    steps_between=6,
+    seeds=1,
+    at_a_time=2,
+    overrides=["model.warm_start.steps=5", "data.eval_tasks=16"],
+)
+
+
+class Progress:
+    """Tells how far all runs are together."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._num_done, self._num_kept, self._num_wrong = total, 0, 0, 0
+        self._began, self._lock = time.monotonic(), threading.Lock()
+
+    def keep(self, count: int) -> None:
+        """Count injections of an earlier session."""
+        with self._lock:
+            self._num_kept += count
+
+    def add(self, count: int, *, wrong: int = 0, what: str) -> None:
+        with self._lock:
+            self._num_done, self._num_wrong = self._num_done + count, self._num_wrong + wrong
+            known, minutes = self._num_done + self._num_kept, (time.monotonic() - self._began) / 60
+            left = minutes / self._num_done * max(self._total - known, 0) if self._num_done else float("nan")
+            print(
+                f"{known} of {self._total} injections, {self._num_wrong} findings, "
+                f"{minutes:.0f} min, {left:.0f} to go. {what}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,17 +155,29 @@ class Survivor:
 
     name: str
     injections: list[Injection]
-    audit: Audit
+    findings: dict[str, list[str]]
     reward: float | None
     """Held-out, after training; None if it never got there."""
 
+    def write(self, file: Path, asked: object) -> None:
+        file.write_text(json.dumps({"asked": asked, "survivor": asdict(self)}, indent=1))
 
-def kills(runs: Path, rounds: int, figures: Figures) -> None:
-    """Every process dies `rounds` times in a steady run."""
-    settings = [*SHORT, "trainer.steps=100000", "data.eval_tasks=0"]
+    @classmethod
+    def read(cls, file: Path, asked: object) -> Survivor | None:
+        """Return the run of an earlier session; None if there is none, or it was asked for something else."""
+        if not file.exists() or (tree := json.loads(file.read_text()))["asked"] != json.loads(json.dumps(asked)):
+            return None
+        found = tree["survivor"]
+        return cls(**found | {"injections": [Injection.loads(each) for each in found["injections"]]})
+
+
+def kills(runs: Path, size: Size, figures: Figures) -> None:
+    """Every process dies a few times in a steady run."""
+    settings = [*SHORT, *size.overrides, "trainer.steps=100000", "data.eval_tasks=0"]
     found: dict[str, list[tuple[float, float]]] = {}
+    end_earlier(runs / "kills")
     with WatchedRun(EXAMPLE, runs, "kills", settings) as run:
-        for _ in range(rounds):
+        for _ in range(size.rounds):
             for name in PROCESSES:
                 found.setdefault(name, []).append(kill(run, name))
                 print("{}: noticed after {:.3f} s, back after {:.1f} s".format(name, *found[name][-1]), file=sys.stderr)
@@ -118,10 +219,12 @@ def works_at(run: WatchedRun, name: str, killed_at: float) -> float | None:
     return float(done["time"]) if done else None
 
 
-def costs(runs: Path, steps: int, figures: Figures) -> None:
+def costs(runs: Path, size: Size, figures: Figures) -> None:
     """What being able to survive costs a run of the quickstart that nothing happens to."""
     used: list[tuple[float, float]] = []
-    with WatchedRun(EXAMPLE, runs, "quickstart", [*QUIET, f"trainer.steps={steps}"]) as run:
+    steps = size.cost_steps
+    end_earlier(runs / "quickstart")
+    with WatchedRun(EXAMPLE, runs, "quickstart", [*QUIET, *size.overrides, f"trainer.steps={steps}"]) as run:
         while not run.has_ended:
             if run.status == "running" and STEADY_STEPS <= run.step < steps:
                 used.append((time.time(), run.cpu_s()))
@@ -139,49 +242,82 @@ def checkpoint_share(timeline: Sequence[Word]) -> float:
     return float(saving_s / (spans["checkpoint"][-1]["end"] - spans["train"][0]["start"]))
 
 
-def long_form(runs: Path, num_injections: int, num_runs: int, steps: int, figures: Figures) -> None:
+def plan(size: Size) -> list[list[Injection]]:
+    """Return the faults of every run, in random order."""
+    chance, planned = random.Random(SEED), list[Injection]()
+    for number in itertools.count():
+        cells = [cell for cell in matrix() if number < size.whole_rounds or cell.is_cheap]
+        chance.shuffle(cells)
+        while cells and sum(injection.num_faults for injection in planned) < size.injections:
+            planned.append(cells.pop())
+        if cells:
+            break
+    chance.shuffle(planned)
+    planned = planned[: size.limit]
+    return [planned[start : start + size.per_run] for start in range(0, len(planned), size.per_run)]
+
+
+def long_form(runs: Path, size: Size, figures: Figures) -> None:
     """Faults at random, and what they left. Undisturbed runs are among those that are hurt, so that we would see it if
     they were disturbed; each seed has one."""
-    cells = matrix()
-    random.Random(SEED).shuffle(cells)
-    num_seeds = min(MOST_SEEDS, num_runs // 2)
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    planned = plan(size)
+    progress = Progress(sum(injection.num_faults for each in planned for injection in each))
+    with ThreadPoolExecutor(max_workers=size.at_a_time) as pool:
         hurt, undisturbed = [], []
-        for number in range(num_runs):
-            planned = cells[number:num_injections:num_runs]
-            hurt.append(pool.submit(survive, runs, f"injected-{number}", number % num_seeds, planned, steps))
-            if number < num_seeds:
-                undisturbed.append(pool.submit(survive, runs, f"undisturbed-{number}", number, [], steps))
+        for number, faults in enumerate(planned):
+            seed = number % size.seeds
+            hurt.append(pool.submit(survive, runs, f"injected-{number}", seed, faults, size, progress))
+            if number < size.seeds:
+                undisturbed.append(pool.submit(survive, runs, f"undisturbed-{number}", seed, [], size, progress))
         report([future.result() for future in hurt], [future.result() for future in undisturbed], figures)
 
 
-def survive(runs: Path, name: str, seed: int, planned: Sequence[Injection], steps: int) -> Survivor:
-    """A run from its beginning to its last step, `planned` faults in between."""
-    chance = random.Random(name)
+def survive(runs: Path, name: str, seed: int, planned: Sequence[Injection], size: Size, progress: Progress) -> Survivor:
+    """A run from its beginning to its last step, `planned` faults in between; one of an earlier session, if there
+    is one that was asked for the same."""
+    settings = [*SHORT, *SMALL_STEPS, *size.overrides, f"seed={seed}", f"trainer.steps={size.steps}"]
+    asked = {"commit": commit(), "settings": settings, "planned": [str(injection) for injection in planned]}
+    file = runs / f"{name}.survivor.json"
+    if (earlier := Survivor.read(file, asked)) is not None:
+        progress.keep(len(earlier.injections))
+        return earlier
+    end_earlier(runs / name)
     done: list[Injection] = []
-    stuck: list[str] = []
-    with WatchedRun(EXAMPLE, runs, name, [*SHORT, f"seed={seed}", f"trainer.steps={steps}"]) as run:
-        try:
-            for number, injection in enumerate(planned, start=1):
-                if not await_step(run, number * steps // (len(planned) + 1)):
-                    break
-                time.sleep(chance.uniform(0, 0.5))
-                inject(run, injection, chance, done)
-                print(f"{name}, step {run.step}: {injection}: {injection.recover_s}", file=sys.stderr)
-            status = run.await_end(seconds=RUN_S)
-            stuck += [] if status == "completed" else [f"the run has {status}: {run.state.get('error')}"]
-        except TimedOut as error:
-            stuck.append(f"after {done[-1] if done else 'nothing'}: {error}")
+    with WatchedRun(EXAMPLE, runs, name, settings) as run:
+        stuck = inject_all(run, name, planned, done, size, progress)
         run.end()
         found = audit(run, done, group_size=GROUP_SIZE, max_staleness=MAX_STALENESS)
         found.unexplained += stuck
         reward = next((e["reward"] for e in run.events if e.get("when") == "after"), None)
-        (runs / f"{name}.injections.json").write_text(json.dumps([asdict(each) for each in done], indent=1))
         (runs / f"{name}.words.json").write_text(json.dumps(run.witness.words))
-    for kind, wrong in found.findings().items():
+    findings = found.findings()
+    for kind, wrong in findings.items():
         for each in wrong:
             print(f"{name}: {kind}: {each}", file=sys.stderr)
-    return Survivor(name=name, injections=done, audit=found, reward=reward)
+    progress.add(0, wrong=sum(map(len, findings.values())), what=f"{name} is audited")
+    survivor = Survivor(name=name, injections=done, findings=findings, reward=reward)
+    survivor.write(file, asked)
+    return survivor
+
+
+def inject_all(
+    run: WatchedRun, name: str, planned: Sequence[Injection], done: list[Injection], size: Size, progress: Progress
+) -> list[str]:
+    """Put the `planned` faults in, add them to `done`, and await the run's end. Return what kept it from that."""
+    chance = random.Random(name)
+    try:
+        for number, injection in enumerate(planned, start=1):
+            if not await_step(run, number * size.steps_between):
+                break
+            time.sleep(chance.uniform(0, 0.5))
+            known = len(done)
+            inject(run, injection, chance, done)
+            said = f"{name}, step {run.step}: {injection}: back after {injection.recover_s or 0.0:.1f} s"
+            progress.add(len(done) - known, what=said)
+        status = run.await_end(seconds=RUN_S)
+    except TimedOut as error:
+        return [f"after {done[-1] if done else 'nothing'}: {error}"]
+    return [] if status == "completed" else [f"the run has {status}: {run.state.get('error')}"]
 
 
 def await_step(run: WatchedRun, step: int) -> bool:
@@ -192,35 +328,40 @@ def await_step(run: WatchedRun, step: int) -> bool:
 
 def report(hurt: Sequence[Survivor], undisturbed: Sequence[Survivor], figures: Figures) -> None:
     injections = [injection for survivor in hurt for injection in survivor.injections]
-    totals = Counter(dict.fromkeys(hurt[0].audit.findings(), 0))
-    for survivor in hurt:
-        totals.update({name: len(wrong) for name, wrong in survivor.audit.findings().items()})
+    totals = {kind: sum(len(survivor.findings[kind]) for survivor in hurt) for kind in FINDINGS}
     figures.flat |= {"injections": len(injections), **totals}
-    figures.flat["disturbed"] = sum(len(wrong) for each in undisturbed for wrong in each.audit.findings().values())
-    reached = figures.add("reward_injected", [survivor.reward for survivor in hurt])
-    expected = figures.add("reward_undisturbed", [survivor.reward for survivor in undisturbed])
-    if reached and expected:
-        figures.flat["reward_reached"] = reached[0] / expected[0]
-    for (fault, phase), count in sorted(Counter((each.fault, each.hit) for each in injections).items()):
-        figures.cell("Injections, by what the process was at", fault, str(phase), [count])
-    for victim in sorted({injection.victim for injection in injections}):
+    figures.flat["disturbed"] = sum(len(wrong) for each in undisturbed for wrong in each.findings.values())
+    figures.add("reward_injected", [survivor.reward for survivor in hurt])
+    figures.add("reward_undisturbed", [survivor.reward for survivor in undisturbed])
+    reached, expected = figures.flat["reward_injected"], figures.flat["reward_undisturbed"]
+    figures.add("reward_reached", [reached / expected if expected else None])
+    counts = Counter((each.fault, each.hit) for each in injections)
+    for fault, phase in itertools.product(Fault, Phase):
+        figures.cell("Injections, by what the process was at", fault, str(phase), [counts[fault, phase]])
+    for victim in VICTIMS:
         times = [each.recover_s for each in injections if each.victim == victim and each.recover_s is not None]
         figures.cell("Injections, by process", victim, "injections", [len(times)])
         figures.cell("Injections, by process", victim, "back_after_s", [median(times)] if times else [])
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0] if __doc__ else "", runs="DIR where runs are made, and kept")
-    runs = Path(options.runs or tempfile.mkdtemp(prefix="faults-")).absolute()
+    options = arguments(
+        __doc__.splitlines()[0] if __doc__ else "",
+        runs="DIR where runs are made, and kept",
+        injections="NUMBER of those that are planned, the first ones",
+        only="PART, kills, costs or long_form",
+    )
+    size = QUICK if options.quick else FULL
+    if options.injections:
+        size = replace(size, limit=int(options.injections))
+    runs = runs_dir(Path(options.runs or tempfile.mkdtemp(prefix="faults-")), quick=options.quick)
     runs.mkdir(parents=True, exist_ok=True)
     figures = Figures()
-    kills(runs, 1 if options.quick else ROUNDS, figures)
-    costs(runs, 110 if options.quick else 420, figures)
-    if options.quick:
-        long_form(runs, QUICK_INJECTIONS, QUICK_RUNS, QUICK_STEPS, figures)
-    else:
-        long_form(runs, NUM_INJECTIONS, NUM_RUNS, STEPS, figures)
-    publish("faults", figures.flat, options.json, tables=figures.tables)
+    for part in (kills, costs, long_form):
+        if options.only in (None, part.__name__):
+            part(runs, size, figures)
+    partial = options.only is not None
+    publish(BENCHMARK, figures.flat, options.json, tables=figures.tables, partial=partial)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.config import TinyModelConfig
-from penstock.model.load import CPU, load_policy
+from penstock.model.load_policy import CPU, load_policy
 from penstock.model.tiny import write_tiny_model
 
 QWEN3_0_6B = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,12 +15,13 @@ from typing import Any
 
 import yaml
 from long_answers import write_tasks
-from report import commit
+from report import commit, environment
 
-from penstock.store.index import PoolIndex
+from penstock.config import load_config
+from penstock.store.index import PoolIndex, read_groups
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parent / "examples" / "quickstart" / "run.yaml"
+EXAMPLE = HERE.parent / "tests" / "training" / "recipes" / "spell_backward.yaml"
 SEEDS = (0, 1, 2)
 CLOSED_GROUPS = 48
 """Of the closed set."""
@@ -40,6 +40,13 @@ LONG: dict[str, Any] = {
     "observe": {"progress": False, "plots": False, "samples": 0},
 }
 
+QUICK: dict[str, dict[str, Any]] = {
+    "model": {"warm_start": {"steps": 5}},
+    "env": {"max_new_tokens": 48},
+    "trainer": {"groups_per_step": 8},
+}
+"""What the quick form takes of these."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lab:
@@ -55,21 +62,37 @@ class Lab:
         return SEEDS[:1] if self.quick else SEEDS
 
     def long(
-        self, name: str, overrides: Iterable[str], *, steps: int, seeds: Sequence[int] | None = None
+        self,
+        name: str,
+        overrides: Iterable[str],
+        *,
+        steps: int,
+        seeds: Sequence[int] | None = None,
+        spare: bool = False,
     ) -> list[Path]:
-        """Runs of the long-tailed task, one per seed, from one warm-started policy."""
+        """Runs of the long-tailed task, one per seed, from one warm-started policy. `spare`: the quick form makes no
+        such run, and only checks that it could be configured."""
         warm = self._train(self._config(), "warm", 0, ["trainer.steps=1"])
         policy = f"model.path={warm / 'checkpoints' / 'step_1'}"
-        steps = min(steps, 12) if self.quick else steps
+        steps = min(steps, 8) if self.quick else steps
         settings = [policy, "model.warm_start.steps=0", f"trainer.steps={steps}", *overrides]
-        return [self._train(self._config(), name, seed, settings) for seed in seeds or self.seeds]
+        return self._runs(self._config(), name, settings, seeds=seeds or self.seeds, spare=spare)
 
-    def quickstart(self, name: str, overrides: Iterable[str], *, samples: int) -> list[Path]:
+    def quickstart(self, name: str, overrides: Iterable[str], *, samples: int, spare: bool = False) -> list[Path]:
         """Runs of the quickstart's task over the same number of samples."""
-        samples = 2048 if self.quick else samples
-        quiet = ["observe.plots=false", "observe.progress=false", "data.eval_tasks=1024"]
-        settings = [f"trainer.total_samples={samples}", "trainer.steps=2000", *quiet, *overrides]
-        return [self._train(EXAMPLE, name, seed, settings) for seed in self.seeds]
+        quick = ["data.eval_tasks=64", "model.warm_start.steps=5", "trainer.total_samples=1024"]
+        sizes = quick if self.quick else ["data.eval_tasks=1024", f"trainer.total_samples={samples}"]
+        quiet = ["observe.plots=false", "observe.progress=false"]
+        settings = [*sizes, "trainer.steps=2000", *quiet, *overrides]
+        return self._runs(EXAMPLE, name, settings, seeds=self.seeds, spare=spare)
+
+    def _runs(
+        self, config: Path, name: str, settings: Sequence[str], *, seeds: Sequence[int], spare: bool
+    ) -> list[Path]:
+        if spare and self.quick:
+            load_config(config, settings)
+            return []
+        return [self._train(config, name, seed, settings) for seed in seeds]
 
     @property
     def closed_set(self) -> Path:
@@ -87,6 +110,8 @@ class Lab:
             self.runs.mkdir(parents=True, exist_ok=True)
             write_tasks(self.runs / "tasks.jsonl", count=30_000, seed=0)
             tree = LONG | {"data": LONG["data"] | {"path": str(self.runs / "tasks.jsonl")}}
+            if self.quick:
+                tree |= {section: tree[section] | values for section, values in QUICK.items()}
             file.write_text(yaml.safe_dump(tree))
         return file
 
@@ -106,14 +131,13 @@ def train_run(config: Path, runs: Path, name: str, seed: int, overrides: Iterabl
         return run_dir
     shutil.rmtree(run_dir, ignore_errors=True)
     made.write_text(json.dumps(asked | {"commit": commit()}))
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     started = time.monotonic()
     with (runs / f"{run_dir.name}.log").open("w") as log:
         result = subprocess.run(
             [sys.executable, "-m", "penstock.cli.main", "train", str(config), *words],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": path},
+            env=environment(),
         )
     if result.returncode:
         sys.exit(f"{run_dir.name} failed: see {log.name}")
@@ -183,11 +207,11 @@ def refill_s(run_dir: Path) -> float | None:
     """Mean time from a weight update until the next groups for an optimizer step are ready; None if none were."""
     times = [time for time, _ in ready_times(run_dir)]
     spans = [line for line in lines(run_dir / "timeline.jsonl") if line.get("kind") == "update_weights"]
-    waits = []
+    wanted, waits = load_config(run_dir / "config.yaml").trainer.groups_per_step, []
     for updated_at in (span["end"] for span in spans[SKIPPED_STEPS:]):
         later = [time for time in times if time > updated_at]
-        if len(later) >= LONG["trainer"]["groups_per_step"]:
-            waits.append(later[LONG["trainer"]["groups_per_step"] - 1] - updated_at)
+        if len(later) >= wanted:
+            waits.append(later[wanted - 1] - updated_at)
     return fmean(waits) if waits else None
 
 
@@ -195,7 +219,7 @@ def first_lengths(run_dir: Path) -> float:
     """Mean length of the first samples that are ready."""
     index = PoolIndex(run_dir / "pool")
     try:
-        records = index.get([group for _, group in ready_times(run_dir)[: FIRST_SAMPLES // GROUP_SIZE]])
+        records = index.get_groups([group for _, group in ready_times(run_dir)[: FIRST_SAMPLES // GROUP_SIZE]])
     finally:
         index.close()
     return fmean(episode.response_tokens for record in records for episode in record.episodes)
@@ -203,11 +227,8 @@ def first_lengths(run_dir: Path) -> float:
 
 def mean_length(run_dir: Path) -> float:
     """Of all episodes played."""
-    index = PoolIndex(run_dir / "pool")
-    try:
-        return fmean(episode.response_tokens for record in index for episode in record.episodes)
-    finally:
-        index.close()
+    records = read_groups(run_dir, setting="lab")
+    return fmean(episode.response_tokens for record in records for episode in record.episodes)
 
 
 def last_metric(key: str) -> Callable[[Path], float | None]:

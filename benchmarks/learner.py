@@ -17,17 +17,29 @@ from statistics import median
 import numpy as np
 import torch
 from hardware import accelerator_name, flops_per_s, real_policy, seconds, tiny_policy
-from report import arguments, publish
+from report import Benchmark, arguments, publish
 from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
+from penstock.samples import Sample
 from penstock.trainer.forward import pass_cost, token_logits
 from penstock.trainer.learner import Learner
 from penstock.trainer.packing import TokenTable, flatten, micro_batches
 from penstock.trainer.prepare import prepare
-from penstock.types import NO_VERSION, Sample
+from penstock.types import NO_VERSION
 
+ANSWERS = ("uniform", "longtail")
+FIGURES = ("learner_vs_plain_step", "sharing_gain", "trained_tokens_per_s")
+BENCHMARK = Benchmark(
+    name="learner",
+    measures=["trainer"],
+    figures=[FIGURES[0], *(f"{answers}_{figure}" for answers in ANSWERS for figure in FIGURES)],
+    on_accelerator=[
+        FIGURES[0],
+        *(f"{answers}_{figure}" for answers in ANSWERS for figure in (*FIGURES, "flops_share")),
+    ],
+)
 ROUNDS = 9
 
 
@@ -169,7 +181,7 @@ def main() -> None:
         found = compare(setting, make_batch(setting, median_tokens, sigma), rounds)
         figures |= {f"{name}_{figure}": value for figure, value in found.items()}
     worst = min(figures["uniform_learner_vs_plain_step"], figures["longtail_learner_vs_plain_step"])
-    publish("learner", {"learner_vs_plain_step": worst} | figures, options.json, accelerator=accelerator_name(device))
+    publish(BENCHMARK, {"learner_vs_plain_step": worst} | figures, options.json, accelerator=accelerator_name(device))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The quickstart from command to exit: wall time, learning, overlap, overhead outside the models, memory.
 
+The figures are means over three seeds. `eval_after_lowest` is of the seed that learns least, `wall_s_longest` of the
+slowest, and `alarms` is their sum.
 `overhead_ms_per_episode` is the CPU time of all processes of the run minus the model compute of server and trainer,
 between the first and the last optimizer step, per finished training episode.
 """
@@ -15,9 +17,37 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from report import arguments, publish
+from lab import SEEDS, lines
+from report import Benchmark, Figures, arguments, publish
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
+SUMMED = (
+    "eval_before",
+    "eval_after",
+    "steps",
+    "trajectories",
+    "trainer_busy_fraction",
+    "generator_busy_fraction",
+    "kl_engine_trainer",
+    "staleness_mean",
+)
+"""Figures that the run's summary has."""
+BENCHMARK = Benchmark(
+    name="quickstart",
+    measures=["."],
+    figures=[
+        *SUMMED,
+        "wall_s",
+        "wall_s_longest",
+        "eval_after_lowest",
+        "alarms",
+        "eval_gain",
+        "busy_sum",
+        "overhead_ms_per_episode",
+        "first_step_without_warm_start_s",
+        "peak_resident_gb",
+    ],
+)
 SAMPLE_S = 1.0
 
 
@@ -60,22 +90,37 @@ def overhead_ms(metrics: list[dict[str, Any]]) -> float:
     return 1e3 * (spent(last) - spent(first)) / float(last["episodes_total"] - first["episodes_total"])
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def first_step_s(run_dir: Path) -> float:
     """Seconds from the start of the run to its first optimizer step."""
     return float(lines(run_dir / "metrics.jsonl")[0]["time"] - lines(run_dir / "events.jsonl")[0]["time"])
 
 
+def alarms(run_dir: Path) -> int:
+    """Number of alarms of a run."""
+    return sum(line["event"] == "alarm" for line in lines(run_dir / "events.jsonl"))
+
+
 def main() -> None:
     options = arguments(__doc__ or "")
-    overrides = ["trainer.steps=40", "data.eval_tasks=64"] if options.quick else []
+    seeds = SEEDS[:1] if options.quick else SEEDS
+    overrides = ["model.warm_start.steps=100", "trainer.steps=40", "data.eval_tasks=64"] if options.quick else []
+    found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as directory:
-        wall_s, peak_gb = run(Path(directory), *overrides, "run_id=full")
-        run_dir = Path(directory) / "full"
-        summary = json.loads((run_dir / "summary.json").read_text())
+        for seed in seeds:
+            wall_s, peak_gb = run(Path(directory), *overrides, f"seed={seed}", f"run_id=seed_{seed}")
+            run_dir = Path(directory) / f"seed_{seed}"
+            summary = json.loads((run_dir / "summary.json").read_text())
+            found.append(
+                {name: summary[name] for name in SUMMED}
+                | {
+                    "wall_s": wall_s,
+                    "eval_gain": summary["eval_after"] - summary["eval_before"],
+                    "busy_sum": summary["trainer_busy_fraction"] + summary["generator_busy_fraction"],
+                    "overhead_ms_per_episode": overhead_ms(lines(run_dir / "metrics.jsonl")),
+                    "peak_resident_gb": peak_gb,
+                    "alarms": alarms(run_dir),
+                }
+            )
         run(
             Path(directory),
             "run_id=cold",
@@ -85,24 +130,16 @@ def main() -> None:
             "scheduler.group_filter=[]",
         )
         cold_s = first_step_s(Path(directory) / "cold")
-        busy = summary["trainer_busy_fraction"] + summary["generator_busy_fraction"]
-        figures = {
-            "wall_s": wall_s,
-            "eval_before": summary["eval_before"],
-            "eval_after": summary["eval_after"],
-            "eval_gain": summary["eval_after"] - summary["eval_before"],
-            "steps": summary["steps"],
-            "trajectories": summary["trajectories"],
-            "trainer_busy_fraction": summary["trainer_busy_fraction"],
-            "generator_busy_fraction": summary["generator_busy_fraction"],
-            "busy_sum": busy,
-            "overhead_ms_per_episode": overhead_ms(lines(run_dir / "metrics.jsonl")),
-            "first_step_without_warm_start_s": cold_s,
-            "peak_resident_gb": peak_gb,
-            "kl_engine_trainer": summary["kl_engine_trainer"],
-            "staleness_mean": summary["staleness_mean"],
-        }
-    publish("quickstart", figures, options.json)
+    figures = Figures()
+    for name in found[0].keys() - {"alarms"}:
+        figures.add(name, [each[name] for each in found])
+    of_all = {
+        "eval_after_lowest": min(each["eval_after"] for each in found),
+        "wall_s_longest": max(each["wall_s"] for each in found),
+        "first_step_without_warm_start_s": cold_s,
+        "alarms": sum(each["alarms"] for each in found),
+    }
+    publish(BENCHMARK, figures.flat | of_all, options.json, seeds=seeds)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""What every benchmark shares: its command line and the JSON it writes, with commit, versions and machine."""
+"""What every benchmark shares: what it declares, its command line, and the JSON it writes, with commit and machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -15,6 +17,32 @@ from statistics import fmean
 from typing import Any
 
 PACKAGES = ("penstock", "torch", "transformers", "numpy")
+SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+SPREAD = "_spread"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """What a benchmark declares: the code it measures, and its figures, which both its forms write."""
+
+    name: str
+    measures: Sequence[str]
+    """Files and folders of `src/penstock`: when they change, published figures are old."""
+    figures: Sequence[str]
+    """Names, without those of spreads."""
+    on_accelerator: Sequence[str] = ()
+    """Names with `--device`, where they differ."""
+
+    def check(self, names: Collection[str], *, accelerator: bool, partial: bool) -> None:
+        """Exit if `names` are not the declared ones, or code that is measured is not there; `partial`: figures may be
+        missing."""
+        declared = set((self.on_accelerator if accelerator else ()) or self.figures)
+        given = {name for name in names if not name.endswith(SPREAD)}
+        missing = set[str]() if partial else declared - given
+        if moved := [path for path in self.measures if not (SOURCE / path).exists()]:
+            sys.exit(f"{self.name}: it measures {', '.join(moved)}, which src/penstock does not have: say what does it")
+        if given - declared or missing:
+            sys.exit(f"{self.name}: figures not declared: {sorted(given - declared)}; missing: {sorted(missing)}")
 
 
 def arguments(description: str, **further: str) -> argparse.Namespace:
@@ -27,6 +55,11 @@ def arguments(description: str, **further: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def runs_dir(directory: Path, *, quick: bool) -> Path:
+    """Return where runs are kept: those of the quick form apart, as the full form must not take them for its own."""
+    return directory.resolve() / "quick" if quick else directory.resolve()
+
+
 @dataclass(slots=True)
 class Figures:
     """Figures by name, and those that are best read side by side also as tables."""
@@ -36,11 +69,13 @@ class Figures:
     """By title, row and column: the mean, and the largest minus the smallest if there is more than one value."""
 
     def add(self, key: str, values: Iterable[float | None]) -> list[float]:
-        """The mean of what there is, and as `<key>_spread` the largest minus the smallest; returns both."""
-        found = [value for value in values if value is not None]
-        summary = ([fmean(found)] if found else []) + ([max(found) - min(found)] if len(found) > 1 else [])
-        self.flat.update(zip((key, f"{key}_spread"), summary, strict=False))
-        return summary
+        """Add the mean of what was measured (nan if nothing was), and as `<key>_spread` the largest minus the smallest.
+        Returns both, as far as they are known."""
+        found = [value for value in values if value is not None and not math.isnan(value)]
+        self.flat[key] = fmean(found) if found else math.nan
+        if len(found) > 1:
+            self.flat[key + SPREAD] = max(found) - min(found)
+        return [self.flat[name] for name in (key, key + SPREAD)[: min(len(found), 2)]]
 
     def cell(self, table: str, row: str, column: str, values: Iterable[float | None]) -> None:
         """The same, as `<row>_<column>` and in a table."""
@@ -49,7 +84,7 @@ class Figures:
 
 
 def publish(
-    name: str,
+    benchmark: Benchmark,
     figures: Mapping[str, float],
     file: Path | None,
     *,
@@ -57,28 +92,35 @@ def publish(
     seeds: Sequence[int] = (),
     runs_of: Collection[str] = (),
     accelerator: str | None = None,
+    partial: bool = False,
 ) -> None:
-    """Print the figures and write them to `file`; `runs_of` are the commits that made the runs they were taken from,
-    `accelerator` names what they were computed on, if it is not the CPU."""
+    """Print the figures and write them to `file`, nan as null. `runs_of` are the commits that made the runs they were
+    taken from, `accelerator` names what they were computed on, if it is not the CPU; `partial`: not all of them."""
     for key, value in figures.items():
         print(f"{key:45} {value:12.4g}")
-    if file is None:
-        return
-    report = {
-        "name": name,
-        "commit": commit(),
-        "versions": {
-            "python": platform.python_version(),
-            **{package: metadata.version(package) for package in PACKAGES},
-        },
-        "machine": _machine() | ({"accelerator": accelerator} if accelerator else {}),
-        "seeds": list(seeds),
-        "runs_of": sorted(runs_of),
-        "figures": dict(figures),
-        "tables": tables or {},
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(report, indent=2) + "\n")
+    if file is not None:
+        report = {
+            "name": benchmark.name,
+            "commit": commit(),
+            "versions": {
+                "python": platform.python_version(),
+                **{package: metadata.version(package) for package in PACKAGES},
+            },
+            "machine": _machine() | ({"accelerator": accelerator} if accelerator else {}),
+            "seeds": list(seeds),
+            "runs_of": sorted(runs_of),
+            "figures": {key: None if math.isnan(value) else value for key, value in figures.items()},
+            "tables": tables or {},
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report, indent=2) + "\n")
+    benchmark.check(figures, accelerator=accelerator is not None, partial=partial)
+
+
+def environment(**further: str) -> dict[str, str]:
+    """Return the environment of a run: this one, the modules of the benchmarks, and `further` variables."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, **further}
 
 
 def commit() -> str:

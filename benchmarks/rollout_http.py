@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -29,14 +30,20 @@ import aiohttp
 import numpy as np
 import torch
 from engine import make_prompts, run_slots
-from report import arguments, publish
+from report import Benchmark, arguments, publish
 
 from penstock.config import TinyModelConfig
-from penstock.model.load import load_policy
+from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.rollout.engine import SlotEngine
-from penstock.rollout.wire import GenerateBody, SamplingBody, encode
+from penstock.rollout.bodies import GenerateBody, SamplingBody, encode
+from penstock.rollout.slot_engine import SlotEngine
 
+VLLM = ("vs_vllm_cpu", "vllm_tokens_per_s")
+BENCHMARK = Benchmark(
+    name="rollout_http",
+    measures=["rollout", "model"],
+    figures=["http_vs_inprocess", "http_tokens_per_s", *VLLM, "fill_with_think_time"],
+)
 MAX_CONTEXT = 512
 VLLM_READY_S = 400.0
 """It compiles."""
@@ -195,15 +202,15 @@ def main() -> None:
         write_tiny_model(model, TinyModelConfig(), MAX_CONTEXT)
         load_policy(model, weights=False, seed=0).save_pretrained(model)
         figures = compare(model, 5 if options.quick else 15)
-        if options.vllm:
-            figures |= compare_vllm(model, options.vllm, 3 if options.quick else 7)
+        rounds = 3 if options.quick else 7
+        figures |= compare_vllm(model, options.vllm, rounds) if options.vllm else dict.fromkeys(VLLM, nan)
         prompts = make_prompts(ENVIRONMENTS, 100)
         lengths = np.clip(np.random.default_rng(0).lognormal(np.log(THINK_TOKENS), 0.5, ENVIRONMENTS), 8, 256)
         bodies = [body(prompt, int(length), n) for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))]
         with server(model, SLOTS) as url:
             watch_s = WATCH_S / 4 if options.quick else WATCH_S
             figures["fill_with_think_time"] = asyncio.run(fill_with_think_time(url, bodies, watch_s))
-    publish("rollout_http", figures, options.json)
+    publish(BENCHMARK, figures, options.json)
 
 
 if __name__ == "__main__":

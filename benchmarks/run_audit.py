@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 
-from injection import RECOVERED_S, Fault, Injection, exits
+from random_faults import RECOVERED_S, Fault, Injection, exits
 from watched_run import SUPERVISOR, WatchedRun, Word
 
 from penstock.observe import jsonl
-from penstock.ports import GroupRecord
+from penstock.ports.group_records import GroupRecord
 from penstock.scheduler.ledger import FINAL
-from penstock.store.pool import ExperiencePool
+from penstock.store.experience_pool import ExperiencePool
 from penstock.supervisor.failure import ExitKind
 
 ENDING = {"stopping", "stopped", "completed", "failed"}
@@ -32,7 +32,11 @@ class Audit:
     too_stale: list[str] = field(default_factory=list)
 
     def findings(self) -> dict[str, list[str]]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
+
+
+FINDINGS = [each.name for each in fields(Audit)]
+"""Kinds of what can be wrong."""
 
 
 def audit(run: WatchedRun, injections: Sequence[Injection], *, group_size: int, max_staleness: int) -> Audit:

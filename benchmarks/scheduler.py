@@ -11,20 +11,36 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from statistics import fmean, median
 
 from prompts import draw_lengths, make_task
-from report import arguments, publish
+from report import Benchmark, arguments, publish
 from threadpoolctl import threadpool_limits
 
 from penstock.config import DispatchConfig, LengthConfig, TriggerConfig
-from penstock.scheduler.dispatch import PendingGroup, dispatch_policy
-from penstock.scheduler.length.correlation import kendall_tau
-from penstock.scheduler.length.predictor import LengthPredictor, length_predictor
+from penstock.scheduler.active_group import ActiveGroup
+from penstock.scheduler.dispatch import DispatchPolicy
+from penstock.scheduler.ledger import Ledger
+from penstock.scheduler.length.predictor import LengthPredictor
+from penstock.scheduler.length.trust import kendall_tau
+from penstock.scheduler.length_prediction import length_predictor
 from penstock.scheduler.trigger import Trigger, TriggerState
 from penstock.types import Task
 
+POLICIES = {"sjf": "", "fifo": "_fifo", "ljf": "_ljf", "probe": "_probe"}
+"""Suffix of their figures."""
+BENCHMARK = Benchmark(
+    name="scheduler",
+    measures=["scheduler"],
+    figures=[
+        *(f"dispatches_per_s{suffix}" for suffix in POLICIES.values()),
+        "trigger_evaluations_per_s",
+        *("heuristic_us", "classifier_us", "classifier_single_us"),
+        *("tau_heuristic", "tau_classifier", "tau_history"),
+        *("history_us", "history_single_us", "history_observe_us"),
+    ],
+)
 NUM_PENDING = 100_000
 GROUP_SIZE = 8
 HISTORY_ENTRIES = 100_000
@@ -43,7 +59,7 @@ def cpu_s(work: Callable[[], object]) -> float:
 def dispatches_per_s(policy_name: str, *, num_dispatches: int, rounds: int) -> float:
     """One group arrives for each that leaves; a probe that leaves comes back as a rest, and both count."""
     config = DispatchConfig.model_validate({"policy": policy_name})
-    policy = dispatch_policy(config, look_ahead=NUM_PENDING)
+    policy = DispatchPolicy(config, look_ahead=NUM_PENDING)
     groups = pending_groups()
     for group in islice(groups, NUM_PENDING):
         policy.push(group)
@@ -53,7 +69,7 @@ def dispatches_per_s(policy_name: str, *, num_dispatches: int, rounds: int) -> f
             policy.push(group)
             decision = policy.pop(now=group.admitted_at, free=GROUP_SIZE, may_start=True)
             if decision is not None and decision.part == "probe":
-                policy.push_rest(decision.group, int(decision.group.predicted_tokens))
+                policy.push_rest(decision.group, int(decision.group.predicted_tokens), now=group.admitted_at)
                 policy.pop(now=group.admitted_at, free=GROUP_SIZE, may_start=False)
 
     speeds = []
@@ -64,19 +80,24 @@ def dispatches_per_s(policy_name: str, *, num_dispatches: int, rounds: int) -> f
     return median(speeds)
 
 
-def pending_groups() -> Iterator[PendingGroup]:
+def pending_groups() -> Iterator[ActiveGroup]:
     """Endless arrivals, 10,000 a second, of log-normal lengths."""
     draw, task = random.Random(0), Task(task_id="task", tag="prompt", index=0)
-    number = 0
-    while True:
-        tokens = draw.lognormvariate(6, 1)
-        yield PendingGroup(group=number, task=task, size=GROUP_SIZE, admitted_at=number * 1e-4, predicted_tokens=tokens)
-        number += 1
+    ledger = Ledger()
+    for number in count():
+        yield ActiveGroup(
+            number=number,
+            task=task,
+            size=GROUP_SIZE,
+            ledger=ledger,
+            admitted_at=number * 1e-4,
+            predicted_tokens=draw.lognormvariate(6, 1),
+        )
 
 
 def trigger_evaluations_per_s(*, num_evaluations: int, rounds: int) -> float:
     """Counts, timeouts and waits, as a loop that evaluates on every event would see them."""
-    trigger = Trigger.from_config(TriggerConfig(), group_size=GROUP_SIZE, groups_per_step=64)
+    trigger = Trigger(TriggerConfig(), group_size=GROUP_SIZE, groups_per_step=64)
     states = [
         TriggerState(num_ready=ready, num_accumulated=accumulated, waiting_since=0.0 if ready else None)
         for ready in range(12)
@@ -166,12 +187,12 @@ def main() -> None:
     rounds, num_dispatches = (2, 20_000) if options.quick else (5, 50_000)
     figures = {
         f"dispatches_per_s{suffix}": dispatches_per_s(name, num_dispatches=num_dispatches, rounds=rounds)
-        for name, suffix in (("sjf", ""), ("fifo", "_fifo"), ("ljf", "_ljf"), ("probe", "_probe"))
+        for name, suffix in POLICIES.items()
     }
     figures["trigger_evaluations_per_s"] = trigger_evaluations_per_s(num_evaluations=num_dispatches, rounds=rounds)
     with threadpool_limits(1):
         figures |= lengths()
-    publish("scheduler", figures, options.json)
+    publish(BENCHMARK, figures, options.json)
 
 
 if __name__ == "__main__":

@@ -24,34 +24,56 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import torch
-from report import Figures, publish
+from lab import EXAMPLE
+from report import Benchmark, Figures, publish, runs_dir
 
 from penstock.config import Config, load_config
 from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import environment_maker
 from penstock.model.chat import ChatTokenizer
-from penstock.model.load import load_policy
+from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.rollout.engine import SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.slot_engine import SlotEngine
+from penstock.samples import Sample, Segment, Trajectory, Turn
 from penstock.scheduler.segments import SegmentPolicy
+from penstock.seeding import stable_seed
 from penstock.trainer.learner import Learner
 from penstock.trainer.losses.objective import OBJECTIVES
 from penstock.trainer.prepare import prepare
-from penstock.trainer.warm_start import warm_start
-from penstock.types import EpisodeId, Sample, Segment, Task, Trajectory, Turn, stable_seed
+from penstock.trainer.warm_start import Imitation, warm_start
+from penstock.types import EpisodeId, Task
 
-HERE = Path(__file__).parent
-EXAMPLE = HERE.parent / "examples" / "quickstart" / "run.yaml"
 LAGS, SCREENED, SEEDS = (0, 1, 2, 4, 8, 16), 0, (1, 2, 3)
-LEARNING_RATE, STEPS, GROUPS = 5e-4, 120, 16
+LEARNING_RATE = 5e-4
 NAIVE, DEFAULT, RECOMMENDED = "reinforce", "ppo", "decoupled_snapshot"
 """The default is for the default `scheduler.max_staleness` of 2, the recommended one for much staler data."""
 VARIANTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in OBJECTIVES if name != "pois"} | {
     "decoupled_snapshot": {"name": "decoupled", "proximal": "snapshot"},
 }
 TABLE = "Held-out reward after training on data k versions old"
+COMPARED = {"recommended": RECOMMENDED, "default": DEFAULT, "naive": NAIVE}
+BENCHMARK = Benchmark(
+    name="staleness",
+    measures=["trainer", "rollout", "model"],
+    figures=[
+        *(f"{name}_k={lag}" for name in VARIANTS for lag in LAGS),
+        *(f"{label}_reward_at_8_vs_0" for label in COMPARED),
+    ],
+)
+
+
+class Size(NamedTuple):
+    """How much a run does."""
+
+    steps: int
+    groups: int
+    held_out: int
+    """Tasks that are played after training, the first ones."""
+
+
+FULL, QUICK = Size(steps=120, groups=16, held_out=100_000), Size(steps=2, groups=2, held_out=8)
 
 
 class Cell(NamedTuple):
@@ -140,7 +162,7 @@ class Stage:
         ).flatten()
 
 
-def train(cell: Cell, policy: Path, steps: int) -> Outcome:
+def train(cell: Cell, policy: Path, size: Size) -> Outcome:
     """One run, in a process of its own."""
     torch.set_num_threads(1)
     started = time.monotonic()
@@ -148,21 +170,21 @@ def train(cell: Cell, policy: Path, steps: int) -> Outcome:
     stage = Stage(config, policy, lag=cell.lag, seed=cell.seed)
     tasks, held_out = streams(config, cell.seed)
     rewards, states = [], []
-    for step in range(steps):
+    for step in range(size.steps):
         stage.serve()
-        samples = stage.play(tasks.take(GROUPS), group_size=config.env.group_size, salt=f"train {step}")
+        samples = stage.play(tasks.take(size.groups), group_size=config.env.group_size, salt=f"train {step}")
         rewards.append(fmean(sample.reward for sample in samples))
-        batch, _ = prepare(list(differing(samples)), normalize=config.trainer.normalize_advantages)
+        batch, _ = prepare(list(differing(samples)) or samples, normalize=config.trainer.normalize_advantages)
         stage.learner.accumulate(batch)
         states.append(stage.learner.step().metrics)
     final = Stage(config, policy, lag=0, seed=cell.seed)
     final.learner.load_state_dict(stage.learner.state_dict())
     final.serve()
-    reward = fmean(sample.reward for sample in final.play(held_out, group_size=4, salt="evaluation"))
-    tenth = max(steps // 10, 1)
+    reward = fmean(sample.reward for sample in final.play(held_out[: size.held_out], group_size=4, salt="evaluation"))
+    tenth = max(size.steps // 10, 1)
     return Outcome(
         reward=reward,
-        best=max(fmean(rewards[start : start + tenth]) for start in range(steps - tenth + 1)),
+        best=max(fmean(rewards[start : start + tenth]) for start in range(size.steps - tenth + 1)),
         ess=fmean(state["ess"] for state in states),
         clip_fraction=fmean(state["clip_fraction"] for state in states),
         seconds=time.monotonic() - started,
@@ -200,7 +222,7 @@ def warm_policy(runs: Path) -> Path:
     model = load_policy(directory, weights=False, seed=0)
     tasks, _ = streams(config, seed=1)
     examples = demonstrations(
-        tasks,
+        tasks.next,
         make=environment_maker(config.env),
         max_turns=lambda task: config.env.max_turns,
         chat=ChatTokenizer.load(directory),
@@ -208,7 +230,11 @@ def warm_policy(runs: Path) -> Path:
     )
     settings = config.model.warm_start
     warm_start(
-        model, examples, steps=settings.steps, batch_size=settings.batch_size, learning_rate=settings.learning_rate
+        Imitation(model).step,
+        examples,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
     )
     model.save_pretrained(directory)
     return directory
@@ -217,8 +243,8 @@ def warm_policy(runs: Path) -> Path:
 class Lab:
     """Runs cells, two at a time, and keeps what they came to."""
 
-    def __init__(self, runs: Path, steps: int, processes: int) -> None:
-        self._runs, self._steps, self._processes = runs, steps, processes
+    def __init__(self, runs: Path, size: Size, processes: int) -> None:
+        self._runs, self._size, self._processes = runs, size, processes
         runs.mkdir(parents=True, exist_ok=True)
 
     def all(self, cells: Sequence[Cell]) -> dict[Cell, Outcome]:
@@ -226,7 +252,7 @@ class Lab:
         policy = warm_policy(self._runs)
         missing = [cell for cell in cells if not self._file(cell).exists()]
         with ProcessPoolExecutor(self._processes) as pool:
-            futures = {cell: pool.submit(train, cell, policy, self._steps) for cell in missing}
+            futures = {cell: pool.submit(train, cell, policy, self._size) for cell in missing}
             for cell, future in futures.items():
                 outcome = future.result()
                 self._file(cell).write_text(json.dumps(outcome._asdict()))
@@ -234,7 +260,7 @@ class Lab:
         return {cell: Outcome(**json.loads(self._file(cell).read_text())) for cell in cells}
 
     def _file(self, cell: Cell) -> Path:
-        return self._runs / f"{cell.name}-{self._steps}-steps.json"
+        return self._runs / f"{cell.name}-{self._size.steps}-steps.json"
 
 
 def plot(found: dict[Cell, Outcome], file: Path) -> None:
@@ -263,27 +289,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw reward over lag there")
-    parser.add_argument("--quick", action="store_true", help="few steps, two lags, no repetition")
+    parser.add_argument("--quick", action="store_true", help="a few small steps, no repetition")
     parser.add_argument("--runs", type=Path, default=Path("runs/staleness"), help="where finished runs are kept")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     options = parser.parse_args()
-    lab = Lab(options.runs.resolve(), 10 if options.quick else STEPS, options.processes)
-    lags = (0, 8) if options.quick else LAGS
-    found = lab.all([Cell(name, lag, SCREENED) for name in VARIANTS for lag in lags])
+    lab = Lab(runs_dir(options.runs, quick=options.quick), QUICK if options.quick else FULL, options.processes)
+    found = lab.all([Cell(name, lag, SCREENED) for name in VARIANTS for lag in LAGS])
     ranked = sorted(VARIANTS, key=lambda name: found[Cell(name, 8, SCREENED)].reward, reverse=True)
     finalists = list(dict.fromkeys([*ranked[:3], RECOMMENDED, DEFAULT, NAIVE]))
     if not options.quick:
         found = {cell: outcome for cell, outcome in found.items() if cell.objective not in finalists}
-        found |= lab.all([Cell(name, lag, seed) for name in finalists for lag in lags for seed in SEEDS])
+        found |= lab.all([Cell(name, lag, seed) for name in finalists for lag in LAGS for seed in SEEDS])
     figures = Figures()
     for name in VARIANTS:
-        for lag in lags:
+        for lag in LAGS:
             mine = [outcome for cell, outcome in found.items() if (cell.objective, cell.lag) == (name, lag)]
             figures.cell(TABLE, name, f"k={lag}", (outcome.reward for outcome in mine))
-    for label, name in (("recommended", RECOMMENDED), ("default", DEFAULT), ("naive", NAIVE)):
-        kept = figures.flat[f"{name}_k=8"] / figures.flat[f"{name}_k=0"]
-        figures.add(f"{label}_reward_at_8_vs_0", [kept])
-    publish("staleness", figures.flat, options.json, tables=figures.tables, seeds=SEEDS)
+    for label, name in COMPARED.items():
+        fresh, stale = figures.flat[f"{name}_k=0"], figures.flat[f"{name}_k=8"]
+        figures.add(f"{label}_reward_at_8_vs_0", [stale / fresh if fresh else None])
+    publish(BENCHMARK, figures.flat, options.json, tables=figures.tables, seeds=SEEDS)
     if options.plot:
         plot(found, options.plot)
 

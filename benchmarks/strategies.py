@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from report import Figures, arguments, publish
+from report import Benchmark, Figures, arguments, publish
 
 from penstock.config import Config
-from penstock.config.simulation import Strategy
-from penstock.simulator.report import predict
+from penstock.config.simulated_cluster import Strategy
+from penstock.simulator.prediction import predict
 
 SEEDS = 3
 STRATEGIES_TABLE = "Strategies and triggers, first come, first served"
@@ -54,6 +54,25 @@ FIGURES = (
     "first_samples_length_ratio",
     "refill_s",
 )
+STRATEGIES = (
+    *("synchronous", "colocated", "one_step_off", "asynchronous", "asynchronous batch", "over_sampling"),
+    *("tail_batching", "segments", "segments batch", "asynchronous step"),
+)
+ORDERS = ("fifo", "sjf", "ljf", "probe")
+ORDERED = ("asynchronous sjf", "asynchronous ljf", "asynchronous probe")
+BENCHMARK = Benchmark(
+    name="strategies",
+    measures=["simulator", "scheduler", "loop.py", "system.py"],
+    figures=[
+        *(f"{row}_{figure}".replace(" ", "_") for row in (*STRATEGIES, *ORDERED) for figure in FIGURES),
+        *(f"{order}_makespan_s" for order in ORDERS),
+        *("async_speedup_over_sync_split", "async_speedup_over_sync_all_cores", "share_of_bound"),
+    ],
+)
+
+
+SMALL: dict[str, Any] = {"rollout": {"servers": 48}, "trainer": {"groups_per_step": 128}}
+"""Of the quick form: a sixteenth, as its learner's devices are."""
 
 
 def cluster(changes: dict[str, Any] | None = None, **simulator: Any) -> Config:
@@ -68,15 +87,17 @@ def main() -> None:
     options = arguments(__doc__ or "")
     seeds = 1 if options.quick else SEEDS
     shape: dict[str, Any] = {"steps": 5 if options.quick else 7, "warmup_steps": 3, "seeds": seeds}
-    step = {"trigger": {"use": "step", "min_samples": 16_384, "max_wait_s": 120.0}}
+    size: dict[str, Any] = SMALL if options.quick else {}
+    shape |= {"trainer_devices": 16} if options.quick else {}
+    step = {"trigger": {"use": "step", "min_samples": 1024 if options.quick else 16_384, "max_wait_s": 120.0}}
     asynchronous: dict[str, Any] = {"strategies": ["asynchronous"], **shape}
-    orders: dict[str, Any] = {"dispatch": ["fifo", "sjf", "ljf", "probe"], "triggers": ["compute"], **asynchronous}
+    orders: dict[str, Any] = {"dispatch": [*ORDERS], "triggers": ["compute"], **asynchronous}
     tables = {
         STRATEGIES_TABLE: [
-            predict(cluster(**shape)),
-            predict(cluster({"scheduler": step}, triggers=["step"], **asynchronous)),
+            predict(cluster(size, **shape)),
+            predict(cluster({**size, "scheduler": step}, triggers=["step"], **asynchronous)),
         ],
-        ORDERS_TABLE: [predict(cluster(makespan_groups=4096, **orders))],
+        ORDERS_TABLE: [predict(cluster(size, makespan_groups=256 if options.quick else 4096, **orders))],
     }
     figures = Figures()
     for title, reports in tables.items():
@@ -90,7 +111,7 @@ def main() -> None:
         ratio = flat["asynchronous_samples_per_s"] / flat[f"{strategy}_samples_per_s"]
         figures.add(f"async_speedup_over_{baseline}", [ratio])
     figures.add("share_of_bound", [flat["asynchronous_efficiency"] * flat["asynchronous_length_mean_ratio"]])
-    publish("strategies", flat, options.json, tables=figures.tables, seeds=range(seeds))
+    publish(BENCHMARK, flat, options.json, tables=figures.tables, seeds=range(seeds))
 
 
 if __name__ == "__main__":

@@ -19,36 +19,38 @@ import subprocess
 import sys
 import venv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from hardware import accelerator_name
 from lab import SKIPPED_STEPS, decisions, lines, masked_share, mean_length, samples_per_s, train_run
-from report import Figures, publish
+from report import Benchmark, Figures, publish, runs_dir
 from strings import CAP, Say, score, write_tasks
 
 from penstock.config import Config, DataConfig, TinyModelConfig
 from penstock.data.sources import MixedTasks, TaskStream, open_tasks
 from penstock.envs.demonstrations import demonstrations
 from penstock.model.chat import ChatTokenizer
-from penstock.model.load import load_policy
+from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.rollout.engine import SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
-from penstock.trainer.warm_start import warm_start
+from penstock.rollout.slot_engine import SlotEngine
+from penstock.trainer.warm_start import Imitation, warm_start
 
 HERE = Path(__file__).parent
 TRL = "trl==1.16.0"
+TRL_ENVIRONMENT = HERE.parent / ".venv-trl"
+NO_ENVIRONMENT = 69
+"""Exit code (`EX_UNAVAILABLE`) where TRL cannot be installed."""
 SEEDS = (0, 1, 2)
-GROUP_SIZE, GROUPS = 8, 32
+GROUP_SIZE = 8
 WARM_START_BATCH = 128
 MICRO_BATCHES, LARGE_MICRO_BATCHES = (32, 64, 128, 256), (128, 256)
-LEAST_REWARD = 0.1
-"""Of the policy both begin with: with less there is nothing to amplify, and answers end nowhere."""
 TABLE = f"Penstock and {TRL.replace('==', ' ')}"
 
 
@@ -65,6 +67,16 @@ class Workload:
     steps: int
     smooth: int
     """Steps a reward is averaged over before it counts as reached: more where prompts differ more."""
+    groups: int = 32
+    """Per step."""
+    held_out: int = 256
+    least_reward: float = 0.1
+    """Of the policy both begin with: with less there is nothing to amplify, and answers end nowhere."""
+
+    def quick(self) -> Workload:
+        """Return it with so little to do that nothing is learnt."""
+        small = replace(self, warm_start_steps=8, max_new_tokens=8, groups=4, held_out=32)
+        return replace(small, steps=SKIPPED_STEPS + 2, smooth=2, least_reward=0.0)
 
 
 WORKLOADS = (
@@ -88,6 +100,18 @@ WORKLOADS = (
         steps=60,
         smooth=10,
     ),
+)
+
+COLUMNS = ("samples_per_s", "response_tokens", "staleness_mean", "masked_share", "held_out")
+RATIOS = ("speedup", "time_to_reward_ratio", "trl_micro_batch")
+NAMES = [workload.name for workload in WORKLOADS]
+BENCHMARK = Benchmark(
+    name="vs_trl",
+    measures=["."],
+    figures=[
+        *(f"{name}_{side}_{column}" for name in NAMES for side in ("ours", "TRL") for column in COLUMNS),
+        *(f"{name}_{ratio}" for name in NAMES for ratio in RATIOS),
+    ],
 )
 
 
@@ -120,16 +144,15 @@ class Found:
 class Bench:
     """One workload: its policy, its tasks, and where runs are kept."""
 
-    def __init__(self, workload: Workload, runs: Path, trl_python: Path, *, device: torch.device, quick: bool) -> None:
+    def __init__(self, workload: Workload, runs: Path, trl_python: Path, *, device: torch.device) -> None:
         self._device = device
         self._workload, self._runs, self._trl_python = workload, runs / workload.name, trl_python
-        self._steps = 8 if quick else workload.steps
         self._runs.mkdir(parents=True, exist_ok=True)
-        for name, count, seed in (("train", 40_000, 0), ("held_out", 256, 1)):
+        for name, count, seed in (("train", 40_000, 0), ("held_out", workload.held_out, 1)):
             write_tasks(self._tasks(name), workload=workload.name, count=count, seed=seed)
         self._policy = self._warm_policy()
-        if (reward := self._held_out(self._policy)) < LEAST_REWARD:
-            sys.exit(f"{workload.name}: the policy to begin with has reward {reward:.3f}, less than {LEAST_REWARD}")
+        if (reward := self._held_out(self._policy)) < (least := workload.least_reward):
+            sys.exit(f"{workload.name}: the policy to begin with has reward {reward:.3f}, less than {least}")
         print(f"{workload.name}: the policy to begin with has reward {reward:.3f}", file=sys.stderr, flush=True)
 
     def ours(self, seed: int) -> Found:
@@ -142,7 +165,7 @@ class Bench:
             rewards=[(line["time"] - began, line["reward"]) for line in metrics if line["reward"] is not None],
             samples_per_s=samples_per_s(run_dir),
             response_tokens=mean_length(run_dir),
-            held_out=self._held_out(run_dir / "checkpoints" / f"step_{self._steps}"),
+            held_out=self._held_out(run_dir / "checkpoints" / f"step_{self._workload.steps}"),
             smooth=self._workload.smooth,
             staleness_mean=fmean(line["staleness_mean"] for line in metrics),
             masked_share=masked_share(run_dir),
@@ -150,12 +173,12 @@ class Bench:
 
     def theirs(self, seed: int, micro_batch: int) -> Found:
         out = self._runs / f"trl-{seed}"
-        found = self._trl(out, seed=seed, micro_batch=micro_batch, steps=self._steps)
+        found = self._trl(out, seed=seed, micro_batch=micro_batch, steps=self._workload.steps)
         times = [ended - found["started_at"] for ended in found["ended_at"]]
         timed = times[SKIPPED_STEPS - 1 :]
         return Found(
             rewards=list(zip(times, found["rewards"], strict=False)),
-            samples_per_s=GROUPS * GROUP_SIZE * (len(timed) - 1) / (timed[-1] - timed[0]),
+            samples_per_s=self._workload.groups * GROUP_SIZE * (len(timed) - 1) / (timed[-1] - timed[0]),
             response_tokens=fmean(found["lengths"]),
             held_out=self._held_out(out),
             smooth=self._workload.smooth,
@@ -163,6 +186,8 @@ class Bench:
 
     def best_micro_batch(self, candidates: Sequence[int]) -> int:
         """At which TRL takes the least time per step."""
+        if len(candidates) == 1:
+            return candidates[0]
         seconds = {}
         for size in candidates:
             found = self._trl(self._runs / f"trial-{size}", seed=0, micro_batch=size, steps=5)
@@ -183,7 +208,7 @@ class Bench:
                 "steps": steps,
                 "micro_batch": micro_batch,
                 "group_size": GROUP_SIZE,
-                "groups_per_step": GROUPS,
+                "groups_per_step": self._workload.groups,
                 "max_new_tokens": self._workload.max_new_tokens,
                 "learning_rate": self._workload.learning_rate,
                 "warmup_steps": self._workload.warmup_steps,
@@ -215,8 +240,8 @@ class Bench:
             "scheduler": {"group_filter": []},
             "rollout": {"slots": 256},
             "trainer": {
-                "steps": self._steps,
-                "groups_per_step": GROUPS,
+                "steps": workload.steps,
+                "groups_per_step": workload.groups,
                 "learning_rate": workload.learning_rate,
                 "warmup_steps": workload.warmup_steps,
                 "checkpoint_every": 100_000,
@@ -234,10 +259,9 @@ class Bench:
         count = self._workload.warm_start_steps * WARM_START_BATCH
         write_tasks(lessons, workload=self._workload.name, count=count, seed=2, growing=True)
         tasks, chat = TaskStream(tasks_in(lessons)), ChatTokenizer.load(directory)
-        examples = demonstrations(tasks, make=Say, max_turns=lambda task: 1, chat=chat, seed=0)
-        warm_start(
-            model, examples, steps=self._workload.warm_start_steps, batch_size=WARM_START_BATCH, learning_rate=2e-3
-        )
+        examples = demonstrations(tasks.next, make=Say, max_turns=lambda task: 1, chat=chat, seed=0)
+        steps = self._workload.warm_start_steps
+        warm_start(Imitation(model).step, examples, steps=steps, batch_size=WARM_START_BATCH, learning_rate=2e-3)
         model.save_pretrained(directory)
         return directory
 
@@ -278,17 +302,20 @@ def tasks_in(path: Path) -> MixedTasks:
 
 
 def trl_environment(directory: Path) -> Path:
-    """A virtual environment with TRL and this environment's torch and transformers; returns its Python."""
-    python = directory / "bin" / "python"
-    if not (directory / "complete").exists():
-        shutil.rmtree(directory, ignore_errors=True)
-        venv.create(directory, with_pip=True)
-        import transformers
-
-        versions = [f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}"]
-        for packages in (versions[:1], [*versions, TRL]):
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
-        (directory / "complete").touch()
+    """Return the Python of a virtual environment with TRL and this environment's torch and transformers; make it if it
+    is not there. Exit with `NO_ENVIRONMENT` if that fails."""
+    python, complete = directory / "bin" / "python", directory / "complete"
+    wanted = [f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}", TRL]
+    if complete.exists() and complete.read_text().split() == wanted:
+        return python
+    shutil.rmtree(directory, ignore_errors=True)
+    venv.create(directory, with_pip=True)
+    for packages in (wanted[:1], wanted):
+        done = subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages])
+        if done.returncode:
+            print(f"cannot install {' '.join(packages)} in {directory}", file=sys.stderr)
+            sys.exit(NO_ENVIRONMENT)
+    complete.write_text("\n".join(wanted))
     return python
 
 
@@ -296,7 +323,7 @@ def compare(bench: Bench, name: str, seeds: Sequence[int], candidates: Sequence[
     micro_batch = bench.best_micro_batch(candidates)
     pairs = [(bench.ours(seed), bench.theirs(seed, micro_batch)) for seed in seeds]
     for row, runs in ((f"{name} ours", [ours for ours, _ in pairs]), (f"{name} TRL", [theirs for _, theirs in pairs])):
-        for column in ("samples_per_s", "response_tokens", "staleness_mean", "masked_share", "held_out"):
+        for column in COLUMNS:
             figures.cell(TABLE, row, column, (getattr(run, column) for run in runs))
     figures.add(f"{name}_speedup", (ours.samples_per_s / theirs.samples_per_s for ours, theirs in pairs))
     figures.add(f"{name}_time_to_reward_ratio", (time_to_reward_ratio(ours, theirs) for ours, theirs in pairs))
@@ -316,15 +343,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, one micro-batch size")
-    parser.add_argument("--runs", type=Path, default=Path("runs/vs_trl"), help="where runs and TRL's environment lie")
+    parser.add_argument("--runs", type=Path, default=Path("runs/vs_trl"), help="where runs are kept")
     parser.add_argument("--device", default="cpu", help="where both compute")
     parser.add_argument("--trl-python", type=Path, metavar="PYTHON", help="of an environment that has TRL already")
     parser.add_argument("--only", choices=[workload.name for workload in WORKLOADS], action="append")
     options = parser.parse_args()
-    runs = options.runs.resolve()
+    runs = runs_dir(options.runs, quick=options.quick)
     runs.mkdir(parents=True, exist_ok=True)
     device, figures = torch.device(options.device), Figures()
-    trl_python = options.trl_python or trl_environment(runs / "trl-env")
+    trl_python = options.trl_python or trl_environment(TRL_ENVIRONMENT)
     few = options.quick or device.type != "cpu"
     seeds: Sequence[int] = SEEDS[:1] if few else SEEDS
     candidates: Sequence[int] = MICRO_BATCHES if device.type == "cpu" else LARGE_MICRO_BATCHES
@@ -332,10 +359,16 @@ def main() -> None:
         candidates = candidates[:1]
     for workload in WORKLOADS:
         if not options.only or workload.name in options.only:
-            bench = Bench(workload, runs, trl_python, device=device, quick=options.quick)
+            bench = Bench(workload.quick() if options.quick else workload, runs, trl_python, device=device)
             compare(bench, workload.name, seeds, candidates, figures)
     publish(
-        "vs_trl", figures.flat, options.json, tables=figures.tables, seeds=seeds, accelerator=accelerator_name(device)
+        BENCHMARK,
+        figures.flat,
+        options.json,
+        tables=figures.tables,
+        seeds=seeds,
+        accelerator=accelerator_name(device),
+        partial=bool(options.only),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,10 +20,12 @@ from typing import Any, Self
 
 import psutil
 from faulty_process import WITNESS
+from report import environment
 
 from penstock.observe import jsonl
+from penstock.supervisor import procfs
 from penstock.supervisor.procfs import Identity
-from penstock.supervisor.record import owner_of, read_state
+from penstock.supervisor.run_journal import owner_of, read_state
 from penstock.supervisor.runtime import runtime_path
 
 HERE = Path(__file__).parent
@@ -51,6 +53,16 @@ def wait_for(what: str, condition: Callable[[], Any], *, seconds: float) -> Any:
             raise TimedOut(f"{what}: not within {seconds:g} s")
         time.sleep(POLL_S)
     return result
+
+
+def end_earlier(run_dir: Path) -> None:
+    """End and remove a run that an interrupted benchmark has left."""
+    supervisor = owner_of(read_state(run_dir) or {})
+    if supervisor is not None and procfs.is_alive(supervisor):
+        procfs.send(supervisor, signal.SIGCONT)
+        procfs.send(supervisor, signal.SIGQUIT)
+        wait_for(f"{run_dir.name} ends", lambda: not procfs.is_alive(supervisor), seconds=GONE_S)
+    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 class Witness:
@@ -221,11 +233,10 @@ class WatchedRun:
         return found
 
     def _start(self, *words: str) -> None:
-        path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self._log.open("ab") as log:
             self._command = subprocess.Popen(
-                [sys.executable, str(HERE / "faulty_run.py"), *words],
+                [sys.executable, str(HERE / "faulty_command.py"), *words],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": path, WITNESS: self.witness.path},
+                env=environment(**{WITNESS: self.witness.path}),
             )

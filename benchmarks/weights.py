@@ -34,23 +34,40 @@ import aiohttp
 import msgspec
 import torch
 from hardware import accelerator_name, real_policy, seconds
-from report import arguments, publish
+from report import Benchmark, arguments, publish
 from rollout_http import server
 
 from penstock.config import TinyModelConfig
-from penstock.model.load import load_policy
+from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.processes.serving import make_update
+from penstock.processes.slot_server import make_update
+from penstock.rollout.bodies import GenerateBody, GenerateReply, SamplingBody, decode, encode
 from penstock.rollout.client import RolloutClient
-from penstock.rollout.engine import SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.session import HttpSession
-from penstock.rollout.wire import GenerateBody, GenerateReply, SamplingBody, decode, encode
+from penstock.rollout.slot_engine import SlotEngine
 from penstock.types import WeightsHandle
 from penstock.weights import shared_memory
 
 MAX_CONTEXT, LONG_CONTEXT = 512, 16384
+BENCHMARK = Benchmark(
+    name="weights",
+    measures=["weights", "rollout"],
+    figures=[
+        *("tiny_pause_ms", "tiny_pause_worst_ms", "tiny_pause_updates"),
+        *("one_gb_bytes", "one_gb_pause_s", "one_gb_copy_s", "one_gb_pause_vs_copy"),
+        *("updates_in_a_row", "updates_in_a_row_per_s", "updates_in_a_row_answers", "updates_in_a_row_tokens"),
+        *("updates_in_a_row_versions_seen", "updates_in_a_row_lost", "updates_in_a_row_misversioned"),
+    ],
+    on_accelerator=[
+        f"qwen3_0_6b_{figure}"
+        for figure in (
+            *("bytes", "pause_s", "copy_s", "publish_s", "begin_s", "commit_s", "pinned_copy_s"),
+            *("pause_vs_copy", "begin_vs_pinned_copy"),
+        )
+    ],
+)
 SHARED_MEMORY = Path("/dev/shm")
 PROMPT = [5, 6, 7, 8]
 CLIENTS, STREAM_TOKENS, TOKENS_BETWEEN = 8, 400, 12
@@ -74,9 +91,7 @@ async def ask(session: aiohttp.ClientSession, tokens: int) -> GenerateReply:
 def published() -> Iterator[shared_memory.WeightsPublisher]:
     """A publisher whose files go with it."""
     with TemporaryDirectory(dir=SHARED_MEMORY) as directory:
-        publisher = shared_memory.WeightsPublisher(Path(directory))
-        yield publisher
-        publisher.close()
+        yield shared_memory.WeightsPublisher(Path(directory))
 
 
 @asynccontextmanager
@@ -179,10 +194,10 @@ async def whole_updates(engine: SlotEngine, rounds: int) -> dict[str, float]:
             running = asyncio.create_task(runner.generate(request))
             await transaction.begin(handle)
             times.append(time.perf_counter())
-            runner.drain_spans()
+            runner.meter.drain()
             await transaction.commit(version)
             times.append(time.perf_counter())
-            spans = [span for span in runner.drain_spans() if span.kind == "generate"]
+            spans = [span for span in runner.meter.drain() if span.kind == "generate"]
             runner.abort(request.rid)
             await running
             before = max(span.end for span in spans if span.policy_version < version)
@@ -297,7 +312,7 @@ def main() -> None:
     if device.type != "cpu":
         found = asyncio.run(on_device(device, 2 if options.quick else 7))
         figures = {f"qwen3_0_6b_{name}": value for name, value in found.items()}
-        publish("weights", figures, options.json, accelerator=accelerator_name(device))
+        publish(BENCHMARK, figures, options.json, accelerator=accelerator_name(device))
         return
     with TemporaryDirectory() as directory:
         tensors = write_model(Path(directory), tied=True)
@@ -313,7 +328,7 @@ def main() -> None:
         vocab_size = len(tensors["lm_head.weight"])
         with server(Path(directory), REQUESTS) as url:
             figures |= asyncio.run(in_a_row(url, tensors, vocab_size, 20 if options.quick else UPDATES))
-    publish("weights", figures, options.json)
+    publish(BENCHMARK, figures, options.json)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
-"""What the tests do not depend on: how busy the machine is, and how they were started; and where they compute."""
+"""Settings of every test session: reproducible examples, the session guard, and which worker runs which test."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from session_guard import SessionGuard
+from worker_groups import GroupScheduling, rank_of, write_groups
 
 if TYPE_CHECKING:
     import torch
+    from xdist.remote import Producer
 
 # The same examples each time: a change is judged by what it changes. `--hypothesis-profile=search` looks for others.
 settings.register_profile("unhurried", deadline=None, derandomize=True)
@@ -19,6 +24,39 @@ settings.load_profile("unhurried")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has what it runs in the background ignore it, and so would the runs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+NUM_WORKERS_MAX = 8
+
+
+def is_xdist_worker(config: pytest.Config) -> bool:
+    """Return whether this process runs tests for another pytest process."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if is_xdist_worker(config):
+        return
+    config.option.loadscopereorder = False  # the scheduler keeps the order of the collection
+    atexit.register(SessionGuard().close)  # after whatever tests register later, such as the end of Ray
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Start one worker more than there are cores, because real runs wait a lot."""
+    return min(len(os.sched_getaffinity(0)) + 1, NUM_WORKERS_MAX)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    return GroupScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=rank_of)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if is_xdist_worker(session.config):
+        write_groups(session.items, os.environ["PYTEST_XDIST_WORKER"])
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from penstock.config import Config, ConfigError, load_config
 from penstock.scheduler.trigger import Trigger
@@ -22,6 +23,26 @@ def test_overrides_win_and_exponents_are_numbers(file: Path) -> None:
     assert config.trainer.steps == 9
     assert config.trainer.learning_rate == 1e-4
     assert config.env.name == "guess_number"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["env.options={}"], {}),
+        (["env={options: {}}"], {}),
+        (["env.options={}", "env.options.high=1"], {"high": 1}),
+        (["env.options.high=1", "env.options={}"], {}),
+        (["env.options={high: 1}"], {"low": {"at": 2}, "high": 1}),
+        (["env.options.low={}"], {"low": {}}),
+        (["env.options.high=1", "env.options={low: 3}"], {"low": 3, "high": 1}),
+    ],
+)
+def test_a_mapping_is_merged_and_an_empty_one_empties(tmp_path: Path, overrides: list[str], expected: object) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("env: {name: a.b:C, options: {low: {at: 2}}}\n")
+    options = load_config(path, overrides).env.options
+    assert options == expected
+    assert yaml.safe_load(yaml.safe_dump(options)) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,7 +93,7 @@ def test_overrides_win_and_exponents_are_numbers(file: Path) -> None:
             "scheduler={segment_length: 20, global_max_length: 10}",
             "segment_length (20) is longer than global_max_length",
         ),
-        ("scheduler.max_segment_count=3", "means nothing without segment_length"),
+        ("scheduler.max_segment_count=3", "has no effect without segment_length"),
         ("scheduler.mode=synchronous", "mode synchronous is on-policy: set max_staleness to 0 (it is 2)"),
         ("scheduler={mode: one_step_off, max_staleness: 0}", "set max_staleness to 1 or more"),
         (
@@ -104,6 +125,11 @@ def test_mistakes_on_the_command_line(file: Path, override: str, message: str) -
     with pytest.raises(ConfigError) as error:
         load_config(file, [override])
     assert message in str(error.value)
+
+
+def test_an_override_below_a_value_of_another_override_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match="goes below 'dispatch', which another override sets to a value"):
+        load_config(file, ["scheduler.dispatch=sjf", "scheduler.dispatch.look_ahead=4"])
 
 
 def test_weights_are_not_given_out_to_servers_without_a_key(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +183,7 @@ def test_the_trigger_never_asks_for_more_than_a_step_unless_told(
 ) -> None:
     config = load_config(file, overrides)
     whole = {"group_size": config.env.group_size, "groups_per_step": config.trainer.groups_per_step}
-    assert Trigger.from_config(config.scheduler.trigger, **whole).min_samples == expected
+    assert Trigger(config.scheduler.trigger, **whole).min_samples == expected
     with pytest.raises(ConfigError, match=r"min_samples \(33\) exceeds the samples of a step"):
         load_config(file, ["trainer.groups_per_step=4", "scheduler.trigger.min_samples=33"])
 

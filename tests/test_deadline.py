@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.deadline import QUIET_S, Stall, Stalled, deadline, holding, patient, reporting_to, stalled
+from penstock.deadline import QUIET_S, Stall, Stalled, deadline, holding, reporting_to, stalled, warn_if_stalled
 from penstock.simulator.clock import run_virtual
 
 
@@ -59,7 +59,7 @@ def test_what_ends_in_time_is_not_told() -> None:
     async def main() -> None:
         async with deadline(5.0, waiter="a", resource="b", holder="c"):
             await asyncio.sleep(4.0)
-        with patient(5.0, waiter="a", resource="b", holder="c"):
+        with warn_if_stalled(5.0, waiter="a", resource="b", holder="c"):
             await asyncio.sleep(4.0)
         await asyncio.sleep(100.0)
 
@@ -77,7 +77,7 @@ def test_another_timeout_inside_passes_through() -> None:
 
 def test_a_patient_wait_tells_at_growing_intervals_and_goes_on() -> None:
     async def main() -> None:
-        with patient(10.0, waiter="swap", resource="weights", holder="the trainer"):
+        with warn_if_stalled(10.0, waiter="swap", resource="weights", holder="the trainer"):
             await asyncio.sleep(10.0 + 1.5 * QUIET_S + 2 * QUIET_S)
         assert now() == 10.0 + 3.5 * QUIET_S
 

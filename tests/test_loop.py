@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_ports import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play, played
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,15 +17,14 @@ from penstock import loop
 from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.observe.recorder import Recorder
-from penstock.ports import Work
+from penstock.ports.work import Work
 from penstock.processes.controller import PIPELINES, conclude
+from penstock.scheduler.failure_budget import FailureBudget, NothingToLearn, OutOfTasks, TooManyFailures
 from penstock.scheduler.filters import Drop, FilterFailed, FinishedGroup, Keep
-from penstock.scheduler.patience import NothingToLearn, OutOfTasks, Patience, TooManyFailures
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play, played
+from penstock.store.experience_pool import ExperiencePool
 from penstock.store.index import PoolIndex
-from penstock.store.pool import ExperiencePool
 from penstock.types import EpisodeState, EpisodeSummary, PayloadRef
 
 REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
@@ -56,7 +56,7 @@ class Run:
     async def go(self) -> None:
         recorder = Recorder(self.directory)
         pool = ExperiencePool(self.directory / "pool")
-        self.scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, record=self._record)
+        self.scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, log_decision=self._record)
         source = NumberedTasks("eval")
         held_out = [task for i in range(self.settings.data.eval_tasks) if (task := source.task(i))]
         self.workers = ModelledWorkers(
@@ -74,7 +74,7 @@ class Run:
             pool=pool,
             recorder=recorder,
         )
-        self.scheduler.worker_joined("env-0", 1000)
+        self.scheduler.add_worker("env-0", 1000)
         try:
             await PIPELINES[self.settings.pipeline](self.system)
         finally:
@@ -95,7 +95,7 @@ class Run:
     def states(self) -> dict[int, str]:
         """What the pool's index says became of every group."""
         index = PoolIndex(self.directory / "pool")
-        found = {record.group: record.state for record in index}
+        found = {record.group: record.state for record in index.records()}
         index.close()
         return found
 
@@ -141,7 +141,7 @@ def test_nothing_lost_or_trained_twice_or_too_stale(
     assert len(set(run.trainer.trained)) == len(run.trainer.trained)
     for version, groups in run.trained_in():
         assert all(version - run.workers.versions[group] <= max_staleness for group in groups)
-    assert run.scheduler.evaluations.counts()["trained"] == 12
+    assert run.scheduler.evaluations.ledger.counts()["trained"] == 12
 
 
 def test_the_pool_knows_what_became_of_every_group(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     root = _root(failure.value)
     assert isinstance(root, TooManyFailures) and "no such key" in str(root)
     run.scheduler.ledger.check()
-    assert run.scheduler.ledger.counts()["failed"] >= Patience.max_failed * 4
+    assert run.scheduler.ledger.counts()["failed"] >= FailureBudget.max_failed * 4
 
 
 def test_the_last_group_of_a_finite_source_may_fail(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_late_result_of_an_older_attempt_is_not_written_down(tmp_path: Path) -
                 loop.collect(run.system, 0, None, failed)
                 late.append((0, [played(episode, reward=0.5) for episode in work.episodes]))
                 loop.collect(run.system, 0, REF, late[0][1])
-                assert [record.state for record in run.system.pool.get([0])] == [EpisodeState.PENDING]
+                assert [record.state for record in run.system.pool.get_groups([0])] == [EpisodeState.PENDING]
             else:
                 start(worker, work)
 

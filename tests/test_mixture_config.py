@@ -100,7 +100,7 @@ def test_nobody_trains_on_what_another_one_holds_out(tmp_path: Path, other: dict
         ("env.mixture.sums.zzz=1", "unknown key env.mixture.sums.zzz .*valid keys of env.mixture.sums: name"),
         ("env.mixture.sums.weight=0", "bad value for env.mixture.sums.weight on the command line"),
         ("env.mixture.sums.max_new_tokens=512", r"env.mixture.sums.max_new_tokens \(512\) must be smaller than"),
-        ("env.mixture.a/b={}", "the tag 'a/b' is no name"),
+        ("env.mixture.a/b={}", "the tag 'a/b' is not a name"),
         ("env.mixture.sums=3", "bad value for env.mixture.sums"),
         ("env.mixture.sums.data.source=jsonl", "data.source jsonl needs data.path"),
         ("env.mixture.sums.data.mode=sample", "mode is for rows of jsonl, parquet, huggingface, not for source reason"),
@@ -112,3 +112,16 @@ def test_nobody_trains_on_what_another_one_holds_out(tmp_path: Path, other: dict
 def test_what_makes_no_sense_is_refused_with_its_place(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, MIXTURE, override)
+
+
+def test_each_entry_gets_a_source_of_tasks_that_fits_its_environment() -> None:
+    settings = {
+        "env": {"mixture": {"words": {"name": "single_turn"}, "numbers": {"name": "guess_number"}}},
+        "validation": {"mixture": {"numbers": {"name": "single_turn"}}},
+    }
+    environments = Config.model_validate(settings).environments
+    assert {tag: entry.data.source for tag, entry in environments.train.items()} == {
+        "words": "reasoning_gym",
+        "numbers": "seeds",
+    }
+    assert environments.eval["numbers"].data.source == "reasoning_gym"

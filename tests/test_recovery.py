@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from fake_ports import ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks, Play
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +22,11 @@ from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.observe import jsonl
 from penstock.observe.recorder import Recorder
-from penstock.ports import SavedState, TrainerLost, Work
+from penstock.ports.training import SavedState, TrainerLost
+from penstock.ports.work import Work
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks, Play
-from penstock.store.pool import ExperiencePool
+from penstock.store.experience_pool import ExperiencePool
 from penstock.types import EpisodeState, GroupAttempt, Task, WeightsHandle
 
 GROUP_SIZE, GROUPS_PER_STEP, STEPS = 2, 3, 6
@@ -135,13 +136,13 @@ class Run:
 
     def _begin(self) -> asyncio.Task[None]:
         self.num_lives += 1
-        scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, record=lambda *decision: None)
+        scheduler = Scheduler(self.settings, now=asyncio.get_running_loop().time, log_decision=lambda *decision: None)
         held_out = [NumberedTasks("eval").task(index) for index in range(self.settings.data.eval_tasks)]
         self.workers = ModelledWorkers(
             self.play,
             lambda *played: loop.collect(self.system, *played),
             lambda: self.servers.version,
-            generated=lambda *rewarding: self.system.scheduler.generated(*rewarding),
+            generated=lambda *rewarding: self.system.scheduler.members.finish_generation(*rewarding),
         )
         self.system = loop.System(
             config=self.settings,
@@ -155,14 +156,14 @@ class Run:
             pool=ExperiencePool(self.directory / "pool"),
             recorder=Recorder(self.directory),
         )
-        scheduler.worker_joined("env-0", 1000)
+        scheduler.add_worker("env-0", 1000)
         return asyncio.create_task(loop.run(self.system))
 
     def _lose_worker(self) -> None:
         """What it played, and whatever rewards it was computing, is gone; another one comes."""
         self.workers.cancel([GroupAttempt(group, 0) for group in self.workers.playing])
-        self.system.scheduler.worker_lost("env-0")
-        self.system.scheduler.worker_joined("env-0", 1000)
+        self.system.scheduler.remove_worker("env-0")
+        self.system.scheduler.add_worker("env-0", 1000)
 
     async def _kill(self, life: asyncio.Task[None]) -> None:
         """Nothing that it was about to do happens; what others were asked to do does."""
@@ -209,7 +210,7 @@ class Run:
 
     def _check_validations(self) -> None:
         """None is left behind, and each played everything."""
-        evaluations = self.system.scheduler.evaluations.counts()
+        evaluations = self.system.scheduler.evaluations.ledger.counts()
         assert evaluations["admitted"] == evaluations["trained"]
         found = [event for event in jsonl.read(self.directory / "events.jsonl") if event["event"] == "evaluation"]
         assert {"before", "after"} <= {event["when"] for event in found}
@@ -239,13 +240,13 @@ def test_the_number_of_lost_weights_is_not_used_again(tmp_path: Path) -> None:
 def test_the_index_knows_what_is_played_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a controller that dies next would take the old tokens for ready."""
     admitted = Counter[int]()
-    admit = ExperiencePool.admit
+    admit = ExperiencePool.admit_groups
 
     def count(pool: ExperiencePool, groups: Sequence[tuple[int, Task]]) -> None:
         admitted.update(number for number, _ in groups)
         admit(pool, groups)
 
-    monkeypatch.setattr(ExperiencePool, "admit", count)
+    monkeypatch.setattr(ExperiencePool, "admit_groups", count)
     run = Run(tmp_path, config(**MODES["synchronous"]))
     run_virtual(run.go([Death("trainer", 1.0), Death("trainer", 0.5)]))
     run.check()

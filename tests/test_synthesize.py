@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_ports import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -20,17 +21,17 @@ from rich.console import Console
 from penstock import loop
 from penstock.config import Config, ConfigError
 from penstock.data.sources import FirstTasks, TaskStream, open_tasks
-from penstock.observe import jsonl, report, summary
+from penstock.observe import closing_report, jsonl, summary
 from penstock.observe.notices import notice
 from penstock.observe.recorder import Recorder
-from penstock.ports import EndedGroup, GroupRecord, Shard, Work
+from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
+from penstock.ports.work import Work
 from penstock.processes.controller import tasks_to_play
-from penstock.scheduler.pacing import PacingState, Unpaced
+from penstock.scheduler.pacing import PacingState, pace
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
+from penstock.store.experience_pool import ExperiencePool
 from penstock.store.index import PoolIndex
-from penstock.store.pool import ExperiencePool
 from penstock.types import EpisodeState, EpisodeSummary, GroupAttempt, PayloadRef, Task
 
 GROUP_SIZE, NUM_TASKS = 4, 40
@@ -56,10 +57,10 @@ class Heard:
         self.groups: list[int] = []
         self.is_finished = False
 
-    def take_up(self, records: Iterable[GroupRecord]) -> None:
+    def restore(self, records: Iterable[GroupRecord]) -> None:
         self.groups += [record.group for record in records if record.state == EpisodeState.COLLECTED]
 
-    def played(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
+    def add_group(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
         assert num_rows == GROUP_SIZE
         if state is EpisodeState.COLLECTED:
             self.groups.append(attempt.group)
@@ -83,7 +84,7 @@ async def synthesize(
 
     recorder, pool, heard = Recorder(directory), ExperiencePool(directory / "pool"), Heard()
     payloads(directory).touch()
-    scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, record=recorder.decision)
+    scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, log_decision=recorder.decision)
     workers = ModelledWorkers(play, collect, lambda: 0)
     system = loop.System(
         config=settings,
@@ -98,7 +99,7 @@ async def synthesize(
         recorder=recorder,
         dumps=[heard],
     )
-    scheduler.worker_joined("env-0", 1000)
+    scheduler.add_worker("env-0", 1000)
     try:
         async with asyncio.timeout(None if until == float("inf") else until):
             await loop.synthesize(system)
@@ -154,20 +155,19 @@ def test_groups_that_fail_among_others_are_counted_with_an_alarm_and_the_latest_
 
 def test_a_task_that_is_given_up_is_named_and_not_counted_as_played(tmp_path: Path) -> None:
     with closing(Recorder(tmp_path)) as recorder:
-        recorder.intends(NUM_TASKS)
+        recorder.set_num_tasks(NUM_TASKS)
         recorder.decision("retry", "KeyError: 'answer'", {"group": 5, "attempt": 1})
         recorder.decision("retry", "given up after 3 attempts: KeyError: 'answer'", {"group": 5, "given_up": "rows/6"})
         recorder.progressed(NUM_TASKS, {}, {})
     (event,) = [event for event in jsonl.read(tmp_path / "events.jsonl") if event["event"] == "given_up"]
-    assert notice(event) == (
-        "task rows/6 leaves no row (mend it, and play it in another run): given up after 3 attempts: KeyError: 'answer'"
-    )
+    reason = "given up after 3 attempts: KeyError: 'answer'"
+    assert notice(event) == f"task rows/6 leaves no row (correct it, and play it in another run): {reason}"
     found = summary.write(tmp_path)
     assert (found["tasks"], found["tasks_played"], found["groups_failed"]) == (NUM_TASKS, NUM_TASKS - 1, 1)
     console = Console(file=io.StringIO(), width=120)
-    report.show(tmp_path, console)
+    closing_report.show(tmp_path, console, config=Config(), commands=[])
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "39 of 40 tasks played, 1 given up" in text and "! task rows/6 leaves no row" in text
+    assert "39 of 40 tasks played, 1 failed" in text and "! task rows/6 leaves no row" in text
 
 
 def test_every_task_is_played_once(tmp_path: Path) -> None:
@@ -192,11 +192,11 @@ def test_a_controller_goes_on_where_another_one_was(
     scheduler, heard = run_virtual(synthesize(directory, config(), random_play(seed + 9)))
     assert sorted(heard.groups) == list(range(NUM_TASKS))
     assert scheduler.ledger.counts()["collected"] == scheduler.ledger.num_admitted == NUM_TASKS * GROUP_SIZE
-    assert scheduler.num_ended == NUM_TASKS
+    assert scheduler.groups.num_ended == NUM_TASKS
     found = summary.summarize(directory)
     assert found["trajectories"] == NUM_TASKS * GROUP_SIZE
     with closing(PoolIndex(directory / "pool", readonly=True)) as index:
-        rewards = [episode.reward for record in index for episode in record.episodes]
+        rewards = [episode.reward for record in index.records() for episode in record.episodes]
     last = jsonl.read(directory / "metrics.jsonl")[-1]
     assert last["reward_total"] == pytest.approx(sum(rewards)) and last["tokens_generated_total"] == 8 * len(rewards)
 
@@ -208,7 +208,7 @@ def test_what_was_given_up_is_counted_over_lives_and_its_siblings_are_not(tmp_pa
         (tmp_path / "played.json").unlink()
     assert jsonl.read(tmp_path / "metrics.jsonl")[-1]["episodes_total"] == (NUM_TASKS - 3) * GROUP_SIZE
     recorder, pool = Recorder(tmp_path), ExperiencePool(tmp_path / "pool")
-    recorder.take_up(pool.records())
+    recorder.restore(pool.records())
     recorder.close()
     pool.close()
     assert jsonl.read_json(tmp_path / "played.json")["groups_failed"] == 3
@@ -217,7 +217,7 @@ def test_what_was_given_up_is_counted_over_lives_and_its_siblings_are_not(tmp_pa
 def test_a_group_that_was_whole_when_the_controller_died_is_not_played_again(tmp_path: Path) -> None:
     run_virtual(synthesize(tmp_path, config(), random_play(0)))
     pool = ExperiencePool(tmp_path / "pool")
-    pool.revive([3])  # as if it had died between the two lines that it writes of a group
+    pool.revive_groups([3])  # as if it had died between the two lines that it writes of a group
     pool.close()
 
     def nothing(work: Work) -> tuple[float, list[float]]:
@@ -231,15 +231,15 @@ def test_a_group_whose_tokens_are_gone_before_they_are_dumped_is_played_anew(tmp
     run_virtual(synthesize(tmp_path, config(), random_play(0)))
     pool = ExperiencePool(tmp_path / "pool")
     dumped, damaged, whole = ([GroupAttempt(group, 0)] for group in (3, 4, 5))
-    pool.plan(Shard(name="rollout/000000", groups=dumped))
-    pool.written(Shard(name="rollout/000000", groups=dumped))
-    pool.plan(Shard(name="rollout/000001", groups=damaged + whole))
+    pool.put_shard(Shard(name="rollout/000000", groups=dumped))
+    pool.put_shard(Shard(name="rollout/000000", groups=dumped, written=True))
+    pool.put_shard(Shard(name="rollout/000001", groups=damaged + whole))
     lost = PayloadRef(file="lost", offset=0, length=1, crc32=0)
-    for (group, _), record in ((each, pool.get([each.group])[0]) for each in dumped + damaged):
+    for (group, _), record in ((each, pool.get_groups([each.group])[0]) for each in dumped + damaged):
         its_task = Task(task_id=record.task_id, tag="train", index=record.task_index)
-        pool.admit([(group, its_task)])
-        pool.add(group, its_task, lost, record.episodes)
-        pool.end([EndedGroup(group=group, counts=record.counts)])
+        pool.admit_groups([(group, its_task)])
+        pool.add_group(group, its_task, lost, record.episodes)
+        pool.end_groups([EndedGroup(group=group, counts=record.counts)])
     pool.close()
     anew: list[tuple[int, int]] = []
 
@@ -249,20 +249,20 @@ def test_a_group_whose_tokens_are_gone_before_they_are_dumped_is_played_anew(tmp
 
     scheduler, heard = run_virtual(synthesize(tmp_path, config(), play))
     assert anew == [(4, 1)] and sorted(heard.groups) == list(range(NUM_TASKS))
-    assert scheduler.num_ended == NUM_TASKS
+    assert scheduler.groups.num_ended == NUM_TASKS
     assert scheduler.ledger.counts()["collected"] == scheduler.ledger.num_admitted == NUM_TASKS * GROUP_SIZE
 
 
 def test_no_group_waits_for_a_trainer() -> None:
-    busy = PacingState(num_in_flight=900, num_playing=900, num_ready=0, num_unserved=0, num_leftovers=0)
-    decision = Unpaced().decide(busy, groups_per_step=1)
+    busy = PacingState(groups_per_step=1, num_playing=900, num_ready=0, num_unserved=0, num_leftovers=0)
+    decision = pace(None, busy)
     assert decision.num_groups > 0 and "900 groups playing" in decision.reason
 
 
 def test_what_has_no_end_is_named_where_all_is_to_be_played(tmp_path: Path) -> None:
     tree = {"env": {"mixture": {"sums": {"data": {"dataset": "basic_arithmetic"}}, "guess": {"name": "guess_number"}}}}
     endless = Config.model_validate(tree | {"synthesis": {"tasks": -1}})
-    with closing(Recorder(tmp_path)) as recorder, pytest.raises(ConfigError, match="tasks of sums, guess have no end"):
+    with closing(Recorder(tmp_path)) as recorder, pytest.raises(ConfigError, match="tasks of sums, guess are endless"):
         tasks_to_play(endless, open_tasks(endless), recorder)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.types import EpisodeId, FinishReason, Sample, Segment, Trajectory, Turn, VersionSpan
+from penstock.samples import Sample, Segment, Trajectory, Turn, VersionSpan
+from penstock.types import EpisodeId, FinishReason
 
 token_ids = st.integers(0, 2**31 - 1)
 logprobs = st.floats(-50, 0, width=32)

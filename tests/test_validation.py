@@ -10,13 +10,13 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from fake_ports import played
 from test_loop import Run, config
 
 from penstock.config import Config
-from penstock.observe.evaluation import pass_at, results
-from penstock.ports import Work
+from penstock.observe.evaluation_results import pass_at, results
+from penstock.ports.work import Work
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import played
 from penstock.store.index import PoolIndex
 from penstock.types import EpisodeId, EpisodeSummary, Task
 
@@ -43,7 +43,7 @@ class Watched(Run):
         if work.task.purpose == "train":
             return by_task(work)
         self.validated.append(work)
-        evaluating = self.scheduler.evaluations.counts()["leased"]
+        evaluating = self.scheduler.evaluations.ledger.counts()["leased"]
         self.validating.append((evaluating, self.system.num_steps))
         return self.validation_s, [float(work.task.index % 2 == 0)] * len(work.members)
 
@@ -53,7 +53,9 @@ class Watched(Run):
     def trained_tasks(self) -> list[tuple[str, int | None]]:
         """Task and version that it was trained into."""
         index = PoolIndex(self.directory / "pool")
-        found = sorted((record.task_id, record.trained_in) for record in index if record.trained_in is not None)
+        found = sorted(
+            (record.task_id, record.trained_in) for record in index.records() if record.trained_in is not None
+        )
         index.close()
         return found
 
@@ -76,7 +78,7 @@ def test_every_validation_plays_every_task_once_with_the_same_seeds(tmp_path: Pa
     rounds = [worlds[start : start + 6] for start in range(0, len(worlds), 6)]
     assert len(rounds) == 4 and all(sorted(each) == sorted(rounds[0]) for each in rounds)
     assert len(set(rounds[0])) == 6
-    assert run.scheduler.evaluations.counts()["trained"] == 4 * 6
+    assert run.scheduler.evaluations.ledger.counts()["trained"] == 4 * 6
 
 
 def test_metrics_tell_what_the_latest_validation_found(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_one_that_is_still_running_has_the_next_passed_over(tmp_path: Path) -> N
     begun = [event["step"] for event in run.evaluations() if event["when"].startswith("step")]
     assert begun[0] == 1 and not {event["step"] for event in skipped} & set(begun)
     assert sorted([*begun, *(event["step"] for event in skipped)]) == [1, 2, 3, 4, 5]
-    assert run.scheduler.evaluations.counts()["trained"] == 6 * len(run.evaluations())
+    assert run.scheduler.evaluations.ledger.counts()["trained"] == 6 * len(run.evaluations())
 
 
 def test_beside_training_validation_takes_no_more_than_its_share(tmp_path: Path) -> None:

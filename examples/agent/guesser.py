@@ -7,7 +7,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from penstock.envs.guess_number import GuessNumber
-from penstock.types import Endpoint
+from penstock.ports.environment import Endpoint
 
 CLIENT = AsyncOpenAI(base_url="http://unused", api_key="unused")
 """Its connections are shared; where they lead is each episode's own."""

@@ -4,7 +4,7 @@
     python distil.py --split                     the teacher in two of its own
     python distil.py --ranks 4 --cluster auto    in slots of a pool of a Ray cluster
 
-What it prints is the same, wherever the roles are.
+The output is the same for every placement of the roles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_FEATURES, NUM_ROWS, NUM_STEPS = 8, 250, 40
 
 
 def distil(roles: Roles) -> None:
-    """250 rows are no multiple of four ranks: the shares are filled up, and the answers are not."""
+    """Train the student. 250 rows are no multiple of four ranks: parts are padded, and results are not."""
     rows = np.random.default_rng(0).normal(size=(NUM_ROWS, NUM_FEATURES))
     batch = roles.teacher.label(Batch({"x": rows}))
     for step in range(1, NUM_STEPS + 1):
@@ -37,7 +37,7 @@ def distil(roles: Roles) -> None:
 
 @contextmanager
 def starting(layout: Layout, num_ranks: int, cluster: str | None) -> Iterator[Start]:
-    """How to start the workers of a place: in processes of this machine, or as actors of a cluster."""
+    """Yield the function that starts the workers of a place: in processes of this machine, or as Ray actors."""
     if cluster is None:
         yield lambda _, together: SpawnedBackend(together, num_ranks)
         return

@@ -1,4 +1,4 @@
-"""Two roles. Each of them is one object on every rank; what a driver may call on all of them at once is marked."""
+"""Two roles. Each rank has one object of each. A driver may call the marked methods on all ranks at once."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ Weights = npt.NDArray[np.float64]
 
 
 class Teacher:
-    """Knows the weights; every rank the same."""
+    """Has the true weights, equal on all ranks."""
 
     def __init__(self, rank: Rank, num_features: int, seed: int) -> None:
         self.weights = np.random.default_rng(seed).normal(size=num_features)
 
     @remote_method(dispatch={"batch": Shard()}, collect=concat)
     def label(self, batch: Batch) -> Batch:
-        """Each rank its share of the rows; the driver gets all of them."""
+        """Label this rank's part of the rows. The driver gets all rows."""
         return batch.union(Batch({"y": batch["x"] @ self.weights}))
 
 
 class Student:
-    """Learns them."""
+    """Learns the weights."""
 
     def __init__(self, rank: Rank, num_features: int, learning_rate: float) -> None:
         self.weights, self.learning_rate = np.zeros(num_features), learning_rate
 
     @remote_method(dispatch={"batch": Shard()})
     def gradient(self, batch: Batch) -> tuple[Weights, float]:
-        """Sums over this rank's rows, of the gradient and of the squared error; rows that only fill a share up do not
-        count. The driver gets one for each rank."""
+        """Return the sums of the gradient and of the squared error over this rank's rows, without rows of padding. The
+        driver gets a list with one result for each rank."""
         errors = np.where(batch.is_padding, 0.0, batch["x"] @ self.weights - batch["y"])
         return errors @ batch["x"], float(errors @ errors)
 
     @remote_method(dispatch={"gradient": Broadcast()})
     def step(self, gradient: Weights) -> None:
-        """All ranks alike."""
+        """Take the same step on all ranks."""
         self.weights -= self.learning_rate * gradient

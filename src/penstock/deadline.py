@@ -1,8 +1,9 @@
-"""Every await that can wait for somebody else goes through here, so that nobody waits in silence.
+"""Deadlines and stall reports: every await that another party can delay uses this module.
 
-`deadline` bounds a wait and raises `Stalled` when the time is up. `patient` is for what may rightly last: it says that
-nothing came, and goes on waiting. Both write a report: who waits, for what, held by whom, since when, and where every
-task and thread of the process is at that moment. It goes to the log, and to whoever listens (`reporting_to`).
+`deadline` bounds a wait, and raises `Stalled` when the time is up. `warn_if_stalled` is for waits that may be long for
+good reasons: it reports the wait, and the wait continues. A report names the waiter, the resource, its holder and the
+time, and shows the stacks of all tasks and threads of the process. It goes to the log, or to the listener of
+`reporting_to`. `alongside` and `first` run coroutines beside each other.
 """
 
 from __future__ import annotations
@@ -10,31 +11,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.stacks import stacks, unwound
 
 logger = logging.getLogger(__name__)
 
 Holder = str | Callable[[], str]
-"""Who holds what is waited for; a function, if only the end of the wait can tell."""
+"""Name of the party that holds the awaited resource. A function returns the name at the time of a report."""
 
 QUIET_S = 60.0
-"""After a report, before the next about the same thing is worth another; doubled by each."""
+"""Seconds after a report before the next report about the same resource and holder. Each report doubles them."""
 LONGEST_QUIET_S = 3600.0
-PLACE_S = 600.0
-"""After so long a wait for a place is reported; those who hold one have deadlines."""
+"""Most seconds between two such reports."""
+PERMIT_S = 600.0
+"""A longer wait for a semaphore is reported. The holders of its permits have their own deadlines."""
 
 
 class Stalled(TimeoutError):
-    """Somebody waited longer than allowed: `waiter` for `resource`, held by `holder`."""
+    """`waiter` waited longer than allowed for `resource`, held by `holder`."""
 
     self_explanatory = True
 
     def __init__(self, *, waiter: str, resource: str, holder: str, seconds: float) -> None:
-        self.waiter, self.resource, self.holder, self.seconds = waiter, resource, holder, seconds
         super().__init__(f"{waiter} waited {seconds:g} s for {resource}, held by {holder}")
 
 
@@ -47,7 +49,7 @@ class Stall:
     holder: str
     seconds: float
     stacks: list[str]
-    """See `penstock.stacks`."""
+    """Stacks of all tasks and threads, from `penstock.stacks`."""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time.time() - self.seconds))
@@ -60,8 +62,10 @@ Listener = Callable[[Stall], object]
 
 @asynccontextmanager
 async def deadline(seconds: float, *, waiter: str, resource: str, holder: Holder) -> AsyncIterator[asyncio.Timeout]:
-    """Bound the body to `seconds`. A timeout raised by something else inside the body passes through unchanged. The
-    timer can be set anew meanwhile."""
+    """Bound the body to `seconds`, and raise `Stalled` after them.
+
+    Any other `TimeoutError` from the body passes through unchanged. The body can reschedule the timer.
+    """
     timer = asyncio.timeout(seconds)
     try:
         async with timer:
@@ -69,25 +73,23 @@ async def deadline(seconds: float, *, waiter: str, resource: str, holder: Holder
     except TimeoutError as error:
         if not timer.expired() or isinstance(error, Stalled):
             raise
-        holder = _name(holder)
-        raise stalled(
-            waiter=waiter, resource=resource, holder=holder, seconds=seconds, given_up=error.__cause__
-        ) from None
+        cause = error.__cause__
+        raise stalled(waiter=waiter, resource=resource, holder=_name(holder), seconds=seconds, cause=cause) from None
 
 
 @contextmanager
-def patient(seconds: float, *, waiter: str, resource: str, holder: Holder) -> Iterator[None]:
-    """The body may take as long as it likes; every `seconds` that it has not ended are a reason to report."""
+def warn_if_stalled(seconds: float, *, waiter: str, resource: str, holder: Holder) -> Iterator[None]:
+    """Report the wait after every `seconds` until the body ends. The body may take any time."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     timer: asyncio.TimerHandle
 
-    def tell() -> None:
+    def report_wait() -> None:
         nonlocal timer
         report(waiter=waiter, resource=resource, holder=_name(holder), seconds=loop.time() - started)
-        timer = loop.call_later(seconds, tell)
+        timer = loop.call_later(seconds, report_wait)
 
-    timer = loop.call_later(seconds, tell)
+    timer = loop.call_later(seconds, report_wait)
     try:
         yield
     finally:
@@ -98,7 +100,7 @@ def patient(seconds: float, *, waiter: str, resource: str, holder: Holder) -> It
 async def holding(
     lock: asyncio.Lock, seconds: float, *, waiter: str, resource: str, holder: Holder
 ) -> AsyncIterator[None]:
-    """Hold `lock` for the length of the body; `seconds` bound the wait for it."""
+    """Hold `lock` during the body. `seconds` bound the wait for the lock."""
     async with deadline(seconds, waiter=waiter, resource=resource, holder=holder):
         await lock.acquire()
     try:
@@ -107,41 +109,39 @@ async def holding(
         lock.release()
 
 
-async def take_place(places: asyncio.Semaphore, *, waiter: str, resource: str, holder: Holder) -> None:
-    """Take one of `places`, however long that lasts; whoever has it releases it."""
-    with patient(PLACE_S, waiter=waiter, resource=resource, holder=holder):
-        await places.acquire()
+async def acquire_permit(semaphore: asyncio.Semaphore, *, waiter: str, resource: str, holder: Holder) -> None:
+    """Acquire `semaphore`, without a time limit. The caller releases it."""
+    with warn_if_stalled(PERMIT_S, waiter=waiter, resource=resource, holder=holder):
+        await semaphore.acquire()
 
 
 @asynccontextmanager
-async def placed(places: asyncio.Semaphore, *, waiter: str, resource: str, holder: Holder) -> AsyncIterator[None]:
-    """Have one of `places` for the length of the body."""
-    await take_place(places, waiter=waiter, resource=resource, holder=holder)
+async def permit(semaphore: asyncio.Semaphore, *, waiter: str, resource: str, holder: Holder) -> AsyncIterator[None]:
+    """Hold a permit of `semaphore` during the body."""
+    await acquire_permit(semaphore, waiter=waiter, resource=resource, holder=holder)
     try:
         yield
     finally:
-        places.release()
+        semaphore.release()
 
 
-def stalled(
-    *, waiter: str, resource: str, holder: str, seconds: float, given_up: BaseException | None = None
-) -> Stalled:
-    """Reports it, and returns the error to raise. `given_up`: what tore the waiter from where it waited."""
-    report(waiter=waiter, resource=resource, holder=holder, seconds=seconds, given_up=given_up)
+def stalled(*, waiter: str, resource: str, holder: str, seconds: float, cause: BaseException | None = None) -> Stalled:
+    """Report the stall, and return the error to raise. `cause` is the exception that interrupted the waiter."""
+    report(waiter=waiter, resource=resource, holder=holder, seconds=seconds, cause=cause)
     return Stalled(waiter=waiter, resource=resource, holder=holder, seconds=seconds)
 
 
-def report(*, waiter: str, resource: str, holder: str, seconds: float, given_up: BaseException | None = None) -> None:
-    """Write a report, unless somebody else who waits for the same of the same holder has caused one a while ago."""
-    if _reports.wanted(resource, holder, now=asyncio.get_running_loop().time()):
-        own = [f"{waiter}\n{unwound(given_up)}"] if given_up is not None else []
+def report(*, waiter: str, resource: str, holder: str, seconds: float, cause: BaseException | None = None) -> None:
+    """Write a report, unless another waiter already reported the same resource and holder recently."""
+    if _reports.is_due(resource, holder, now=asyncio.get_running_loop().time()):
+        own = [f"{waiter}\n{unwound(cause)}"] if cause is not None else []
         stall = Stall(waiter=waiter, resource=resource, holder=holder, seconds=seconds, stacks=[*own, *stacks()])
         _reports.listener(stall)
 
 
 @contextmanager
 def reporting_to(listener: Listener) -> Iterator[None]:
-    """All reports of this process go to `listener` instead of the log alone, for the length of the body."""
+    """Send all reports of this process to `listener` instead of the log, during the body."""
     global _reports
     before, _reports = _reports, Reports(listener)
     try:
@@ -151,29 +151,33 @@ def reporting_to(listener: Listener) -> Iterator[None]:
 
 
 def write_to_log(stall: Stall) -> None:
-    """The whole of it."""
+    """Write the full report to the log."""
     logger.warning("%s", stall)
 
 
 @dataclass(slots=True)
 class Quiet:
-    """For how long nothing more is said of something."""
+    """The pause between two reports about one resource and holder."""
 
     until: float
-    """On the loop's clock."""
+    """End of the pause, on the clock of the event loop."""
     seconds: float
+    """Length of the pause."""
 
 
 @dataclass(slots=True)
 class Reports:
-    """Who hears of them, and what was said lately: what hundreds wait for is told once, at growing intervals."""
+    """The listener of reports, and the recent reports.
+
+    If hundreds of waiters wait for the same resource, they cause one report, at growing intervals.
+    """
 
     listener: Listener
     _quiet: dict[tuple[str, str], Quiet] = field(default_factory=dict)
 
-    def wanted(self, resource: str, holder: str, *, now: float) -> bool:
-        """Whether it is time to say it, as of which it counts as said."""
-        self._quiet = {what: each for what, each in self._quiet.items() if now < each.until + each.seconds}
+    def is_due(self, resource: str, holder: str, *, now: float) -> bool:
+        """Return whether to report this wait now. If so, count it as reported."""
+        self._quiet = {key: each for key, each in self._quiet.items() if now < each.until + each.seconds}
         last = self._quiet.get((resource, holder))
         if last is not None and now < last.until:
             return False
@@ -183,6 +187,26 @@ class Reports:
 
 
 _reports = Reports(write_to_log)
+
+
+@asynccontextmanager
+async def alongside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines for the length of the body. An error in one of them ends the body."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(work) for work in works]
+        yield
+        for task in running:
+            task.cancel()
+
+
+async def first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of the coroutines has ended, and cancel the others."""
+    waiting = [asyncio.ensure_future(each) for each in waits]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()
 
 
 def _name(holder: Holder) -> str:

@@ -1,4 +1,4 @@
-"""The system on a page. Runs in the controller, or in the simulator on a virtual clock.
+"""The system on one page. It runs in the controller, or in the simulator on a virtual clock.
 
      tasks ─admit─► scheduler ─dispatch─► environment workers ─HTTP─► rollout servers
                        ▲  │                       │                        ▲
@@ -9,89 +9,80 @@
   admit     room in the look-ahead                          a dispatched group
   dispatch  something to run, slots, staleness budget       an admitted group, a grant request, a finished group,
                                                             a new worker, weights served
-  collect   a played group (not a loop: one call each)      DATA_GENERATED on the bus
+  collect   a completed group (a callback, not a loop)      DATA_GENERATED on the bus
   train     the trigger: N_min samples, or T_max            a group becoming ready, or the clock
-  swap      a published policy version                      the trainer having stepped
+  swap      a published policy version                      the trainer, after its step
 
-The trainer is the finite clock: when its last step is served, the other loops end. A group's place in the staleness
-budget is freed only after the swap. In the alternating modes generation gives way between a whole batch and the swap.
-What happens after a death is in `recovery.py`.
+The trainer ends the run: when the weights of its last step are served, the other loops end. A group leaves the
+staleness budget only after the swap. In the alternating modes, generation pauses from a complete batch until the swap.
+`recovery.py` describes how a run continues after a process has died.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NoReturn, ParamSpec
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
 from penstock import recovery
-from penstock.deadline import patient
-from penstock.ports import TrainerLost, Work
+from penstock.deadline import alongside, warn_if_stalled
+from penstock.ports.training import TrainerLost
+from penstock.ports.work import Work
 from penstock.scheduler.scheduler import TrainBatch
 from penstock.system import CHECKPOINTS, System
-from penstock.types import EpisodeSummary, GroupAttempt, LearnerState, PayloadRef, WeightsHandle
+from penstock.types import EpisodeSummary, LearnerState, PayloadRef, WeightsHandle
 from penstock.validation import Validation, evaluate
 
 Swaps = asyncio.Queue[tuple[int, WeightsHandle]]
-"""What was published after which optimizer step."""
+"""Published weights, each after its optimizer step."""
 
-P = ParamSpec("P")
-
-SHOW_EVERY_S = 1.0
-PATIENCE_S = 3600.0
-"""Of one loop with another: an optimizer step and its swap take less."""
+PROGRESS_S = 1.0
+"""Seconds between two records of metrics in a run without a trainer."""
+STALL_WARNING_S = 3600.0
+"""A loop that waits this many seconds for another loop is reported. An optimizer step and its swap take less."""
 
 
 async def run(system: System) -> None:
-    """Begin, or go on where the run was; evaluate, train to the last step, evaluate again."""
+    """Start or continue the run: evaluate, train to the last step, evaluate again."""
     await recovery.begin(system)
-    take_up_dumps(system)
-    async with asyncio.TaskGroup() as loops:
-        dispatching = loops.create_task(never_returns(dispatch, system))
+    restore_dumps(system)
+    async with alongside(never_returns(dispatch, system)):
         if not recovery.was_evaluated(system):
             await evaluate(system, "before")
         await train_all(system)
         cancel_rest(system)
         await evaluate(system, "after")
-        dispatching.cancel()
     await finish_dumps(system)
     system.recorder.event("completed", step=system.num_steps, ledger=system.scheduler.ledger.counts())
 
 
 async def evaluate_only(system: System) -> None:
-    """Play the held-out tasks with the policy that there is."""
-    await (recovery.begin(system) if system.config.has_trainer else recovery.begin_to_play(system))
-    async with asyncio.TaskGroup() as loops:
-        dispatching = loops.create_task(never_returns(dispatch, system))
+    """Play the held-out tasks with the current policy."""
+    await (recovery.begin(system) if system.config.has_trainer else recovery.begin_without_trainer(system))
+    async with alongside(never_returns(dispatch, system)):
         await evaluate(system, "given")
-        dispatching.cancel()
-    system.recorder.event("completed", step=system.num_steps, ledger=system.scheduler.evaluations.counts())
+    system.recorder.event("completed", step=system.num_steps, ledger=system.scheduler.evaluations.ledger.counts())
 
 
 async def synthesize(system: System) -> None:
-    """Rollout only: play every task once, as a group. Nothing is trained, weights never change."""
-    await recovery.begin_to_play(system)
-    take_up_dumps(system)
-    async with asyncio.TaskGroup() as loops:
-        endless = [
-            loops.create_task(never_returns(dispatch, system)),
-            loops.create_task(never_returns(show_progress, system)),
-        ]
+    """Play every task once, as a group. Nothing is trained, and the weights never change."""
+    await recovery.begin_without_trainer(system)
+    restore_dumps(system)
+    async with alongside(never_returns(dispatch, system), never_returns(watch_progress, system)):
         await admit(system)
-        await system.scheduler.all_ended()
-        for loop in endless:
-            loop.cancel()
+        await system.scheduler.wait_until_ended()
     await finish_dumps(system)
-    show(system)
-    system.recorder.event("completed", step=system.scheduler.num_ended, ledger=system.scheduler.ledger.counts())
+    record_progress(system)
+    system.recorder.event("completed", step=system.scheduler.groups.num_ended, ledger=system.scheduler.ledger.counts())
 
 
 async def train_all(system: System) -> None:
-    """Admit, train and swap beside dispatch, until the trainer has taken its last step and its weights are served."""
+    """Admit, train and swap beside dispatch, until the weights of the last step are served."""
     swaps: Swaps = asyncio.Queue(maxsize=1)
     async with asyncio.TaskGroup() as loops:
         validation = Validation(system, loops)
-        validation.make_up()
+        validation.repeat_missed()
         endless = [
             loops.create_task(admit(system)),
             loops.create_task(never_returns(swap, system, swaps, validation)),
@@ -99,32 +90,33 @@ async def train_all(system: System) -> None:
         while True:
             try:
                 await train(system, swaps)
-                await swapped(swaps)
+                await wait_for_swap(swaps)
                 system.scheduler.check_weights()
                 break
             except TrainerLost:
-                await swapped(swaps)
-                await recovery.regain(system)
+                await wait_for_swap(swaps)
+                await recovery.regain_weights(system)
         for loop in endless:
             loop.cancel()
-        await validation.ended()
+        await validation.wait_until_ended()
 
 
 async def admit(system: System) -> None:
-    """Endless, unless the task source ends."""
+    """Admit tasks while there is room. Returns when the task source ends."""
     while True:
-        room = await system.scheduler.room()
+        room = await system.scheduler.wait_for_room()
         tasks = system.tasks.take(room)
-        system.pool.admit(system.scheduler.admit(tasks))
+        system.pool.admit_groups(system.scheduler.admit_tasks(tasks))
         if len(tasks) < room:
             break
-    system.scheduler.out_of_tasks(
+    system.scheduler.end_of_tasks(
         f"data: the task source is used up after {system.tasks.position - 1} tasks, before the last of "
         f"{system.config.trainer.steps} optimizer steps: give it more tasks or lower trainer.steps"
     )
 
 
 async def dispatch(system: System) -> NoReturn:
+    """Send work and grants to the environment workers."""
     while True:
         for assignment in await system.scheduler.next_assignments():
             if isinstance(assignment.item, Work):
@@ -134,29 +126,29 @@ async def dispatch(system: System) -> NoReturn:
 
 
 def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
-    """A group was played."""
-    task = system.scheduler.task_of(group, episodes[0].episode.attempt) if episodes else None
-    if task is None:
+    """Record a completed group from a worker. Groups of an earlier attempt are ignored."""
+    attempt = episodes[0].episode.group_attempt
+    if (task := system.scheduler.task_of(attempt)) is None:
         return
     if ref is not None:
-        system.pool.add(group, task, ref, episodes)
-    state = system.scheduler.finish(group, ref, episodes)
-    if ref is not None and state is not None and task.purpose == "train":
-        system.recorder.played(task.tag, episodes)
-    system.settle()
-    system.tell()
+        system.pool.add_group(group, task, ref, episodes)
+    state = system.scheduler.finish_group(attempt, ref, episodes)
+    if ref is not None and task.purpose == "train":
+        system.recorder.group_completed(task.tag, episodes)
+    system.update_pool()
+    system.record_alarms()
     if ref is not None and state is not None:
         for dump in system.dumps:
-            dump.played(GroupAttempt(group, episodes[0].episode.attempt), state, len(episodes))
+            dump.add_group(attempt, state, len(episodes))
 
 
 async def train(system: System, swaps: Swaps) -> None:
-    settings = system.config.trainer
+    """Accumulate, step, publish and checkpoint until the last step."""
     if not system.num_steps and system.config.model.warm_start.steps:
-        await checkpoint(system)  # so that nobody has to warm it up again
+        await checkpoint(system)  # so that no later start repeats the warm start
     while not system.done:
         batch = await system.scheduler.next_batch()
-        await give_way(system, batch)
+        await free_device(system, batch)
         if batch.groups:
             system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
         if not batch.step:
@@ -164,21 +156,21 @@ async def train(system: System, swaps: Swaps) -> None:
         system.stepping = asyncio.create_task(step(system))
         learner = await asyncio.shield(system.stepping)
         handle = await system.trainer.publish()
-        with patient(PATIENCE_S, waiter="the trainer's loop", resource="the swap before", holder="the rollout servers"):
+        with watch_swap("the swap before"):
             await swaps.put((system.num_steps, handle))
         scheduler = system.scheduler
-        system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
+        system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.health.metrics())
         for dump in system.dumps:
             dump.stepped(system.num_steps)
-        system.tell(learner.alarms)
-        if system.num_steps % settings.checkpoint_every == 0:
+        system.record_alarms(learner.alarms)
+        if system.num_steps % system.config.trainer.checkpoint_every == 0:
             await checkpoint(system)
     if not system.is_saved:
         await checkpoint(system)
 
 
-async def give_way(system: System, batch: TrainBatch) -> None:
-    """Colocated: the servers hand over the device; what they had begun goes on, or starts over, after the swap."""
+async def free_device(system: System, batch: TrainBatch) -> None:
+    """In mode colocated, free the device of the servers. Their requests continue or restart after the swap."""
     if system.config.scheduler.mode == "colocated":
         if batch.restarted:
             system.workers.cancel(batch.restarted)
@@ -186,36 +178,47 @@ async def give_way(system: System, batch: TrainBatch) -> None:
 
 
 async def step(system: System) -> LearnerState:
-    """The optimizer step and its books. Never cancelled halfway: a stop waits for `system.stepping`."""
+    """Take an optimizer step and record it. A stop waits for `system.stepping`, so it never cancels a step half-way."""
     learner = await system.trainer.step()
-    system.book(learner)
+    system.complete_step(learner)
     return learner
 
 
 async def swap(system: System, swaps: Swaps, validation: Validation) -> NoReturn:
+    """Bring published weights to the servers, forever."""
     while True:
-        with patient(PATIENCE_S, waiter="swap", resource="a published policy_version", holder="the trainer's loop"):
+        published, holder = "a published policy_version", "the trainer's loop"
+        with warn_if_stalled(STALL_WARNING_S, waiter="swap", resource=published, holder=holder):
             step, handle = await swaps.get()
         try:
-            await system.bring_servers_to(handle)
+            await system.update_servers(handle)
         except TrainerLost as lost:
             system.recorder.event("weights_lost", policy_version=handle.policy_version, reason=str(lost))
-            system.scheduler.weights_lost(str(lost))
+            system.scheduler.mark_weights_lost(str(lost))
         else:
-            system.scheduler.published(handle.policy_version)
-            validation.served(step)
+            system.scheduler.mark_served(handle.policy_version)
+            validation.begin_if_due(step)
         swaps.task_done()
 
 
-async def swapped(swaps: Swaps) -> None:
-    """Until what was published is served."""
-    with patient(PATIENCE_S, waiter="the trainer's loop", resource="the last swap", holder="the rollout servers"):
+async def wait_for_swap(swaps: Swaps) -> None:
+    """Wait until the servers have the published weights, or until they cannot get them."""
+    with watch_swap("the last swap"):
         await swaps.join()
 
 
+def watch_swap(resource: str) -> AbstractContextManager[None]:
+    """Report if the rollout servers take long to swap."""
+    waiter, holder = "the trainer's loop", "the rollout servers"
+    return warn_if_stalled(STALL_WARNING_S, waiter=waiter, resource=resource, holder=holder)
+
+
 async def checkpoint(system: System) -> None:
-    """Weights, optimizer and the scheduler's side; the pool's index knows which groups they were trained on, and may
-    forget the tokens of those in the oldest checkpoint that is kept."""
+    """Save weights, optimizer and the scheduler's state.
+
+    The pool's index records the groups on which the weights were trained. It frees the tokens of groups that the oldest
+    kept checkpoint covers.
+    """
     directory = system.run_dir / CHECKPOINTS / f"step_{system.num_steps}"
     version, keep = system.scheduler.trained_version, system.config.trainer.keep_checkpoints
     system.pool.sync()
@@ -226,49 +229,47 @@ async def checkpoint(system: System) -> None:
             "policy_version": version,
             "task_position": system.tasks.position,
             "ledger": system.scheduler.ledger.counts(),
-            "scheduler": system.scheduler.state_dict(),
+            "scheduler": system.scheduler.restoring.state_dict(),
         },
     )
     system.recorder.event("checkpoint", step=system.num_steps, path=str(directory.relative_to(system.run_dir)))
     system.saved_versions = [*system.saved_versions, version][-keep:]
     if len(system.saved_versions) == keep:
         unwritten = {group for dump in system.dumps for group in dump.unwritten}
-        system.pool.covered(system.saved_versions[0], keep=unwritten)
+        system.pool.free_covered(system.saved_versions[0], keep=unwritten)
 
 
-async def show_progress(system: System) -> NoReturn:
-    """While nothing is trained, time makes the steps."""
+async def watch_progress(system: System) -> NoReturn:
+    """Record progress every second."""
     while True:
-        await asyncio.sleep(SHOW_EVERY_S)
-        show(system)
+        await asyncio.sleep(PROGRESS_S)
+        record_progress(system)
 
 
-def show(system: System) -> None:
-    """How far a run that only plays is."""
+def record_progress(system: System) -> None:
+    """Record the progress of a run without a trainer: it has no optimizer steps."""
     scheduler = system.scheduler
-    system.recorder.progressed(scheduler.num_ended, scheduler.ledger.counts(), scheduler.metrics())
+    system.recorder.progressed(scheduler.groups.num_ended, scheduler.ledger.counts(), scheduler.health.metrics())
 
 
-def take_up_dumps(system: System) -> None:
-    """What was played before is written, if it is not yet."""
+def restore_dumps(system: System) -> None:
+    """Give the dumps the group records of earlier controllers."""
     for dump in system.dumps:
-        dump.take_up(system.pool.records())
+        dump.restore(system.pool.records())
 
 
 async def finish_dumps(system: System) -> None:
-    """Write what is left."""
     for dump in system.dumps:
         await dump.finish()
 
 
 def cancel_rest(system: System) -> None:
-    """Give up what is still in flight."""
-    attempts = system.scheduler.cancel_all()
-    system.workers.cancel(attempts)
-    system.settle()
+    """Cancel everything that is still in flight."""
+    system.workers.cancel(system.scheduler.cancel_all())
+    system.update_pool()
 
 
-async def never_returns(loop: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> NoReturn:
-    """An endless loop that ends is an error."""
-    await loop(*args, **kwargs)
+async def never_returns(loop: Callable[..., Awaitable[None]], *args: Any) -> NoReturn:
+    """Run an endless loop; raise if it ends."""
+    await loop(*args)
     raise RuntimeError(f"the {loop.__name__} loop ended by itself")

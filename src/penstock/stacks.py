@@ -1,4 +1,4 @@
-"""Where everybody is: the stacks of all tasks and threads of this process, for people who ask why nothing happens."""
+"""Stacks of all tasks and threads of this process, to explain why it makes no progress."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from types import FrameType
 from typing import Any
 
 MAX_STACKS = 40
-"""Different ones; whatever waits at the same place is told together."""
+"""Most different stacks in a report. Tasks and threads with equal stacks share one entry."""
 MAX_FRAMES = 25
-"""The innermost ones of a stack."""
+"""Most frames of a stack in a report: the innermost frames."""
 
 
 def stacks() -> list[str]:
-    """Of every task of the running loop, then of every other thread: who is there, then a line per frame, the
-    innermost last."""
-    places: dict[str, list[str]] = {}
+    """Return the stacks of all tasks of the running loop, then of all other threads.
+
+    Each entry names its tasks or threads, then has one line per frame, with the innermost frame last.
+    """
+    names_by_stack: dict[str, list[str]] = {}
     for task in asyncio.all_tasks():
-        places.setdefault(_text(_awaited(task.get_coro())), []).append(f"task {task.get_name()}")
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+        names_by_stack.setdefault(_text(_awaited(task.get_coro())), []).append(f"task {task.get_name()}")
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
             inside_out = [each for each, _ in traceback.walk_stack(frame)]
-            places.setdefault(_text(reversed(inside_out)), []).append(f"thread {names.get(ident, ident)}")
-    told = [f"{_together(who)}\n{place}" for place, who in places.items()]
-    left_out = [f"{len(told) - MAX_STACKS} more stacks"] if len(told) > MAX_STACKS else []
-    return told[:MAX_STACKS] + left_out
+            names_by_stack.setdefault(_text(reversed(inside_out)), []).append(f"thread {threads.get(ident, ident)}")
+    entries = [f"{_first(names)}\n{stack}" for stack, names in names_by_stack.items()]
+    left_out = [f"{len(entries) - MAX_STACKS} more stacks"] if len(entries) > MAX_STACKS else []
+    return entries[:MAX_STACKS] + left_out
 
 
 def unwound(error: BaseException) -> str:
-    """A line per frame that it came through, up to where it was raised."""
+    """Return the traceback of `error`: one line per frame, with the frame that raised it last."""
     return _text(frame for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _awaited(awaitable: Any) -> Iterator[FrameType]:
-    """The frames of a coroutine and of what it awaits, as far as these are Python's."""
+    """Yield the frames of a coroutine and of the awaitables that it awaits, as far as they are Python code."""
     while awaitable is not None:
         frame = _attribute(awaitable, "cr_frame", "gi_frame", "ag_frame")
         if frame is not None:
@@ -60,5 +62,5 @@ def _place(frame: FrameType) -> str:
     return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def _together(who: list[str]) -> str:
-    return f"{who[0]} and {len(who) - 1} others" if len(who) > 1 else who[0]
+def _first(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else names[0]

@@ -1,4 +1,4 @@
-"""Everything the loops touch, behind ports, and how far the run is."""
+"""The system: the parts that the loops use, behind ports, and the progress of the run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.data.sources import TaskStream
-from penstock.ports import Dump, Observer, Pool, RolloutServers, Trainer, Workers
+from penstock.ports.dumps import Dump
+from penstock.ports.group_pool import Pool
+from penstock.ports.inference import RolloutServers
+from penstock.ports.observer import Observer
+from penstock.ports.training import Trainer
+from penstock.ports.work import Workers
 from penstock.scheduler.scheduler import Scheduler
 from penstock.types import EpisodeState, LearnerState, Task, WeightsHandle
 
 CHECKPOINTS = "checkpoints"
-"""Folder of the run directory."""
+"""Name of the checkpoint folder in the run directory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,39 +43,42 @@ class System:
     stepping: asyncio.Task[LearnerState] | None = None
     """The latest optimizer step."""
     saved_versions: list[int] = field(default_factory=list)
-    """Versions in the checkpoints that are kept, the oldest first; of those that this process has seen being saved."""
+    """Versions of the kept checkpoints that this process saved, the oldest first."""
 
     @property
     def done(self) -> bool:
-        """The last optimizer step is taken."""
+        """Return whether training is complete: `trainer.steps` or `trainer.total_samples` is reached."""
         settings, num_samples = self.config.trainer, self.scheduler.ledger.count(EpisodeState.TRAINED)
         return self.num_steps >= settings.steps or num_samples >= (settings.total_samples or math.inf)
 
     @property
     def is_saved(self) -> bool:
-        """What the trainer holds now is in a checkpoint."""
+        """Return whether the newest checkpoint holds the current state of the trainer."""
         return self.saved_versions[-1:] == [self.scheduler.trained_version]
 
-    async def bring_servers_to(self, handle: WeightsHandle) -> None:
-        """Bring every server to `handle`. Raises `TrainerLost`."""
+    async def update_servers(self, handle: WeightsHandle) -> None:
+        """Bring every server to `handle`, and let the servers generate again.
+
+        Raises `TrainerLost` if no server can get these weights.
+        """
         await self.servers.update_weights(handle)
         if self.config.scheduler.mode == "colocated":
             await self.servers.resume()
 
-    def book(self, learner: LearnerState) -> None:
-        """An optimizer step was taken."""
-        self.scheduler.learned(learner)
-        self.settle()
+    def complete_step(self, learner: LearnerState) -> None:
+        """Record an optimizer step."""
+        self.scheduler.complete_step(learner)
+        self.update_pool()
         self.num_steps += 1
 
-    def tell(self, alarms: Sequence[str] = ()) -> None:
-        """Of these alarms, and of the scheduler's own."""
-        for reason in (*alarms, *self.scheduler.take_alarms()):
+    def record_alarms(self, alarms: Sequence[str] = ()) -> None:
+        """Record `alarms` and the new alarms of the scheduler."""
+        for reason in (*alarms, *self.scheduler.alarms.take()):
             self.recorder.event("alarm", reason=reason)
 
-    def settle(self) -> None:
-        """The pool's index follows the scheduler in what became of groups."""
-        if ended := self.scheduler.take_ended():
-            self.pool.end(ended)
-        if replayed := self.scheduler.take_replayed():
-            self.pool.admit(replayed)
+    def update_pool(self) -> None:
+        """Write the scheduler's decisions about groups to the pool's index."""
+        if ended := self.scheduler.groups.take_ended():
+            self.pool.end_groups(ended)
+        if replayed := self.scheduler.restoring.take_replayed():
+            self.pool.admit_groups(replayed)

@@ -12,15 +12,16 @@ import gymnasium
 import pytest
 from made_runs import make_run, owner, penstock
 
-from penstock.cli.attach import NotRunning, attach, member_of, newest_run
+from penstock.cli.attach import attach, member_of, newest_run
+from penstock.cli.refusal import Refused
 from penstock.config import Config, ConfigError
 from penstock.config.imports import load_file
 from penstock.envs.adapter import Adapter
 from penstock.envs.guess_number import GuessNumber
 from penstock.envs.registry import means
 from penstock.observe import jsonl
-from penstock.processes.attaching import kinds_with
-from penstock.supervisor.record import read_state
+from penstock.processes.env import kinds_with
+from penstock.supervisor.run_journal import read_state
 from penstock.supervisor.runtime import claim
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "env_file" / "my_env.py"
@@ -71,7 +72,7 @@ def test_only_what_the_run_itself_tells_makes_a_member(tmp_path: Path) -> None:
     other = make_run(tmp_path / "b", "running")
     runtime_dir = {"runtime_dir": str(run_dir / "runtime"), "supervisor": dataclasses.asdict(owner(alive=True))}
     jsonl.write_json(other / "state.json", {**(read_state(other) or {}), **runtime_dir})
-    with pytest.raises(NotRunning, match="nothing to attach to"):
+    with pytest.raises(Refused, match="nothing to attach to"):
         member_of(other)
 
 
@@ -80,9 +81,9 @@ def test_a_worker_of_another_environment_than_the_runs_is_not_let_in(tmp_path: P
     run = {"run_id": "x", "runs_dir": str(tmp_path)}
     own = Config.model_validate(run | {"env": {"name": f"elsewhere/{EXAMPLE.name}:NextLetter"}})
     assert kinds_with(kind, own) == {own.env.name: kind}
-    with pytest.raises(ConfigError, match=r"^run x plays single_turn, and this file holds NextLetter$"):
+    with pytest.raises(ConfigError, match=r"^run x uses single_turn, but this file defines NextLetter$"):
         kinds_with(kind, Config.model_validate(run))
-    with pytest.raises(ConfigError, match=r"run x plays other\.py:NextLetter, and"):
+    with pytest.raises(ConfigError, match=r"run x uses other\.py:NextLetter, but"):
         kinds_with(kind, Config.model_validate(run | {"env": {"name": "other.py:NextLetter"}}))
 
 

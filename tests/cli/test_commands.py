@@ -58,6 +58,86 @@ def test_dry_run_looks_for_what_is_named(config: Path, override: str, message: s
     assert result.exit_code == 2 and message in result.stderr, result.stderr
 
 
+GAMES = """
+class Coins:
+    def __init__(self, task, limit, *, colour="red"): ...
+    def reset(self, seed): ...
+    def step(self, action): ...
+
+class Length:
+    def __init__(self, *, best=100): ...
+    def score(self, answer, payload): ...
+
+def prefix(answer, payload, *, letters=3): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["env.name=games.py:Coins", "env.options={limit: 3, color: blue}"],
+            "env.options.color: Coins (games.py, line 2) has no such option; did you mean env.options.colour?",
+        ),
+        (
+            ["env.name=games.py:Coins", "env.options={limit: 3, xyz: 1}"],
+            "env.options.xyz: Coins (games.py, line 2) has no such option; its options are limit, colour",
+        ),
+        (["env.name=games.py:Coins"], "env.options: Coins (games.py, line 2) needs limit: set env.options.limit"),
+        (["env.options.style=kind"], "env.options.style: SingleTurn (single_turn.py, line "),
+        (
+            ["env.mixture.a={name: games.py:Coins, options: {limit: 3, limits: 4}}"],
+            "env.mixture.a.options.limits: Coins (games.py, line 2) has no such option; did you mean "
+            "env.mixture.a.options.limit?",
+        ),
+        (
+            ["validation.mixture.a={name: games.py:Coins}"],
+            "validation.mixture.a.options: Coins (games.py, line 2) needs limit",
+        ),
+        (
+            ["env.reward=games.py:Length", "env.reward_options.beast=1"],
+            "env.reward_options.beast: Length (games.py, line 7) has no such option; did you mean "
+            "env.reward_options.best?",
+        ),
+        (
+            ["env.reward=games.py:prefix", "env.reward_options.payload=1"],
+            "env.reward_options.payload: prefix (games.py, line 11) has no such option; its options are letters",
+        ),
+    ],
+)
+def test_a_misfitting_option_is_found_before_anything_starts(
+    config: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    (tmp_path / "games.py").write_text(GAMES)
+    result = penstock("train", config, *overrides)
+    assert result.exit_code == 2 and message in result.stderr, result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_fitting_options_are_accepted(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(GAMES)
+    fitting = ["env.name=games.py:Coins", "env.options={limit: 3, colour: blue}", "env.reward=games.py:prefix"]
+    assert penstock("train", config, "--dry-run", *fitting, "env.reward_options.letters=2").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "source"),
+    [
+        ([], "reasoning_gym"),
+        (["env.name=guess_number"], "seeds"),
+        (["env.name=games.py:Coins", "env.options.limit=3"], "seeds"),
+        (["env.name=guess_number", "data.dataset=chain_sum"], "reasoning_gym"),
+        (["env.name=guess_number", "data.source=reasoning_gym"], "reasoning_gym"),
+    ],
+)
+def test_dry_run_shows_the_source_of_tasks_that_fits_the_environment(
+    config: Path, tmp_path: Path, overrides: list[str], source: str
+) -> None:
+    (tmp_path / "games.py").write_text(GAMES)
+    result = penstock("train", config, "--dry-run", *overrides)
+    assert yaml.safe_load(result.stdout)["data"]["source"] == source
+
+
 @pytest.mark.parametrize(
     ("override", "code", "word"),
     [
@@ -148,6 +228,7 @@ def test_what_is_missing_is_said_before_anything_starts(
     [
         ("trainer.lora.rank=8", "peft", "trainer.lora needs the package peft: pip install 'penstock[lora]'"),
         ("observe.trackers=[wandb]", "wandb", "pip install 'penstock[wandb]'"),
+        ("observe.trackers=[tensorboard]", "tensorboardX", "pip install 'penstock[tensorboard]'"),
         ("seed=0", "reasoning_gym", "data.source needs the package reasoning_gym: pip install 'penstock[tasks]'"),
     ],
 )
@@ -163,7 +244,7 @@ def test_a_missing_package_is_named_before_anything_starts(
 
 @pytest.mark.parametrize(
     ("full", "message"),
-    [("disk", "runs_dir: checkpoints, tokens and logs need 256 MiB"), ("shm", "those that come need 32 MiB")],
+    [("disk", "runs_dir: checkpoints, tokens and logs need 256 MiB"), ("shm", "the next ones need 32 MiB")],
 )
 def test_too_little_room_is_said_before_anything_starts(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str, message: str

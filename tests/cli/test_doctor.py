@@ -10,28 +10,28 @@ from made_runs import owner, penstock
 
 import penstock as package
 from penstock.cli import doctor
-from penstock.supervisor import orphans, runtime
+from penstock.supervisor import runtime
 
 Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture(autouse=True)
-def found(monkeypatch: pytest.MonkeyPatch) -> orphans.Found:
+def found(monkeypatch: pytest.MonkeyPatch) -> runtime.Found:
     """What the machine is said to hold; what else runs on it is no business of a test."""
-    found = orphans.Found(orphans=[], living=set(), unmarked=[])
-    monkeypatch.setattr(orphans, "find", lambda: found)
+    found = runtime.Found(orphans=[], living=set(), unmarked=[])
+    monkeypatch.setattr(runtime, "find_orphans", lambda: found)
     return found
 
 
 @pytest.fixture
-def dead_run(tmp_path: Path, found: orphans.Found) -> Path:
+def dead_run(tmp_path: Path, found: runtime.Found) -> Path:
     """The runtime directory of a run whose supervisor is gone."""
     directory = tmp_path / "runtime"
     directory.mkdir()
     fields = {"run_dir": str(tmp_path / "run"), "runtime_dir": str(directory), "nonce": "n"}
     mark = runtime.Mark(**fields, supervisor=owner(alive=False))
     (directory / runtime.OWNER_FILE).write_text(mark.dumps())
-    found.orphans.append(orphans.Orphans(mark=mark, directories=[directory]))
+    found.orphans.append(runtime.Orphans(mark=mark, directories=[directory]))
     return directory
 
 
@@ -59,7 +59,7 @@ def test_orphans_are_shown_and_removed_only_on_request(dead_run: Path) -> None:
     assert not dead_run.exists()
 
 
-def test_what_says_nothing_of_its_owner_is_shown_and_left(tmp_path: Path, found: orphans.Found) -> None:
+def test_what_says_nothing_of_its_owner_is_shown_and_left(tmp_path: Path, found: runtime.Found) -> None:
     found.unmarked.append(tmp_path)
     result = penstock("doctor", "--clean")
     assert result.exit_code == 0 and str(tmp_path) in result.stdout

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from penstock.cli.main import app
 from penstock.config import TinyModelConfig, load_config
 from penstock.data.sources import open_tasks
-from penstock.model.load import load_policy
+from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.scheduler.seeds import Seeds
+from penstock.scheduler.leases import env_seed
 
 ENVIRONMENTS = '''
 import asyncio, time
@@ -187,7 +187,7 @@ def test_a_task_is_played_with_the_seed_that_a_run_gives_it(file: Path, tmp_path
         task = open_tasks(config).task(number)
         assert task is not None
         shown = penstock("env", "try", path, "--task", str(number)).stdout
-        assert f"seed {Seeds(config).of_environment(task)}: count" in shown
+        assert f"seed {env_seed(config, task)}: count" in shown
 
 
 def test_a_person_plays_and_may_leave(file: Path) -> None:
@@ -287,7 +287,7 @@ def test_an_agent_that_fails_against_an_endpoint_is_shown(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Exits", "Exits.step of seed/Exits/train/0: HostLost: its process ended: exit 7"),
+        ("Exits", "Exits.step of seed/Exits/train/0: ProcessLost: its process ended: exit 7"),
         ("RaisesApart", "AttributeError: 'RaisesApart' object has no attribute 'absent' (my_env.py:"),
         ("RaisesApart", "step raised   │ Traceback"),
     ],
@@ -306,6 +306,7 @@ def test_agents_are_asked_and_answered(file: Path) -> None:
     assert "completed   reward 1   1 turns" in result.stdout
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_a_served_policy_plays(file: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"

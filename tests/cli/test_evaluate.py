@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_commands import penstock
 
-from penstock.cli.evaluate import AS_IT_IS
+from penstock.cli.play import AS_IT_IS
 from penstock.config import load_config
 
 CONFIG = "data: {source: seeds}\nenv: {name: guess_number}\n"
@@ -29,14 +29,14 @@ def test_so_is_a_run_without_one(config: Path, tmp_path: Path) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "state.json").write_text("{}")
     result = penstock("eval", config, "--checkpoint", "mine", "--runs-dir", tmp_path / "runs")
-    assert result.exit_code == 1 and "run mine has no checkpoint that is whole" in result.stderr
+    assert result.exit_code == 1 and "run mine has no complete checkpoint" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "message", "exit_code"),
     [
         (["pipeline=train"], "pipeline is train: `penstock train", 2),
-        (["data.eval_tasks=0"], "there are no tasks to play", 1),
+        (["data.eval_tasks=0"], "there are no tasks to evaluate", 1),
         (["data.eval_task=0"], "did you mean data.eval_tasks?", 2),
         (["--json", "nowhere/results.json"], "--json: there is no directory nowhere", 1),
     ],
@@ -59,4 +59,4 @@ def test_it_is_said_that_nobody_trained_the_policy(config: Path) -> None:
     (run_dir / "pool").write_text("a file where a folder belongs")
     result = penstock("eval", config, "run_id=mine", "observe.progress=false")
     assert result.exit_code == 1 and "pool" in result.stderr
-    assert "note: model.path is tiny and nobody trains it here, so a random policy plays" in result.stderr
+    assert "note: model.path is tiny, an untrained policy that acts at random" in result.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from made_runs import make_run, penstock
 
 from penstock.cli.logs import REDRAW_EVERY_S, Log
 from penstock.observe import jsonl
+from penstock.observe.log_lines import formatted
 from penstock.supervisor.log_files import rotate
 
 
@@ -37,6 +37,24 @@ def test_all_logs_are_shown_with_the_names_of_their_processes_in_front(run_dir: 
     ]
 
 
+def test_lines_with_times_are_shown_in_their_order_and_others_after_the_line_before(run_dir: Path) -> None:
+    at = 1_795_400_000.0
+    (run_dir / "logs" / "env-0.log").write_text(
+        "".join(f"{formatted('env-0', f'turn {n}', at=at + n)}\nTraceback {n}\n" for n in (1, 3))
+    )
+    (run_dir / "logs" / "controller.log").write_text(f"{formatted('controller', 'step', level='WARNING', at=at + 2)}\n")
+    (run_dir / "logs" / "another.log").unlink()
+    lines = penstock("logs", run_dir).stdout.splitlines()
+    assert [line.partition(" | ")[2].partition("Z ")[2] or line for line in lines] == [
+        "INFO turn 1",
+        "env-0      | Traceback 1",
+        "WARNING step",
+        "INFO turn 3",
+        "env-0      | Traceback 3",
+    ]
+    assert penstock("logs", run_dir, "env-0").stdout.startswith("2026-11-23T")
+
+
 def test_one_log_is_shown_as_it_is(run_dir: Path) -> None:
     assert penstock("logs", run_dir, "env-0", "-n", "1").stdout == "played 99\n"
     assert penstock("logs", run_dir, "env-0", "-n", "0").stdout == ""
@@ -57,8 +75,8 @@ def test_long_lines_and_brackets_are_left_as_they_are(run_dir: Path) -> None:
 def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_bytes(b"".join(b"%d %s\n" % (number, b"x" * 300) for number in range(10_000)))
-    with closing(Log(path)) as log:
-        assert [line.split()[0] for line in log.last(500)] == [str(number) for number in range(9500, 10_000)]
+    log = Log(path)
+    assert [line.split()[0] for line in log.last(500)] == [str(number) for number in range(9500, 10_000)]
 
 
 def test_what_a_progress_bar_drew_is_shown_as_it_was_last(run_dir: Path) -> None:
@@ -69,7 +87,8 @@ def test_what_a_progress_bar_drew_is_shown_as_it_was_last(run_dir: Path) -> None
 def test_a_progress_bar_that_goes_on_is_shown_now_and_then(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.touch()
-    with closing(Log(path)) as log, path.open("ab", buffering=0) as file:
+    log = Log(path)
+    with path.open("ab", buffering=0) as file:
         file.write(b" 1%\r 2%\r")
         assert list(log.new_lines(now=100.0)) == [" 2%"]
         file.write(b" 3%\r")
@@ -82,32 +101,32 @@ def test_a_progress_bar_that_goes_on_is_shown_now_and_then(tmp_path: Path) -> No
 
 def test_following_goes_on_over_rotation_restart_and_emptying(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    with closing(Log(path)) as log:
-        assert list(log.new_lines(0.0)) == []
-        path.write_text("one\ntwo")
-        assert list(log.new_lines(0.0)) == ["one"]
-        with path.open("a") as file:
-            file.write(" and a half\nthree\n")
-        path.rename(tmp_path / "a.log.1")
-        path.write_text("four\n")
-        assert list(log.new_lines(0.0)) == ["two and a half", "three", "four"]
-        path.write_text("5\n")
-        assert list(log.new_lines(0.0)) == ["5"]
+    log = Log(path)
+    assert list(log.new_lines(0.0)) == []
+    path.write_text("one\ntwo")
+    assert list(log.new_lines(0.0)) == ["one"]
+    with path.open("a") as file:
+        file.write(" and a half\nthree\n")
+    path.rename(tmp_path / "a.log.1")
+    path.write_text("four\n")
+    assert list(log.new_lines(0.0)) == ["two and a half", "three", "four"]
+    path.write_text("5\n")
+    assert list(log.new_lines(0.0)) == ["5"]
 
 
 def test_a_rotation_as_the_supervisor_does_it_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("one\n")
-    with closing(Log(path)) as log:
-        assert list(log.new_lines(0.0)) == ["one"]
-        with path.open("a") as file:
-            file.write("two\nthr")
-        rotate(path, max_bytes=1)
-        with path.open("a") as file:
-            file.write("ee\n4\n")
-        assert list(log.new_lines(0.0)) == ["two", "three", "4"]
-    with closing(Log(path)) as log:
-        assert log.last(2)[-1] == "4" and log.last(10)[:2] == ["one", "two"]
+    log = Log(path)
+    assert list(log.new_lines(0.0)) == ["one"]
+    with path.open("a") as file:
+        file.write("two\nthr")
+    rotate(path, max_bytes=1)
+    with path.open("a") as file:
+        file.write("ee\n4\n")
+    assert list(log.new_lines(0.0)) == ["two", "three", "4"]
+    log = Log(path)
+    assert log.last(2)[-1] == "4" and log.last(10)[:2] == ["one", "two"]
 
 
 def test_following_ends_with_the_run_and_misses_nothing(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from penstock.config import Config
 from penstock.data import identity
 from penstock.observe import jsonl
 from penstock.supervisor import procfs
-from penstock.supervisor.record import FORMAT
 from penstock.supervisor.run_directory import open_run, plan_resumption
+from penstock.supervisor.run_journal import FORMAT
 from penstock.supervisor.states import RunState
 
 
@@ -66,7 +66,7 @@ def test_a_directory_of_another_version_is_refused(run_dir: Path, format: int | 
     change_state(run_dir, format=format)
     result = penstock("resume", run_dir)
     assert result.exit_code == 1
-    assert f"this version of penstock reads format {FORMAT}: resume it with the version that began it" in result.stderr
+    assert f"this version of penstock reads only format {FORMAT}" in result.stderr
 
 
 def test_an_unreadable_state_or_lineage_is_named(run_dir: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_complete_run_says_so(run_dir: Path) -> None:
     change_state(run_dir, status="completed")
     result = penstock("resume", run_dir)
     assert result.exit_code == 0
-    assert "nothing was done, since run mine is complete: raise trainer.steps" in result.stdout
+    assert "run mine is complete, so there is nothing to resume: raise trainer.steps" in result.stdout
     assert_untouched(run_dir, "completed")
 
 
@@ -124,7 +124,7 @@ def begun(runs_dir: Path, status: RunState, **settings: object) -> Path:
     """A run that has ended so; its supervisor is gone."""
     tree = {"runs_dir": str(runs_dir), "run_id": "mine", "observe": {"progress": False}, **settings}
     with open_run(Config.model_validate(tree)) as run:
-        run.record.move(RunState.FAILED, actor="test", reason="it broke")
+        run.journal.move(RunState.FAILED, actor="test", reason="it broke")
     gone = state_of(run.run_dir)["supervisor"] | {"start_ticks": 1}
     change_state(run.run_dir, supervisor=gone, status=status.value)
     return run.run_dir
@@ -159,8 +159,8 @@ def test_fewer_tasks_than_were_to_be_played_are_refused(tmp_path: Path, had: int
     run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="rollout", synthesis={"tasks": had})
     result = penstock("resume", run_dir, f"synthesis.tasks={asked}")
     assert result.exit_code == refused
-    said = f"synthesis.tasks is {asked}, and run mine had {had} to play (-1: all): give it as many at least"
-    assert said in result.stderr if refused else "raise synthesis.tasks to go further" in result.stdout
+    said = f"synthesis.tasks is {asked}, and run mine began with {had} (-1: all): set at least as many"
+    assert said in result.stderr if refused else "raise synthesis.tasks to play further" in result.stdout
     assert state_of(run_dir)["lives"] == 1
 
 
@@ -168,7 +168,7 @@ def test_a_complete_run_over_all_of_its_data_is_not_told_to_raise_what_it_cannot
     run_dir = begun(tmp_path, RunState.COMPLETED, pipeline="rollout", synthesis={"tasks": -1})
     result = penstock("resume", run_dir)
     assert result.exit_code == 0 and "raise" not in result.stdout
-    assert "is complete: it has played every task of its data; `penstock rollout` plays them once more" in result.stdout
+    assert "it has played every task of its data; `penstock rollout` plays them again" in result.stdout
 
 
 @pytest.mark.parametrize("asked", [151, -1])
@@ -182,11 +182,11 @@ def test_more_tasks_go_further(tmp_path: Path, asked: int) -> None:
 def test_a_detached_resume_outlives_the_session_it_was_given_in(run_dir: Path) -> None:
     (run_dir / "pool").write_text("a file where a folder belongs")
     words = [sys.executable, "-m", "penstock.cli.main", "resume", str(run_dir), "--detach"]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=60, start_new_session=True)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=120, start_new_session=True)
     assert result.returncode == 0, result.stderr
     assert "run mine started in" in result.stdout
     log = run_dir / "logs" / "supervisor.log"
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 120
     while "pool" not in log.read_text():
         assert time.monotonic() < give_up, log.read_text()
         time.sleep(0.02)

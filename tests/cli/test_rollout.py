@@ -9,7 +9,7 @@ import pytest
 import yaml
 from made_runs import make_run, note, penstock, take_step
 
-from penstock.cli.policy import model_in
+from penstock.cli.play import policy_word
 from penstock.config import Config
 from penstock.observe import jsonl
 from penstock.processes.layout import stages
@@ -28,10 +28,10 @@ def config(tmp_path: Path) -> Path:
     [
         (["dump.url=ftp://x/y"], 2, "unknown scheme ftp"),
         (["dump.url=/proc/nowhere"], 2, "dump.url: cannot write to /proc/nowhere"),
-        (["dump.columns=[[a, int]]"], 2, "column a has type 'int'"),
+        (["dump.columns=[[a, int]]"], 2, "dump.columns.0.type"),
         (["dump.colums=[[a, string]]"], 2, "did you mean dump.columns?"),
         (["pipeline=train"], 2, "pipeline is train: `penstock train"),
-        (["rollout.engine=vllm"], 2, "nobody who publishes weights"),
+        (["rollout.engine=vllm"], 2, "no trainer that publishes weights"),
         (["--checkpoint", "nothing"], 1, "no run named nothing"),
     ],
 )
@@ -78,14 +78,14 @@ def test_there_is_no_trainer() -> None:
 
 def test_the_model_of_a_directory_with_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    assert model_in(str(tmp_path), tmp_path) == tmp_path
+    assert policy_word(str(tmp_path), tmp_path) == [f"model.path={tmp_path}"]
 
 
 def test_a_run_without_a_whole_checkpoint(config: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     (make_run(runs / "mine", "failed") / "checkpoints" / "step_3").mkdir(parents=True)
     result = penstock("rollout", config, "--checkpoint", "mine", "--runs-dir", runs)
-    assert result.exit_code == 1 and "--checkpoint mine: run mine has no checkpoint that is whole" in result.stderr
+    assert result.exit_code == 1 and "--checkpoint mine: run mine has no complete checkpoint" in result.stderr
 
 
 def test_the_table_and_the_status_count_tasks(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_table_and_the_status_count_tasks(tmp_path: Path) -> None:
         "episodes_per_second"
     ] == pytest.approx(4.0, rel=0.01)
     shown = penstock("status", run_dir).stdout
-    assert "20/40" in shown and "80 trajectories, 4/s, 100 tokens/s" in shown and "trained" not in shown
+    assert "20/40" in shown and "80 trajectories" in shown and "trajectories/s  4" in shown and "trained" not in shown
 
 
 def sample(group: int, reward: float) -> dict[str, object]:

@@ -91,7 +91,7 @@ def test_a_run_without_a_state_to_read_is_refused_with_one_sentence(
     assert result.exit_code == 1
     what = f"{tmp_path / 'alpha'} holds a run without its state.json" if state is None else f"{path} cannot be read"
     assert result.stderr.splitlines() == [
-        f"error: {what}: put it back from a copy, or move the directory away (its checkpoints and logs stay of use)"
+        f"error: {what}: restore it from a copy, or move the directory away (its checkpoints and logs remain usable)"
     ]
 
 

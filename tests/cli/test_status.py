@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from made_runs import decide, make_run, note, owner, penstock, take_step
 
-from penstock.cli import polling
+from penstock.cli.status import claim_answer
 from penstock.observe import jsonl
 from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 
@@ -103,11 +103,24 @@ def test_an_evaluation_counts_its_tasks_and_says_where_its_results_are(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "purpose"), [("train", "begin it again"), ("eval", "begin it again"), ("rollout", "play what is left")]
+    ("pipeline", "purpose"),
+    [("train", "start it again"), ("eval", "start it again"), ("rollout", "play the remaining tasks")],
 )
 def test_what_a_resume_would_do(tmp_path: Path, pipeline: str, purpose: str) -> None:
     run_dir = make_run(tmp_path / "a", "stopped", settings={"pipeline": pipeline})
     assert [row["purpose"] for row in ask(run_dir)["next"]] == [purpose]
+
+
+def test_a_run_that_has_trained_says_how_to_read_serve_and_evaluate_it(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "completed")
+    read = f"penstock trajectories {run_dir} --best"
+    assert [row["command"] for row in ask(run_dir)["next"]] == [read]
+    note(run_dir, "checkpoint", step=4, path="checkpoints/step_4")
+    assert [row["command"] for row in ask(run_dir)["next"]] == [
+        read,
+        f"penstock serve --model {run_dir}/checkpoints/step_4",
+        f"penstock eval {run_dir}/config.yaml --checkpoint {run_dir}",
+    ]
 
 
 def test_settings_of_another_version_hide_nothing_else(tmp_path: Path) -> None:
@@ -203,7 +216,7 @@ def test_a_checkpoint_that_was_given_up_is_not_named(tmp_path: Path, event: str)
     note(run_dir, event, step=4, revived=0, lost_steps=2)
     document = ask(run_dir)
     assert document["checkpoint"] == "checkpoints/step_4"
-    assert document["next"][0]["purpose"] == "go on from checkpoints/step_4"
+    assert document["next"][0]["purpose"] == "continue from checkpoints/step_4"
     note(run_dir, "rewound", step=0, lost_steps=4)
     assert ask(run_dir)["checkpoint"] is None
     note(run_dir, "checkpoint", step=2, path="checkpoints/step_2")
@@ -276,7 +289,7 @@ def test_an_unknown_run_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_refusals_do_not_put_the_next_answer_off(tmp_path: Path) -> None:
-    assert polling.claim_answer(tmp_path, now=100.0, interval_s=60.0) == 0.0
-    assert polling.claim_answer(tmp_path, now=130.0, interval_s=60.0) == 30.0
-    assert polling.claim_answer(tmp_path, now=160.0, interval_s=60.0) == 0.0
-    assert polling.claim_answer(tmp_path, now=100.0, interval_s=60.0) == 0.0, "the clock was set back"
+    assert claim_answer(tmp_path, now=100.0, interval_s=60.0) == 0.0
+    assert claim_answer(tmp_path, now=130.0, interval_s=60.0) == 30.0
+    assert claim_answer(tmp_path, now=160.0, interval_s=60.0) == 0.0
+    assert claim_answer(tmp_path, now=100.0, interval_s=60.0) == 0.0, "the clock was set back"

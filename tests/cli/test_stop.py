@@ -60,7 +60,7 @@ def test_a_stop_waits_for_the_end_and_says_how_to_go_on(supervised: Path) -> Non
     result = penstock("stop", supervised)
     assert result.exit_code == 0
     assert "waiting for trainer-0" in result.stderr
-    assert result.stdout.splitlines() == ["run a is stopped", f"go on with: penstock resume {supervised}"]
+    assert result.stdout.splitlines() == ["run a is stopped", f"continue it with: penstock resume {supervised}"]
 
 
 @pytest.mark.integration
@@ -124,7 +124,10 @@ def test_a_state_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "state.json").write_text("{torn")
     result = penstock("stop", tmp_path / "a")
-    assert result.exit_code == 1 and f"{tmp_path / 'a' / 'state.json'} cannot be read: put it back" in result.stderr
+    assert (
+        result.exit_code == 1
+        and f"{tmp_path / 'a' / 'state.json'} cannot be read: restore it from a copy" in result.stderr
+    )
 
 
 def test_a_run_that_is_supervised_elsewhere_is_stopped_there(tmp_path: Path) -> None:
@@ -134,5 +137,5 @@ def test_a_run_that_is_supervised_elsewhere_is_stopped_there(tmp_path: Path) -> 
     with owning(run_dir):
         result = penstock("stop", run_dir)
         status = json.loads(penstock("status", run_dir, "--json").stdout)
-    assert result.exit_code == 1 and f"process {os.getpid()} on node-7: stop it there" in result.stderr
+    assert result.exit_code == 1 and f"process {os.getpid()} on node-7: stop it on that machine" in result.stderr
     assert status["status"] == "running" and status["processes"][0]["alive"] is None

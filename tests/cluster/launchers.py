@@ -16,13 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "supervisor"))
 from stand_in_run import spec as stand_in
 
 from penstock.cluster.connection import connected
-from penstock.cluster.host import Household
-from penstock.cluster.launcher import LOCAL, RayLauncher
+from penstock.cluster.node_agent import RunContext
 from penstock.cluster.placement import place
-from penstock.cluster.seats import seating
+from penstock.cluster.ray_launcher import RayLauncher
+from penstock.cluster.slot_assignments import assign_slots
 from penstock.config.cluster import ClusterConfig
-from penstock.control.keys import Keys
-from penstock.ports import ProcessSpec
+from penstock.control.runtime_files import Keys
+from penstock.ports.process_launcher import ProcessSpec
+from penstock.runtime.file_service import serving_files
 from penstock.supervisor.child import ADDRESS, HOST
 from penstock.supervisor.launcher import LocalLauncher
 from penstock.supervisor.runtime import runtime_path
@@ -49,9 +50,9 @@ async def ray_launcher(
     """All live in `pool`, but a controller."""
     config = ClusterConfig.model_validate({"pools": {"all": pool}, "place_timeout_s": place_s})
     seated = [replace(spec, pool="all") for spec in specs if spec.role != "controller"]
-    seats, keys = seating(config, seated, split=[], in_turns=in_turns), Keys.make()
+    slots, keys = assign_slots(config, seated, split=[], in_turns=in_turns), Keys.make()
     run_id = f"test-{secrets.token_hex(4)}"
-    household = Household(
+    context = RunContext(
         run_id=run_id,
         run_dir=run_dir,
         token=secrets.token_hex(4),
@@ -60,23 +61,22 @@ async def ray_launcher(
         nonce=secrets.token_hex(4),
         keys=keys.of_members(),
     )
-    local = LocalLauncher(
-        run_dir=run_dir,
-        runtime_dir=runtime_path(run_id),
-        run_id=run_id,
-        nonce=household.nonce,
-        environment={ADDRESS: "127.0.0.1", HOST: LOCAL},
-    )
-    with place(config, seats.bundles) as held:
+    with place(config, slots.bundles) as held:
         async with (
-            local,
+            serving_files([runtime_path(run_id), run_dir], address="127.0.0.1", secret=context.nonce) as files,
+            LocalLauncher(
+                run_dir=run_dir,
+                runtime_dir=runtime_path(run_id),
+                run_id=run_id,
+                nonce=context.nonce,
+                environment={ADDRESS: "127.0.0.1", HOST: files},
+            ) as local,
             RayLauncher(
                 local,
                 pools=held,
-                seats=seats.seats,
-                household=household,
+                assignments=slots.by_process,
+                context=context,
                 keys=keys,
-                runtime_dir=runtime_path(run_id),
                 place_s=place_s,
             ) as launcher,
         ):
@@ -88,7 +88,7 @@ async def supervise(run_dir: Path) -> None:
     spec = stand_in("env-0", "breeds")
     async with ray_launcher(run_dir, [spec]) as launcher:
         process = await launcher.spawn(spec)
-        while await launcher.probe(process):  # noqa: ASYNC110
+        while await process.probe():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         print(process.pid, flush=True)
         await asyncio.Event().wait()

@@ -59,7 +59,7 @@ def test_a_dead_address_is_refused_in_time(config: Path, monkeypatch: pytest.Mon
         started = time.monotonic()
         refused = penstock("train", config, POOLS, "--cluster", f"127.0.0.1:{port}")
     assert refused.exit_code == 1 and time.monotonic() - started < 30
-    said = "is no Ray cluster" if listens else "nobody answers at"
+    said = "is not a Ray cluster" if listens else "no server answers at"
     assert said in refused.stderr and "start one with `ray start --head`" in refused.stderr
 
 
@@ -68,7 +68,7 @@ def test_a_cluster_that_asks_for_a_token_says_so(config: Path, monkeypatch: pyte
     monkeypatch.setattr(connection, "ASK", "raise SystemExit('ray.exceptions.AuthenticationError: RPC error')")
     with socket.create_server(("", 0)) as server:
         refused = penstock("train", config, POOLS, "--cluster", f"127.0.0.1:{server.getsockname()[1]}")
-    assert refused.exit_code == 1 and "asks for a token: set RAY_AUTH_MODE=token" in refused.stderr
+    assert refused.exit_code == 1 and "requires a token: set RAY_AUTH_MODE=token" in refused.stderr
 
 
 def test_a_cluster_that_cannot_be_joined_from_outside_says_so(config: Path) -> None:

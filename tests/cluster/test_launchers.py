@@ -20,22 +20,21 @@ import pytest
 from stand_in_run import spec, until
 
 from penstock.deadline import deadline
-from penstock.ports import Launcher, Look, PayloadsLost, ProcessHandle
-from penstock.store.payloads import FetchedPayloads, PassingWriter
+from penstock.ports.process_launcher import Launcher, Look, ProcessHandle
+from penstock.samples import Sample
+from penstock.store.remote_payloads import FetchedPayloads, PayloadsLost, TemporaryPayloadWriter
 from penstock.supervisor import procfs
-from penstock.types import PayloadRef, Sample
 
 pytest.importorskip("ray")
 
 import launchers
 import ray
 from launchers import local_launcher, ray_launcher
-from ray.exceptions import GetTimeoutError
 from ray_machines import machines
 
-from penstock.cluster.calls import call
-from penstock.cluster.host import TOKEN
-from penstock.control.address import Address
+from penstock.cluster.node_agent import TOKEN
+from penstock.control.rank_channel import TrainerAddress
+from penstock.control.runtime_files import Address
 from penstock.processes.visible import VARIABLES
 from penstock.supervisor.child import ADDRESS, HEARTBEAT_S, HOST
 
@@ -65,7 +64,7 @@ async def until_ready(launcher: Launcher, process: ProcessHandle) -> list[str]:
     """What was missing before."""
     missing = []
     async with deadline(START_S, waiter="the test", resource="readiness", holder=process.spec.name):
-        while said := await launcher.probe(process):
+        while said := await process.probe():
             missing.append(said)
             await asyncio.sleep(0.02)
     return missing
@@ -73,7 +72,7 @@ async def until_ready(launcher: Launcher, process: ProcessHandle) -> list[str]:
 
 async def until_told(launcher: Launcher, process: ProcessHandle, what: Callable[[Look], Any]) -> Look:
     async with deadline(START_S, waiter="the test", resource="words", holder=process.spec.name):
-        while not what(look := await launcher.look(process)):  # noqa: ASYNC110
+        while not what(look := await process.look()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return look
 
@@ -87,33 +86,34 @@ async def test_a_process_is_started_probed_and_looked_at(launcher: Launcher) -> 
     first = (await until_told(launcher, process, lambda look: look.beat)).beat
     later = (await until_told(launcher, process, lambda look: look.beat != first)).beat
     assert first is not None and later is not None and later.time > first.time
-    assert (await launcher.look(process)).report is None
+    assert (await process.look()).report is None
 
 
 async def test_a_server_is_asked_for_its_health(launcher: Launcher, tmp_path: Path) -> None:
     assert await until_ready(launcher, await launcher.spawn(spec("rollout-0", "serves")))
-    answered = (tmp_path / "logs" / "rollout-0.log").read_text().splitlines()
-    assert [line.split()[-2] for line in answered[:3]] == ["503", "503", "200"]
+    log = (tmp_path / "logs" / "rollout-0.log").read_text()
+    answered = [line.split()[-2] for line in log.splitlines() if "GET /health" in line]
+    assert answered[:3] == ["503", "503", "200"]
 
 
 async def test_a_signal_reaches_it_and_its_end_is_told(launcher: Launcher) -> None:
     process = await launcher.spawn(spec("env-0", "steady"))
     await until_ready(launcher, process)
-    await launcher.signal(process, signal.SIGTERM)
-    end = await launcher.wait(process)
+    await process.signal(signal.SIGTERM)
+    end = await process.wait()
     assert (end.returncode, end.report, end.lost) == (0, None, "") and process.end == end
     again = await launcher.spawn(spec("env-0", "steady"))
     await until_ready(launcher, again)
-    await launcher.signal(again, signal.SIGKILL)
-    assert (await launcher.wait(again)).returncode == -signal.SIGKILL
-    await launcher.signal(again, signal.SIGKILL)
+    await again.signal(signal.SIGKILL)
+    assert (await again.wait()).returncode == -signal.SIGKILL
+    await again.signal(signal.SIGKILL)
 
 
 async def test_its_last_words_come_with_its_end(launcher: Launcher) -> None:
     process = await launcher.spawn(spec("env-1", "dies"))
-    end = await launcher.wait(process)
+    end = await process.wait()
     assert end.returncode == 1 and end.report is not None and end.report.message == "there is no model at /nowhere"
-    assert not end.is_out_of_memory and (await launcher.look(process)).report == end.report
+    assert not end.is_out_of_memory and (await process.look()).report == end.report
 
 
 async def test_a_sweep_ends_whatever_was_started(launcher: Launcher, tmp_path: Path) -> None:
@@ -133,17 +133,34 @@ async def test_what_lives_in_no_pool_is_started_here_and_the_others_hear_where_t
         controller, worker = [await launcher.spawn(each) for each in specs]
         here, there = runtime_dir_of(controller.pid), runtime_dir_of(worker.pid)
         assert "node" not in controller.facts and worker.facts["node"] == environment_of(worker.pid)[ADDRESS]
-        assert environment_of(worker.pid)[HOST].startswith("env-0-") and here != there
+        assert environment_of(worker.pid)[HOST].startswith("http://") and here != there
         assert "controller_secret" in json.loads((here / "keys.json").read_text())
         secrets = json.loads((there / "keys.json").read_text())
         assert not secrets["controller_secret"] and secrets["member_secret"]
         for port in (1, 2):
-            address = Address(endpoint=f"tcp://10.0.0.1:{port}", broadcast="tcp://10.0.0.1:9", public_key="key")
+            address = Address(endpoint=f"tcp://10.0.0.1:{port}", broadcast="tcp://10.0.0.1:9")
             address.write(here)
             await until_ready(launcher, controller)
-            await launcher.look(worker)
+            await worker.look()
             assert Address.read(there) == address
     assert not here.exists() and not there.exists() and not (tmp_path / TOKEN).exists()
+
+
+async def test_ranks_on_other_nodes_hear_where_the_trainer_is_before_it_is_ready(tmp_path: Path) -> None:
+    specs = [spec("trainer-0", "never_ready"), spec("rank-1", "steady")]
+    async with ray_launcher(tmp_path, specs) as launcher:
+        trainer, rank = [await launcher.spawn(each) for each in specs]
+        here, there = runtime_dir_of(trainer.pid), runtime_dir_of(rank.pid)
+        addresses = [TrainerAddress(endpoints={"rank-1": ("tcp://10.0.0.1:1", f"tcp://10.0.0.1:{n}")}) for n in (2, 3)]
+        for address in addresses:
+            address.write(here)
+            assert await trainer.probe() is not None
+            await trainer.look()
+            await rank.look()
+            assert TrainerAddress.read(there) == address
+        addresses[0].write(here)
+        await trainer.look()
+        assert TrainerAddress.read(here) == addresses[0], "it knows best where it is"
 
 
 async def test_a_host_that_dies_takes_its_process_with_it_and_has_a_successor(tmp_path: Path) -> None:
@@ -156,18 +173,22 @@ async def test_a_host_that_dies_takes_its_process_with_it_and_has_a_successor(tm
         host, runtime_dir = procfs.read_stat(process.pid), runtime_dir_of(process.pid)
         assert host is not None
         os.kill(host.parent, signal.SIGKILL)
-        end = await launcher.wait(process)
-        assert end.returncode is None and "host env-0" in end.lost and "is gone" in end.lost
+        end = await process.wait()
+        assert end.returncode is None and "node agent env-0" in end.lost and "is gone" in end.lost
         async with deadline(20.0, waiter="the test", resource="what the host left", holder="its janitor"):
             while runtime_dir.exists() or any(is_running(pid) for pid in family):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert is_running(other.pid), "the janitor of a host leaves others alone"
         successor = await launcher.spawn(specs[0])
         await until_ready(launcher, successor)
-        await launcher.signal(other, signal.SIGTERM)
-        assert (await launcher.wait(other)).returncode == 0
-        idle = launcher._hosts[launcher._seats["env-1"]].actor
-        ray.kill(idle)
+        idle = procfs.read_stat(other.pid)
+        assert idle is not None
+        await other.signal(signal.SIGTERM)
+        assert (await other.wait()).returncode == 0
+        ray.kill(launcher._agents[launcher.assignments["env-1"]].actor)
+        async with deadline(20.0, waiter="the test", resource="the end of a host", holder="Ray"):
+            while is_running(idle.parent):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         await until_ready(launcher, await launcher.spawn(specs[1]))
         assert await launcher.sweep() == []
 
@@ -181,13 +202,13 @@ async def test_who_takes_turns_shares_a_host_and_ends_with_it(tmp_path: Path) ->
         (parent,) = {process.pid: procfs.read_stat(process.pid) for process in both[:1]}.values()
         assert parent is not None
         assert {stat.parent for process in both if (stat := procfs.read_stat(process.pid))} == {parent.parent}
-        await launcher.signal(both[1], signal.SIGKILL)
-        assert (await launcher.wait(both[1])).returncode == -signal.SIGKILL
+        await both[1].signal(signal.SIGKILL)
+        assert (await both[1].wait()).returncode == -signal.SIGKILL
         again = await launcher.spawn(specs[1])
         await until_ready(launcher, again)
         os.kill(parent.parent, signal.SIGKILL)
-        ends = [await launcher.wait(process) for process in (both[0], again)]
-        assert all(end.returncode is None and end.lost.startswith("host trainer-0+rollout-0") for end in ends)
+        ends = [await process.wait() for process in (both[0], again)]
+        assert all(end.returncode is None and end.lost.startswith("node agent trainer-0+rollout-0") for end in ends)
 
 
 def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
@@ -207,10 +228,13 @@ def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
 async def test_a_run_directory_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
     async with ray_launcher(tmp_path, SPECS) as launcher:
         (tmp_path / TOKEN).write_text("of another machine")
-        with pytest.raises(OSError, match=f"node .* does not see {tmp_path} as it is here: runs_dir must"):
+        with pytest.raises(
+            OSError, match=f"node .* does not see {tmp_path} as the supervisor's machine does: runs_dir must"
+        ):
             await launcher.spawn(SPECS[0])
 
 
+@pytest.mark.long
 async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
     cluster = machines()
     spares = [cluster.add_node(num_cpus=2, labels={"kind": "spare"}) for _ in range(2)]
@@ -220,12 +244,12 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
     try:
         async with ray_launcher(tmp_path, specs, pool=pool, place_s=60.0) as launcher:
             processes = [await launcher.spawn(each) for each in specs]
-            before = launcher._hosts[launcher._seats["env-0"]].slot.node.node_id
+            before = launcher._agents[launcher.assignments["env-0"]].slot.held.node.node_id
             cluster.remove_node(by_id.pop(before), allow_graceful=False)
-            ends = await asyncio.gather(*(launcher.wait(process) for process in processes))
-            assert all(end.returncode is None and end.lost.startswith("host env-") for end in ends)
+            ends = await asyncio.gather(*(process.wait() for process in processes))
+            assert all(end.returncode is None and end.lost.startswith("node agent env-") for end in ends)
             again = [await launcher.spawn(each) for each in specs]
-            assert {host.slot.node.node_id for host in launcher._hosts.values()} == by_id.keys()
+            assert {agent.slot.held.node.node_id for agent in launcher._agents.values()} == by_id.keys()
             for process in again:
                 await until_ready(launcher, process)
     finally:
@@ -233,6 +257,7 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
             cluster.remove_node(node)
 
 
+@pytest.mark.long
 async def test_processes_see_the_devices_of_their_slots_and_no_others(tmp_path: Path) -> None:
     """Those that Ray counts: nobody looks whether there are any."""
     cluster, label = machines(), {"kind": "devices"}
@@ -277,7 +302,7 @@ async def test_records_travel_between_machines(tmp_path: Path) -> None:
     specs = [spec("controller", "steady"), spec("env-0", "steady"), spec("env-1", "steady")]
     async with ray_launcher(tmp_path, specs) as launcher:
         controller, worker, other = [await launcher.spawn(each) for each in specs]
-        writer = PassingWriter(runtime_dir_of(worker.pid) / "pool", "env-0")
+        writer = TemporaryPayloadWriter(runtime_dir_of(worker.pid) / "pool", "env-0")
         sample = made_sample()
         refs = [writer.append([sample]), writer.append([sample, sample])]
         host = environment_of(worker.pid)[HOST]
@@ -290,25 +315,15 @@ async def test_records_travel_between_machines(tmp_path: Path) -> None:
             read = reader.read(ref)
             assert len(read) == num_samples and all(list(each.token_ids) == [1, 2, 3] for each in read)
         missing = msgspec.structs.replace(refs[0], file="env-0-no.seg")
-        for name, why in ((host, "has no whole record of env-0-no.seg"), ("nobody", "host nobody is gone")):
-            with pytest.raises(PayloadsLost, match=why):
-                await fetched.fetch([missing], host=name)
-        for each in (gathered, fetched):
-            each.close()
-
-
-async def test_who_reads_for_others_says_meanwhile_that_it_can_be_reached(tmp_path: Path) -> None:
-    async with ray_launcher(tmp_path, SPECS) as launcher:
-        (tmp_path / "pool").mkdir(exist_ok=True)
-        os.mkfifo(tmp_path / "pool" / "slow.seg")  # nobody writes
-        reading = launcher._depot.read.remote([PayloadRef(file="slow.seg", offset=0, length=1, crc32=0)])
-        await call(launcher._depot.ping, seconds=START_S, what="an answer", holder="the depot")
-        with pytest.raises(GetTimeoutError):
-            ray.get(reading, timeout=0)
+        for url, why in ((host, "HTTP 404"), ("http://127.0.0.1:9", "Connect")):
+            with pytest.raises(
+                PayloadsLost, match=f"env-0-no.seg cannot be fetched from host {url} at offset 0: .*{why}"
+            ):
+                await fetched.fetch([missing], host=url)
 
 
 def payloads(process: ProcessHandle, directory: Path) -> FetchedPayloads:
-    return FetchedPayloads(directory, runtime_dir=runtime_dir_of(process.pid), name=process.spec.name)
+    return FetchedPayloads(directory, secret=environment_of(process.pid)["PENSTOCK_NONCE"], name=process.spec.name)
 
 
 def made_sample() -> Sample:
@@ -324,6 +339,7 @@ def made_sample() -> Sample:
     )
 
 
+@pytest.mark.long
 async def test_a_host_that_is_out_of_reach_is_given_up(tmp_path: Path) -> None:
     async with ray_launcher(tmp_path, SPECS) as launcher:
         process = await launcher.spawn(SPECS[0])
@@ -332,12 +348,12 @@ async def test_a_host_that_is_out_of_reach_is_given_up(tmp_path: Path) -> None:
         assert host is not None
         os.kill(host.parent, signal.SIGSTOP)
         try:
-            assert await launcher.look(process) == Look()
-            assert str(await launcher.probe(process)).endswith("does not answer")
-            await launcher.signal(process, signal.SIGTERM)
+            assert await process.look() == Look()
+            assert str(await process.probe()).endswith("does not answer")
+            await process.signal(signal.SIGTERM)
             assert process.end is None
-            await launcher.signal(process, signal.SIGKILL)
-            end = await launcher.wait(process)
+            await process.signal(signal.SIGKILL)
+            end = await process.wait()
         finally:
             if is_running(host.parent):
                 os.kill(host.parent, signal.SIGCONT)

@@ -61,12 +61,12 @@ def test_every_slot_is_where_its_rank_says() -> None:
     )
     with place(wanted) as pools:
         train, serve = pools["train"], pools["serve"]
-        assert [(slot.rank, slot.local_rank) for slot in train] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-        assert len({slot.node.node_id for slot in train}) == 2 and serve[0].node.labels["kind"] == "fast"
+        assert [slot.bundle for slot in train] == [0, 1, 0, 1]
+        assert len({slot.held.node.node_id for slot in train}) == 2 and serve[0].held.node.labels["kind"] == "fast"
         inhabited = [train[0], train[3], serve[2]]
         residents = [Resident.options(**slot.options()).remote() for slot in inhabited]  # type: ignore[attr-defined]
         found = ray.get([resident.where.remote() for resident in residents], timeout=START_S)
-        assert found == [slot.node.node_id for slot in inhabited]
+        assert found == [slot.held.node.node_id for slot in inhabited]
         until_free(16 - 7)
     until_free(16)
 
@@ -75,7 +75,7 @@ def test_several_share_a_slot() -> None:
     with place(config(train={"cpus": 2.0, "accelerator": "chip", "accelerators": 1.0})) as pools:
         (slot,) = pools["train"]
         both = [Resident.options(**slot.options(share=0.5)).remote() for _ in range(2)]  # type: ignore[attr-defined]
-        assert ray.get([each.where.remote() for each in both], timeout=START_S) == [slot.node.node_id] * 2
+        assert ray.get([each.where.remote() for each in both], timeout=START_S) == [slot.held.node.node_id] * 2
     until_free(16)
 
 

@@ -94,8 +94,8 @@ def test_what_is_taken_or_gone_since_it_was_planned_for_is_said_with_the_numbers
     said = why_not_held(chosen, [node(1, free={"CPU": 3})], seconds=60.4)
     assert said == (
         "cluster.pools: pool train, node 1: 8 slots, 8 CPU on one node: 10.0.0.1 (00000001) has 3 of 8 CPU; "
-        "pool play, node 1: 1 slot, 1 CPU on one node: 10.0.0.2 is gone. There was room when the nodes were asked, "
-        "and none for 60 s after that: wait until others end, or raise cluster.place_timeout_s"
+        "pool play, node 1: 1 slot, 1 CPU on one node: 10.0.0.2 is gone. The nodes had room at first, "
+        "and then no room for 60 s: wait until other jobs end, or raise cluster.place_timeout_s"
     )
 
 

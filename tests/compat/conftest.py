@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,7 @@ from tiny_policy import make_engine, serve
 from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.update import Chunk, WeightsUpdate
-from penstock.types import GroupTensors
+from penstock.rollout.update import WeightsUpdate
 from penstock.weights.collective import Groups
 from penstock.weights.shared_memory import describe, fingerprint, layout, receive
 
@@ -35,13 +34,7 @@ async def runner() -> AsyncIterator[EngineRunner]:
 async def url(runner: EngineRunner) -> AsyncIterator[str]:
     expected = layout(runner.engine.parameters())
     groups = Groups(device=torch.device("cpu"), max_bytes=2**20)
-
-    def receive_chunk(chunk: Chunk) -> Mapping[str, torch.Tensor]:
-        if isinstance(chunk, GroupTensors):
-            return groups.receive(chunk)
-        raise ValueError("there is no device memory here")
-
-    update = WeightsUpdate(runner, lambda handle: receive(handle, expected), fingerprint, receive_chunk)
+    update = WeightsUpdate(runner, lambda handle: receive(handle, expected), fingerprint)
     sglang = SGLang(
         runner,
         update,

@@ -269,7 +269,6 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1},
     "/abort_request": {"rid": "nobody"},
     "/weights/begin": {"policy_version": 5, "path": "/nowhere", "num_bytes": 1, "fingerprint": "x"},
-    "/weights/chunk": {"policy_version": 5, "seq": 0, "group": TENSORS},
     "/weights/commit": {"policy_version": 5},
     "/get_weights_by_name": {"name": "nobody"},
     "/update_weights_from_disk": {"model_path": "/nowhere"},

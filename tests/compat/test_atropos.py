@@ -12,17 +12,26 @@ from typing import Any
 
 import aiohttp
 import pytest
+from fake_ports import leased
 
-from penstock.compat import atropos
-from penstock.compat.atropos import OVER, Atropos, RunFacts, Versions
-from penstock.compat.scored_data import Limits, ScoredData, Traced
-from penstock.envs.scored import Exchange, ScoredEpisode
-from penstock.processes.listening import bind, listening, url_of
-from penstock.rollout.app import App
-from penstock.rollout.keys import Keys
-from penstock.simulator.parts import leased
-from penstock.types import Sampling, Segment, Trajectory, Turn, VersionSpan
+from penstock.compat import atropos_api
+from penstock.compat.atropos_api import OVER, Atropos
+from penstock.compat.pushed_groups import Limits, ProvenanceMatch, read_group
+from penstock.config import Config
+from penstock.envs.pushed_group_exchange import Exchange, ScoredEpisode
+from penstock.rollout.app import ApiKeys, App
+from penstock.runtime.http_server import bind, listening, url_of
+from penstock.samples import Segment, Trajectory, Turn, VersionSpan
+from penstock.types import Sampling
 
+LIMITS = Limits(group_size=2, max_context=32, vocab_size=99, sampling=Sampling())
+CONFIG = Config.model_validate(
+    {
+        "env": {"group_size": 2, "max_new_tokens": 8},
+        "model": {"max_context": 32},
+        "trainer": {"steps": 9, "groups_per_step": 4, "checkpoint_every": 2},
+    }
+)
 REGISTRATION = {"max_token_length": 64, "desired_name": "letters", "weight": 1.0, "group_size": 2}
 
 
@@ -31,16 +40,24 @@ class Versioned:
 
     version = 3
 
-    def trace(self, data: ScoredData, *, oldest_version: int) -> Traced:
+    @property
+    def newest(self) -> int:
+        return self.version
+
+    def oldest_since(self, start_s: float) -> int:
+        return 0
+
+    def match(self, document: object, *, oldest_version: int) -> ProvenanceMatch:
+        data = read_group(document, LIMITS)
         said = [
             Segment(token_ids=[9], logprobs=[-0.1], spans=[VersionSpan(self.version, 0, 1)], finish_reason="stop")
             for _ in data.scores
         ]
         episodes = [
-            ScoredEpisode(turns=[Turn(observation_ids=[1], segments=[segment])], reward=score, truncated=False)
+            ScoredEpisode(turns=[Turn(observation_ids=[1], segments=[segment])], reward=score, status="completed")
             for segment, score in zip(said, data.scores, strict=True)
         ]
-        return Traced(episodes, 0, 0)
+        return ProvenanceMatch(episodes, 0, 0)
 
 
 class Api:
@@ -52,9 +69,10 @@ class Api:
         self.surface = Atropos(
             self.exchange,
             self.versions,
-            Versions(newest=lambda: self.versions.version, oldest_possible=lambda: 0),
-            facts=RunFacts(run_id="r", directory=directory, num_steps=9, groups_per_step=4, checkpoint_every=2),
-            limits=Limits(group_size=2, max_context=8, vocab_size=99, sampling=Sampling()),
+            self.versions,
+            CONFIG,
+            "r",
+            directory,
         )
         self.url = ""
 
@@ -94,7 +112,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
     api = Api(tmp_path)
     listener = bind("127.0.0.1", 0)
     api.url = url_of("127.0.0.1", listener)
-    async with listening(App(api.surface.routes(), Keys()), listener):
+    async with listening(App(api.surface.routes(), ApiKeys()), listener):
         yield api
     for lease in api.leases:
         lease.cancel()
@@ -103,7 +121,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 async def test_an_environment_that_comes_early_waits_and_then_begins(api: Api) -> None:
     assert await api.ask("GET", "/wandb_info") == (200, {"group": "r", "project": "penstock"})
-    assert await api.ask("GET", "/info") == (200, {"batch_size": 8, "max_token_len": 8})
+    assert await api.ask("GET", "/info") == (200, {"batch_size": 8, "max_token_len": 32})
     assert await api.ask("POST", "/register-env", REGISTRATION) == (200, {"status": "wait for trainer to start"})
     await api.lease()
     status, told = await api.ask("POST", "/register-env", REGISTRATION)
@@ -132,7 +150,7 @@ async def test_how_things_are(api: Api, how: dict[str, Any]) -> None:
     }
     assert await api.ask("GET", "/status-env", **how) == (200, expected)
     assert await api.ask("GET", "/status") == (200, {"current_step": 3, "queue_size": 0})
-    api.surface.over = True
+    api.surface.is_over = True
     assert (await api.ask("GET", "/status-env", **how))[1]["current_step"] == OVER
 
 
@@ -155,11 +173,11 @@ async def test_who_is_started_anew_gets_its_number_and_name_back(
     await api.lease()
     for _ in range(2):
         await api.ask("POST", "/register-env", REGISTRATION)
-    monkeypatch.setattr(atropos, "SILENT_S", -1.0)
+    monkeypatch.setattr(atropos_api, "SILENT_S", -1.0)
     assert (await api.ask("POST", "/register-env", REGISTRATION))[1]["wandb_name"] == "letters_0"
     again = Api(tmp_path)
-    assert again.surface.holder().startswith("nobody: no Atropos environment is connected")
-    assert [each.name for each in again.surface._known._all] == ["letters_0", "letters_1"]
+    assert again.surface.holder().startswith("no Atropos environment: start one")
+    assert [each.name for each in again.surface._registry._environments] == ["letters_0", "letters_1"]
 
 
 async def test_a_status_asked_by_one_that_nobody_knows_is_no_error(api: Api) -> None:
@@ -210,17 +228,17 @@ async def test_a_push_that_was_broken_off_stands_in_line_and_is_not_doubled_by_a
 
 
 async def test_who_waits_for_too_long_is_asked_to_try_again(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atropos, "HOLD_S", 0.01)
+    monkeypatch.setattr(atropos_api, "HOLD_S", 0.01)
     status, told = await api.push(1.0)
-    assert status == 503 and "stands in line" in told["message"]
+    assert status == 503 and "stays in the queue" in told["message"]
     await api.lease()
     assert await api.push(1.0) == (200, {"status": "received"})
     assert api.rewards == [1.0, 0.0]
 
 
 async def test_a_line_that_is_too_long_takes_no_more(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atropos, "HOLD_S", 0.01)
-    monkeypatch.setattr(atropos, "MAX_OFFERS", 1)
+    monkeypatch.setattr(atropos_api, "HOLD_S", 0.01)
+    monkeypatch.setattr(atropos_api, "MAX_OFFERS", 1)
     await api.push(1.0)
     status, told = await api.push(2.0)
     assert status == 503 and "the trainer is slower" in told["message"] and api.exchange.num_offers == 1
@@ -272,4 +290,4 @@ async def test_another_group_size_is_told_before_anything_is_played(api: Api) ->
 async def test_no_other_trainer_registers_here(api: Api) -> None:
     for method, path in (("POST", "/register"), ("GET", "/batch"), ("GET", "/reset_data")):
         status, told = await api.ask(method, path)
-        assert status == 409 and "no trainer can register" in told["message"]
+        assert status == 409 and "no other trainer can register" in told["message"]

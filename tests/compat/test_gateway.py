@@ -9,19 +9,21 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from fake_ports import leased
 from openai import AsyncOpenAI, OpenAI
+from scripted_policy import ScriptedPolicy
 
 from penstock.compat.gateway import AgentGateway
 from penstock.config import Config, TinyModelConfig
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
-from penstock.ports import Work
-from penstock.processes.listening import bind, listening, url_of
-from penstock.rollout.scripted import ScriptedPolicy
+from penstock.ports.environment import Endpoint
+from penstock.ports.work import Work
 from penstock.rollout.session import RolloutError
-from penstock.simulator.parts import leased
-from penstock.types import Endpoint, Sampling, Segment, SegmentGrant, Task, Trajectory
+from penstock.runtime.http_server import bind, listening, url_of
+from penstock.samples import Segment, Trajectory
+from penstock.types import Sampling, SegmentGrant, Task
 
 Play = Callable[[Endpoint], Awaitable[float]]
 
@@ -305,7 +307,7 @@ async def test_a_history_that_was_never_said_is_refused(chat: ChatTokenizer) -> 
 
     trajectory = await play(chat, ScriptedPolicy(says(chat, "a", "b")), agent)
     assert trajectory.status == "failed"
-    assert "does not begin with what was said so far" in (trajectory.error or "")
+    assert "does not begin with the recorded conversation" in (trajectory.error or "")
     assert len(trajectory.turns) == 1
 
 
@@ -361,7 +363,7 @@ async def test_a_long_answer_is_cut_by_grants_and_goes_on(chat: ChatTokenizer) -
     assert (trajectory.status, grants.asked) == ("completed", [True, True])
 
 
-@pytest.mark.parametrize(("reward", "message"), [(None, "no reward"), (1.0, "never asked the policy anything")])
+@pytest.mark.parametrize(("reward", "message"), [(None, "no reward"), (1.0, "sent no request to the policy")])
 async def test_an_agent_that_plays_wrong_fails_its_episode(chat: ChatTokenizer, reward: Any, message: str) -> None:
     async def agent(llm: Endpoint) -> Any:
         if reward is None:

@@ -1,4 +1,4 @@
-"""Ten thousand requests that nobody should send, at every path of a server on a socket."""
+"""Thousands of requests that no client should send, at every path of a server on a socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny_policy import MAX_CONTEXT, VOCAB_SIZE
 
 pytestmark = pytest.mark.integration
 
-COUNT, CONNECTIONS = 10_000, 16
+CONNECTIONS = 16
 
 
 async def greedy(session: aiohttp.ClientSession) -> Any:
@@ -39,13 +39,14 @@ def check(given: Malformed, status: int, headers: Any, body: bytes) -> None:
         assert isinstance(reply["error"]["message"], str), (given, reply)
 
 
-async def test_every_malformed_request_is_refused_and_the_server_goes_on_as_before(url: str) -> None:
-    timeout = aiohttp.ClientTimeout(total=30)
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+async def test_every_malformed_request_is_refused_and_the_server_goes_on_as_before(url: str, count: int) -> None:
+    timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
         before = await greedy(session)
         async with session.get("/openapi.json") as response:
             schema = await response.json()
-        given = malformed(schema, COUNT, 0, vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
+        given = malformed(schema, count, 0, vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
         wrong: list[str] = []
 
         async def send() -> None:
@@ -57,7 +58,7 @@ async def test_every_malformed_request_is_refused_and_the_server_goes_on_as_befo
                     wrong.append(f"{one.why} {one.method} {one.path} {one.body[:200]!r} {one.headers}: {error!r:.400}")
 
         await asyncio.gather(*(send() for _ in range(CONNECTIONS)))
-        assert not wrong, "\n".join([f"{len(wrong)} of {COUNT}", *wrong[:20]])
+        assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
         assert await greedy(session) == before
         async with session.get("/ready") as response:
             assert response.status == 200

@@ -12,7 +12,7 @@ from letters import Letters
 from tiny_policy import make_engine, make_request, run, serve, until
 
 from penstock.compat.openai import OpenAI
-from penstock.rollout.keys import Keys
+from penstock.rollout.app import ApiKeys
 from penstock.rollout.request import SamplingParams
 from penstock.rollout.runner import EngineRunner
 
@@ -176,7 +176,7 @@ async def test_leaving_a_stream_ends_the_generation(client: openai.AsyncOpenAI, 
         break
     await stream.close()
     await until(lambda: not runner.engine.has_work)
-    assert runner.num_generated_tokens < 90
+    assert runner.engine.num_generated_tokens < 90
 
 
 async def test_the_synchronous_client(url: str) -> None:
@@ -280,13 +280,13 @@ async def test_a_client_that_leaves_ends_all_its_prompts(url: str, runner: Engin
     await until(lambda: runner.engine.num_active == 2)
     asking.cancel()
     await until(lambda: not runner.engine.has_work)
-    assert runner.num_generated_tokens < 180
+    assert runner.engine.num_generated_tokens < 180
 
 
 async def test_what_will_fail_again_is_not_to_be_repeated(runner: EngineRunner) -> None:
     surfaces = [OpenAI(runner, Letters(), model_name="tiny")]
     async with (
-        serve(runner, tokenizer=Letters(), foreign=surfaces, keys=Keys(generation="secret")) as url,
+        serve(runner, tokenizer=Letters(), foreign=surfaces, keys=ApiKeys(generation="secret")) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", timeout=20) as stranger,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", timeout=20) as client,
     ):

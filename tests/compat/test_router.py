@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from penstock.config import TinyModelConfig
-from penstock.model.load import load_policy
+from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -75,7 +75,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 async def until_both_serve(url: str) -> None:
     """The router says what it has found only when it is asked."""
-    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
+    async with asyncio.timeout(240), aiohttp.ClientSession() as session:
         while True:
             try:
                 async with session.get(f"{url}/workers") as response:
@@ -84,9 +84,10 @@ async def until_both_serve(url: str) -> None:
                     return
             except (aiohttp.ClientError, KeyError):
                 pass
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_versions_pass_the_router_and_a_killed_server_is_routed_around(fleet: Fleet) -> None:
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
     async with (

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from tiny_policy import serve
 
-from penstock.rollout.keys import Keys
+from penstock.rollout.app import ApiKeys
 from penstock.rollout.runner import EngineRunner
 from penstock.types import NO_VERSION
 
@@ -50,7 +50,7 @@ async def test_every_path_is_described_with_what_it_reads_and_answers(url: str) 
 
 async def test_what_needs_a_key_is_described_so(runner: EngineRunner) -> None:
     headers = {"Authorization": "Bearer secret"}
-    async with serve(runner, keys=Keys(generation="secret")) as url, aiohttp.ClientSession(url) as session:
+    async with serve(runner, keys=ApiKeys(generation="secret")) as url, aiohttp.ClientSession(url) as session:
         async with session.get("/openapi.json") as response:
             assert response.status == 401
         async with session.get("/openapi.json", headers=headers) as response:
@@ -59,6 +59,7 @@ async def test_what_needs_a_key_is_described_so(runner: EngineRunner) -> None:
     assert paths["/generate"]["post"]["security"] == [{"key": []}]
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.parametrize("last", [False, True])
 async def test_a_fuzzer_that_reads_the_description_breaks_nothing(url: str, last: bool) -> None:

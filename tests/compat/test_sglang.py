@@ -18,7 +18,7 @@ from tiny_policy import make_engine, make_request, reference_model, run, until, 
 from penstock.rollout.request import SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.session import HttpSession, RolloutError
-from penstock.rollout.sglang import SGLangClient
+from penstock.rollout.sglang_client import SGLangClient
 from penstock.types import UpdateMode
 from penstock.weights.shared_memory import publish
 
@@ -68,7 +68,8 @@ async def test_the_light_client_selects_the_likeliest_choice(url: str, runner: E
         return str(choose.run(word="HELLO", backend=RuntimeEndpoint(url))["choice"])
 
     def mean(choice: str) -> float:
-        scores = make_engine().score(Letters().encode("HELLO" + choice))
+        parts = make_engine().scoring(Letters().encode("HELLO" + choice))
+        scores = [score for part in parts for score in part]
         return sum(scores[-len(choice) :]) / len(choice)
 
     assert await asyncio.to_thread(play) == max(["AB", "CD", "EF"], key=mean)
@@ -118,9 +119,9 @@ async def test_a_pause_without_new_weights_changes_nothing(
     session: aiohttp.ClientSession, runner: EngineRunner, mode: str
 ) -> None:
     running = asyncio.create_task(post(session, "/generate", body(60, return_logprob=True)))
-    await until(lambda: runner.num_generated_tokens > 5)
+    await until(lambda: runner.engine.num_generated_tokens > 5)
     await post(session, "/pause_generation", {"mode": mode})
-    paused_at = runner.num_generated_tokens
+    paused_at = runner.engine.num_generated_tokens
     assert 5 < paused_at < 60 and runner.engine.num_active == (mode == "in_place")
     await post(session, "/continue_generation")
     assert (await running)[1]["text"] == greedy("HELLO", 60)
@@ -130,7 +131,7 @@ async def test_retracted_answers_are_computed_again_with_the_new_weights(
     session: aiohttp.ClientSession, runner: EngineRunner
 ) -> None:
     running = asyncio.create_task(post(session, "/generate", body(40, return_logprob=True)))
-    await until(lambda: runner.num_generated_tokens > 5)
+    await until(lambda: runner.engine.num_generated_tokens > 5)
     await post(session, "/pause_generation", {"mode": "retract"})
     await runner.load_weights(weights(3), 7)
     await post(session, "/continue_generation")
@@ -199,7 +200,7 @@ async def test_a_bad_update_leaves_the_old_weights(
     assert (status, "whole number" in reply["message"]) == (400, True)
     pickled = {"serialized_named_tensors": ["gASV"], "flush_cache": True}
     status, reply = await post(session, "/update_weights_from_tensor", pickled)
-    assert reply["error"]["message"].startswith("`handle` is missing; weights are announced by a JSON handle with")
+    assert reply["error"]["message"].startswith("`handle` is missing; send a JSON handle with")
     assert status == 400
     assert runner.policy_version == 0
     assert (await post(session, "/generate", body(4)))[1]["output_ids"] == before

@@ -14,12 +14,11 @@ import zmq
 import zmq.asyncio
 from test_bus import HELLO, Counting, finished, request
 
-from penstock.control.address import Address
 from penstock.control.bus import CONTROLLER, Bus, Peer, _encoder
-from penstock.control.keys import Keys
 from penstock.control.messages import Ack, Welcome
-from penstock.control.sockets import CannotListen
+from penstock.control.runtime_files import Address, Keys
 from penstock.deadline import Stalled
+from penstock.runtime.http_server import CannotListen
 
 LOOPBACK = "127.0.0.1"
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -81,7 +80,7 @@ def test_only_the_owner_reads_the_keys_and_only_the_controller_has_its_secret(ru
 @pytest.mark.parametrize("directory", ["nothing", "a member's"])
 async def test_a_controller_without_its_keys_does_not_listen(run: Path, tmp_path: Path, directory: str) -> None:
     where = tmp_path if directory == "nothing" else node_of(run)
-    with pytest.raises(CannotListen, match=f"listen on {LOOPBACK}, and {where} does not hold its keys"):
+    with pytest.raises(CannotListen, match=f"listen on {LOOPBACK}: {where} has no keys"):
         Bus(str(where), Counting().handle, host=LOOPBACK)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.control.bus import CONTROLLER, Bus, Fault, Handler, Peer, PeerLost, RequestRefused, UnknownPeer
-from penstock.control.keys import Keys
 from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat, Hello, Refused, Welcome
+from penstock.control.runtime_files import Keys
 from penstock.deadline import Stalled
 from penstock.types import EpisodeId, GroupAttempt
 
@@ -55,7 +55,7 @@ HELLO = Hello(role="env", name="env-0", nonce="", pid=0)
 
 
 def request(number: int) -> GrantRequest:
-    return GrantRequest(worker="env-0", episode=EpisodeId("train", number, 0, 0), unfinished=False, num_tokens=0)
+    return GrantRequest(episode=EpisodeId("train", number, 0, 0), unfinished=False, num_tokens=0)
 
 
 @asynccontextmanager
@@ -224,7 +224,7 @@ async def test_a_new_controller_asks_who_somebody_is(directory: Path) -> None:
     await peer.join(HELLO, timeout_s=5)
     known.clear()
     for number in range(5):
-        peer.notify(CONTROLLER, Heartbeat(name="env-0", progress=number, cpu_s=0.0))
+        peer.notify(CONTROLLER, Heartbeat(progress=number, cpu_s=0.0))
     assert await peer.request(CONTROLLER, request(1), timeout_s=5) == Ack()
     assert (known, seen, introduced) == ({"env-0"}, ["GrantRequest"], ["WhoAreYou"])
     await finished(receiving)

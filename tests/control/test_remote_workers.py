@@ -6,13 +6,13 @@ import asyncio
 from typing import cast
 
 import pytest
+from fake_ports import leased
 
 from penstock.control.bus import Bus
 from penstock.control.messages import Ack, AnyMessage, Grant, NewTask
-from penstock.control.remote import RemoteWorkers
+from penstock.control.remote_workers import RemoteWorkers
 from penstock.deadline import Stalled
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import leased
 from penstock.types import EpisodeId, Sampling, SegmentGrant
 
 GRANT = SegmentGrant(episode=EpisodeId("train", 1, 0, 0), max_tokens=8)

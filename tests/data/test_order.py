@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data.interleaving import Interleaving, chairmen
-from penstock.data.permutation import permuted
+from penstock.data.items import permuted
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 12), min_size=2)
 

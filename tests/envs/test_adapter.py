@@ -10,19 +10,21 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from fake_ports import leased
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+from scripted_policy import ScriptedPolicy
 
 from penstock.config import Config, ConfigError, EnvConfig
 from penstock.envs.adapter import LARGEST_SEED, GemAdapter
-from penstock.envs.calls import EpisodeFailure, Places, World
+from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, EpisodeFailure
+from penstock.envs.exception_location import LoggedOnce
 from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
 from penstock.envs.registry import environment_maker, locate, resolve
-from penstock.envs.spaces import Actions, Unparsable, check_observations, write
+from penstock.envs.spaces import Actions, check_observations, write
 from penstock.model.chat import ChatTokenizer
-from penstock.rollout.scripted import ScriptedPolicy
-from penstock.simulator.parts import leased
-from penstock.types import Sampling, SegmentGrant, Task, Trajectory
+from penstock.samples import Trajectory
+from penstock.types import Sampling, SegmentGrant, Task
 
 TASK = Task(task_id="seed/train/0", tag="train", index=0)
 SEED = 2**40 + 7
@@ -134,7 +136,7 @@ def test_actions_are_read_from_the_end_of_an_answer(space: gymnasium.Space[Any],
     ],
 )
 def test_what_is_no_action_is_refused(space: gymnasium.Space[Any], answer: str) -> None:
-    with pytest.raises(Unparsable, match="an action is"):
+    with pytest.raises(ValueError, match="an action is"):
         Actions(space).read(answer)
 
 
@@ -174,7 +176,7 @@ def test_an_option_that_nobody_takes_is_named() -> None:
 def test_a_prompt_may_say_what_is_seen_and_what_can_be_done() -> None:
     corridor = made(f"{__name__}:Corridor", prompt="place {observation}; {actions}?")
     assert corridor.reset(SEED)[0] == "place 0; a whole number from 0 to 1?"
-    with pytest.raises(ConfigError, match=r"\{observation\} and \{actions\} only: KeyError 'place'"):
+    with pytest.raises(ConfigError, match=r"only \{observation\} and \{actions\}: KeyError 'place'"):
         made(f"{__name__}:Corridor", prompt="{place}")
 
 
@@ -240,7 +242,9 @@ async def test_a_class_keeps_its_name_and_how_it_wants_to_be_called() -> None:
     kind: Any = resolve(f"{__name__}:Threaded")
     assert (kind.__name__, kind.blocking, kind.max_concurrent) == ("Threaded", True, 2)
     make = environment_maker(EnvConfig(name=f"{__name__}:Corridor"))
-    world = World(lambda: make(TASK), name="corridor", task_id="t/1", places=Places())
+    world = EpisodeEnvironment(
+        lambda: make(TASK), name="corridor", task_id="t/1", limit=ConcurrencyLimit(), on_error=LoggedOnce()
+    )
     with pytest.raises(EpisodeFailure, match=r"^Corridor\.reset of t/1: AssertionError"):
         await world.reset(SEED + 1)
     assert resolve("gym:FrozenLake-v1").__name__ == "FrozenLake-v1"

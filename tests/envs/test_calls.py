@@ -6,14 +6,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import penstock
 from penstock.config import ConfigError
-from penstock.envs.calls import EpisodeFailure, Outcome, Places, World
-from penstock.envs.origin import LoggedOnce
+from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, EpisodeFailure, Outcome
+from penstock.envs.exception_location import LoggedOnce
 from penstock.envs.threads import in_thread
 
 
@@ -30,8 +32,10 @@ class Echo:
         return self._step() if callable(self._step) else self._step
 
 
-def world(make: Callable[[], Any], places: Places | None = None) -> World:
-    return World(make, name="echo", task_id="t/1", places=places or Places())
+def environment(make: Callable[[], Any], limit: ConcurrencyLimit | None = None) -> EpisodeEnvironment:
+    return EpisodeEnvironment(
+        make, name="echo", task_id="t/1", limit=limit or ConcurrencyLimit(), on_error=LoggedOnce()
+    )
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
@@ -60,7 +64,7 @@ def raising(error: BaseException) -> Callable[[], Any]:
 )
 async def test_a_bad_step_is_blamed(step: Any, reason: str) -> None:
     with pytest.raises(EpisodeFailure) as failure:
-        await world(lambda: Echo(step=step)).step("ok")
+        await environment(lambda: Echo(step=step)).step("ok")
     assert str(failure.value).startswith(f"Echo.step of t/1: {reason}")
 
 
@@ -73,29 +77,29 @@ async def test_a_bad_step_is_blamed(step: Any, reason: str) -> None:
 )
 async def test_a_bad_reset_is_blamed(reset: Any, reason: str) -> None:
     with pytest.raises(EpisodeFailure) as failure:
-        await world(lambda: Echo(reset=reset)).reset(1)
+        await environment(lambda: Echo(reset=reset)).reset(1)
     assert str(failure.value) == f"Echo.reset of t/1: {reason}"
 
 
 def test_what_cannot_be_made_is_blamed() -> None:
     with pytest.raises(EpisodeFailure, match=r"echo.__init__ of t/1: OSError: no sandbox left"):
-        world(raising(OSError("no sandbox left")))
+        environment(raising(OSError("no sandbox left")))
 
 
 def test_a_wrong_configuration_is_nobodys_failure() -> None:
     with pytest.raises(ConfigError):
-        world(raising(ConfigError("env.options")))
+        environment(raising(ConfigError("env.options")))
 
 
 async def test_numbers_of_numpy_will_do() -> None:
     step = ("more", np.float32(0.5), np.bool_(False), np.bool_(True), {"score": 1})
-    outcome = await world(lambda: Echo(step=step)).step("ok")
+    outcome = await environment(lambda: Echo(step=step)).step("ok")
     assert outcome == Outcome(observation="more", reward=0.5, terminated=False, truncated=True, info={"score": 1})
 
 
 async def test_what_is_told_beside_may_be_anything() -> None:
-    assert await world(lambda: Echo(reset=("hello", {"level": 2}))).reset(1) == ("hello", {"level": 2})
-    assert (await world(lambda: Echo(step=("", None, True, False, None))).step("ok")).info == {}
+    assert await environment(lambda: Echo(reset=("hello", {"level": 2}))).reset(1) == ("hello", {"level": 2})
+    assert (await environment(lambda: Echo(step=("", None, True, False, None))).step("ok")).info == {}
 
 
 async def test_cancelling_is_not_the_environments_doing() -> None:
@@ -103,7 +107,7 @@ async def test_cancelling_is_not_the_environments_doing() -> None:
         async def step(self, action: str) -> Any:
             await asyncio.Event().wait()
 
-    playing = asyncio.create_task(world(Waits).step("ok"))
+    playing = asyncio.create_task(environment(Waits).step("ok"))
     await asyncio.sleep(0)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -121,7 +125,7 @@ class Closing(Echo):
 
 
 async def test_closing_happens_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    closing = world(Closing)
+    closing = environment(Closing)
     await closing.close()
     await closing.close()
     assert Closing.num_closed == 1
@@ -146,12 +150,12 @@ class Blocking(Echo):
         return "", 1.0, True, False, {}
 
 
-async def test_blocking_environments_share_their_places() -> None:
-    places = Places()
+async def test_blocking_environments_share_their_slots() -> None:
+    limit = ConcurrencyLimit()
 
     async def play() -> None:
-        blocking = world(Blocking, places)
-        async with blocking.place():
+        blocking = environment(Blocking, limit)
+        async with blocking.slot():
             await blocking.step("ok")
 
     async with asyncio.TaskGroup() as tasks:
@@ -165,7 +169,7 @@ async def test_an_asynchronous_method_of_a_blocking_environment_stays_on_the_loo
         async def step(self, action: str) -> Any:
             return threading.current_thread().name, 1.0, True, False, {}
 
-    assert (await world(Both).step("ok")).observation == threading.current_thread().name
+    assert (await environment(Both).step("ok")).observation == threading.current_thread().name
 
 
 async def test_whoever_gives_up_on_a_thread_goes_on() -> None:
@@ -187,13 +191,16 @@ async def test_the_line_is_named_and_the_traceback_logged_once(caplog: pytest.Lo
 
     log = LoggedOnce()
     for task_id in ("t/1", "t/2"):
-        failing = World(lambda: Echo(step=step), name="echo", task_id=task_id, places=Places(), on_error=log)
+        failing = EpisodeEnvironment(
+            lambda: Echo(step=step), name="echo", task_id=task_id, limit=ConcurrencyLimit(), on_error=log
+        )
         with pytest.raises(EpisodeFailure, match=rf"{task_id}: KeyError: 'absent' \(test_calls\.py:\d+\)$"):
             await failing.step("ok")
     (record,) = caplog.records
     first, *lines = record.getMessage().splitlines()
     assert first == "Echo.step raised:" and lines[-1] == "KeyError: 'absent'"
-    assert "test_calls.py" in lines[1] and "penstock" not in "".join(lines[1:3])
+    package = str(Path(penstock.__file__).parent)
+    assert "test_calls.py" in lines[1] and package not in "".join(lines[1:3])
 
 
 async def test_the_line_is_that_of_who_called_a_library() -> None:
@@ -201,4 +208,4 @@ async def test_the_line_is_that_of_who_called_a_library() -> None:
         return np.concatenate([])
 
     with pytest.raises(EpisodeFailure, match=r"ValueError: .* \(test_calls\.py:\d+\)$"):
-        await world(lambda: Echo(step=step)).step("ok")
+        await environment(lambda: Echo(step=step)).step("ok")

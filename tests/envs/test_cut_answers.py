@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from fake_ports import leased
+from scripted_policy import ScriptedPolicy
+
 from penstock.config import Config
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
-from penstock.ports import Work
-from penstock.rollout.scripted import ScriptedPolicy
+from penstock.ports.work import Work
+from penstock.samples import Trajectory, VersionSpan
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import leased
-from penstock.types import NO_VERSION, Sampling, SegmentGrant, Trajectory, VersionSpan
+from penstock.types import NO_VERSION, Sampling, SegmentGrant
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_ports import NumberedTasks
 
 from penstock.config import ConfigError
 from penstock.data.sources import TaskStream
 from penstock.envs.demonstrations import demonstrations
 from penstock.model.chat import ChatTokenizer
-from penstock.simulator.parts import NumberedTasks
 from penstock.types import Task
 
 NUM_TASKS = 2
@@ -39,9 +39,9 @@ class Shown(Endless):
         return "on"
 
 
-def examples(kind: Any, chat: ChatTokenizer) -> list[tuple[list[int], list[int]]]:
+def examples(kind: Any, chat: ChatTokenizer, **settings: Any) -> list[tuple[list[int], list[int]]]:
     tasks = TaskStream(NumberedTasks("train", size=NUM_TASKS))
-    return list(demonstrations(tasks, make=kind, max_turns=lambda task: 3, chat=chat, seed=0))
+    return list(demonstrations(tasks.next, make=kind, max_turns=lambda task: 3, chat=chat, seed=0, **settings))
 
 
 def test_they_end_after_their_turns_and_are_closed(chat: ChatTokenizer) -> None:
@@ -81,3 +81,38 @@ def test_one_that_raises_is_named_with_task_and_line_and_closed(chat: ChatTokeni
     ):
         examples(Unprepared, chat)
     assert Endless.num_open == 0
+
+
+class Numbered(Endless):
+    """Its expert counts on over all episodes."""
+
+    count = 0
+
+    def demonstrate(self) -> str:
+        Numbered.count += 1
+        return str(Numbered.count)
+
+
+def test_noise_replaces_a_fraction_of_the_actions_by_earlier_ones(
+    chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.NUM_TASKS", 400)
+    Numbered.count, shown = 0, []
+    for token_ids, mask in examples(Numbered, chat, noise=0.25):
+        learnt = [token for token, is_learnt in zip(token_ids, mask, strict=True) if is_learnt]
+        shown += actions(chat, learnt)
+    right = range(1, len(shown) + 1)
+    assert len(shown) == 1200 and all(found <= expected for found, expected in zip(shown, right, strict=True))
+    mistakes = sum(found != expected for found, expected in zip(shown, right, strict=True))
+    assert mistakes == pytest.approx(300, abs=60)
+
+
+def actions(chat: ChatTokenizer, token_ids: list[int]) -> list[int]:
+    """The numbers between the ends of turns."""
+    found: list[list[int]] = [[]]
+    for token in token_ids:
+        if token == chat.eos_ids[0]:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return [int(chat.decode(each)) for each in found[:-1]]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fake_ports import leased
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +16,9 @@ from penstock.config import Config
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
 from penstock.rollout.session import RolloutError
+from penstock.samples import Segment, Trajectory, VersionSpan
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import leased
-from penstock.types import EpisodeId, Sampling, Segment, SegmentGrant, Task, Trajectory, VersionSpan
+from penstock.types import EpisodeId, Sampling, SegmentGrant, Task
 
 DEADLINE_S, TURN_TIMEOUT_S = 10.0, 4.0
 MISCHIEF = (

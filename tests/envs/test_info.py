@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.envs.hosted import Returned, frame
-from penstock.envs.info import plain
+from penstock.envs.worker_calls import Returned, encode, plain
 
 
 class Odd:
@@ -27,6 +26,6 @@ def test_only_what_has_no_such_form_becomes_text(value: object, expected: object
 
 
 def test_what_is_numpys_leaves_a_process_and_other_objects_do_not() -> None:
-    assert frame(Returned(value=[np.int64(3), np.asarray([1])])) == frame(Returned(value=[3, [1]]))
+    assert encode(Returned(value=[np.int64(3), np.asarray([1])])) == encode(Returned(value=[3, [1]]))
     with pytest.raises(TypeError, match="a Odd cannot leave its process"):
-        frame(Returned(value=Odd()))
+        encode(Returned(value=Odd()))

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from scripted_policy import ScriptedPolicy
 from test_manager import Always, work
 
 from penstock.config import Config, ConfigError, EnvConfig
@@ -15,8 +16,8 @@ from penstock.envs.isolated import importable_name, making
 from penstock.envs.manager import EnvManager
 from penstock.envs.registry import resolve
 from penstock.model.chat import ChatTokenizer
-from penstock.rollout.scripted import ScriptedPolicy
-from penstock.types import Task, Trajectory
+from penstock.samples import Trajectory
+from penstock.types import Task
 
 
 class Heavy:
@@ -98,7 +99,7 @@ async def test_they_share_processes_that_are_not_ours(chat: ChatTokenizer) -> No
     ("mischief", "reason"),
     [
         ("hangs", "s for its next observation, held by Heavy.step"),
-        ("crashes", "Heavy.step of t: HostLost: its process ended: exit 7"),
+        ("crashes", "Heavy.step of t: ProcessLost: its process ended: exit 7"),
         ("raises", "Heavy.step of t: KeyError: 'answer' (test_isolated.py:"),
         ("nan", "Heavy.step of t: the reward is nan, not a finite number"),
         ("shows nothing", "Heavy.step of t: the observation is a NoneType, not a string"),

@@ -8,16 +8,18 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from fake_ports import leased
+from scripted_policy import ScriptedPolicy
 
 from penstock.config import Config
 from penstock.envs.guess_number import GuessNumber
 from penstock.envs.manager import EnvManager, Job, run_rollout_loop
 from penstock.model.chat import ChatTokenizer
-from penstock.ports import Environment, Work
-from penstock.rollout.scripted import ScriptedPolicy
+from penstock.ports.environment import Environment
+from penstock.ports.work import Work
+from penstock.samples import Trajectory
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import leased
-from penstock.types import EpisodeId, Sampling, SegmentGrant, Task, Trajectory
+from penstock.types import EpisodeId, Sampling, SegmentGrant, Task
 
 
 class Always:

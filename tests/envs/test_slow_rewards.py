@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from fake_ports import NumberedTasks
+from scripted_policy import ScriptedPolicy
 from test_manager import Echo
 
 from penstock.config import Config
 from penstock.envs.manager import EnvManager
 from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import ChatTokenizer
-from penstock.ports import Work
-from penstock.rollout.scripted import ScriptedPolicy
+from penstock.ports.work import Work
+from penstock.samples import Segment, Trajectory
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import NumberedTasks
-from penstock.types import EpisodeId, PayloadRef, Sampling, Segment, SegmentGrant, Trajectory
+from penstock.types import EpisodeId, PayloadRef, Sampling, SegmentGrant
 
 ANSWER_S, REWARD_S = 1.0, 30.0
 GROUP_SIZE, NUM_GROUPS, MAX_RUNNING = 2, 6, 4
@@ -54,8 +55,8 @@ class Played:
     """A scheduler and a manager, wired as a worker and the bus do it."""
 
     def __init__(self, chat: ChatTokenizer, config: Config) -> None:
-        self.scheduler = Scheduler(config, now=asyncio.get_running_loop().time, record=lambda *decision: None)
-        self.scheduler.worker_joined("env-0", 100)
+        self.scheduler = Scheduler(config, now=asyncio.get_running_loop().time, log_decision=lambda *decision: None)
+        self.scheduler.add_worker("env-0", 100)
         self.policy = TimedPolicy(chat)
         self._scorers = Scorers(config)
         self._manager = EnvManager(config, make=Echo, policy=self.policy, grants=self, chat=chat, scorers=self._scorers)
@@ -65,18 +66,18 @@ class Played:
         raise AssertionError("one turn, one grant")
 
     def generated(self, episode: EpisodeId, *, num_tokens: int) -> None:
-        self.scheduler.generated([episode], [num_tokens])
+        self.scheduler.members.finish_generation(episode.group_attempt, [episode.episode], num_tokens)
 
     def _end(self, trajectory: Trajectory, text: str) -> None:
         ended = self._ended.setdefault(trajectory.episode.group, [])
         ended.append(trajectory)
         if len(ended) == GROUP_SIZE:
             summaries = sorted((each.summary() for each in ended), key=lambda summary: summary.episode)
-            self.scheduler.finish(trajectory.episode.group, REF, summaries)
+            self.scheduler.finish_group(trajectory.episode.group_attempt, REF, summaries)
 
     async def run(self) -> None:
         source = NumberedTasks("train")
-        self.scheduler.admit([task for index in range(NUM_GROUPS) if (task := source.task(index))])
+        self.scheduler.admit_tasks([task for index in range(NUM_GROUPS) if (task := source.task(index))])
         async with asyncio.TaskGroup() as tasks:
             num_started = 0
             while num_started < NUM_GROUPS:

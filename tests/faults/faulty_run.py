@@ -14,13 +14,13 @@ from injection import Fault, Plan
 from stand_in_run import SOURCE, Run
 
 from penstock.config import SupervisorConfig
-from penstock.ports import ProcessSpec
+from penstock.ports.process_launcher import ProcessSpec
 from penstock.processes.layout import prepare, stages
 
 HERE = Path(__file__).parent
 STEPS, GROUPS_PER_STEP, GROUP_SIZE, EVAL_TASKS = 12, 2, 2, 1
 UNHURRIED = SupervisorConfig(heartbeat_s=0.1, ready_timeout_s=60.0, grace_s=4.0, backoff_s=0.01, max_restarts=8)
-WATCHFUL = UNHURRIED.model_copy(update={"silent_s": 3.0, "ready_timeout_s": 10.0})
+WATCHFUL = UNHURRIED.model_copy(update={"silent_s": 5.0, "ready_timeout_s": 20.0})
 """Where somebody has to notice that a process hangs."""
 
 

@@ -27,7 +27,7 @@ from penstock.observe import jsonl
 PLAN = "PENSTOCK_TEST_FAULT"
 """Environment variable: victim and fault."""
 STOP_ASKED = "stop-asked"
-BACK_S = 30.0
+BACK_S = 120.0
 """Until a victim is expected to be there again."""
 AWAY_S = 1.0
 """Until somebody lets a stopped supervisor go on, or frees its disk."""

@@ -21,15 +21,16 @@ from typing import Any
 
 import pytest
 from faulty_run import EVAL_TASKS, GROUP_SIZE, GROUPS_PER_STEP, HERE, STEPS, WATCHFUL, FaultyRun
-from injection import CONTROLLER, ROLLOUT, SUPERVISOR, VICTIMS, Fault, Phase, Plan, struck_phases
+from injection import CONTROLLER, ENV, ROLLOUT, SUPERVISOR, VICTIMS, Fault, Phase, Plan, struck_phases
 from stand_in_run import state_of, until
 
 from penstock.observe import jsonl
-from penstock.ports import GroupRecord
+from penstock.ports.group_records import GroupRecord
+from penstock.ports.training import SavedState
 from penstock.scheduler.ledger import FINAL
-from penstock.store.index import PoolIndex
+from penstock.store.index import read_groups
 from penstock.supervisor.failure import ExitKind
-from penstock.supervisor.record import SUPERVISOR_KILLED
+from penstock.supervisor.run_journal import SUPERVISOR_KILLED
 from penstock.supervisor.states import RunState
 from penstock.system import CHECKPOINTS
 from penstock.trainer import checkpoint
@@ -39,9 +40,11 @@ pytestmark = pytest.mark.integration
 
 IMPOSSIBLE = {(ROLLOUT, Fault.FULL_DISK), (SUPERVISOR, Fault.LOST_MESSAGES)}
 PLANS = [Plan(victim, fault) for victim in VICTIMS for fault in Fault if (victim, fault) not in IMPOSSIBLE]
+SHORT_TIER = (Plan(CONTROLLER, Fault.KILL), Plan(ENV, Fault.LOST_MESSAGES), Plan(SUPERVISOR, Fault.KILL))
+"""A restart, the bus, and a resumption. `tests/supervisor` plays every fault at every process on the virtual clock."""
 FATAL = frozenset({Fault.KILL, Fault.HANG, Fault.TERMINATE, Fault.LEAVE})
 """For a process that is not ready yet: it is not started again."""
-LIFE_S = 120.0
+LIFE_S = 400.0
 SUPERVISOR_LOG = "logs/supervisor.log"
 HOW = {
     Fault.KILL: (ExitKind.CRASHED, "killed by SIGKILL"),
@@ -84,7 +87,13 @@ def lives(plan: Plan) -> list[tuple[list[Phase], RunState]]:
     return [*found, (struck, RunState.COMPLETED)]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.victim} {plan.fault}")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, id=f"{plan.victim} {plan.fault}", marks=[] if plan in SHORT_TIER else [pytest.mark.long])
+        for plan in PLANS
+    ],
+)
 def test_a_run_survives(plan: Plan, tmp_path: Path) -> None:
     run = FaultyRun(tmp_path, plan)
     for struck, end in lives(plan):
@@ -165,10 +174,8 @@ def check_faults(run: FaultyRun, plan: Plan) -> None:
 
 def check_books(run: FaultyRun) -> None:
     """Of a run that is complete."""
-    index = PoolIndex(run.run_dir / "pool")
-    records = list(index)
-    index.close()
-    holds: list[list[int]] = json.loads((final_checkpoint(run).path / "weights.json").read_text())
+    records = list(read_groups(run.run_dir, setting="test"))
+    holds: list[list[int]] = json.loads(Path(final_checkpoint(run).directory, "weights.json").read_text())
     trained = list(itertools.chain(*holds))
     assert len(holds) == STEPS
     assert len(set(trained)) == len(trained) == STEPS * GROUPS_PER_STEP, "a group was trained twice"
@@ -199,8 +206,8 @@ def check_versions(run: FaultyRun) -> None:
     assert versions[-1] == final_checkpoint(run).policy_version
 
 
-def final_checkpoint(run: FaultyRun) -> checkpoint.Checkpoint:
-    newest = checkpoint.latest(run.run_dir / CHECKPOINTS).checkpoint
+def final_checkpoint(run: FaultyRun) -> SavedState:
+    newest = checkpoint.latest(run.run_dir / CHECKPOINTS).newest
     assert newest is not None and newest.step == STEPS
     return newest
 

@@ -1,4 +1,8 @@
-"""What every backend does alike: another one is added to `BACKENDS`."""
+"""What every backend does alike: another one is added to `BACKENDS`.
+
+What a call becomes is decided by the driver, the same over every transport: every size and mesh is tried on the local
+backend. Workers in processes of their own are given each kind of call once, by one group of three.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +49,8 @@ DEAD = r"its actor \(pid \d+, ip \S+\) is dead: Worker unexpectedly exits"
 """All that Ray knows."""
 
 SIZES = [1, 2, 3, 4]
+NUM_APART = 3
+"""Workers in processes of their own."""
 MESHES: dict[str, list[tuple[int, int, int]]] = {
     # by rank: (dp, tp, pp)
     "one": [(0, 0, 0)],
@@ -59,37 +65,40 @@ MESHES: dict[str, list[tuple[int, int, int]]] = {
 TIMEOUT_S = 30.0
 
 
-def marked(names: Mapping[str, Any]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.integration) if name in APART else name for name in names]
+def apart(*values: Any) -> list[Any]:
+    """Return (backend, *values) for each of the backends whose workers are processes of their own."""
+    ray = [pytest.mark.integration, pytest.mark.xdist_group("ray")]
+    marks = {"spawned": [pytest.mark.integration], "ray": ray}
+    return [pytest.param((kind, *values), marks=marks[kind]) for kind in APART]
 
 
-@pytest.fixture(scope="module", params=marked(BACKENDS))
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def named(case: tuple[Any, ...]) -> str:
+    return "-".join(str(part).strip("-") for part in case).removesuffix("-")
 
 
 @pytest.fixture(scope="module")
-def started(kind: str) -> Iterator[Callable[[int], Backend]]:
+def started() -> Iterator[Callable[[str, int], Backend]]:
     """The workers of one size: a plain role and one of every mesh, each with methods that wait and without."""
-    backends: dict[int, Backend] = {}
+    backends: dict[tuple[str, int], Backend] = {}
 
-    def start(size: int) -> Backend:
-        if size not in backends:
+    def start(kind: str, size: int) -> Backend:
+        if (kind, size) not in backends:
             meshes = {name: mesh for name, mesh in MESHES.items() if len(mesh) == size}
             roles = {
                 f"{name}{later}": Role(LATER[later], {"mesh": mesh}) for name, mesh in meshes.items() for later in LATER
             }
-            backends[size] = BACKENDS[kind]({"probe": Role(Probe), "probe-later": Role(Later), **roles}, size)
-        return backends[size]
+            plain = {"probe": Role(Probe), "probe-later": Role(Later)}
+            backends[kind, size] = BACKENDS[kind]({**plain, **roles}, size)
+        return backends[kind, size]
 
     yield start
     for backend in backends.values():
         backend.close()
 
 
-@pytest.fixture(params=SIZES)
-def group(started: Callable[[int], Backend], request: pytest.FixtureRequest) -> Group:
-    return Group(started(request.param), "probe")
+@pytest.fixture(params=[*(("local", size) for size in SIZES), *apart(NUM_APART)], ids=named)
+def group(started: Callable[[str, int], Backend], request: pytest.FixtureRequest) -> Group:
+    return Group(started(*request.param), "probe")
 
 
 class Waited:
@@ -112,27 +121,26 @@ class Waited:
 LATER = {"": Probe, "-later": Later}
 
 
-@pytest.fixture(params=[(size, later) for size in SIZES for later in LATER], ids=lambda p: f"{p[0]}{p[1]}")
-def calls(started: Callable[[int], Backend], request: pytest.FixtureRequest) -> Waited:
-    size, later = request.param
-    return Waited(Group(started(size), f"probe{later}"), [])
+@pytest.fixture(
+    params=[*(("local", size, later) for size in SIZES for later in LATER), *apart(NUM_APART, "-later")], ids=named
+)
+def calls(started: Callable[[str, int], Backend], request: pytest.FixtureRequest) -> Waited:
+    kind, size, later = request.param
+    return Waited(Group(started(kind, size), f"probe{later}"), [])
 
 
-@pytest.fixture(params=[(name, later) for name in MESHES for later in LATER], ids=lambda p: f"{p[0]}{p[1]}")
-def meshed(started: Callable[[int], Backend], request: pytest.FixtureRequest) -> Waited:
-    name, later = request.param
-    return Waited(Group(started(len(MESHES[name])), f"{name}{later}"), MESHES[name])
+@pytest.fixture(
+    params=[*(("local", name, later) for name in MESHES for later in LATER), *apart("dp3-backwards", "")], ids=named
+)
+def meshed(started: Callable[[str, int], Backend], request: pytest.FixtureRequest) -> Waited:
+    kind, name, later = request.param
+    return Waited(Group(started(kind, len(MESHES[name])), f"{name}{later}"), MESHES[name])
 
 
 @pytest.fixture
 def later(group: Group) -> Group:
     """The same workers; calls return futures."""
     return Group(group.backend, "probe-later")
-
-
-@pytest.fixture
-def pair(started: Callable[[int], Backend]) -> Group:
-    return Group(started(2), "probe")
 
 
 @pytest.fixture
@@ -252,7 +260,7 @@ def test_rows_made_of_padding_are_dropped_however_they_come_back(calls: Waited) 
         assert own == [-(-num_samples // calls.size)] * calls.size, "a list of the rank's own stays"
 
 
-def test_rows_that_cannot_be_told_from_padding_are_an_error(calls: Waited) -> None:
+def test_rows_that_look_like_padding_are_an_error(calls: Waited) -> None:
     assert calls.unmarked(numbers(calls.size))["number"].tolist() == [i for i in range(calls.size) for _ in range(2)]
     if calls.size > 1:
         with pytest.raises(ResultRefused, match=r"unmarked: a part of 2 samples, .* became 4: return a Batch that"):
@@ -278,18 +286,18 @@ def test_results_are_the_same_on_any_number_of_ranks(calls: Waited) -> None:
         assert calls.weighted_total(numbers(num_samples)) == {"sum": total}
 
 
-def test_tensors_and_meta_travel(pair: Group) -> None:
-    n = pair.size
+def test_tensors_and_meta_travel(group: Group) -> None:
+    n = group.size
     column = torch.arange(6 * n, dtype=torch.bfloat16).reshape(n, 6)
     batch = Batch(columns={"tensor": column, "number": np.arange(n)}, values={"text": [{} for _ in range(n)]})
-    for i, (_, part, _) in enumerate(pair.all_to_all(Shard(Batch(batch.columns, batch.values, {"a": {1: "x"}})))):
+    for i, (_, part, _) in enumerate(group.all_to_all(Shard(Batch(batch.columns, batch.values, {"a": {1: "x"}})))):
         assert torch.equal(part["tensor"], column[i : i + 1]) and part.meta == {"a": {1: "x"}}
 
 
-def test_a_large_batch_travels(pair: Group) -> None:
+def test_a_large_batch_travels(group: Group) -> None:
     batch = Batch(columns={"number": np.arange(240_000), "tensor": torch.arange(240_000)})
-    assert [part.columns["tensor"].sum().item() for part in pair.batches(batch)] == [
-        part.columns["number"].sum() for part in batch.chunk(pair.size)
+    assert [part.columns["tensor"].sum().item() for part in group.batches(batch)] == [
+        part.columns["number"].sum() for part in batch.chunk(group.size)
     ]
 
 
@@ -300,7 +308,7 @@ def test_rank_zero_runs_alone(calls: Waited) -> None:
     assert calls.lead() == (0, None)
     assert calls.lead([1, 2]) == (0, [1, 2]) and calls.lead(Broadcast(3)) == (0, 3)
     for intent in (Shard(numbers(1)), PerRank([1])):
-        with pytest.raises(CallRefused, match="lead runs on rank zero alone, expected value plain, given"):
+        with pytest.raises(CallRefused, match="lead runs on rank zero alone, expected a plain value for value, given"):
             calls.lead(intent)
 
 
@@ -339,7 +347,7 @@ def test_wrong_calls_are_refused(group: Group) -> None:
         group.one_to_all()
     with pytest.raises(CallRefused, match="value is declared as Broadcast, expected a plain value, given Shard"):
         group.one_to_all(Shard(numbers(2)))
-    with pytest.raises(CallRefused, match=r"value is a Shard of nothing, expected Shard\(value\)"):
+    with pytest.raises(CallRefused, match=r"value is a Shard without a value, expected Shard\(value\)"):
         group.all_to_all(Shard())
     with pytest.raises(AttributeError, match="'_doubled' is not a remote method of probe"):
         group._doubled(1)
@@ -380,8 +388,8 @@ def test_batches_over_a_mesh(meshed: Waited, method: str) -> None:
         assert same(result, doubled(numbers(num_samples)))
 
 
-def test_a_mesh_is_asked_for_once(kind: str) -> None:
-    group = Group(BACKENDS[kind]({"probe": Role(Probe, {"mesh": MESHES["dp2"]})}, 2), "probe")
+def test_a_mesh_is_asked_for_once() -> None:
+    group = Group(LocalBackend({"probe": Role(Probe, {"mesh": MESHES["dp2"]})}, 2), "probe")
     with group:
         assert group.num_asked() == [0, 0]
         for _ in range(3):
@@ -423,33 +431,24 @@ def test_what_a_future_turns_out_to_be_is_checked_too(group: Group, later: Group
     group.noted()
 
 
-def test_a_future_does_not_travel_inside_of_something(group: Group, kind: str) -> None:
-    if kind in APART:
-        with pytest.raises(CallRefused, match=r"value cannot be sent .*it is an argument of its own"):
-            group.all_to_all([group.note(1)])
-        group.noted()
-
-
-@pytest.fixture(scope="module", params=APART)
-def apart(request: pytest.FixtureRequest) -> Start:
-    return APART[request.param]
-
-
-@pytest.fixture(scope="module")
-def lasting(apart: Start) -> Iterator[Group]:
-    """Three workers that no test ends."""
-    with Group(apart({"probe": Role(Probe)}, 3), "probe") as group:
-        yield group
+@pytest.fixture(scope="module", params=apart(), ids=named)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param[0])
 
 
 @pytest.fixture
-def mortal(apart: Start) -> Iterator[Group]:
+def lasting(started: Callable[[str, int], Backend], kind: str) -> Group:
+    """Three workers that no test ends."""
+    return Group(started(kind, NUM_APART), "probe")
+
+
+@pytest.fixture
+def mortal(kind: str) -> Iterator[Group]:
     """Three workers of the test's own."""
-    with Group(apart({"probe": Role(Probe)}, 3), "probe") as group:
+    with Group(APART[kind]({"probe": Role(Probe)}, NUM_APART), "probe") as group:
         yield group
 
 
-@pytest.mark.integration
 class TestApart:
     """What only workers in processes of their own can do."""
 
@@ -462,8 +461,8 @@ class TestApart:
         assert third.result(TIMEOUT_S) == ["third"] * 3
         assert lasting.noted() == [["first", ["first"] * 3, "third"]] * 3
 
-    def test_a_future_is_an_argument_of_other_groups(self, lasting: Group, apart: Start, gate: Path) -> None:
-        with Group(apart({"probe": Role(Probe)}, 2), "probe") as other, LocalGroup(Probe) as local:
+    def test_a_future_is_an_argument_of_other_groups(self, lasting: Group, kind: str, gate: Path) -> None:
+        with Group(APART[kind]({"probe": Role(Probe)}, 2), "probe") as other, LocalGroup(Probe) as local:
             first = lasting.held(gate, 1, [7])
             with gate.open("w"):
                 second = other.note(first)
@@ -500,14 +499,14 @@ class TestApart:
                 lasting.note(first).result(TIMEOUT_S)
         assert lasting.noted() == [["first"]] * 3
 
-    def test_whoever_waits_has_a_deadline(self, lasting: Group, gate: Path) -> None:
+    def test_every_wait_has_a_deadline(self, lasting: Group, gate: Path) -> None:
         call = lasting.held(gate, 1, "late")
         with gate.open("w"):
             late = _timed_out(call, missing=(1,))
             assert re.fullmatch(r"the driver waited \d\.\d+ s for probe.held, held by rank 1", str(late))
             assert (late.role, late.method) == ("probe", "held")
             waiting = lasting.note(call)
-            with pytest.raises(CallTimedOut, match="held by the calls before it"):
+            with pytest.raises(CallTimedOut, match="held by earlier calls on the same workers"):
                 waiting.result(timeout=0.01)
         assert call.result(TIMEOUT_S) == ["late"] * 3
 
@@ -535,14 +534,10 @@ class TestApart:
             mortal.pid()
         assert mortal.lead() == (0, None), "where it is not needed it is not missed"
 
-    def test_a_worker_that_leaves(self, mortal: Group) -> None:
+    def test_nothing_is_sent_when_a_worker_has_ended(self, mortal: Group) -> None:
         end = "exit 3" if isinstance(mortal.backend, SpawnedBackend) else DEAD
         with pytest.raises(WorkerLost, match=rf"probe\.leave lost its worker of rank 2: {end}"):
             mortal.leave(2, 3)
-
-    def test_nothing_is_sent_to_anybody_when_one_is_gone(self, mortal: Group) -> None:
-        with pytest.raises(WorkerLost):
-            mortal.leave(2, 1)
         with pytest.raises(WorkerLost):
             mortal.note(1)
         assert mortal.on(0).direct(1) == (0, 1)
@@ -557,16 +552,19 @@ class TestApart:
         with pytest.raises(WorkerLost):
             pids()
 
-    def test_a_constructor_that_fails(self, apart: Start) -> None:
+    def test_a_constructor_that_fails(self, kind: str) -> None:
         with pytest.raises(
             RemoteError, match=r"probe\.__init__ failed on rank \d: ValueError: no such model"
         ) as caught:
-            apart({"probe": Role(Probe, {"fails": "no such model"})}, 2)
+            APART[kind]({"probe": Role(Probe, {"fails": "no such model"})}, 2)
         assert isinstance(caught.value.__cause__, ValueError)
 
     def test_what_cannot_be_sent_is_refused(self, lasting: Group) -> None:
         with pytest.raises(CallRefused, match=r"probe\.all_to_all: value cannot be sent"):
             lasting.all_to_all(threading.Lock())
+        with pytest.raises(CallRefused, match=r"value cannot be sent .*pass it as an argument of its own"):
+            lasting.all_to_all([lasting.note(1)])
+        lasting.noted()
         with pytest.raises(RemoteError, match=r"unsendable failed on rank \d: .*lock"):
             lasting.unsendable()
 
@@ -603,7 +601,7 @@ def test_an_error_keeps_what_it_says_of_itself(group: Group) -> None:
     assert caught.value.hopeless
 
 
-def test_an_error_that_cannot_travel_is_told(group: Group) -> None:
+def test_an_error_that_cannot_be_pickled_is_raised(group: Group) -> None:
     with pytest.raises(RemoteError, match="Unpicklable: 1 and 2"):
         group.fail(0, "unpicklable")
 
@@ -616,7 +614,7 @@ def test_an_error_is_the_result_of_a_future_and_of_what_follows_from_it(group: G
     group.noted()
 
 
-def test_an_error_that_nobody_asks_for_is_told(group: Group, later: Group, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_without_a_reader_is_logged(group: Group, later: Group, caplog: pytest.LogCaptureFixture) -> None:
     later.fail(0, "value")
     later.one_to_all(1)
     seen = later.fail(0, "hopeless")
@@ -625,6 +623,6 @@ def test_an_error_that_nobody_asks_for_is_told(group: Group, later: Group, caplo
     del seen
     assert group.lead() == (0, None)
     gc.collect()  # in one process, an error holds the frames that it came through
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and "nobody asked what became of probe-later.fail on rank 0:" in told[0]
-    assert "ValueError: rank 0 of" in told[0]
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 1 and "probe-later.fail failed on rank 0, and no caller took its result:" in logged[0]
+    assert "ValueError: rank 0 of" in logged[0]

@@ -81,7 +81,7 @@ def test_roles_see_those_of_their_process(placed: tuple[Roles, Layout]) -> None:
         ({"a": ["actor", "actor_rollout", "critic"]}, "leaves out role 'reference': put it into one of"),
         ({"a": list(ROLES), "b": ["critic"]}, r"role 'critic' is placed in \['a', 'b'\], expected one place"),
         ({"a": [*ROLES, "critic"]}, r"role 'critic' is placed in \['a'\], expected one place"),
-        ({"a": [*ROLES, "judge"]}, "places 'judge', which is no role"),
+        ({"a": [*ROLES, "judge"]}, "places 'judge', which is not a role"),
         ({"a": list(ROLES), "b": []}, "place 'b' has no roles"),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_has_started_is_closed_when_the_rest_does_not() -> None:
 
 
 def test_roles_have_names_of_their_own() -> None:
-    with pytest.raises(ValueError, match="'close' is no name for a role"):
+    with pytest.raises(ValueError, match="the role name 'close' is reserved"):
         place({"close": ROLES["actor"]}, {"a": ["close"]}, lambda _, roles: LocalBackend(roles))
     with pytest.raises(AttributeError, match=r"no role 'judge': there are \['actor'\]"):
         _ = place({"actor": ROLES["actor"]}, {"a": ["actor"]}, lambda _, roles: LocalBackend(roles)).judge

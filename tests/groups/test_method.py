@@ -1,4 +1,4 @@
-"""What can be said of a method, and of a group in this process."""
+"""Declarations of remote methods, and groups in this process."""
 
 import subprocess
 import sys
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from penstock.groups.backend import Call, Handle
 from penstock.groups.batch import Batch
 from penstock.groups.collect import concat, each, first
-from penstock.groups.errors import CallRefused
+from penstock.groups.errors import CallRefused, ResultRefused
 from penstock.groups.group import Group
 from penstock.groups.intent import Broadcast, PerRank, Shard
 from penstock.groups.local import LocalBackend, LocalGroup
 from penstock.groups.method import remote_method, remote_methods
-from penstock.groups.modes import PLANS, Custom, Execute, Mode
+from penstock.groups.modes import Custom, Execute, Mode
 from penstock.groups.role import Rank, Role
 from penstock.groups.spawned import SpawnedGroup
 
@@ -30,7 +30,7 @@ def update(self: Any, batch: Batch, scale: float = 1.0) -> Batch: ...
 def alone(self: Any) -> None: ...
 
 
-SHARDED_MODES = [mode for mode, plan in PLANS.items() if isinstance(plan.intent, Shard | PerRank)]
+SHARDED_MODES = [mode for mode in Mode if isinstance(mode.value.intent, Shard | PerRank)]
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,24 @@ def test_a_mode_says_it_all(more: Any) -> None:
         remote_method(Mode.DP_COMPUTE, **more)
 
 
+def test_a_remote_method_is_no_coroutine() -> None:
+    async def late(self: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="late is `async def`, and a worker has no event loop"):
+        remote_method()(late)
+
+
 def test_a_remote_method_names_its_arguments() -> None:
     def open_ended(self: Any, *values: int) -> None: ...
 
-    with pytest.raises(TypeError, match="names all its arguments"):
+    with pytest.raises(TypeError, match="open_ended: a remote method has no"):
         remote_method()(open_ended)
     with pytest.raises(TypeError, match=r"has no first argument, which .*WITH_FUNC needs"):
         remote_method(Mode.DP_COMPUTE_PROTO_WITH_FUNC)(alone)
 
 
 def test_there_are_twelve_modes() -> None:
-    assert set(PLANS) == set(Mode) and len(Mode) == 12
+    assert len(Mode) == 12
 
 
 def test_a_mesh_needs_workers_that_know_their_place() -> None:
@@ -98,7 +105,9 @@ def test_a_method_does_not_hide_what_the_group_has(name: str) -> None:
     def method(self: Hiding) -> None: ...
 
     setattr(Hiding, name, remote_method()(method))
-    with pytest.raises(TypeError, match=rf"Hiding\.{name} cannot be a remote method: a group has its own"):
+    with pytest.raises(
+        TypeError, match=rf"Hiding\.{name} cannot be a remote method, because a group has this attribute: rename it"
+    ):
         LocalGroup(Hiding)
 
 
@@ -163,11 +172,30 @@ def test_a_split_of_ones_own_goes_over_a_mesh_too() -> None:
     assert group.dealt_over_dp([1, 2, 3]) == [(1, [1, 3]), (0, [2])]
 
 
+def test_ranks_may_return_nothing_to_concatenate_but_not_what_does_not_fit() -> None:
+    class Uneven:
+        def __init__(self, rank: Rank) -> None:
+            self.rank = rank
+
+        @remote_method(collect=concat)
+        def found(self, other: str) -> Batch:
+            return Batch() if self.rank.index == 0 else Batch(columns={other: np.ones(2)}, meta={"a": 1})
+
+        @remote_method(collect=concat)
+        def shaped(self) -> Any:
+            return np.ones((1, 2 + self.rank.index))
+
+    group = LocalGroup(Uneven, 3)
+    assert len(group.found("same")) == 4 and group.found("same").meta == {"a": 1}
+    with pytest.raises(ResultRefused, match="shaped: the results of the ranks do not join: all the input array"):
+        group.shaped()
+
+
 def test_marked_methods_alone_are_remote() -> None:
     assert "dealt" in remote_methods(Probe) and "mesh_rank" not in remote_methods(Probe)
 
 
-@pytest.mark.parametrize("module", ["spawned", "hosted", "fused", "batch"])
+@pytest.mark.parametrize("module", ["spawned", "rank_worker", "fused", "batch"])
 def test_groups_do_not_import_torch(module: str) -> None:
     code = f"import sys, penstock.groups.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

@@ -25,7 +25,8 @@ def test_wherever_roles_are_a_student_learns_what_its_teacher_knows(words: list[
     assert distilled(*words)[-1] == LAST
 
 
-@pytest.mark.parametrize("words", [["--ranks", "3"], ["--split"]], ids=" ".join)
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("words", [["--ranks", "3"], pytest.param(["--split"], marks=pytest.mark.long)], ids=" ".join)
 def test_and_so_it_does_on_a_cluster(words: list[str]) -> None:
     pytest.importorskip("ray")
     from ray_machines import machines

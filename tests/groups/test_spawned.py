@@ -20,10 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.groups.batch import Batch
-from penstock.groups.errors import WorkerLost
-from penstock.groups.link import Link
-from penstock.groups.spawned import SpawnedGroup, start_process
-from penstock.groups.wire import OWN_FRAME_BYTES, Packed, Wire, pack, unpack
+from penstock.groups.spawned import SpawnedGroup
+from penstock.groups.wire import OWN_FRAME_BYTES, Packed, pack, unpack
+from penstock.runtime.frames import receive, send
 
 WAIT_S = 30.0
 
@@ -31,7 +30,6 @@ DRIVER = """
 import sys
 from pathlib import Path
 from group_workers import Probe
-from penstock.groups.link import Link
 from penstock.groups.spawned import SpawnedGroup
 
 group = SpawnedGroup(Probe, 2)
@@ -109,47 +107,28 @@ def test_threads_may_call_at_once_and_all_workers_see_one_order() -> None:
     assert logs[0] == logs[1] == logs[2] and len(logs[0]) == 60
 
 
-@pytest.mark.integration
-def test_workers_that_others_have_started_are_called_like_those_that_are_started_here() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        links = [Link(socket.create_connection(listener.getsockname()), b"session") for _ in range(2)]
-        processes = []
-        for each in links:
-            accepted, _ = listener.accept()
-            with accepted:
-                processes.append(start_process(accepted, start_new_session=True, session=each.session))
-    with processes[0], processes[1], SpawnedGroup(Probe, 3, elsewhere=links) as group:
-        assert group.one_to_all("value", 2) == [(rank, "value", 2) for rank in range(3)]
-        assert len(group.backend.pids) == 1
-        processes[1].kill()
-        processes[1].wait(WAIT_S)
-        with pytest.raises(WorkerLost, match=r"of rank 2: it has ended, or 127\.0\.0\.1:\d+ is out of reach"):
-            group.one_to_all("value", 2)
-    assert processes[0].returncode == 0, "it ends with the group"
-
-
 @given(lengths=st.lists(st.sampled_from([0, 1, 1000, OWN_FRAME_BYTES, OWN_FRAME_BYTES + 1]), max_size=5))
 def test_messages_arrive_as_they_were(lengths: Sequence[int]) -> None:
     arrays = [np.arange(length, dtype=np.uint8) for length in lengths]
-    frames = pack({"packed": Packed.of([arrays, "text"]), "plain": arrays})
+    frames = pack({"packed": Packed(pack([arrays, "text"])), "plain": arrays})
     assert len(frames) == 1 + 2 * sum(length >= OWN_FRAME_BYTES for length in lengths)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sender = threading.Thread(target=Wire(ours).send, args=(7, frames))
+        sender = threading.Thread(target=send, args=(ours, frames))
         sender.start()
-        number, arrived = Wire(theirs).receive()
+        arrived = receive(theirs)
         sender.join()
         ours.close()
         with pytest.raises(EOFError):
-            Wire(theirs).receive()
+            receive(theirs)
     message = unpack(arrived)
-    assert number == 7 and message["packed"][1] == "text"
+    assert message["packed"][1] == "text"
     for got in (message["plain"], message["packed"][0]):
         assert all(np.array_equal(a, b) for a, b in zip(got, arrays, strict=True))
 
 
 def test_a_large_batch_is_not_copied_into_its_pickle() -> None:
     batch = Batch(columns={"number": np.zeros(1_000_000)})
-    frames = pack({"batch": Packed.of(batch)})
+    frames = pack({"batch": Packed(pack(batch))})
     assert [len(memoryview(frame)) for frame in frames[1:]] == [8_000_000]
     assert np.shares_memory(np.frombuffer(frames[1], dtype=np.float64), batch["number"])

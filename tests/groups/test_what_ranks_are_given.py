@@ -1,4 +1,4 @@
-"""What every rank is given in every mode, and whose results come back: on a mesh of 8 whose order is none."""
+"""The arguments that every rank gets in every mode, and the results that come back, on an unordered mesh of 8."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ CUT = {
 }
 
 
-class Told(LocalBackend):
-    """Remembers what the last call told every rank."""
+class RecordingBackend(LocalBackend):
+    """Keeps the arguments of the last call, by rank."""
 
     def start(self, calls: Mapping[int, Call]) -> dict[int, Handle]:
         self.arguments = [calls[rank].arguments for rank in sorted(calls)]
@@ -52,13 +52,13 @@ class Told(LocalBackend):
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told({"probe": Role(Probe, {"mesh": MESH})}, len(MESH))
+def backend() -> RecordingBackend:
+    return RecordingBackend({"probe": Role(Probe, {"mesh": MESH})}, len(MESH))
 
 
 @pytest.fixture
-def group(told: Told) -> Group:
-    return Group(told, "probe")
+def group(backend: RecordingBackend) -> Group:
+    return Group(backend, "probe")
 
 
 def shown(batch: Batch) -> list[float]:
@@ -77,13 +77,13 @@ def shown(batch: Batch) -> list[float]:
         ("dp_compute_metric", RANKS),
     ],
 )
-def test_batches(told: Told, group: Group, method: str, parts: list[int]) -> None:
+def test_batches(backend: RecordingBackend, group: Group, method: str, parts: list[int]) -> None:
     num_parts = max(parts) + 1
     for num_samples in [samples for samples, number in CUT if number == num_parts]:
         given = numbers(num_samples)
         result = getattr(group, method)(batch=given)
         cut = CUT[num_samples, num_parts]
-        assert [shown(arguments["batch"]) for arguments in told.arguments] == [cut[part] for part in parts]
+        assert [shown(arguments["batch"]) for arguments in backend.arguments] == [cut[part] for part in parts]
         if method == "dp_compute_metric":
             assert result == [{"rows": len(part), "samples": sum(number >= 0 for number in part)} for part in cut]
         else:
@@ -94,25 +94,25 @@ def test_batches(told: Told, group: Group, method: str, parts: list[int]) -> Non
     ("method", "parts", "collected"),
     [("megatron_compute", DP, [6, 0]), ("megatron_pp_as_dp", DP_PP, [2, 6, 5, 0]), ("dp_compute", RANKS, RANKS)],
 )
-def test_lists(told: Told, group: Group, method: str, parts: list[int], collected: list[int]) -> None:
+def test_lists(backend: RecordingBackend, group: Group, method: str, parts: list[int], collected: list[int]) -> None:
     values = [f"part {part}" for part in range(max(parts) + 1)]
     result = getattr(group, method)(values)
-    assert [arguments["value"] for arguments in told.arguments] == [f"part {part}" for part in parts]
+    assert [arguments["value"] for arguments in backend.arguments] == [f"part {part}" for part in parts]
     assert [made[0] for made in result] == collected and [made[1] for made in result] == values
 
 
 @pytest.mark.parametrize(("method", "collected"), [("megatron_pp_only", [2, 6]), ("one_to_all", RANKS)])
-def test_whole_arguments(told: Told, group: Group, method: str, collected: list[int]) -> None:
+def test_whole_arguments(backend: RecordingBackend, group: Group, method: str, collected: list[int]) -> None:
     value = list(range(len(MESH)))
     result = getattr(group, method)(value)
-    assert [arguments["value"] for arguments in told.arguments] == [value] * len(MESH), "however long it is"
+    assert [arguments["value"] for arguments in backend.arguments] == [value] * len(MESH), "however long it is"
     assert [made[0] for made in result] == collected
 
 
-def test_a_function_and_a_batch(told: Told, group: Group) -> None:
+def test_a_function_and_a_batch(backend: RecordingBackend, group: Group) -> None:
     group.dp_compute_proto_with_func(doubled, numbers(9))
-    assert [arguments["function"] for arguments in told.arguments] == [doubled] * len(MESH)
-    assert [shown(arguments["batch"]) for arguments in told.arguments] == CUT[9, 8]
+    assert [arguments["function"] for arguments in backend.arguments] == [doubled] * len(MESH)
+    assert [shown(arguments["batch"]) for arguments in backend.arguments] == CUT[9, 8]
 
 
 @pytest.mark.parametrize(
@@ -123,16 +123,16 @@ def test_a_function_and_a_batch(told: Told, group: Group) -> None:
         (PerRank(RANKS), RANKS),
     ],
 )
-def test_what_the_call_says(told: Told, group: Group, value: Any, expected: list[Any]) -> None:
+def test_an_intent_of_the_call(backend: RecordingBackend, group: Group, value: Any, expected: list[Any]) -> None:
     group.all_to_all(value)
-    assert [arguments["value"] for arguments in told.arguments] == expected
+    assert [arguments["value"] for arguments in backend.arguments] == expected
 
 
-def test_what_the_call_says_of_a_batch(told: Told, group: Group) -> None:
+def test_an_intent_of_the_call_for_a_batch(backend: RecordingBackend, group: Group) -> None:
     group.all_to_all(Shard(numbers(9)))
-    assert [shown(arguments["value"]) for arguments in told.arguments] == CUT[9, 8]
+    assert [shown(arguments["value"]) for arguments in backend.arguments] == CUT[9, 8]
 
 
-def test_one_worker_of_the_group(told: Told, group: Group) -> None:
+def test_one_worker_of_the_group(backend: RecordingBackend, group: Group) -> None:
     assert group.on(5).direct("to one") == (5, "to one")
-    assert [arguments["value"] for arguments in told.arguments] == ["to one"]
+    assert [arguments["value"] for arguments in backend.arguments] == ["to one"]

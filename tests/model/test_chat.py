@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.config.schema import TinyModelConfig
+from penstock.config.run_settings import TinyModelConfig
 from penstock.model.chat import ChatTokenizer
 from penstock.model.files import ModelError
 from penstock.model.tiny import ALPHABET, SPECIAL_TOKENS, write_tiny_model
@@ -130,6 +130,6 @@ def test_the_torch_free_path_stays_torch_free() -> None:
 
 def test_tools_that_the_template_leaves_out_are_refused(chat: ChatTokenizer) -> None:
     tool = {"type": "function", "function": {"name": "add"}}
-    with pytest.raises(ModelError, match="knows no `tools`"):
+    with pytest.raises(ModelError, match="ignores `tools`"):
         chat.prompt(CONVERSATION, tools=[tool])
     assert chat.prompt(CONVERSATION, tools=[]) == chat.prompt(CONVERSATION)

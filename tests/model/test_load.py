@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.config.schema import TinyModelConfig
+from penstock.config.run_settings import TinyModelConfig
 from penstock.model.files import ModelError, copy_companions, has_weights
-from penstock.model.load import CPU, hollow_policy, load_policy, resolve_device, resolve_dtype
+from penstock.model.load_policy import CPU, hollow_policy, load_policy, resolve_device, resolve_dtype
 from penstock.model.tiny import write_tiny_model
 
 
@@ -61,7 +61,7 @@ def test_a_hollow_policy_has_the_shape_of_one_and_takes_no_memory(model_dir: Pat
         assert all(each.is_meta for each in found.values())
 
 
-def test_accelerators_compute_in_bfloat16_unless_told_otherwise() -> None:
+def test_accelerators_compute_in_bfloat16_by_default() -> None:
     found = [resolve_dtype(name, torch.device(kind)) for name in ("auto", "float32") for kind in ("cuda", "cpu")]
     assert found == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
 

@@ -25,6 +25,7 @@ def make_run(run_dir: Path, num_steps: int, *, status: str = "completed") -> Pat
                 "wall_s": time - STARTED,
                 "policy_version": step,
                 "reward": 0.01 * step if step != 2 else None,
+                "episodes": 8,
                 "episodes_total": 8 * step,
                 "tokens_generated_total": 100 * step,
                 "tokens_trained_total": 90 * step,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.observe.notices import LONGEST, notice
-from penstock.supervisor.record import SUPERVISOR_KILLED
+from penstock.supervisor.run_journal import SUPERVISOR_KILLED
 
 PROCESS = {"event": "process", "name": "env-0"}
 
@@ -35,7 +35,7 @@ PROCESS = {"event": "process", "name": "env-0"}
         ({**PROCESS, "state": "ready"}, None),
         ({"event": "payloads_lost", "groups": [1, 2]}, "the tokens of 2 groups are damaged"),
         ({"event": "rewound", "step": 4, "lost_steps": 2}, "the trainer went back to step 4: 2 steps"),
-        ({"event": "adopted", "step": 4}, "another controller goes on at step 4"),
+        ({"event": "adopted", "step": 4}, "another controller continues at step 4"),
         ({"event": "left", "name": "env-attached-7", "reason": "it said goodbye"}, "env-attached-7 is gone: it said"),
         ({"event": "joined", "name": "env-0"}, None),
     ],

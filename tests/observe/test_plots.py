@@ -7,8 +7,7 @@ import pytest
 from made_run import evaluate, make_run, mix
 
 from penstock.observe import jsonl, plots
-from penstock.observe.reward_plot import smooth
-from penstock.observe.timeline_plot import busy_shares, window
+from penstock.observe.plots import busy_shares, smooth, window
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])

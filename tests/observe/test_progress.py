@@ -10,8 +10,9 @@ from made_run import STARTED, evaluate, make_run, mix
 from rich.console import Console
 
 from penstock.config import Config
-from penstock.observe import jsonl, progress, report, summary
-from penstock.observe.progress import Watched, clock, count, held_out, render_line, render_panel, sparkline
+from penstock.observe import closing_report, jsonl, progress, summary
+from penstock.observe.progress import RunFollower, held_out, render_line, render_panel, sparkline
+from penstock.observe.tables import clock, count
 from penstock.observe.view import Plan, RunView
 
 URL = "http://127.0.0.1:34567"
@@ -36,6 +37,7 @@ def process(name: str, status: str) -> dict[str, object]:
     [
         ({"controller": "backoff"}, "controller (restart 1)"),
         ({"trainer-0": "ready", "trainer-1": "starting"}, "trainer-1"),
+        ({"rank-1": "ready", "rank-2": "starting"}, "rank-2"),
         ({"rollout-0": "ready", "rollout-1": "backoff"}, None),
         ({"rollout-0": "starting", "rollout-1": "backoff"}, "rollout-0, rollout-1 (restart 1)"),
         ({"env-0": "degraded", "env-1": "exited"}, None),
@@ -99,26 +101,26 @@ def test_there_is_one_plan_of_each_pipeline() -> None:
 
 
 def test_rates_come_from_the_latest_steps(tmp_path: Path) -> None:
-    watched = Watched(make_run(tmp_path, 100), Plan(num_steps=200))
+    followed = RunFollower(make_run(tmp_path, 100), Plan(num_steps=200))
     jsonl.append(tmp_path / "events.jsonl", state("running"))
-    view = watched.update()
+    view = followed.update()
     assert view.rate("tokens_generated_total") == 100.0
-    assert view.eta_s == 100.0
+    assert view.progress["eta_seconds"] == 100.0
     assert len(view.recent) < 20
     line = render_line(view)
     assert "step 100/200" in line and "busy trainer 50 % generator 75 %" in line and "ETA 1:40" in line
 
 
 def test_the_panel_shows_processes_then_figures(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, Plan(num_steps=200, max_staleness=2))
+    followed = RunFollower(tmp_path, Plan(num_steps=200, max_staleness=2))
     for event in (state("starting"), process("controller", "ready"), process("env-0", "starting")):
-        watched.view.see_event(event)
-    early = text_of(render_panel(watched.view, tmp_path, now=STARTED + 3))
+        followed.view.see_event(event)
+    early = text_of(render_panel(followed.view, tmp_path, now=STARTED + 3))
     assert "starting env-0" in early and "3 s" in early and "controller" in early
     make_run(tmp_path, 20)
-    watched.view.see_event(process("env-0", "ready"))
-    watched.view.see_event(state("running"))
-    late = text_of(render_panel(watched.update(), tmp_path, now=STARTED))
+    followed.view.see_event(process("env-0", "ready"))
+    followed.view.see_event(state("running"))
+    late = text_of(render_panel(followed.update(), tmp_path, now=STARTED))
     assert "step 20/200" in late and "(at most 2)" in late and "▁" in late
 
 
@@ -151,7 +153,7 @@ async def test_lines_are_printed_where_there_is_no_terminal(tmp_path: Path) -> N
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0].startswith("run ") and lines[2].startswith("step 3/9")
     assert lines[1] == f"rollout-0 serves at {URL}"
-    assert URL in text_of(render_panel(Watched(tmp_path, Plan(num_steps=9)).update(), tmp_path, now=STARTED))
+    assert URL in text_of(render_panel(RunFollower(tmp_path, Plan(num_steps=9)).update(), tmp_path, now=STARTED))
 
 
 TROUBLE = [
@@ -182,10 +184,10 @@ async def test_trouble_is_told_in_lines_in_the_panel_and_in_the_report(tmp_path:
     display.cancel()
     await asyncio.wait([display])
     summary.write(tmp_path)
-    report.show(tmp_path, console)
+    closing_report.show(tmp_path, console, config=Config(), commands=[])
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line for line in lines if line.startswith("!")] == TOLD * 2
-    panel = text_of(render_panel(Watched(tmp_path, Plan(num_steps=9)).update(), tmp_path, now=STARTED))
+    panel = text_of(render_panel(RunFollower(tmp_path, Plan(num_steps=9)).update(), tmp_path, now=STARTED))
     assert [told in panel for told in TOLD] == [False, False, True, True, True, True]
 
 
@@ -196,34 +198,34 @@ def test_failed_groups_are_told_in_lines_in_the_panel_and_in_the_report(tmp_path
     jsonl.write_json(tmp_path / "played.json", found)
     summary.write(tmp_path)
     console = Console(file=io.StringIO(), width=200)
-    report.show(tmp_path, console)
+    closing_report.show(tmp_path, console, config=Config(), commands=[])
     told = "12 groups failed, the latest: given up after 3 attempts: Pig.reset of seed/3: KeyError: 'b'"
     assert told in console.file.getvalue()  # type: ignore[attr-defined]
-    view = Watched(tmp_path, Plan(num_steps=9)).update()
+    view = RunFollower(tmp_path, Plan(num_steps=9)).update()
     assert render_line(view).endswith(told)
     assert "12 groups failed" in text_of(render_panel(view, tmp_path, now=STARTED))
 
 
 def test_what_is_played_without_a_step_is_told(tmp_path: Path) -> None:
     jsonl.append(tmp_path / "events.jsonl", state("running"))
-    watched = Watched(tmp_path, Plan(num_steps=9))
-    assert render_line(watched.update()) == "waiting for the first step"
+    followed = RunFollower(tmp_path, Plan(num_steps=9))
+    assert render_line(followed.update()) == "waiting for the first step"
     dropped = {"zero_variance: all rewards are 0": 80, "mine: too odd": 1, "zero_variance: all rewards are 1": 3}
     jsonl.write_json(tmp_path / "played.json", {"episodes_total": 344, "groups_dropped": dropped})
     told = "344 played, 84 groups filtered (zero_variance: all rewards are 0, zero_variance: all rewards are 1)"
-    assert render_line(watched.update()) == f"waiting for the first step  {told}"
-    assert "344 played, 84 groups filtered" in text_of(render_panel(watched.view, tmp_path, now=STARTED))
+    assert render_line(followed.update()) == f"waiting for the first step  {told}"
+    assert "344 played, 84 groups filtered" in text_of(render_panel(followed.view, tmp_path, now=STARTED))
     jsonl.append(tmp_path / "events.jsonl", state("failed"))
-    assert render_line(watched.update()) == "failed"
+    assert render_line(followed.update()) == "failed"
 
 
 def test_a_validation_says_how_far_it_is(tmp_path: Path) -> None:
     jsonl.append(tmp_path / "events.jsonl", state("running"))
     jsonl.write_json(tmp_path / "played.json", {"held_out": {"ended": 5, "tasks": 64}})
-    given = Watched(tmp_path, Plan(num_steps=0, pipeline="eval")).update()
+    given = RunFollower(tmp_path, Plan(num_steps=0, pipeline="eval")).update()
     assert render_line(given) == "evaluating the policy  5 of 64 held-out tasks played" and given.step == 5
     make_run(tmp_path, 3)
-    assert "5 of 64 held-out tasks played" in render_line(Watched(tmp_path, Plan(num_steps=9)).update())
+    assert "5 of 64 held-out tasks played" in render_line(RunFollower(tmp_path, Plan(num_steps=9)).update())
 
 
 async def test_lines_go_on_while_no_step_is_taken_and_tell_of_validations(
@@ -252,29 +254,57 @@ async def test_lines_go_on_while_no_step_is_taken_and_tell_of_validations(
 
 def test_surplus_is_told_if_there_is_some(tmp_path: Path) -> None:
     found = summary.write(make_run(tmp_path, 3))
-    assert "more than their groups needed" not in text_of(report.key_figures(found, tmp_path, []))
+    assert "more than their groups needed" not in text_of(closing_report.key_figures(found, tmp_path, [], Config()))
     found["ledger"]["discarded_surplus"] = 16
-    assert "16 trajectories more than their groups needed" in text_of(report.key_figures(found, tmp_path, []))
+    assert "16 trajectories more than their groups needed" in text_of(
+        closing_report.key_figures(found, tmp_path, [], Config())
+    )
 
 
-def test_the_report_shows_answers_and_figures(tmp_path: Path) -> None:
+NEXT = [
+    {"command": "penstock serve --model " + "runs/20261123-101112-abcd/checkpoints/step_30", "purpose": "talk to it"},
+    {"command": "penstock trajectories 20261123-101112-abcd", "purpose": "read its answers"},
+]
+
+
+def test_the_report_shows_answers_figures_and_what_to_type_next(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, 30)
     evaluate(run_dir, "before", 0.2)
     evaluate(run_dir, "after", 1.0)
     jsonl.append(run_dir / "events.jsonl", {"event": "checkpoint", "step": 30, "path": "checkpoints/step_30"})
     summary.write(run_dir)
-    console = Console(file=io.StringIO(), width=120)
-    report.show(run_dir, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    for part in (
-        "spell [bold]ab",
-        "ba  0.20",
-        "ba  1.00",
-        "0.20 → 1.00",
-        "checkpoints/step_30",
-        "completed after 0:40",
-    ):
-        assert part in text, part
+    config = Config.model_validate({"env": {"temperature": 0.9, "eval_temperature": 0.5}, "data": {"eval_tasks": 7}})
+    console = Console(file=io.StringIO(), width=80)
+    closing_report.show(run_dir, console, config=config, commands=NEXT)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    rows = [line.split() for line in lines]
+    assert ["spell", "[bold]ab", "ba", "ba", "0.20", "ba", "1.00"] in rows
+    assert "held out  0.20 → 1.00  mean of 7 tasks, sampled at temperature 0.5" in lines
+    assert "reward    0.02 → 0.29  all completed, first and last tenth, at temperature 0.9" in lines
+    assert ["checkpoints/step_30"] in rows and any("completed after 0:40" in line for line in lines)
+    assert lines[-5:] == ["next", "# talk to it", NEXT[0]["command"], "# read its answers", NEXT[1]["command"]]
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "told"),
+    [
+        ((0.0, 0.0), "greedy answers"),
+        ((1.0, 1.0), "sampled at temperature 1"),
+        ((0.0, 1.0), "each environment with its own eval_temperature"),
+    ],
+)
+def test_the_report_says_how_held_out_answers_are_chosen(temperatures: tuple[float, float], told: str) -> None:
+    mixture = {f"tag{number}": {"eval_temperature": each} for number, each in enumerate(temperatures)}
+    assert closing_report.answers_of(Config.model_validate({"env": {"mixture": mixture}})) == told
+
+
+def test_a_long_command_is_not_broken(tmp_path: Path) -> None:
+    make_run(tmp_path, 3)
+    summary.write(tmp_path)
+    command = "penstock serve --model " + "x" * 200
+    console = Console(file=io.StringIO(), width=80)
+    closing_report.show(tmp_path, console, config=Config(), commands=[{"command": command, "purpose": "talk to it"}])
+    assert command in console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 def test_a_mixture_is_shown_by_tag(tmp_path: Path) -> None:
@@ -283,13 +313,13 @@ def test_a_mixture_is_shown_by_tag(tmp_path: Path) -> None:
     evaluate(run_dir, "before", 0.2, tags=("game", "words"))
     evaluate(run_dir, "step 20", 0.4, step=20, tags=("game", "words"))
     summary.write(run_dir)
-    view = Watched(run_dir, Plan(num_steps=30)).update()
+    view = RunFollower(run_dir, Plan(num_steps=30)).update()
     assert view.tags["game"]["reward"] == 0.5 and view.tags["game"]["response_tokens"] == 7.0
     assert view.tags["never"]["reward"] is None and view.tags["words"]["held_out"]["reward"] == 0.4
     panel = text_of(render_panel(view, run_dir, now=STARTED))
     assert "game 0.50   never -   words 0.10" in panel and "before 0.20   step 20 0.40" in panel
     console = Console(file=io.StringIO(), width=80)
-    report.show(run_dir, console)
+    closing_report.show(run_dir, console, config=Config(), commands=[])
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "held-out tasks, step 20" in text and "pass@1" in text and "all" in text
 

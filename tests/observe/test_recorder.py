@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_ports import played
 
-from penstock.observe import jsonl, steps
+from penstock.observe import jsonl
 from penstock.observe.recorder import MAX_REASONS, OTHER_REASONS, Recorder
+from penstock.observe.summary import read_steps, surviving
 from penstock.observe.view import Plan, RunView
-from penstock.simulator.parts import played
 from penstock.types import EpisodeId, LearnerState, Task
 
 
@@ -35,7 +36,7 @@ def test_totals_go_on_with_another_controller_and_another_server(tmp_path: Path)
             beat(recorder, "rollout-0", busy_s=1.5, tokens=100.0)
         step(recorder, life + 1)
         recorder.close()
-    first, second = steps.read(tmp_path)
+    first, second = read_steps(tmp_path)
     assert (first["tokens_generated_total"], second["tokens_generated_total"]) == (200.0, 400.0)
     assert (first["generator_busy_s"], second["generator_busy_s"]) == (3.0, 6.0)
     assert (first["tokens_trained_total"], second["tokens_trained_total"]) == (10.0, 20.0)
@@ -50,7 +51,7 @@ def test_drops_are_counted_by_filter_and_reason(tmp_path: Path) -> None:
             recorder.decision("filter", f"reason {number}", {"group": number, "dropped_by": "mine"})
         step(recorder, life + 1)
         recorder.close()
-    dropped = steps.read(tmp_path)[-1]["groups_dropped"]
+    dropped = read_steps(tmp_path)[-1]["groups_dropped"]
     assert dropped["mine: reason 0"] == 2
     assert dropped[OTHER_REASONS] == 2 * 5
     assert len(dropped) == MAX_REASONS + 1
@@ -61,7 +62,7 @@ def test_groups_that_were_given_up_are_counted_between_steps_and_over_lives(tmp_
         recorder = Recorder(tmp_path)
         recorder.decision("retry", "KeyError: 1", {"group": life, "attempt": 1})
         recorder.decision("retry", f"given up after 2 attempts: KeyError: {life}", {"group": life, "given_up": "t"})
-        recorder.played("game", [played(EpisodeId("game", 0, 0, 0), reward=1.0)])
+        recorder.group_completed("game", [played(EpisodeId("game", 0, 0, 0), reward=1.0)])
         beat(recorder, "rollout-0", busy_s=1.0, tokens=1.0)
         found = jsonl.read_json(tmp_path / "played.json")
         assert (found["groups_failed"], found["episodes_total"]) == (life + 1, life + 1)
@@ -88,13 +89,13 @@ def test_what_environment_workers_count_goes_on_too(tmp_path: Path) -> None:
         recorder.heartbeat("env-0", cpu_s=0.0, busy_s=0.0, counters={"drifts": 2.0, "scored": 5.0}, spans=())
         step(recorder, 1)
         recorder.close()
-    (last,) = steps.read(tmp_path)
+    (last,) = read_steps(tmp_path)
     assert (last["drifts_total"], last["scored_total"], last["score_timeouts_total"]) == (4.0, 10.0, 0.0)
 
 
 def test_steps_taken_again_replace_those_lost() -> None:
     lines = [line(1), line(2), line(3), line(4), line(3, again=True), line(4, again=True), line(5)]
-    assert steps.surviving(lines) == [line(1), line(2), line(3, again=True), line(4, again=True), line(5)]
+    assert surviving(lines) == [line(1), line(2), line(3, again=True), line(4, again=True), line(5)]
 
 
 def test_the_display_goes_back_with_the_trainer() -> None:
@@ -116,15 +117,17 @@ def test_a_moment_at_which_nothing_more_has_ended_is_not_written(tmp_path: Path)
 
 def test_rewards_are_kept_by_tag_and_so_is_what_a_validation_found(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
-    recorder.played("game", [played(EpisodeId("game", 0, member, 0), reward=float(member)) for member in range(2)])
-    recorder.played("words", [played(EpisodeId("words", 1, 0, 0), reward=0.0, response_tokens=4)])
+    recorder.group_completed(
+        "game", [played(EpisodeId("game", 0, member, 0), reward=float(member)) for member in range(2)]
+    )
+    recorder.group_completed("words", [played(EpisodeId("words", 1, 0, 0), reward=0.0, response_tokens=4)])
     task = Task(task_id="t", tag="words", index=0, purpose="eval")
     found = [[played(EpisodeId("words", 2, 0, 0), reward=0.7)]]
     recorder.evaluated("step 20", 20, [task], found, num_shown=1, solved_at=1.0)
     step(recorder, 21)
     step(recorder, 22)
     recorder.close()
-    first, second = steps.read(tmp_path)
+    first, second = read_steps(tmp_path)
     assert (first["reward/game"], first["reward/words"], first["episodes/game"]) == (0.5, 0.0, 2)
     assert first["response_length_mean/words"] == 4.0 and first["reward"] == pytest.approx(1 / 3)
     assert (first["eval_step"], first["eval_reward"], first["eval_reward/words"]) == (20, 0.7, 0.7)
@@ -133,10 +136,10 @@ def test_rewards_are_kept_by_tag_and_so_is_what_a_validation_found(tmp_path: Pat
 
 def test_the_lines_of_a_rollout_say_how_many_tasks_there_are(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
-    recorder.intends(40)
+    recorder.set_num_tasks(40)
     recorder.progressed(3, {}, {})
     recorder.close()
-    assert [(line["step"], line["tasks"]) for line in steps.read(tmp_path)] == [(3, 40)]
+    assert [(line["step"], line["tasks"]) for line in read_steps(tmp_path)] == [(3, 40)]
     view = RunView(plan=Plan(num_steps=0, pipeline="rollout"))
     view.see_event(jsonl.read(tmp_path / "events.jsonl")[0])
     assert view.plan.num_steps == 40

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from penstock.observe.report import LONGEST_CELL, sample_table
+from penstock.observe.closing_report import LONGEST_CELL, common_beginning, sample_table
 
 
 def shown(prompt: str, answer: str, *, width: int, expected: str = "ba") -> str:
@@ -32,3 +32,22 @@ def test_a_very_long_answer_loses_its_middle() -> None:
 def test_what_is_expected_is_a_column_only_where_somebody_knows() -> None:
     assert "expected" in shown("ab", "ba", width=70)
     assert "expected" not in (text := shown("ab", "ba", width=70, expected="")) and "∅" not in text
+
+
+QUESTION = "Spell this word backward (example: sun -> nus): "
+
+
+def test_what_all_prompts_begin_with_is_shown_once() -> None:
+    samples = [
+        {"prompt": QUESTION + word, "expected": word[::-1], "answer": word, "reward": 0.0} for word in ("abba", "abbot")
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(sample_table(samples, samples))
+    lines = console.export_text().splitlines()
+    assert lines[0].rstrip() == f"held-out tasks: {QUESTION}…"
+    assert [line.split()[:2] for line in lines[2:]] == [["abba", "abba"], ["abbot", "tobba"]]
+
+
+def test_only_whole_words_are_taken_for_a_common_beginning() -> None:
+    assert common_beginning([QUESTION + "abba", QUESTION + "abbot"]) == QUESTION
+    assert common_beginning([QUESTION + "abba"]) == "" and common_beginning(["a b", "a c"]) == ""

@@ -31,6 +31,13 @@ def test_rewards_are_means_over_the_first_and_last_tenth(tmp_path: Path) -> None
     assert found["reward_last"] == pytest.approx((0.38 + 0.39 + 0.40) / 3)
 
 
+def test_rewards_are_those_of_all_completed_episodes_however_many_a_step_saw(tmp_path: Path) -> None:
+    jsonl.append(tmp_path / "metrics.jsonl", {"step": 1, "reward": 1.0, "episodes": 10})
+    for step in range(2, 21):
+        jsonl.append(tmp_path / "metrics.jsonl", {"step": step, "reward": 0.0, "episodes": 30})
+    assert summary.summarize(tmp_path)["reward_first"] == pytest.approx(0.25)
+
+
 def test_busy_is_what_was_used_between_first_and_last_step_per_process(tmp_path: Path) -> None:
     found = summary.summarize(make_run(tmp_path, 40))
     assert found["trainer_busy_fraction"] == pytest.approx(0.5)

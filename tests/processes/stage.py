@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fake_ports import leased
+from scripted_policy import ScriptedPolicy
+
 from penstock.config import Config, TinyModelConfig
 from penstock.control.bus import Bus, Peer
 from penstock.control.messages import (
@@ -26,12 +29,9 @@ from penstock.envs.manager import EnvManager, MakeEnvironment, run_rollout_loop
 from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
-from penstock.ports import SavedEpisode
-from penstock.processes.env import Worker
-from penstock.processes.pool import shared_pool
-from penstock.rollout.scripted import ScriptedPolicy
-from penstock.rollout.servers import Servers
-from penstock.simulator.parts import leased
+from penstock.ports.work import PartialRollout
+from penstock.processes.env_worker import Worker
+from penstock.processes.pool_access import shared_pool
 from penstock.types import Sampling, SegmentGrant, Task
 
 
@@ -83,7 +83,7 @@ def job(
     attempt: int = 0,
     grant: int = 8,
     max_new_tokens: int = 8,
-    saved: Sequence[SavedEpisode] = (),
+    saved: Sequence[PartialRollout] = (),
 ) -> NewTask:
     work = leased(
         members,
@@ -117,7 +117,7 @@ class Stage:
 
     async def join(self, name: str) -> None:
         """A worker starts; the bus knows it when this returns."""
-        worker = Worker(self.config, name, shared_pool(self.directory, name), self.tasks, Servers([]))
+        worker = Worker(self.config, name, shared_pool(self.directory, name), self.tasks)
         peer = Peer(str(self.directory), name, worker.handle)
         scorers = Scorers(self.config)
         manager = EnvManager(

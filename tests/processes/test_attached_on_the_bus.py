@@ -13,8 +13,8 @@ import pytest
 
 from penstock.config import Config, default_config
 from penstock.control.bus import CONTROLLER, Peer
-from penstock.control.keys import Keys
 from penstock.control.messages import Ack, AnyMessage, Goodbye, Heartbeat, Hello, TaskRequest
+from penstock.control.runtime_files import Keys
 from penstock.observe import jsonl
 from penstock.observe.recorder import Recorder
 from penstock.processes import controller
@@ -32,10 +32,10 @@ class Scheduler:
     joined: list[tuple[str, int]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
-    def worker_joined(self, worker: str, capacity: int) -> None:
+    def add_worker(self, worker: str, capacity: int) -> None:
         self.joined.append((worker, capacity))
 
-    def worker_lost(self, worker: str) -> None:
+    def remove_worker(self, worker: str) -> None:
         self.lost.append(worker)
 
 
@@ -77,7 +77,7 @@ async def attached(run_dir: Path, config: Config, *, far: bool = False) -> Async
     peer = Peer(str(run_dir), ENV, stage.hear)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(each) for each in (stage.controller.bus.run(), peer.run())]
-        running.append(tasks.create_task(stage.controller.watch_attached()))
+        running.append(tasks.create_task(stage.controller.watch_registry()))
         hello = Hello(role="env", name=ENV, nonce="n", pid=7, attached=not far)
         joining = asyncio.create_task(peer.join(hello, timeout_s=10))
         while stage.controller._num_messages == 0:  # noqa: ASYNC110 - it is a real bus
@@ -85,13 +85,12 @@ async def attached(run_dir: Path, config: Config, *, far: bool = False) -> Async
         assert not joining.done() and stage.events("attached") == []
         stage.begin()
         assert (await joining).server_urls == [URL]
-        await peer.request(CONTROLLER, TaskRequest(worker=ENV, capacity=16), timeout_s=10)
+        await peer.request(CONTROLLER, TaskRequest(capacity=16), timeout_s=10)
         yield stage, peer
         for task in running:
             task.cancel()
     peer.close()
     stage.controller.bus.close()
-    stage.controller.close()
     recorder.close()
 
 
@@ -104,8 +103,8 @@ async def test_who_came_before_the_servers_is_welcome_when_they_are_there(tmp_pa
 async def test_who_says_goodbye_is_lost_at_once_and_not_heard_any_more(tmp_path: Path) -> None:
     async with attached(tmp_path, default_config(["env.workers=0"])) as (stage, peer):
         for _ in range(2):
-            beat = Heartbeat(name=ENV, progress=1, cpu_s=0.0)
-            assert isinstance(await peer.request(CONTROLLER, Goodbye(name=ENV), timeout_s=10), Ack)
+            beat = Heartbeat(progress=1, cpu_s=0.0)
+            assert isinstance(await peer.request(CONTROLLER, Goodbye(), timeout_s=10), Ack)
             assert isinstance(await peer.request(CONTROLLER, beat, timeout_s=10), Ack)
         assert stage.scheduler.lost == [ENV] and stage.events("left") == [ENV]
         assert len(stage.events("no_workers")) == 2, "before it came and after it left"
@@ -122,6 +121,6 @@ async def test_who_says_nothing_is_lost_and_asked_who_it_is_when_it_does(
         while not stage.scheduler.lost:  # noqa: ASYNC110 - it is lost by the clock
             await asyncio.sleep(0.01)
         assert stage.events("left") == [ENV]
-        peer.notify(CONTROLLER, Heartbeat(name=ENV, progress=1, cpu_s=0.0))
+        peer.notify(CONTROLLER, Heartbeat(progress=1, cpu_s=0.0))
         while type(await stage.heard.get()).__name__ != "WhoAreYou":
             pass

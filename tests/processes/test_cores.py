@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.config import Config
-from penstock.processes.cores import num_threads, num_usable_cpus
+from penstock.processes.devices import num_threads, num_usable_cpus
 from penstock.processes.layout import num_servers_beside
 
 

@@ -12,8 +12,8 @@ from penstock.config import Config, ConfigError
 from penstock.data.sources import TaskStream
 from penstock.processes.dumping import open_dumps
 from penstock.processes.layout import prepare
-from penstock.store.dumps.dump import Dump, Samples, Tell
-from penstock.store.pool import ExperiencePool
+from penstock.store.dumps.writer import Dump, Samples, Tell
+from penstock.store.experience_pool import ExperiencePool
 from penstock.types import Task
 
 

@@ -12,8 +12,8 @@ from stage import Quick, job, working
 
 from penstock.config import Config
 from penstock.control.messages import Cancel
-from penstock.processes import env
-from penstock.store.payload import PayloadReader
+from penstock.processes import env_worker
+from penstock.store.payload_files import PayloadReader
 from penstock.types import GroupAttempt, Task
 
 
@@ -189,7 +189,7 @@ async def test_a_group_does_without_as_many_broken_members_as_it_has_more(
 
 
 async def test_a_cancel_that_overtakes_its_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "REMEMBERED_CANCELS", 2)
+    monkeypatch.setattr(env_worker, "REMEMBERED_CANCELS", 2)
     async with working(tmp_path) as stage:
         await stage.tell("env-0", Cancel(attempts=[GroupAttempt(1, 2), GroupAttempt(1, 1)]))
         for attempt in (0, 2):

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import default_config
-from penstock.processes.layout import TrainerNode, places, stages, takes_turns, trainer_nodes
-from penstock.processes.listening import host_of
+from penstock.processes.layout import TrainerNode, host_of, places, stages, takes_turns, trainer_nodes
 from penstock.supervisor.child import Child
 
 
@@ -28,7 +27,7 @@ def test_on_several_machines_there_are_keys(monkeypatch: pytest.MonkeyPatch, giv
     specs = {spec.role: spec.env for stage in stages(default_config(["cluster.address=auto"])) for spec in stage}
     (generation,) = {env["PENSTOCK_API_KEY"] for env in specs.values()}
     admin = {role: env["PENSTOCK_ADMIN_API_KEY"] for role, env in specs.items()}
-    assert admin.pop("env") == "", "whoever plays does not control"
+    assert admin.pop("env") == admin.pop("trainer") == "", "workers and the trainer do not control servers"
     (control,) = set(admin.values())
     assert len({generation, control, ""}) == 3
     if given:
@@ -60,6 +59,17 @@ def test_the_last_processes_of_the_trainer_are_those_that_are_elsewhere(
     nodes = [TrainerNode("learn", range(3)), TrainerNode("learn", range(3, 4)), TrainerNode("judge", range(4, 6))]
     assert trainer_nodes(config) == nodes
     assert trainer_nodes(alone) == [TrainerNode(None, range(6))], "without a cluster all are on this machine"
+
+
+def test_the_trainer_and_its_ranks_are_restarted_together() -> None:
+    def sets(*given: str) -> dict[str, str]:
+        specs = [spec for stage in stages(default_config(list(given))) for spec in stage]
+        return {spec.name: spec.restart_set for spec in specs if spec.restart_set}
+
+    split = ["trainer.critic={}", "scheduler.group_filter=[]", "trainer.split=[critic]"]
+    assert sets() == {}, "a single rank lives in the trainer"
+    assert sets("trainer.ranks=2") == dict.fromkeys(["trainer-0", "rank-0", "rank-1"], "trainer-0")
+    assert sets(*split) == dict.fromkeys(["trainer-0", "rank-1"], "trainer-0")
 
 
 def test_processes_listen_on_their_machines_address(tmp_path: Path) -> None:

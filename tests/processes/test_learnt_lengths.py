@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from fake_ports import NumberedTasks, played
 
 from penstock.config import ConfigError
+from penstock.ports.group_records import GroupRecord
 from penstock.processes.controller import played_before
-from penstock.simulator.parts import NumberedTasks, played
-from penstock.store.index import GroupRecord, PoolIndex
+from penstock.store.index import PoolIndex
 from penstock.types import EpisodeId
 
 

@@ -16,13 +16,15 @@ from stage import Quick, Stage, job, working
 
 from penstock.config import Config
 from penstock.control.messages import DataGenerated, GrantRequest, NewTask
-from penstock.ports import SavedEpisode, Work
-from penstock.processes.saved import piece
+from penstock.ports.work import PartialRollout, Work
+from penstock.processes.partial_rollouts import piece
+from penstock.samples import Sample, Segment, Trajectory, Turn, VersionSpan
+from penstock.scheduler.active_group import ActiveGroup
 from penstock.scheduler.ledger import Ledger
-from penstock.scheduler.live import LiveGroup
 from penstock.scheduler.scheduler import Scheduler
-from penstock.store.payload import PayloadReader
-from penstock.types import EpisodeId, PayloadRef, Sample, Segment, Task, Trajectory, Turn, VersionSpan, nth_seed
+from penstock.seeding import nth_seed
+from penstock.store.payload_files import PayloadReader
+from penstock.types import EpisodeId, GroupAttempt, PayloadRef, Task
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -32,18 +34,18 @@ def settings(max_turns: int = 1, **scheduler: Any) -> Config:
     return Config.model_validate({"env": env, "scheduler": {"segment_length": 4, **scheduler}})
 
 
-def save(*requests: GrantRequest, attempt: int = 1) -> list[SavedEpisode]:
+def save(*requests: GrantRequest, attempt: int = 1) -> list[PartialRollout]:
     """What the scheduler keeps of grant requests, for the next attempt."""
-    group = live_group(attempt)
+    group = active_group(attempt)
     for request in requests:
         assert request.saved is not None
-        group.keep(request.episode.episode, request.saved)
-    return list(group.saved.values())
+        group.keep_tokens(request.episode.episode, request.saved)
+    return list(group.partial_rollouts.values())
 
 
-def live_group(attempt: int) -> LiveGroup:
+def active_group(attempt: int) -> ActiveGroup:
     task = Task(task_id="t", tag="train", index=0)
-    return LiveGroup(number=1, task=task, size=2, ledger=Ledger(), admitted_at=0.0, attempt=attempt)
+    return ActiveGroup(number=1, task=task, size=2, ledger=Ledger(), admitted_at=0.0, attempt=attempt)
 
 
 def tokens(prompt_ids: list[int], seed: int) -> list[int]:
@@ -67,7 +69,7 @@ async def cut_again(stage: Stage, name: str, *, num_cuts: int) -> list[GrantRequ
     return sorted(requests, key=lambda request: request.episode)
 
 
-def pieces(pool: Path, saved: SavedEpisode) -> list[Sample]:
+def pieces(pool: Path, saved: PartialRollout) -> list[Sample]:
     return [sample for ref in saved.refs for sample in PayloadReader(pool).read(ref)]
 
 
@@ -122,10 +124,10 @@ async def test_members_that_ended_are_taken_as_they_are(tmp_path: Path) -> None:
         stage.kill("env-0")
         (ref,) = ended.saved
         assert ref is not None
-        group = live_group(attempt=1)
+        group = active_group(attempt=1)
         (summary,) = ended.episodes
-        group.keep(0, ref, msgspec.structs.replace(summary, info={"level": 2}))
-        done = group.saved[0]
+        group.keep_tokens(0, ref, msgspec.structs.replace(summary, info={"level": 2}))
+        done = group.partial_rollouts[0]
         await stage.join("env-1")
         await stage.start("env-1", job(1, attempt=1, grant=4, max_new_tokens=20, saved=[done, *save(cut)]))
         played = await finish(stage, "env-1")
@@ -249,7 +251,7 @@ async def test_a_lost_record_of_an_ended_member_fails_its_group(tmp_path: Path, 
     async with working(tmp_path, answer=tokens, config=settings()) as stage:
         lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, crc32=1)
         saved = [
-            SavedEpisode(episode=EpisodeId("train", 1, member, 1), refs=(lost,), ended=True)
+            PartialRollout(episode=EpisodeId("train", 1, member, 1), refs=(lost,), ended=True)
             for member in range(num_members)
         ]
         await stage.start("env-0", job(1, attempt=1, grant=4, max_new_tokens=20, saved=saved))
@@ -261,29 +263,29 @@ async def test_a_lost_record_of_an_ended_member_fails_its_group(tmp_path: Path, 
     assert [(e.episode.episode, e.episode.attempt, e.status) for e in report.episodes] == [
         (member, 1, "failed") for member in range(num_members)
     ]
-    error = "the group of train/1/0/1 starts over: PayloadError: pool file gone-00000.seg"
+    error = "the group of train/1/0/1 starts over: pool file gone-00000.seg"
     assert error in str(report.episodes[0].error)
     assert [(e.episode.attempt, e.response_tokens) for e in played.episodes] == [(2, 20), (2, 20)]
 
 
 async def test_the_scheduler_plays_the_whole_group_again_for_a_lost_record(tmp_path: Path) -> None:
-    scheduler = Scheduler(settings(), now=lambda: 0.0, record=lambda *_: None)
-    scheduler.worker_joined("env-0", 64)
-    scheduler.published(0)
-    scheduler.admit([Task(task_id="t", tag="train", index=0)])
+    scheduler = Scheduler(settings(), now=lambda: 0.0, log_decision=lambda *_: None)
+    scheduler.add_worker("env-0", 64)
+    scheduler.mark_served(0)
+    scheduler.admit_tasks([Task(task_id="t", tag="train", index=0)])
     (first,) = [assignment.item for assignment in await scheduler.next_assignments()]
     assert isinstance(first, Work)
     lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, crc32=1)
     ended = Trajectory(episode=first.episodes[0], task_id="t", turns=[], reward=1.0, status="completed")
-    scheduler.ended(first.group, [ended.summary()], [lost])
-    scheduler.worker_joined("env-1", 64)
-    scheduler.worker_lost("env-0")
+    scheduler.members.end_members(GroupAttempt(first.group, first.attempt), [ended.summary()], [lost])
+    scheduler.add_worker("env-1", 64)
+    scheduler.remove_worker("env-0")
     (again,) = [assignment.item for assignment in await scheduler.next_assignments()]
     assert isinstance(again, Work) and [saved.refs for saved in again.saved] == [(lost,)]
     async with working(tmp_path, answer=tokens, config=settings()) as stage:
         await stage.start("env-0", NewTask(work=again))
         report = await stage.controller.ended.get()
-    scheduler.ended(report.group, report.episodes, report.saved)
+    scheduler.members.end_members(report.episodes[0].episode.group_attempt, report.episodes, report.saved)
     (third,) = [assignment.item for assignment in await scheduler.next_assignments()]
     assert isinstance(third, Work)
     assert (third.attempt, third.members, third.saved) == (2, first.members, ())
@@ -333,4 +335,4 @@ async def test_a_world_that_cannot_be_repeated_is_not_gone_on_with(tmp_path: Pat
         await stage.start("env-0", job(1, attempt=1, grant=4, max_new_tokens=20, saved=save(*requests)))
         played = await stage.controller.generated.get()
     assert {e.status for e in played.episodes} == {"failed"}
-    assert "the same seed shows another first observation" in str(played.episodes[0].error)
+    assert "the same seed gives another first observation" in str(played.episodes[0].error)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from penstock.config import TinyModelConfig
-from penstock.model.load import load_policy
+from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.processes.serving import make_update
-from penstock.rollout.engine import SlotEngine
+from penstock.processes.slot_server import make_update
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.slot_engine import SlotEngine
 from penstock.weights.shared_memory import WeightsPublisher, fingerprint, layout, receive
 
 

@@ -12,8 +12,8 @@ from penstock.config import Config
 from penstock.deadline import Stalled, deadline, reporting_to
 from penstock.observe import jsonl
 from penstock.observe.recorder import Recorder
+from penstock.processes.bus_client import Member, membership
 from penstock.processes.controller import Controller
-from penstock.processes.member import Telemetry, ask_nothing, membership
 from penstock.supervisor.child import Child
 
 
@@ -40,14 +40,12 @@ async def test_those_of_every_process_and_of_the_controller(run_dir: Path) -> No
     recorder = Recorder(run_dir)
     controller = Controller(Config(), child(run_dir, "controller"), recorder)
     receiving = asyncio.create_task(controller.bus.run())
-    async with membership(
-        child(run_dir, "trainer-0"), Config(), role="trainer", handler=ask_nothing, telemetry=Telemetry
-    ):
+    async with membership(child(run_dir, "trainer-0"), Config(), role="trainer", member=Member()):
         await wait_in_vain()
         async with asyncio.timeout(10):
             while not stalls(run_dir):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-    with reporting_to(controller.note):
+    with reporting_to(controller.record_stall):
         await wait_in_vain()
     receiving.cancel()
     await asyncio.wait([receiving])

@@ -1,4 +1,4 @@
-"""The trainer process: the driver of one rank, or of several in processes of their own, of one role or of three."""
+"""The trainer process: the driver of one rank, or of several in processes of the run, of one role or of three."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -24,38 +26,35 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from penstock.config import Config, ConfigError
-from penstock.control.keys import Keys
 from penstock.control.messages import (
     Accumulate,
-    Accumulated,
     AskSaved,
     Begin,
     FoundSaved,
     LearnerStateUpdate,
+    Metrics,
     Publish,
     Published,
     Restore,
     SaveCheckpoint,
     Step,
 )
+from penstock.control.runtime_files import Keys
 from penstock.deadline import Stalled
 from penstock.groups.errors import WorkerLost
-from penstock.groups.link import LIFE_BYTES, Stranger, connect
 from penstock.groups.method import remote_method
 from penstock.groups.role import Rank
 from penstock.model.files import ModelError
-from penstock.model.load import load_policy
-from penstock.processes.actor import Actor
-from penstock.processes.critic import CriticRank
-from penstock.processes.layout import prepare
-from penstock.processes.rank import TrainerRank
-from penstock.processes.ranks import FOLDER
-from penstock.processes.reference import ReferenceRank
+from penstock.model.load_policy import load_policy
+from penstock.processes.layout import prepare, rank_names
 from penstock.processes.trainer import TrainerProcess, made
-from penstock.store.payload import PayloadWriter
+from penstock.processes.trainer_rank import Actor, CriticRank, ReferenceRank, TrainerRank
+from penstock.runtime.file_service import POOL
+from penstock.samples import Sample
+from penstock.store.payload_files import PayloadReader, PayloadWriter
 from penstock.supervisor.child import ADDRESS, Child
 from penstock.trainer.learner import Learner
-from penstock.types import GroupRef, Sample
+from penstock.types import GroupRef
 
 pytestmark = pytest.mark.integration
 GROUPS, GROUP_SIZE = 6, 4
@@ -68,6 +67,7 @@ MODEL = {
 AS_IT_IS: dict[str, Any] = {"sections": {"model": MODEL}}
 """Without a warm start."""
 TWO = {"ranks": 2}
+BETWEEN_MACHINES = {"ranks": 2, "address": "127.0.0.1"}
 FSDP = {"ranks": 2, "distributed": {"strategy": "fsdp"}}
 
 
@@ -120,15 +120,50 @@ def pool(tmp_path: Path) -> list[GroupRef]:
 
 
 @contextmanager
+def ranks(
+    directory: Path, runtime_dir: Path, names: Sequence[str], address: str | None
+) -> Iterator[list[psutil.Process]]:
+    """The processes of the trainer's ranks, as a run starts them."""
+    environment = {
+        **os.environ,
+        **({} if address is None else {ADDRESS: address}),
+        "PENSTOCK_RUNTIME_DIR": str(runtime_dir),
+        "PENSTOCK_RUN_ID": "r",
+        "PENSTOCK_NONCE": "n",
+    }
+    words = [sys.executable, "-m", "penstock.processes.start", "--run-dir", str(directory / "run"), "--name"]
+    with ExitStack() as stack:
+        started = [stack.enter_context(subprocess.Popen([*words, name], env=environment)) for name in names]
+        for process in started:
+            stack.callback(process.kill)
+        yield [psutil.Process(process.pid) for process in started]
+
+
+@contextmanager
+def trainer_and_ranks(
+    directory: Path, *, address: str | None = None, **settings: Any
+) -> Iterator[tuple[TrainerProcess, list[psutil.Process]]]:
+    """`address`: of this machine, as if there were others."""
+    config, runtime_dir = configured(**settings), Path(tempfile.mkdtemp(prefix="r-"))  # short, for its sockets
+    if address is not None:
+        Keys.make().write(runtime_dir)
+    names = {"name": "trainer-0", "run_id": "r", "nonce": "n", "address": address}
+    records = PayloadReader(directory / "run" / POOL)
+    with (
+        ranks(directory, runtime_dir, rank_names(config), address) as started,
+        patch("penstock.processes.trainer.payloads_of", lambda _: records),
+    ):
+        process = TrainerProcess(config, Child(**names, run_dir=directory / "run", runtime_dir=runtime_dir))  # type: ignore[arg-type]
+        try:
+            yield process, started
+        finally:
+            process.close()
+
+
+@contextmanager
 def trainer(directory: Path, **settings: Any) -> Iterator[TrainerProcess]:
-    runtime_dir = directory / "runtime"
-    runtime_dir.mkdir(exist_ok=True)
-    child = Child(name="trainer-0", run_dir=directory / "run", runtime_dir=runtime_dir, run_id="r", nonce="n")
-    process = TrainerProcess(configured(**settings), child)
-    try:
+    with trainer_and_ranks(directory, **settings) as (process, _):
         yield process
-    finally:
-        process.close()
 
 
 async def step(process: TrainerProcess, pool: list[GroupRef]) -> dict[str, float]:
@@ -136,7 +171,7 @@ async def step(process: TrainerProcess, pool: list[GroupRef]) -> dict[str, float
     busy_s = 0.0
     for part in (pool[:2], pool[2:]):
         counted = await process.handle("controller", Accumulate(groups=part))
-        assert isinstance(counted, Accumulated) and counted.metrics["samples"] == len(part) * GROUP_SIZE
+        assert isinstance(counted, Metrics) and counted.metrics["samples"] == len(part) * GROUP_SIZE
         busy_s += counted.metrics["busy_s"]
     update = await process.handle("controller", Step())
     assert isinstance(update, LearnerStateUpdate)
@@ -154,10 +189,12 @@ async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
     ("one", "other"),
     [
         pytest.param({}, TWO, id="two ranks"),
-        pytest.param({}, FSDP, id="two ranks that share weights"),
-        pytest.param(AS_IT_IS, {**FSDP, **AS_IT_IS}, id="two ranks that share weights from the start"),
-        pytest.param(ROLES, SPLIT, id="roles split"),
-        pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks"),
+        pytest.param({}, FSDP, id="two ranks that share weights", marks=pytest.mark.long),
+        pytest.param(
+            AS_IT_IS, {**FSDP, **AS_IT_IS}, id="two ranks that share weights from the start", marks=pytest.mark.long
+        ),
+        pytest.param(ROLES, SPLIT, id="roles split", marks=pytest.mark.long),
+        pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks", marks=pytest.mark.long),
         pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split", marks=pytest.mark.long),
         pytest.param(
             ROLES,
@@ -275,26 +312,34 @@ async def test_a_device_in_turns_is_empty_for_the_servers(tmp_path: Path, pool: 
     assert found == [pytest.approx(metrics, rel=1e-3, abs=1e-5) for metrics in expected]
 
 
-def ranks_here() -> list[psutil.Process]:
-    """Those that the trainer in this process has started, the last one last."""
-    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in living if "penstock.groups.hosted" in child.cmdline()]
-
-
 @pytest.mark.parametrize(
     ("settings", "lost"),
-    [(TWO, r"actor\.\w+ lost its worker of rank 1"), (SPLIT, r"reference\.\w+ lost its worker of rank 0")],
+    [
+        (TWO, r"actor\.\w+ lost its worker of rank 1"),
+        pytest.param(SPLIT, r"reference\.\w+ lost its worker of rank 0", marks=pytest.mark.long),
+        pytest.param(BETWEEN_MACHINES, r"actor\.\w+ lost its worker of rank 1", id="between machines"),
+    ],
 )
 async def test_a_rank_that_is_killed_ends_the_call_that_needs_it(
     tmp_path: Path, pool: list[GroupRef], settings: dict[str, Any], lost: str
 ) -> None:
-    with trainer(tmp_path, **settings) as process:
+    with trainer_and_ranks(tmp_path, **settings) as (process, (*_, last)):
         await process.handle("controller", Begin(policy_version=0))
         await step(process, pool)
-        _, last = ranks_here()
         last.kill()
-        with pytest.raises(WorkerLost, match=f"{lost}: SIGKILL"):
+        with pytest.raises(WorkerLost, match=f"{lost}: its process has ended, or its machine is out of reach"):
             await step(process, pool)
+
+
+def test_ranks_end_with_their_trainer_which_they_report(tmp_path: Path) -> None:
+    prepare(configured(), tmp_path / "run")
+    with trainer_and_ranks(tmp_path, **SPLIT) as (process, started):
+        runtime_dir = Path(started[-1].environ()["PENSTOCK_RUNTIME_DIR"])
+        process.close()
+        gone, alive = psutil.wait_procs(started, timeout=60)
+        assert len(gone) == 2 and not alive
+    said = json.loads((runtime_dir / "errors" / "rank-1.json").read_text())
+    assert said["message"] == "rank-1 lost its connection to the trainer, and cannot work without it"
 
 
 @pytest.mark.parametrize("role", [Actor, CriticRank, ReferenceRank])
@@ -302,7 +347,7 @@ def test_of_ranks_that_share_weights_the_first_alone_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: type[TrainerRank]
 ) -> None:
     """Where they are gone nobody else takes notice; and the first one does not take them to its device."""
-    monkeypatch.setattr("penstock.processes.rank.device_of", lambda *_: torch.device("meta"))
+    monkeypatch.setattr("penstock.processes.trainer_rank.device_of", lambda *_: torch.device("meta"))
     model = tmp_path / "model"
     prepare(configured(), tmp_path)
     config = configured(**FSDP, **ROLES, sections={"model": {**MODEL, "path": str(model)}})
@@ -320,7 +365,7 @@ def test_of_ranks_that_share_weights_the_first_alone_reads_them(
     assert {parameter.device.type for parameter in begin(0).parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_what_a_rank_refuses_is_refused_by_the_trainer(tmp_path: Path, pool: list[GroupRef], ranks: int) -> None:
     with trainer(tmp_path, ranks=ranks, lora={"targets": ["q_prj"]}) as process:
         await process.handle("controller", Begin(policy_version=0))
@@ -341,109 +386,27 @@ def test_ranks_meet_on_their_machines_address(tmp_path: Path, monkeypatch: pytes
         socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
 
 
-TWO_NODES = {"cluster": {"address": "auto", "pools": {"learn": {"roles": ["actor"], "nodes": 2}}}}
-SPREAD = {"ranks": 2, "sections": TWO_NODES}
-TWO_POOLS = {"learn": {"roles": ["actor"], "slots_per_node": 2}, "judge": {"roles": ["critic"]}}
-JUDGED = {**SPLIT, "sections": {"cluster": {"address": "auto", "pools": TWO_POOLS}}}
-
-
-@pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[psutil.Process]:
-    """`ranks-1`, of the run whose trainer `trainer(tmp_path)` is."""
-    runtime_dir = tmp_path / "runtime"
-    runtime_dir.mkdir()
-    Keys.make().write(runtime_dir)
-    (tmp_path / "run").mkdir(exist_ok=True)
-    environment = {
-        **os.environ,
-        "PENSTOCK_RUNTIME_DIR": str(runtime_dir),
-        "PENSTOCK_RUN_ID": "r",
-        "PENSTOCK_NONCE": "n",
-        ADDRESS: "127.0.0.1",
-    }
-    words = [sys.executable, "-m", "penstock.processes.start", "--run-dir", str(tmp_path / "run"), "--name", "ranks-1"]
-    with (tmp_path / "ranks.log").open("w") as log, subprocess.Popen(words, env=environment, stderr=log) as process:
-        yield psutil.Process(process.pid)
-        process.terminate()
-        assert process.wait(20) == 0
-
-
-@pytest.mark.parametrize(
-    ("here", "spread"),
-    [
-        pytest.param(TWO, SPREAD, id="one of two", marks=pytest.mark.long),
-        pytest.param(SPLIT, JUDGED, id="a split role's"),
-    ],
-)
-async def test_ranks_elsewhere_do_what_ranks_here_do(
-    tmp_path: Path, pool: list[GroupRef], keeper: psutil.Process, here: dict[str, Any], spread: dict[str, Any]
-) -> None:
-    """And a trainer that is started again finds the keeper again."""
+@pytest.mark.long
+async def test_ranks_of_other_machines_do_what_ranks_here_do(tmp_path: Path, pool: list[GroupRef]) -> None:
+    """And a trainer that is started again finds its new ranks."""
     seen = []
-    for settings in (here, spread, spread):
+    for settings in (TWO, BETWEEN_MACHINES, BETWEEN_MACHINES):
         with trainer(tmp_path, **settings) as process:
             await process.handle("controller", Begin(policy_version=0))
-            assert len(keeper.children()) == (settings is spread)
             seen.append((await step(process, pool), await published(process)))
-        psutil.wait_procs(keeper.children(), timeout=20)
-    expected, *others = seen
+    (expected, expected_weights), *others = seen
     for metrics, weights in others:
-        assert metrics == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
-        for name, weight in expected[1].items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
-
-
-async def test_a_rank_elsewhere_that_is_killed_ends_the_call_that_needs_it(
-    tmp_path: Path, pool: list[GroupRef], keeper: psutil.Process
-) -> None:
-    with trainer(tmp_path, **SPREAD) as process:
-        await process.handle("controller", Begin(policy_version=0))
-        (rank,) = keeper.children()
-        rank.kill()
-        with pytest.raises(WorkerLost, match=r"of rank 1: it has ended, or 127\.0\.0\.1:\d+ is out of reach"):
-            await step(process, pool)
-    assert "has ended: killed by SIGKILL" in (tmp_path / "ranks.log").read_text()
+        assert metrics == expected
+        for name, weight in expected_weights.items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("pool")
-def test_a_keeper_that_does_not_come_is_named(tmp_path: Path) -> None:
-    (tmp_path / "runtime").mkdir()
-    Keys.make().write(tmp_path / "runtime")
-    sections = {**TWO_NODES, "supervisor": {"ready_timeout_s": 1.0}}
-    with pytest.raises(Stalled, match=r"trainer-0 waited 0\.75 s for its ranks, held by ranks-1 \(.* No such file"):
-        trainer(tmp_path, ranks=2, sections=sections).__enter__()
-
-
-def place_of(keeper: psutil.Process, run_dir: Path) -> tuple[str, int]:
-    """Where it listens."""
-    told = run_dir / FOLDER / "ranks-1"
-    while not told.exists():
-        assert keeper.is_running()
-    host, port = json.loads(told.read_text())
-    return host, port
-
-
-def test_a_keeper_starts_nothing_for_strangers(tmp_path: Path, keeper: psutil.Process) -> None:
-    with pytest.raises(Stranger):
-        connect(place_of(keeper, tmp_path / "run"), b"of another run", bytes(LIFE_BYTES))
-    assert not keeper.children()
-
-
-def test_what_is_left_of_a_trainer_is_ended_before_its_successors_ranks_start(
-    tmp_path: Path, keeper: psutil.Process
-) -> None:
-    address, keys = place_of(keeper, tmp_path / "run"), Keys.read(tmp_path / "runtime")
-    assert keys is not None
-    key, lives = keys.member_secret.encode(), [bytes([number]) * LIFE_BYTES for number in range(2)]
-    with connect(address, key, lives[0]).socket, connect(address, key, lives[0]).socket:
-        while len(keeper.children()) < 2:
-            assert keeper.is_running()
-        left = keeper.children()
-        with connect(address, key, lives[1]).socket:
-            gone, alive = psutil.wait_procs(left, timeout=20)
-            assert len(gone) == 2 and not alive
-            while not keeper.children():
-                assert keeper.is_running()
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: nullcontext(SimpleNamespace(pid=os.getpid(), kill=int)))
+    settings = {**SPLIT, "sections": {"supervisor": {"ready_timeout_s": 1.0}}}
+    with pytest.raises(Stalled, match=r"trainer-0 waited 0\.75 s for its ranks, held by rank-1, rank-2"):
+        trainer(tmp_path, **settings).__enter__()
 
 
 async def test_a_trainer_that_is_stopped_does_not_wait_for_its_ranks(

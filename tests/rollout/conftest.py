@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_policy import make_engine, serve
 
-from penstock.rollout.engine import SlotEngine
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.slot_engine import SlotEngine
 
 
 @pytest.fixture(autouse=True, scope="session")

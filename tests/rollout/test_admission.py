@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from tiny_policy import make_request
 
-from penstock.rollout.admission import PREFILL_TOKENS, WaitingLine
-from penstock.rollout.rows import Running
+from penstock.rollout.admission import PREFILL_TOKENS, AdmissionQueue
+from penstock.rollout.slot_rows import RunningRequest
 
 
-def line_of(*requests: tuple[int, int], num_slots: int = 16) -> WaitingLine:
+def line_of(*requests: tuple[int, int], num_slots: int = 16) -> AdmissionQueue:
     """A line of requests given as (prompt tokens, samples)."""
-    line = WaitingLine(num_slots=num_slots, eos_ids=frozenset())
+    line = AdmissionQueue(num_slots=num_slots, eos_ids=frozenset())
     for index, (num_tokens, num_samples) in enumerate(requests):
-        line.add(Running(make_request(str(index), [5] * num_tokens, seeds=tuple(range(num_samples)))))
+        line.add(RunningRequest(make_request(str(index), [5] * num_tokens, seeds=tuple(range(num_samples)))))
     return line
 
 
-def admitted(line: WaitingLine, free: int) -> list[tuple[int, list[int]]]:
+def admitted(line: AdmissionQueue, free: int) -> list[tuple[int, list[int]]]:
     """(prompt tokens, sample indices) of what goes in."""
     return [
         (len(admission.prompt_ids), [sequence.index for sequence in admission.sequences])
@@ -54,10 +54,10 @@ def test_prompts_of_a_step_are_bounded_but_one_always_fits() -> None:
 
 
 def test_leaving_gives_back_what_never_started() -> None:
-    line = WaitingLine(num_slots=4, eos_ids=frozenset())
-    running = Running(make_request("a", [5], seeds=(1, 2, 3)))
+    line = AdmissionQueue(num_slots=4, eos_ids=frozenset())
+    running = RunningRequest(make_request("a", [5], seeds=(1, 2, 3)))
     line.add(running)
     line.admit(1)
-    assert [sequence.index for sequence in line.leave(running)] == [1, 2]
-    assert line.leave(running) == []
+    assert [sequence.index for sequence in line.remove(running)] == [1, 2]
+    assert line.remove(running) == []
     assert line.num_samples == 0

@@ -9,9 +9,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.rollout.app import App
+from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.http import Route, answer
-from penstock.rollout.keys import Keys
 
 
 async def rest(request: Request) -> Response:
@@ -25,7 +24,7 @@ async def defect(request: Request) -> Response:
 @pytest.fixture
 def app() -> App:
     routes = [Route("/under/{name}", ["GET"], rest), Route("/defect", ["GET"], defect), Route("/both", ["PUT"], rest)]
-    return App([*routes, Route("/both", ["POST"], rest)], Keys())
+    return App([*routes, Route("/both", ["POST"], rest)], ApiKeys())
 
 
 async def call(app: App, path: str, method: str = "GET") -> tuple[int, dict[bytes, bytes], Any]:
@@ -48,7 +47,10 @@ async def call(app: App, path: str, method: str = "GET") -> tuple[int, dict[byte
 async def test_a_route_stands_for_what_lies_below_it(app: App) -> None:
     assert (await call(app, "/under/a/b"))[::2] == (200, "a/b")
     assert (await call(app, "/under/a", "HEAD"))[0] == 200
-    assert (await call(app, "/under"))[::2] == (404, {"error": {"message": "there is no /under"}})
+    assert (await call(app, "/under"))[::2] == (
+        404,
+        {"error": {"message": "the path /under does not exist on this server"}},
+    )
 
 
 async def test_methods_of_all_routes_of_a_path_are_told(app: App) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 from tiny_policy import serve
 
-from penstock.rollout.claim import Claim
+from penstock.rollout.app import ApiKeys
 from penstock.rollout.client import RolloutClient
-from penstock.rollout.failures import Conflict
-from penstock.rollout.keys import Keys
+from penstock.rollout.generator import Conflict
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.server import Claim
 from penstock.rollout.session import HttpSession, RolloutError
 
 
 def test_another_run_waits_for_the_end_of_the_lease() -> None:
     claim = Claim()
     claim.take("first", "a", lease_s=8, now=100)
-    with pytest.raises(Conflict, match="run first uses this server: end that run, or give this one"):
+    with pytest.raises(Conflict, match=r"run first already uses this server: stop that run, or set rollout\.urls"):
         claim.take("second", "b", lease_s=8, now=107)
     claim.take("first", "a", lease_s=8, now=107)
     with pytest.raises(Conflict, match="run first"):
@@ -42,13 +42,13 @@ def test_the_server_of_a_run_is_never_another_ones() -> None:
 
 
 async def test_a_claim_needs_the_key_for_control_and_refuses_the_second_run(runner: EngineRunner) -> None:
-    async with serve(runner, keys=Keys(generation="play", admin="rule")) as url:
+    async with serve(runner, keys=ApiKeys(generation="play", admin="rule")) as url:
         player, ruler = HttpSession(api_key="play"), HttpSession(api_key="rule")
         with pytest.raises(RolloutError, match="answered 401"):
             await RolloutClient(url, player).claim("first", "a", lease_s=8)
         client = RolloutClient(url, ruler)
         await client.claim("first", "a", lease_s=8)
-        with pytest.raises(RolloutError, match="answered 409: run first uses this server"):
+        with pytest.raises(RolloutError, match="answered 409: run first already uses this server"):
             await client.claim("second", "b", lease_s=8)
         await client.claim("first", "a", lease_s=0)
         await client.claim("second", "b", lease_s=8)

@@ -13,8 +13,8 @@ from aiohttp.test_utils import TestServer
 from tiny_policy import make_handle, print_of, serve
 
 from penstock.deadline import Stalled
+from penstock.rollout.app import ApiKeys
 from penstock.rollout.client import RolloutClient
-from penstock.rollout.keys import Keys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.types import EpisodeId, Sampling, SegmentGrant
@@ -66,7 +66,7 @@ async def test_tokens_without_log_probabilities_are_refused_at_the_first_reply()
     app = web.Application()
     app.router.add_post("/generate", generate)
     async with TestServer(app) as server, connected(str(server.make_url("")).rstrip("/")) as client:
-        with pytest.raises(RolloutError, match="the server must honour return_logprob"):
+        with pytest.raises(RolloutError, match="use an engine that honours return_logprob"):
             await client.generate([5], [GRANT], Sampling(), [0])
 
 
@@ -84,5 +84,5 @@ async def test_readiness_carries_the_identity(url: str) -> None:
 
 
 async def test_the_key_is_sent(runner: EngineRunner) -> None:
-    async with serve(runner, keys=Keys(generation="secret")) as url, connected(url, api_key="secret") as client:
+    async with serve(runner, keys=ApiKeys(generation="secret")) as url, connected(url, api_key="secret") as client:
         assert len(await client.generate([5], [GRANT], Sampling(), [1])) == 1

@@ -31,9 +31,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from penstock.rollout.engine import Finished, SlotEngine
 from penstock.rollout.request import GenerateRequest, SamplingParams
-from penstock.types import Segment, VersionSpan
+from penstock.rollout.slot_engine import Finished, SlotEngine
+from penstock.samples import Segment, VersionSpan
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -207,15 +207,13 @@ def test_abort_returns_what_there_is(engine: SlotEngine) -> None:
     engine.submit(make_request("queued", [5], seeds=(1, 2, 3, 4)))
     for _ in range(3):
         engine.step()
-    aborted = engine.abort("a")
-    assert aborted is not None
+    (aborted,) = engine.abort(["a"])
     assert [segment.finish_reason for segment in aborted.segments] == ["length", "abort"]
     assert tokens_of(aborted.segments) == [expected[0].token_ids[:2], expected[1].token_ids[:3]]
-    queued = engine.abort("queued")
-    assert queued is not None
+    (queued,) = engine.abort(["queued"])
     assert [len(segment.token_ids) for segment in queued.segments] == [3, 1, 0, 0]
     assert queued.segments[2] == Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
-    assert engine.abort("unknown") is None
+    assert engine.abort(["unknown"]) == []
     rest = run(engine)
     assert len(rest["other"][0].token_ids) == 6
     assert (engine.num_active, engine.num_waiting) == (0, 0)
@@ -229,7 +227,7 @@ def test_abort_returns_what_there_is(engine: SlotEngine) -> None:
         (make_request("a", [VOCAB_SIZE, 1]), f"token id {VOCAB_SIZE} is outside"),
         (make_request("a", [1] * 90, max_new_tokens=7), f"more than the context of {MAX_CONTEXT}"),
         (make_request("a", [1], max_new_tokens=0), "max_new_tokens must be at least 1"),
-        (make_request("a", [1], max_new_tokens=(1, 2)), "1 seeds for 2 samples"),
+        (make_request("a", [1], max_new_tokens=(1, 2)), "has 1 seeds for 2 samples"),
         (make_request("running", [1]), "already being served"),
     ],
 )
@@ -264,7 +262,7 @@ def test_non_finite_logits_fail_the_request_and_poison_nobody(engine: SlotEngine
     engine.submit(make_request("a", [5, 6], seeds=(1, 2)))
     failed = engine.step()
     assert [(result.request.rid, result.segments) for result in failed] == [("a", [])]
-    assert "not finite (policy_version 1)" in str(failed[0].error)
+    assert "policy_version 1 computed logits that are not finite" in str(failed[0].error)
     engine.load_weights(weights(1), 2)
     assert tokens_of(run(engine, make_request("b", [7, 8], seeds=(5,)))["b"]) == tokens_of(expected)
 
@@ -305,7 +303,7 @@ def test_release_ends_running_and_waiting_requests_with_what_they_have(engine: S
 def test_what_arrives_while_released_ends_at_once_without_a_token(engine: SlotEngine) -> None:
     engine.release()
     request = make_request("early", [5], seeds=(1, 2, 3, 4, 5))
-    early = engine.submit(request)
+    (early,) = engine.submit(request)
     nothing = Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
     assert early == Finished(request=request, segments=[nothing] * 5)
     assert (engine.has_work, engine.num_waiting, engine.step()) == (False, 0, [])

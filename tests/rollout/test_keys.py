@@ -6,8 +6,8 @@ import aiohttp
 import pytest
 from tiny_policy import make_handle, serve
 
+from penstock.rollout.app import ApiKeys, bearer
 from penstock.rollout.client import RolloutClient
-from penstock.rollout.keys import Keys, bearer
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import HttpSession, RolloutError
@@ -20,18 +20,18 @@ PLAY = [("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1
 @pytest.mark.parametrize(
     ("keys", "key", "plays", "controls"),
     [
-        (Keys(), None, True, True),
-        (Keys(generation="play"), None, False, False),
-        (Keys(generation="play"), "play", True, True),
-        (Keys(generation="play", admin="rule"), "play", True, False),
-        (Keys(generation="play", admin="rule"), "rule", True, True),
-        (Keys(generation="play", admin="rule"), "schluessel-\xfc", False, False),
-        (Keys(admin="rule"), None, True, False),
-        (Keys(admin="rule"), "rule", True, True),
+        (ApiKeys(), None, True, True),
+        (ApiKeys(generation="play"), None, False, False),
+        (ApiKeys(generation="play"), "play", True, True),
+        (ApiKeys(generation="play", admin="rule"), "play", True, False),
+        (ApiKeys(generation="play", admin="rule"), "rule", True, True),
+        (ApiKeys(generation="play", admin="rule"), "schluessel-\xfc", False, False),
+        (ApiKeys(admin="rule"), None, True, False),
+        (ApiKeys(admin="rule"), "rule", True, True),
     ],
 )
 async def test_the_admin_key_controls_and_either_generates(
-    runner: EngineRunner, keys: Keys, key: str | None, plays: bool, controls: bool
+    runner: EngineRunner, keys: ApiKeys, key: str | None, plays: bool, controls: bool
 ) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with serve(runner, keys=keys) as url, aiohttp.ClientSession(url, headers=headers) as session:
@@ -46,7 +46,7 @@ async def test_the_admin_key_controls_and_either_generates(
 
 
 async def test_a_worker_generates_and_the_controller_updates(runner: EngineRunner) -> None:
-    async with serve(runner, keys=Keys(generation="play", admin="rule")) as url:
+    async with serve(runner, keys=ApiKeys(generation="play", admin="rule")) as url:
         session, controller = HttpSession(api_key="play"), Servers([url], api_key="rule")
         worker = RolloutClient(url, session)
         sampling = Sampling(temperature=0.0)
@@ -68,4 +68,4 @@ def test_the_scheme_is_read_in_any_case(header: str, key: str) -> None:
 
 
 def test_keys_do_not_show() -> None:
-    assert "play" not in repr(Keys(generation="play", admin="rule"))
+    assert "play" not in repr(ApiKeys(generation="play", admin="rule"))

@@ -9,7 +9,6 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_policy import serve, until
 
-from penstock.rollout.durations import Durations
 from penstock.rollout.runner import EngineRunner
 
 
@@ -74,12 +73,3 @@ async def test_a_scraper_that_asks_for_openmetrics_gets_it(url: str) -> None:
     async with aiohttp.ClientSession(url) as session, session.get("/metrics", headers=accept) as response:
         assert response.headers["Content-Type"].startswith("application/openmetrics-text")
         assert (await response.text()).endswith("# EOF\n")
-
-
-def test_durations_fall_into_the_buckets_of_prometheus() -> None:
-    durations = Durations()
-    for seconds in (0.001, 0.01, 0.3, 1000.0):
-        durations.add(seconds)
-    buckets = dict(durations.buckets())
-    assert (buckets["0.01"], buckets["0.25"], buckets["0.5"], buckets["320.0"], buckets["+Inf"]) == (2, 2, 3, 3, 4)
-    assert durations.sum_s == 1000.311

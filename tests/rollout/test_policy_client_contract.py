@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import pytest
+from scripted_policy import ScriptedPolicy
 from tiny_policy import VOCAB_SIZE, until
 
-from penstock.ports import PolicyClient
+from penstock.ports.environment import PolicyClient
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.scripted import ScriptedPolicy
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import HttpSession
-from penstock.rollout.sglang import SGLangClient
-from penstock.types import EpisodeId, Sampling, Segment, SegmentGrant, VersionSpan
+from penstock.rollout.sglang_client import SGLangClient
+from penstock.samples import Segment, VersionSpan
+from penstock.types import EpisodeId, Sampling, SegmentGrant
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=16)
 LONG = 90

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from tiny_policy import make_engine, make_request, run, until, weights
+from tiny_policy import make_engine, make_request, run, score, until, weights
 
-from penstock.rollout.engine import Finished, SlotEngine
-from penstock.rollout.failures import EngineDead, GenerationFailed, Stopped
-from penstock.rollout.generator import Increment
+from penstock.rollout.generator import EngineDead, GenerationFailed, Increment, Stopped
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.slot_engine import Finished, SlotEngine
 
 LONG = 90
 
@@ -22,9 +21,9 @@ async def test_concurrent_requests_get_their_own_answers(runner: EngineRunner) -
     for request, segments in zip(requests, answers, strict=True):
         expected = run(make_engine(), request)[request.rid]
         assert [segment.token_ids for segment in segments] == [segment.token_ids for segment in expected]
-    assert runner.num_generated_tokens == 12 * 2 * 8
-    assert runner.busy_s > 0
-    assert {span.kind for span in runner.drain_spans()} == {"generate"}
+    assert runner.engine.num_generated_tokens == 12 * 2 * 8
+    assert runner.meter.busy_s > 0
+    assert {span.kind for span in runner.meter.drain()} == {"generate"}
 
 
 async def test_bad_requests_never_reach_the_engine(runner: EngineRunner) -> None:
@@ -70,7 +69,7 @@ async def test_weights_are_replaced_while_requests_run(runner: EngineRunner) -> 
     assert spans[-1].end == LONG
     with pytest.raises(ValueError, match="not newer"):
         await runner.load_weights(weights(1), 3)
-    assert "update_weights" in {span.kind for span in runner.drain_spans()}
+    assert "update_weights" in {span.kind for span in runner.meter.drain()}
 
 
 async def test_non_finite_weights_fail_requests_and_leave_the_engine_alive(runner: EngineRunner) -> None:
@@ -138,7 +137,7 @@ async def test_steps_are_accounted_for(runner: EngineRunner) -> None:
         "bp": 0,
         "pp": 9,
     }
-    assert costs["cost_ny"] == pytest.approx(runner.busy_s)
+    assert costs["cost_ny"] == pytest.approx(runner.meter.busy_s)
     assert costs["cost_by"] < 2 * costs["cost_ny"] and costs["cost_py"] < 3 * costs["cost_ny"]
 
 
@@ -184,13 +183,13 @@ async def test_prompts_are_scored_a_part_after_every_step(
         order.append("step")
         return step()
 
-    monkeypatch.setattr("penstock.rollout.engine.SCORED_PLACES", 4)
+    monkeypatch.setattr("penstock.rollout.slot_engine.SCORED_PLACES", 4)
     monkeypatch.setattr(runner.engine, "scoring", note_parts)
     monkeypatch.setattr(runner.engine, "step", note_step)
     generating = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
     first, *others = await asyncio.gather(*(runner.score(list(range(2, 11))) for _ in range(3)))
     await generating
-    assert first.logprobs == pytest.approx(make_engine().score(list(range(2, 11))), abs=1e-5)
+    assert first.logprobs == pytest.approx(score(make_engine(), list(range(2, 11))), abs=1e-5)
     assert (first.versions, others) == ((0, 0), [first, first])
     assert order.count("score") == 6
     together = order[order.index("score") : len(order) - order[::-1].index("score")]

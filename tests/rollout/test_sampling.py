@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from penstock.rollout.request import SamplingParams
-from penstock.rollout.sampling import RowParams, sample, uniforms
+from penstock.rollout.sampling import sample, uniforms
+from penstock.rollout.slot_rows import ROW
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -23,12 +24,7 @@ def draw(
     min_p: float = 0.0,
     shaped: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    params = RowParams(
-        temperatures=np.full(num_rows, temperature, dtype=np.float32),
-        top_ps=np.full(num_rows, top_p, dtype=np.float32),
-        top_ks=np.full(num_rows, top_k, dtype=np.int64),
-        min_ps=np.full(num_rows, min_p, dtype=np.float32),
-    )
+    params = np.full(num_rows, np.array((0, top_k, temperature, top_p, min_p), dtype=ROW))
     seeds = np.arange(num_rows, dtype=np.uint64)
     tokens, logprobs = sample(LOGITS.repeat(num_rows, 1), params, uniforms(seeds, np.full(num_rows, 3)), shaped=shaped)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
@@ -51,12 +47,7 @@ def test_greedy_takes_the_largest_and_reports_the_raw_log_probability() -> None:
 
 
 def test_greedy_and_sampled_rows_mix() -> None:
-    params = RowParams(
-        temperatures=np.array([0.0, 1.0], dtype=np.float32),
-        top_ps=np.ones(2, dtype=np.float32),
-        top_ks=np.zeros(2, dtype=np.int64),
-        min_ps=np.zeros(2, dtype=np.float32),
-    )
+    params = np.array([(0, 0, 0.0, 1.0, 0.0), (0, 0, 1.0, 1.0, 0.0)], dtype=ROW)
     tokens, _ = sample(LOGITS.repeat(2, 1), params, np.array([0.999999, 0.999999]))
     assert tokens.tolist() == [0, len(LOGITS) - 1]
 
@@ -92,12 +83,7 @@ def test_other_logits_to_draw_from_leave_the_log_probability_the_policys_own(tem
 
 def test_excluded_tokens_are_never_drawn_at_the_edges() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]] * 2)
-    params = RowParams(
-        temperatures=np.ones(2, dtype=np.float32),
-        top_ps=np.ones(2, dtype=np.float32),
-        top_ks=np.zeros(2, dtype=np.int64),
-        min_ps=np.zeros(2, dtype=np.float32),
-    )
+    params = np.array([(0, 0, 1.0, 1.0, 0.0)] * 2, dtype=ROW)
     tokens, _ = sample(logits, params, np.array([0.0, 1.0 - 2.0**-53]))
     assert tokens.tolist() == [1, 2]
 

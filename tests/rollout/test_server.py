@@ -25,10 +25,10 @@ from tiny_policy import (
     until,
 )
 
-from penstock.rollout.engine import Finished, SlotEngine
-from penstock.rollout.failures import Conflict
-from penstock.rollout.keys import Keys
+from penstock.rollout.app import ApiKeys
+from penstock.rollout.generator import Conflict
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.slot_engine import Finished, SlotEngine
 from penstock.rollout.update import WeightsUpdate
 from penstock.types import NO_VERSION
 from penstock.weights.shared_memory import fingerprint
@@ -163,7 +163,7 @@ async def test_a_batch_is_a_list_in_order(spoken: Http) -> None:
 async def test_a_batch_with_one_bad_prompt_is_refused_as_a_whole(spoken: Http, runner: EngineRunner) -> None:
     status, reply = await spoken.post("/generate", {"input_ids": [[5], [99]], "sampling_params": greedy()})
     assert (status, "outside the vocabulary" in reply["error"]["message"]) == (400, True)
-    assert runner.num_generated_tokens == 0
+    assert runner.engine.num_generated_tokens == 0
 
 
 async def test_answers_end_at_a_stop_string_which_is_cut(spoken: Http) -> None:
@@ -208,7 +208,7 @@ async def test_versions_are_in_a_header_too(spoken: Http, runner: EngineRunner) 
 
     assert await header({"text": "ABC", "sampling_params": greedy()}) == "0"
     running = asyncio.create_task(header({"text": "ABC", "sampling_params": greedy(80)}))
-    await until(lambda: runner.num_generated_tokens > 8)
+    await until(lambda: runner.engine.num_generated_tokens > 8)
     await spoken.post("/weights/begin", weights_handle(1))
     await spoken.post("/weights/commit", {"policy_version": 1})
     assert await running == "0-1"
@@ -245,7 +245,7 @@ async def test_a_stream_grows_and_ends_with_the_whole_reply(spoken: Http) -> Non
 async def test_every_event_of_a_stream_tells_which_weights_made_what(spoken: Http, runner: EngineRunner) -> None:
     body = {"text": "AB", "stream": True, "sampling_params": greedy(80)}
     running = asyncio.create_task(spoken.stream("/generate", body))
-    await until(lambda: runner.num_generated_tokens > 8)
+    await until(lambda: runner.engine.num_generated_tokens > 8)
     await spoken.post("/weights/begin", weights_handle(1))
     await spoken.post("/weights/commit", {"policy_version": 1})
     events = await running
@@ -284,7 +284,7 @@ async def test_leaving_a_stream_frees_its_slots(spoken: Http, runner: EngineRunn
     body = {"text": "AB", "stream": True, "sampling_params": greedy(90)}
     await spoken.stream("/generate", body, events=2)
     await until(lambda: not runner.engine.has_work)
-    assert runner.num_generated_tokens < 90
+    assert runner.engine.num_generated_tokens < 90
 
 
 async def test_stop_tokens_are_reported_as_matched(http: Http) -> None:
@@ -306,8 +306,8 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"input_ids": "abc"}, "Expected `array | null`"),
     ({"input_ids": [1, "a"]}, "Expected `int | array`"),
     ({"input_ids": [[1], 2]}, "mixes token ids and lists"),
-    ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 values in `sampling_params` for 2 prompts"),
-    ({"input_ids": [1], "sampling_params": [{}]}, "a list in `sampling_params` for a single prompt"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "`sampling_params` has 1 values for 2 prompts"),
+    ({"input_ids": [1], "sampling_params": [{}]}, "`sampling_params` is a list, but"),
     ({"input_ids": [1.5]}, "Expected `int | array`"),
     ({"input_ids": [10**30], "sampling_params": {"max_new_tokens": 1}}, "outside the vocabulary"),
     ({"input_ids": []}, "prompt is empty"),
@@ -327,31 +327,31 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
     ({"input_ids": [1], "sampling_params": {"top_k": 10**15}}, "top_k"),
     ({"input_ids": [1], "sampling_params": {"stop_token_ids": list(range(1000))}}, "stop_token_ids"),
-    ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "no tokenizer: give stop token ids"),
-    ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "an empty string in `stop`"),
+    ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "no tokenizer: set `stop` to token ids"),
+    ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "`stop` contains an empty string"),
     ({"input_ids": [1], "sampling_params": {"stop": ["x"] * 17}}, "at most 16 strings"),
     ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "request a is in the batch 2 times"),
     ({"input_ids": [1], "sampling_params": {"min_p": 1.5}}, "min_p"),
     ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"64": 1.0}}}, "outside the vocabulary"),
     (
         {"input_ids": [1], "return_logprob": True, "top_logprobs_num": 65, "sampling_params": {"max_new_tokens": 1}},
-        "at most 64",
+        "top_logprobs must be between 0 and 64",
     ),
-    ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "`json_schema` is not served"),
-    ({"input_ids": [1], "sampling_params": {"stop_regex": ["a"]}}, "`stop_regex` is not served"),
-    ({"input_ids": [1], "lora_path": "adapter"}, "`lora_path` is not served"),
-    ({"input_ids": [[1], [2]], "lora_path": [None, "adapter"]}, "`lora_path` is not served"),
-    ({"input_ids": [1], "input_embeds": [[0.0]]}, "`input_embeds` is not served"),
-    ({"input_ids": [1], "image_data": "x"}, "`image_data` is not served"),
-    ({"input_ids": [1], "session_params": {"id": "a"}}, "`session_params` is not served"),
-    ({"input_ids": [1], "token_ids_logprob": [0]}, "`token_ids_logprob` is not served"),
-    ({"input_ids": [1], "return_hidden_states": True}, "`return_hidden_states` is not served"),
-    ({"input_ids": [1], "custom_logit_processor": "x"}, "`custom_logit_processor` is not served"),
+    ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "`json_schema` is not supported"),
+    ({"input_ids": [1], "sampling_params": {"stop_regex": ["a"]}}, "`stop_regex` is not supported"),
+    ({"input_ids": [1], "lora_path": "adapter"}, "`lora_path` is not supported"),
+    ({"input_ids": [[1], [2]], "lora_path": [None, "adapter"]}, "`lora_path` is not supported"),
+    ({"input_ids": [1], "input_embeds": [[0.0]]}, "`input_embeds` is not supported"),
+    ({"input_ids": [1], "image_data": "x"}, "`image_data` is not supported"),
+    ({"input_ids": [1], "session_params": {"id": "a"}}, "`session_params` is not supported"),
+    ({"input_ids": [1], "token_ids_logprob": [0]}, "`token_ids_logprob` is not supported"),
+    ({"input_ids": [1], "return_hidden_states": True}, "`return_hidden_states` is not supported"),
+    ({"input_ids": [1], "custom_logit_processor": "x"}, "`custom_logit_processor` is not supported"),
     ({"input_ids": [1], "sampling_parms": {"n": 2}}, "unknown field `sampling_parms`: did you mean `sampling_params`?"),
     ({"input_ids": [1], "sampling_params": {"max_new_token": 3}}, "unknown field `max_new_token`"),
     ({"input_ids": [1], "sampling_params": {"max_new_token": 3}}, "did you mean `max_new_tokens`?"),
     ({"input_ids": [[1], [2]], "sampling_params": [{}, {"xyzzy": 3}]}, "unknown field `xyzzy`"),
-    ({"input_ids": [1], "sampling_params": {"custom_params": {"a": 1}}}, "`custom_params` is not served"),
+    ({"input_ids": [1], "sampling_params": {"custom_params": {"a": 1}}}, "`custom_params` is not supported"),
 ]
 
 
@@ -475,7 +475,7 @@ async def test_an_aborted_update_leaves_the_old_weights(http: Http) -> None:
         ("/abort_request", b"x", 400, "malformed"),
         ("/abort_request", {"rid_prefix": ""}, 400, "rid_prefix"),
         ("/abort_request", {"rid": "a", "rid_prefix": "b"}, 400, "not both"),
-        ("/release_memory_occupation", {"tags": ["weights"]}, 400, "only the memory tagged kv_cache"),
+        ("/release_memory_occupation", {"tags": ["weights"]}, 400, "only memory with the tag kv_cache"),
         ("/resume_memory_occupation", b"", 400, "truncated"),
     ],
 )
@@ -539,7 +539,7 @@ async def test_a_client_that_leaves_frees_its_slots(http: Http, runner: EngineRu
     await until(lambda: runner.engine.num_active)
     generation.cancel()
     await until(lambda: not runner.engine.has_work)
-    assert runner.num_generated_tokens < 90
+    assert runner.engine.num_generated_tokens < 90
 
 
 async def test_a_dead_engine_shows_in_health_and_ready(http: Http, runner: EngineRunner) -> None:
@@ -553,7 +553,7 @@ async def test_a_dead_engine_shows_in_health_and_ready(http: Http, runner: Engin
 
 
 async def test_an_api_key_guards_everything_but_health(runner: EngineRunner) -> None:
-    async with serve(runner, keys=Keys(generation="secret")) as url, aiohttp.ClientSession(url) as session:
+    async with serve(runner, keys=ApiKeys(generation="secret")) as url, aiohttp.ClientSession(url) as session:
         http = Http(session)
         assert (await http.get("/health"))[0] == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -616,7 +616,7 @@ async def test_a_draining_commit_gives_way_to_whoever_drops_or_replaces_it(
     commit = await draining_for_ever(http, runner)
     assert (await http.post(path, body))[0] == 200
     status, reply = await commit
-    assert (status, "given up while running answers were to end" in reply["error"]["message"]) == (409, True)
+    assert (status, "another call stopped the wait for running answers" in reply["error"]["message"]) == (409, True)
     assert runner.policy_version == (NO_VERSION if path == "/weights/forget" else 0)
     await until(lambda: runner.engine.admitting)
 
@@ -630,7 +630,7 @@ async def test_a_draining_commit_ends_with_its_client(http: Http, runner: Engine
 
 async def test_nothing_drains_while_paused_and_what_is_given_up_holds_nobody(http: Http, runner: EngineRunner) -> None:
     running = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(60)}))
-    await until(lambda: runner.num_generated_tokens > 2)
+    await until(lambda: runner.engine.num_generated_tokens > 2)
     await runner.pause("retract")
     assert (await http.get("/ready"))[1]["state"] == "paused"
     await http.post("/weights/begin", weights_handle(1))
@@ -639,7 +639,7 @@ async def test_nothing_drains_while_paused_and_what_is_given_up_holds_nobody(htt
     given_up = asyncio.create_task(runner.load_weights({}, 1, mode="drain"))
     await runner.score([1, 2])
     given_up.cancel()
-    await runner.go_on()
+    await runner.continue_generation()
     _, whole = await running
     assert [span["version"] for span in whole["meta_info"]["weight_versions"]] == ["0"]
     assert (await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()}))[0] == 200
@@ -647,7 +647,7 @@ async def test_nothing_drains_while_paused_and_what_is_given_up_holds_nobody(htt
 
 async def test_a_retracting_commit_computes_running_answers_anew(http: Http, runner: EngineRunner) -> None:
     running = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(80)}))
-    await until(lambda: runner.num_generated_tokens > 5)
+    await until(lambda: runner.engine.num_generated_tokens > 5)
     await http.post("/weights/begin", weights_handle(1))
     await http.post("/weights/commit", {"policy_version": 1, "mode": "retract"})
     _, reply = await running

@@ -11,7 +11,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from tiny_policy import make_engine, make_handle, print_of, serve, weights
 
-from penstock.ports import TrainerLost
+from penstock.ports.training import TrainerLost
 from penstock.rollout import client as client_module
 from penstock.rollout import servers as servers_module
 from penstock.rollout.client import RolloutClient
@@ -101,7 +101,7 @@ async def line(url: str) -> AsyncIterator[Line]:
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost servers are asked again soon."""
     monkeypatch.setattr(servers_module, "RETRY_S", 0.0)
-    monkeypatch.setattr(servers_module, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(servers_module, "POLL_S", 0.01)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ async def test_a_server_that_hangs_is_found_out(line: Line, other: EngineRunner)
         assert await served_by(servers, 0) == 5
         await servers.close()
     (why,) = lost
-    assert "has been silent" in why and line.url in why
+    assert "has not answered" in why and line.url in why
 
 
 async def test_a_server_that_is_back_is_used_again(
@@ -266,7 +266,7 @@ async def test_weights_that_no_server_can_get_at_are_lost(line: Line) -> None:
 async def test_an_update_that_finds_no_server_ends_with_what_the_last_one_said(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers_module, "BACK_S", 0.0)
+    monkeypatch.setattr(servers_module, "RECOVERY_S", 0.0)
     servers = Servers([line.url])
     line.cut = True
     with pytest.raises(RolloutError, match=f"{line.url}: POST /weights/begin got no answer"):
@@ -341,10 +341,10 @@ async def test_an_update_does_not_wait_for_a_server_that_hangs(line: Line, other
         line.silent = True
         await servers.update_weights(make_handle(6))
         assert other.policy_version == 6
-        with pytest.raises(RolloutError, match=f"{line.url}: has been silent"):
+        with pytest.raises(RolloutError, match=f"{line.url}: has not answered"):
             await servers.bring_up(line.url)
         await servers.close()
-    assert len(lost) == 1 and "has been silent" in lost[0]
+    assert len(lost) == 1 and "has not answered" in lost[0]
 
 
 async def test_a_server_started_anew_between_begin_and_commit_gets_both_again(line: Line, other: EngineRunner) -> None:

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_policy import EOS, VOCAB_SIZE, make_engine, make_request, reference_logprobs, reference_model, run, weights
+from tiny_policy import (
+    EOS,
+    VOCAB_SIZE,
+    make_engine,
+    make_request,
+    reference_logprobs,
+    reference_model,
+    run,
+    score,
+    weights,
+)
 
 from penstock.rollout.request import SamplingParams
 
@@ -94,7 +104,7 @@ def test_a_prompt_is_scored_while_others_are_being_served() -> None:
     engine = make_engine(0)
     engine.submit(make_request("a", PROMPT))
     engine.step()
-    assert engine.score([*PROMPT, 3, 8]) == pytest.approx(reference_logprobs(PROMPT[:1], [9, 9, 3, 8]), abs=1e-4)
+    assert score(engine, [*PROMPT, 3, 8]) == pytest.approx(reference_logprobs(PROMPT[:1], [9, 9, 3, 8]), abs=1e-4)
     while engine.has_work:
         (finished,) = engine.step() or [None]
     assert finished is not None
@@ -103,7 +113,7 @@ def test_a_prompt_is_scored_while_others_are_being_served() -> None:
 
 def test_a_long_prompt_is_computed_once_whatever_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompt, computed = make_engine(0), list(range(2, 32)), list[int]()
-    whole = engine.score(prompt)
+    whole = score(engine, prompt)
     forward = engine.model.forward
 
     def counted(input_ids: torch.Tensor, **options: Any) -> Any:
@@ -111,16 +121,16 @@ def test_a_long_prompt_is_computed_once_whatever_its_parts(monkeypatch: pytest.M
         return forward(input_ids=input_ids, **options)
 
     monkeypatch.setattr(engine.model, "forward", counted)
-    monkeypatch.setattr("penstock.rollout.engine.SCORED_PLACES", 8)
-    assert engine.score(prompt) == pytest.approx(whole, abs=1e-4)
+    monkeypatch.setattr("penstock.rollout.slot_engine.SCORED_PLACES", 8)
+    assert score(engine, prompt) == pytest.approx(whole, abs=1e-4)
     assert computed == [8, 8, 8, 5]
     assert whole == pytest.approx(reference_logprobs(prompt[:1], prompt[1:]), abs=1e-4)
 
 
 def test_new_weights_score_what_is_left_as_if_they_had_seen_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = list(range(2, 22))
-    expected = [make_engine(seed).score(prompt) for seed in (0, 1)]
-    monkeypatch.setattr("penstock.rollout.engine.SCORED_PLACES", 8)
+    expected = [score(make_engine(seed), prompt) for seed in (0, 1)]
+    monkeypatch.setattr("penstock.rollout.slot_engine.SCORED_PLACES", 8)
     engine = make_engine(0)
     parts = engine.scoring(prompt)
     found = next(parts)

@@ -17,9 +17,10 @@ from penstock.envs.episode import Episode, spending
 from penstock.rollout import client as client_module
 from penstock.rollout import servers as servers_module
 from penstock.rollout.servers import Servers
+from penstock.samples import Segment
 from penstock.scheduler.segments import SegmentPolicy
 from penstock.simulator.clock import run_virtual
-from penstock.types import EpisodeId, EpisodeLease, Sampling, Segment, SegmentGrant
+from penstock.types import EpisodeId, EpisodeLease, Sampling, SegmentGrant, Task
 
 SEGMENTS = SegmentPolicy(max_new_tokens=4, segment_length=4, max_segment_count=1, global_max_length=4)
 
@@ -44,7 +45,7 @@ def episode(number: int, deadline_s: float) -> Episode:
     return Episode(
         lease=lease,
         grant=grant,
-        task_id="t",
+        task=Task(task_id="t", tag="train", index=0),
         settings=EnvironmentConfig(),
         sampling=Sampling(),
         bounds=SEGMENTS,
@@ -78,11 +79,11 @@ def test_a_stopped_server_is_named_while_episodes_wait_for_it(monkeypatch: pytes
     assert held.waiter in {"train/0/0/0", "train/1/0/0", "train/2/0/0"}
     assert (held.resource, held.holder) == ("an answer", "http://server:1")
     assert held.seconds < 30.0, "long before the lease is over"
-    everybody = next(stack for stack in held.stacks if "_ask" in stack)
+    everybody = next(stack for stack in held.stacks if "_generate_on" in stack)
     assert "episode-" in everybody and "in generate" in everybody
     assert {stall.holder for stall in later} == {"http://server:1"}
     assert end.waiter.endswith("/0/0 of t") and (end.holder, end.seconds) == ("a rollout server", 120.0)
-    assert "in _ask" in end.stacks[0], "where it was when its time was up"
+    assert "in _watch" in end.stacks[0], "where it was when its time was up"
 
 
 @pytest.fixture
@@ -111,4 +112,4 @@ async def test_so_is_a_real_one(stopped_process: str, monkeypatch: pytest.Monkey
     await servers.close()
     held = next(stall for stall in told if stall.waiter == "train/0/0/0")
     assert (held.resource, held.holder) == ("an answer", stopped_process)
-    assert any("in _round_trip" in stack for stack in held.stacks)
+    assert any("in send" in stack for stack in held.stacks)

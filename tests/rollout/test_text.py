@@ -58,12 +58,12 @@ def test_spaces_that_depend_on_what_came_before_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "settled", "cut"),
+    ("text", "without_partial_stop", "cut"),
     [("hello E", "hello ", "hello E"), ("hello END x", "hello END x", "hello "), ("EN", "", "EN")],
 )
-def test_a_stop_string_takes_nothing_back(text: str, settled: str, cut: str) -> None:
+def test_a_stop_string_takes_nothing_back(text: str, without_partial_stop: str, cut: str) -> None:
     stops = Stops(strings=("END",))
-    assert (stops.settled(text), stops.cut(text)) == (settled, cut)
+    assert (stops.without_partial_stop(text), stops.cut(text)) == (without_partial_stop, cut)
 
 
 def test_a_stop_string_is_seen_whatever_tokens_spell_it() -> None:

@@ -3,63 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
-import aiohttp
 import pytest
 import torch
-from tiny_policy import make_engine, make_handle, make_request, print_of, receive_seed, serve, until, weights
+from tiny_policy import make_engine, make_handle, make_request, print_of, receive_seed, until, weights
 
-from penstock.rollout.failures import Conflict
+from penstock.rollout.generator import Conflict
 from penstock.rollout.request import SamplingParams
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.update import MAX_VERSION, Chunk, WeightsUpdate
-from penstock.types import NO_VERSION, DeviceTensors, GroupTensors
+from penstock.rollout.update import MAX_VERSION, WeightsUpdate
+from penstock.types import NO_VERSION
 from penstock.weights.shared_memory import fingerprint
 
 PARTS = [dict(list(weights(3).items())[start::2]) for start in (0, 1)]
 
 
-class Transport:
-    """Stands for the weights box: the only name of a chunk is the number of one of `PARTS`."""
-
-    def __init__(self) -> None:
-        self.received: list[str] = []
-
-    def __call__(self, chunk: Chunk) -> Mapping[str, torch.Tensor]:
-        (number,) = chunk.names
-        self.received.append(number)
-        return PARTS[int(number)]
-
-
-def part(number: int, group: str = "g") -> GroupTensors:
-    return GroupTensors(group_name=group, names=[str(number)], dtypes=[], shapes=[])
-
-
-def device_part(number: int) -> DeviceTensors:
-    return DeviceTensors(
-        names=[str(number)],
-        dtypes=[],
-        shapes=[],
-        device_uuid="",
-        memory_handle=b"",
-        num_bytes=0,
-        offset_bytes=0,
-        ref_counter_handle=b"",
-        ref_counter_offset=0,
-        event_handle=b"",
-        event_sync_required=False,
-    )
-
-
 @pytest.fixture
-def transport() -> Transport:
-    return Transport()
-
-
-@pytest.fixture
-def update(runner: EngineRunner, transport: Transport) -> WeightsUpdate:
-    return WeightsUpdate(runner, receive_seed, fingerprint, transport)
+def update(runner: EngineRunner) -> WeightsUpdate:
+    return WeightsUpdate(runner, receive_seed, fingerprint)
 
 
 def holds(runner: EngineRunner, seed: int) -> bool:
@@ -70,39 +32,22 @@ def equals(runner: EngineRunner, expected: Mapping[str, torch.Tensor]) -> bool:
     return all(torch.equal(parameter, expected[name]) for name, parameter in runner.engine.parameters().items())
 
 
-@pytest.mark.parametrize("make_part", [part, device_part])
-async def test_chunks_take_effect_together_and_once(
-    update: WeightsUpdate, runner: EngineRunner, transport: Transport, make_part: Callable[[int], Chunk]
-) -> None:
-    for seq in (0, 0, 1, 0):
-        await update.chunk(5, seq, make_part(seq))
-        assert holds(runner, 0)
-    assert transport.received == (["0", "0", "1", "0"] if make_part is part else ["0", "1"])
-    for _ in range(2):
-        served = await update.commit(5, fingerprint=fingerprint(weights(3)))
-        assert (served.policy_version, served.fingerprint) == (5, fingerprint(weights(3)))
-    assert holds(runner, 3)
-    transport.received.clear()
-    with pytest.raises(Conflict, match="policy_version 5 is not newer than 5"):
-        await update.chunk(5, 0, make_part(0))
-    assert transport.received == (["0"] if make_part is part else []), "whoever broadcasts is not left waiting"
-
-
 async def test_what_is_not_whole_is_not_served(update: WeightsUpdate, runner: EngineRunner) -> None:
-    await update.chunk(5, 0, part(0))
+    await update.add(PARTS[0], policy_version=5)
     with pytest.raises(Conflict, match=f"lacks {len(PARTS[1])} weights, the first is {min(PARTS[1])}"):
         await update.commit(5)
-    await update.chunk(5, 1, part(1))
-    with pytest.raises(Conflict, match=r"has fingerprint .*, not another"):
+    await update.add(PARTS[1])
+    with pytest.raises(Conflict, match=r"have fingerprint .*, not another"):
         await update.commit(5, fingerprint="another")
     assert holds(runner, 0) and runner.policy_version == 0
     await update.commit(5)
     assert holds(runner, 3)
 
 
-async def test_a_chunk_of_a_newer_version_replaces_what_was_staged(update: WeightsUpdate) -> None:
-    await update.chunk(5, 0, part(0))
-    await update.chunk(6, 1, part(1))
+async def test_a_part_of_a_newer_version_replaces_what_was_staged(update: WeightsUpdate) -> None:
+    await update.add(PARTS[0], policy_version=5)
+    with pytest.raises(Conflict, match="starts over"):
+        await update.add(PARTS[1], policy_version=6)
     with pytest.raises(Conflict, match="commit of policy_version 5, but policy_version 6 is staged"):
         await update.commit(5)
     with pytest.raises(Conflict, match="lacks"):
@@ -136,7 +81,7 @@ async def test_another_dtype_and_tied_names_are_no_obstacle(update: WeightsUpdat
 
 async def test_a_sender_that_starts_over_is_not_mixed_with_itself(update: WeightsUpdate, runner: EngineRunner) -> None:
     old = await update.add(PARTS[0], policy_version=4)
-    never = f"{len(PARTS[1])} weights of the one before never came, the first is {min(PARTS[1])}"
+    never = f"{len(PARTS[1])} weights did not arrive, the first is {min(PARTS[1])}"
     with pytest.raises(Conflict, match=never):
         await update.add(PARTS[0], policy_version=5)
     with pytest.raises(Conflict, match="starts over"):
@@ -193,25 +138,12 @@ async def test_nobodys_weights_complete_no_update(update: WeightsUpdate, runner:
 async def test_parts_of_two_senders_never_meet(update: WeightsUpdate, runner: EngineRunner) -> None:
     await update.add(PARTS[0], sender="a")
     await refused(
-        "an update of group 'a' is open: serve it first, or drop it with /weights/abort",
+        "group 'a' has an open update: commit it first, or drop it with /weights/abort",
         lambda: update.add(PARTS[1], sender="b"),
         lambda: update.add(PARTS[1]),
-        lambda: update.chunk(1, 1, part(1, "a")),
-        lambda: update.chunk(1, 1, part(1, "b")),
-        lambda: update.chunk(1, 1, device_part(1)),
     )
     await update.finish(await update.add(PARTS[1], sender="a"))
     assert holds(runner, 3)
-    await update.chunk(2, 0, part(0, "a"))
-    await refused(
-        "an update of group 'a' is open",
-        lambda: update.chunk(2, 1, part(1, "b")),
-        lambda: update.chunk(3, 1, device_part(1)),
-        lambda: update.add(PARTS[1], sender="a"),
-    )
-    await update.abort()
-    await update.chunk(2, 0, device_part(0))
-    await refused("an update of a sender without a group is open", lambda: update.add(PARTS[1]))
 
 
 async def refused(message: str, *calls: Callable[[], Awaitable[object]]) -> None:
@@ -223,20 +155,17 @@ async def refused(message: str, *calls: Callable[[], Awaitable[object]]) -> None
 async def test_a_bracket_is_its_first_senders(update: WeightsUpdate, runner: EngineRunner) -> None:
     bracket = await update.open()
     await update.rename(5)
-    await refused("an update of whoever began it is open", lambda: update.chunk(5, 0, part(0)))
     await update.add(PARTS[0], sender="a")
     await refused(
-        "an update of group 'a' is open",
+        "group 'a' has an open update",
         lambda: update.add(PARTS[1], sender="b"),
-        lambda: update.chunk(5, 1, part(1, "a")),
         lambda: update.begin(make_handle(5), bracket=bracket),
     )
     await update.begin(make_handle(6))
     assert not update.is_open(bracket)
     await refused(
-        "an update of whoever sent a handle is open",
+        "another client has an open update",
         lambda: update.add(PARTS[1], sender="a"),
-        lambda: update.chunk(6, 1, part(1, "a")),
     )
     await refused("no longer open", lambda: update.begin(make_handle(7), bracket=bracket))
     assert (await update.commit(6)).fingerprint == print_of("1")
@@ -248,14 +177,14 @@ async def test_a_bracket_may_bring_a_handle(update: WeightsUpdate, runner: Engin
     for version in (4, 5):
         await update.begin(make_handle(version), bracket=bracket)
     assert update.is_open(bracket) and holds(runner, 0)
-    await refused("whoever sent a handle", lambda: update.add(PARTS[0], sender="a"))
+    await refused("another client", lambda: update.add(PARTS[0], sender="a"))
     assert await update.finish(bracket) == (5, print_of("1"))
 
 
 async def test_a_commit_serves_what_its_caller_means(update: WeightsUpdate, runner: EngineRunner) -> None:
     await update.begin(make_handle(5, path="1"))
     await update.begin(make_handle(5, path="2"))
-    await refused("has fingerprint", lambda: update.commit(5, fingerprint=print_of("1")))
+    await refused("have fingerprint", lambda: update.commit(5, fingerprint=print_of("1")))
     assert holds(runner, 0)
     await update.commit(5, fingerprint=print_of("2"))
     await refused(
@@ -286,7 +215,6 @@ async def test_a_version_has_a_bound_however_it_comes(update: WeightsUpdate, run
     beyond = MAX_VERSION + 1
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: update.begin(make_handle(beyond)),
-        lambda: update.chunk(beyond, 0, part(0)),
         lambda: update.add(PARTS[0], policy_version=beyond),
         lambda: update.rename(beyond),
     ]
@@ -329,12 +257,12 @@ async def test_a_lease_that_ends_leaves_the_pauses_of_others(update: WeightsUpda
         if pause_first:
             await runner.pause("in_place")
         bracket = await update.open(lease_s=0.0)
-        await runner.go_on()
+        await runner.continue_generation()
         await runner.pause("in_place")
         await until(lambda bracket=bracket: not update.is_open(bracket))  # type: ignore[misc]
         await runner.score([1, 2])
         assert runner.engine.paused
-        await runner.go_on()
+        await runner.continue_generation()
 
 
 async def test_a_new_name_holds_from_the_next_token_on_and_never_goes_back(
@@ -342,7 +270,7 @@ async def test_a_new_name_holds_from_the_next_token_on_and_never_goes_back(
 ) -> None:
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     running = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=80, params=params)))
-    await until(lambda: runner.num_generated_tokens > 5)
+    await until(lambda: runner.engine.num_generated_tokens > 5)
     await update.rename(0)
     await update.rename(4)
     (segment,) = await running
@@ -367,32 +295,3 @@ async def test_rows_are_read_between_steps(runner: EngineRunner) -> None:
     rows = await runner.first_rows("model.norm.weight", 3)
     await runner.load_weights({name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}, 1)
     assert rows.tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.fixture
-async def session(runner: EngineRunner, update: WeightsUpdate) -> AsyncIterator[aiohttp.ClientSession]:
-    async with serve(runner, update=update) as url, aiohttp.ClientSession(url) as session:
-        yield session
-
-
-async def test_chunks_over_http(session: aiohttp.ClientSession, runner: EngineRunner) -> None:
-    async def post(path: str, given: object) -> tuple[int, dict[str, object]]:
-        async with session.post(path, json=given) as response:
-            return response.status, await response.json()
-
-    group: dict[str, object] = {"group_name": "g", "dtypes": [], "shapes": []}
-    for seq, chunks, missing in [(0, [0], len(PARTS[1])), (0, [0], len(PARTS[1])), (1, [0, 1], 0)]:
-        given = {"policy_version": 2, "seq": seq, "group": {**group, "names": [str(seq)]}}
-        reply = {"policy_version": 2, "chunks": chunks, "num_missing": missing}
-        assert await post("/weights/chunk", given) == (200, reply)
-    status, _ = await post("/weights/commit", {"policy_version": 2, "fingerprint": "another"})
-    assert (status, runner.policy_version) == (409, 0)
-    status, reply = await post("/weights/commit", {"policy_version": 2, "fingerprint": fingerprint(weights(3))})
-    assert (status, reply["state"], runner.policy_version) == (200, "committed", 2)
-    for given in ({"policy_version": 3, "seq": 0}, {"policy_version": 3, "seq": -1, "group": group}):
-        assert (await post("/weights/chunk", given))[0] == 400
-
-
-async def test_a_server_without_transports_says_so(runner: EngineRunner) -> None:
-    with pytest.raises(ValueError, match="takes weights by handle only"):
-        await WeightsUpdate(runner, receive_seed, fingerprint).chunk(1, 0, part(0))

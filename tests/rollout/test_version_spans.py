@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_ports import leased
 from tiny_policy import MAX_CONTEXT, make_handle, reference_logprobs
 
 from penstock.config import Config, TinyModelConfig
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
-from penstock.ports import Work
+from penstock.ports.work import Work
 from penstock.rollout.servers import Servers
-from penstock.simulator.parts import leased
-from penstock.types import Sampling, Segment, SegmentGrant, Task, Trajectory
+from penstock.samples import Segment, Trajectory
+from penstock.types import Sampling, SegmentGrant, Task
 
 NUM_MEMBERS = 2
 SEGMENT = 7

@@ -13,15 +13,16 @@ import torch
 import uvicorn
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.rollout.engine import Finished, SlotEngine
+from penstock.rollout.app import ApiKeys
 from penstock.rollout.http import Surface
-from penstock.rollout.keys import Keys
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
+from penstock.rollout.slot_engine import Finished, SlotEngine
 from penstock.rollout.text import Tokenizer
 from penstock.rollout.update import WeightsUpdate
-from penstock.types import Segment, WeightsHandle
+from penstock.samples import Segment
+from penstock.types import WeightsHandle
 from penstock.weights.shared_memory import fingerprint
 
 VOCAB_SIZE = 64
@@ -99,6 +100,11 @@ def run(engine: SlotEngine, *requests: GenerateRequest) -> dict[str, list[Segmen
     return {result.request.rid: result.segments for result in finished}
 
 
+def score(engine: SlotEngine, prompt: list[int]) -> list[float]:
+    """The log-probability of every token but the first."""
+    return [logprob for part in engine.scoring(prompt) for logprob in part]
+
+
 def weights(seed: int) -> dict[str, torch.Tensor]:
     """The weights of `make_model(seed)`."""
     return {name: parameter.detach() for name, parameter in reference_model(seed).named_parameters()}
@@ -151,7 +157,7 @@ async def serve(
     runner: EngineRunner,
     *,
     update: WeightsUpdate | None = None,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
     tokenizer: Tokenizer | None = None,
     foreign: Sequence[Surface] = (),
 ) -> AsyncIterator[str]:

@@ -86,3 +86,18 @@ def test_groups_within_the_look_ahead_are_not_held_against_the_order() -> None:
         bias.admitted(group, float(group))
     bias.trained(range(100))
     assert bias.report()["length_ks"] == 0
+
+
+def test_groups_of_equal_rewards_are_not_held_against_the_filter() -> None:
+    bias = LengthBias(group_size=2, look_ahead=0)
+    for group in range(200):
+        solved = group % 2 == 0
+        bias.admitted(group, None)
+        bias.played(group, [5, 5] if solved else [10, 10])
+        if solved:
+            bias.equal_rewards(group)
+        else:
+            bias.trained([10, 10])
+    report = bias.report()
+    assert report["length_ks"] == 0 and bias.alarm() is None
+    assert report["length_ks_played"] == 0.5

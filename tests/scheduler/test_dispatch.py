@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import DispatchConfig
-from penstock.scheduler.dispatch import DispatchDecision, DispatchPolicy, PendingGroup, dispatch_policy
+from penstock.scheduler.active_group import ActiveGroup
+from penstock.scheduler.dispatch import DispatchDecision, DispatchPolicy
+from penstock.scheduler.ledger import Ledger
 from penstock.scheduler.order import Order
 from penstock.types import Task
 
@@ -22,21 +24,21 @@ tokens = st.floats(0, 4000, allow_nan=False).map(round).map(float)
 arrivals = st.lists(st.tuples(seconds, tokens), min_size=1, max_size=30)
 
 
-def pending(number: int, *, at: float = 0.0, tokens: float = 0.0, size: int = 4) -> PendingGroup:
-    return PendingGroup(group=number, task=TASK, size=size, admitted_at=at, predicted_tokens=tokens)
+def pending(number: int, *, at: float = 0.0, tokens: float = 0.0, size: int = 4) -> ActiveGroup:
+    return ActiveGroup(number=number, task=TASK, size=size, ledger=Ledger(), admitted_at=at, predicted_tokens=tokens)
 
 
 def policy_of(
     name: str, *, look_ahead: int = 1000, aging_s: float = 60.0, max_wait_s: float = 1e6, groups: Sequence = ()
 ) -> DispatchPolicy:
     config = DispatchConfig.model_validate({"policy": name, "aging_s": aging_s, "max_wait_s": max_wait_s})
-    policy = dispatch_policy(config, look_ahead=look_ahead)
+    policy = DispatchPolicy(config, look_ahead=look_ahead)
     for group in groups:
         policy.push(group)
     return policy
 
 
-def groups_of(arrived: Sequence[tuple[float, float]]) -> list[PendingGroup]:
+def groups_of(arrived: Sequence[tuple[float, float]]) -> list[ActiveGroup]:
     return [pending(number, at=at, tokens=tokens) for number, (at, tokens) in enumerate(arrived)]
 
 
@@ -51,9 +53,9 @@ def drain(policy: DispatchPolicy, now: float = 1000.0) -> list[int]:
     order = []
     while len(policy):
         decision = take(policy, now)
-        order.append(decision.group.group)
+        order.append(decision.group.number)
         if decision.part == "probe":
-            policy.push_rest(decision.group, int(decision.group.predicted_tokens))
+            policy.push_rest(decision.group, int(decision.group.predicted_tokens), now=now)
     return order
 
 
@@ -121,16 +123,16 @@ def test_every_group_goes_exactly_once(
     for pop in [*chosen, *[False] * len(coming)]:
         if pop and len(policy):
             decision = take(policy)
-            parts.append((decision.group.group, decision.part))
+            parts.append((decision.group.number, decision.part))
             if decision.part == "probe":
-                policy.push_rest(decision.group, 7)
+                policy.push_rest(decision.group, 7, now=1000.0)
         elif coming:
             policy.push(coming.pop())
     while len(policy):
         decision = take(policy)
-        parts.append((decision.group.group, decision.part))
+        parts.append((decision.group.number, decision.part))
         if decision.part == "probe":
-            policy.push_rest(decision.group, 7)
+            policy.push_rest(decision.group, 7, now=1000.0)
     expected = ("probe", "rest") if name == "probe" else ("whole",)
     assert sorted(parts) == sorted((number, part) for number in range(len(arrived)) for part in expected)
     assert policy.pop(now=1000.0, free=ENOUGH, may_start=True) is None
@@ -145,7 +147,7 @@ def test_whoever_waited_too_long_goes_first(
     groups = groups_of(arrived)
     policy = policy_of(name, max_wait_s=max_wait_s + 0.1, groups=groups)
     policy.adapt(preference=1.0, trusted=trusted)
-    oldest = min(groups, key=lambda group: (group.admitted_at, group.group))
+    oldest = min(groups, key=lambda group: (group.admitted_at, group.number))
     overdue = now - oldest.admitted_at >= max_wait_s + 0.1
     decision = take(policy, now)
     assert ("past max_wait_s" in decision.reason) == overdue
@@ -205,8 +207,8 @@ def test_stronger_preference_never_moves_a_longer_group_forward(
     before, after = ({number: place for place, number in enumerate(drain(policy))} for policy in (weak, strong))
     for one in groups:
         for other in groups:
-            if one.predicted_tokens > other.predicted_tokens and before[one.group] > before[other.group]:
-                assert after[one.group] > after[other.group]
+            if one.predicted_tokens > other.predicted_tokens and before[one.number] > before[other.number]:
+                assert after[one.number] > after[other.number]
 
 
 def test_sjf_and_ljf_by_length() -> None:
@@ -234,7 +236,7 @@ def test_a_group_is_never_passed_over_for_its_size() -> None:
     assert policy.pop(now=0.0, free=7, may_start=True) is None
     assert policy.pop(now=0.0, free=8, may_start=False) is None
     assert len(policy) == 2
-    assert [take(policy).group.group for _ in range(2)] == [0, 1]
+    assert [take(policy).group.number for _ in range(2)] == [0, 1]
 
 
 def test_reasons_name_their_inputs() -> None:
@@ -262,13 +264,8 @@ def test_forced_pops_leave_nothing_behind() -> None:
     for number in range(6000):
         policy.push(pending(number, at=float(number), tokens=draw.random()))
         if number >= 100:
-            order.append(take(policy, 1e9).group.group)
+            order.append(take(policy, 1e9).group.number)
     assert order == list(range(5900))
-
-
-def test_whole_groups_have_no_rest() -> None:
-    with pytest.raises(ValueError, match="sjf gives out whole groups"):
-        policy_of("sjf").push_rest(pending(0), 5)
 
 
 @pytest.mark.parametrize("preference", [-1.0, float("nan")])
@@ -280,12 +277,12 @@ def test_senseless_preferences_are_refused(preference: float) -> None:
 def test_probes_go_first_then_rests_longest_probe_first() -> None:
     policy = policy_of("probe", groups=[pending(number, at=float(number)) for number in range(3)])
     probes = [take(policy, 10.0) for _ in range(3)]
-    assert [(probe.group.group, probe.part) for probe in probes] == [(0, "probe"), (1, "probe"), (2, "probe")]
+    assert [(probe.group.number, probe.part) for probe in probes] == [(0, "probe"), (1, "probe"), (2, "probe")]
     for probe, length in zip(probes, (50, 500, 5), strict=True):
-        policy.push_rest(probe.group, length)
+        policy.push_rest(probe.group, length, now=10.0)
     policy.push(pending(3, at=10.0))
     decisions = [take(policy, 10.0) for _ in range(4)]
-    assert [(each.group.group, each.part) for each in decisions] == [
+    assert [(each.group.number, each.part) for each in decisions] == [
         (3, "probe"),
         (1, "rest"),
         (0, "rest"),
@@ -296,7 +293,7 @@ def test_probes_go_first_then_rests_longest_probe_first() -> None:
 
 def test_rests_may_run_when_nothing_may_start_and_need_room_for_all_but_one() -> None:
     policy = policy_of("probe", groups=[pending(0, size=4), pending(1, size=4)])
-    policy.push_rest(take(policy).group, 9)
+    policy.push_rest(take(policy).group, 9, now=1000.0)
     assert policy.pop(now=1000.0, free=2, may_start=False) is None
     decision = policy.pop(now=1000.0, free=3, may_start=False)
     assert decision is not None and decision.part == "rest"
@@ -307,7 +304,7 @@ def test_rests_may_run_when_nothing_may_start_and_need_room_for_all_but_one() ->
 def test_a_rest_that_waited_too_long_goes_before_probes() -> None:
     policy = policy_of("probe", max_wait_s=30.0, groups=[pending(0), pending(1, at=100.0), pending(2, at=100.0)])
     probe = take(policy, 100.0)
-    policy.push_rest(probe.group, 9)
+    policy.push_rest(probe.group, 9, now=100.0)
     assert take(policy, 129.0).part == "probe"
     assert policy.oldest_wait_s(130.0) == 30.0
     overdue = take(policy, 130.0)
@@ -318,9 +315,9 @@ def test_an_untrusted_probe_does_not_order_the_rests() -> None:
     policy = policy_of("probe", groups=[pending(number, at=float(number)) for number in range(3)])
     probes = [take(policy, 10.0 + number) for number in range(3)]
     for probe in probes:
-        policy.push_rest(probe.group, 10 * probe.group.group)
+        policy.push_rest(probe.group, 10 * probe.group.number, now=12.0)
     policy.adapt(preference=1.0, trusted=False)
-    assert [take(policy, 20.0).group.group for _ in range(3)] == [0, 1, 2]
+    assert [take(policy, 20.0).group.number for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_group_of_one_needs_no_probe() -> None:
@@ -332,7 +329,7 @@ def test_better_predictions_change_the_order_of_what_waits(look_ahead: int) -> N
     waiting = [pending(number, tokens=100.0) for number in range(6)]
     policy = policy_of("sjf", look_ahead=look_ahead, groups=waiting)
     policy.revise({0: 900.0, 2: 5.0, 5: 1.0})
-    assert sorted(group.group for group in policy.pending()) == list(range(6))
+    assert sorted(group.number for group in policy.pending()) == list(range(6))
     assert drain(policy) == ([5, 2, 1, 3, 4, 0] if look_ahead > 6 else [2, 1, 3, 5, 4, 0])
 
 
@@ -345,10 +342,10 @@ def test_revised_groups_are_ordered_as_if_they_had_come_like_that(
     fresh = groups_of([(at, tokens) for (at, _), tokens in zip(arrived, later, strict=False)])
     scale = sum(group.predicted_tokens for group in fresh) / len(fresh)
 
-    def score(group: PendingGroup) -> float:
+    def score(group: ActiveGroup) -> float:
         return (group.predicted_tokens / scale if scale else 0.0) + group.admitted_at / 60.0
 
-    scores = {group.group: score(group) for group in fresh}
+    scores = {group.number: score(group) for group in fresh}
     taken = drain(revised)
     assert sorted(taken) == sorted(scores)
     assert all(scores[a] <= scores[b] + 1e-9 for a, b in itertools.pairwise(taken))

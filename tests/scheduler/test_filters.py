@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from fake_ports import played
 
+from penstock.alarms import Alarms
 from penstock.config import ConfigError, GroupFilterConfig
+from penstock.scheduler.failure_budget import FailureBudget, NothingToLearn
 from penstock.scheduler.filters import Drop, Dropped, FilterChain, FilterFailed, FinishedGroup, Keep
-from penstock.scheduler.patience import NothingToLearn, Patience
-from penstock.simulator.parts import played
 from penstock.types import EpisodeId, StopReason, Task
 
 TASK = Task(task_id="task-7", tag="train", index=7)
@@ -120,7 +121,7 @@ def test_a_filter_of_ones_own_goes_on_from_its_saved_state() -> None:
         (with_options("over_long", max_token=3), "max_token"),
         (
             with_options("stop_reason", reasons=["cut"]),
-            "nothing stops for the reason cut: there are terminated, truncated",
+            "unknown stop reason cut: use terminated, truncated",
         ),
         (with_options("nowhere.to:BeFound"), "cannot be imported: ModuleNotFoundError"),
         (with_options(f"{__name__}:Absent"), "test_filters has no Absent; there are EverySecond"),
@@ -135,7 +136,10 @@ def test_what_is_no_filter_is_refused(config: GroupFilterConfig, message: str) -
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("Raises", "raised KeyError on task-7: 'difficulty'"), ("AnswersTrue", "answered True for task-7, neither Keep")],
+    [
+        ("Raises", "raised KeyError on task-7: 'difficulty'"),
+        ("AnswersTrue", "returned True for task-7: return Keep or Drop"),
+    ],
 )
 def test_a_bad_filter_is_named(name: str, message: str) -> None:
     with pytest.raises(FilterFailed) as failure:
@@ -144,46 +148,48 @@ def test_a_bad_filter_is_named(name: str, message: str) -> None:
 
 
 def test_patience_ends_with_the_reasons_and_how_often_each_came() -> None:
-    patience = Patience(max_filtered=20)
+    budget = FailureBudget(max_filtered=20, alarms=Alarms())
     hard, easy = (Dropped(name="zero_variance", reason=f"all rewards are {reward}") for reward in (0, 1))
-    assert patience.filtered(easy) is None and patience.alarm() is None
-    patience.kept()
+    assert budget.filter_group(easy) is None and budget.filter_alarm() is None
+    budget.keep_group()
     for _ in range(18):
-        assert patience.filtered(hard) is None
-    assert patience.filtered(easy) is None
-    assert "19 groups in a row were filtered: 18 by zero_variance (all rewards are 0), 1 by" in str(patience.alarm())
-    ended = patience.filtered(easy)
+        assert budget.filter_group(hard) is None
+    assert budget.filter_group(easy) is None
+    assert "19 groups in a row were filtered: 18 by zero_variance (all rewards are 0), 1 by" in str(
+        budget.filter_alarm()
+    )
+    ended = budget.filter_group(easy)
     assert isinstance(ended, NothingToLearn)
     assert "20 groups in a row were filtered: 18 by zero_variance (all rewards are 0), 2 by zero_v" in str(ended)
     assert "scheduler.group_filter=[]" in str(ended)
 
 
 def test_filtered_groups_in_a_row_name_those_that_failed_between_them() -> None:
-    patience = Patience(max_filtered=3)
+    budget = FailureBudget(max_filtered=3, alarms=Alarms())
     dropped = Dropped(name="zero_variance", reason="all rewards are 0")
-    patience.failed("KeyError: 1", command=None)
-    patience.kept()
-    patience.filtered(dropped)
-    assert "failed" not in str(patience.alarm())
-    patience.failed("KeyError: 2", command=None)
-    assert str(patience.filtered(dropped)) == "None"
-    assert "2 groups in a row were filtered" in str(patience.alarm())
-    assert "; 1 more failed between them, the last with: KeyError: 2" in str(patience.filtered(dropped))
+    budget.fail_group("KeyError: 1", command=None)
+    budget.keep_group()
+    budget.filter_group(dropped)
+    assert "failed" not in str(budget.filter_alarm())
+    budget.fail_group("KeyError: 2", command=None)
+    assert str(budget.filter_group(dropped)) == "None"
+    assert "2 groups in a row were filtered" in str(budget.filter_alarm())
+    assert "; 1 more failed between them, the last with: KeyError: 2" in str(budget.filter_group(dropped))
 
 
 def test_many_failed_groups_among_others_are_an_alarm_until_there_are_half_as_many() -> None:
-    patience = Patience(max_filtered=20)
+    budget = FailureBudget(max_filtered=20, alarms=Alarms())
     for number in range(25):
-        assert patience.failure_alarm() is None
+        assert budget.failure_alarm() is None
         for _ in range(3):
-            patience.played()
-        patience.failed(f"KeyError: {number}", command=None)
-    alarm = str(patience.failure_alarm())
-    assert alarm.startswith("25 of the latest 100 groups failed: mend the environment")
+            budget.complete_group()
+        budget.fail_group(f"KeyError: {number}", command=None)
+    alarm = str(budget.failure_alarm())
+    assert alarm.startswith("25 of the latest 100 groups failed: repair the environment")
     assert alarm.endswith("the last error was: KeyError: 24")
     for _ in range(48):
-        patience.played()
-    assert "13 of the latest 100" in str(patience.failure_alarm())
+        budget.complete_group()
+    assert "13 of the latest 100" in str(budget.failure_alarm())
     for _ in range(4):
-        patience.played()
-    assert patience.failure_alarm() is None
+        budget.complete_group()
+    assert budget.failure_alarm() is None

@@ -6,13 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from fake_ports import NumberedTasks, played
 
 from penstock.config import Config
-from penstock.ports import Work
+from penstock.ports.work import Work
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import NumberedTasks, played
-from penstock.types import EpisodeId, PayloadRef, SegmentGrant
+from penstock.types import EpisodeId, GroupAttempt, PayloadRef, SegmentGrant
 
 SETTINGS: dict[str, Any] = {
     "env": {"group_size": 2, "max_new_tokens": 8},
@@ -25,13 +25,13 @@ REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
 async def scheduler_with(num_groups: int, *, redundancy: int = 0, **changes: Any) -> Scheduler:
     env, scheduling = SETTINGS["env"] | {"redundancy": redundancy}, SETTINGS["scheduler"] | changes
     settings = Config.model_validate(SETTINGS | {"env": env, "scheduler": scheduling})
-    scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, record=lambda *decision: None)
-    scheduler.worker_joined("env-0", 100)
+    scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, log_decision=lambda *decision: None)
+    scheduler.add_worker("env-0", 100)
     source = NumberedTasks("train")
     for index in range(num_groups):
         task = source.task(index)
         assert task is not None
-        scheduler.admit([task])
+        scheduler.admit_tasks([task])
     return scheduler
 
 
@@ -57,11 +57,13 @@ async def is_idle(scheduler: Scheduler) -> bool:
 
 def finish(scheduler: Scheduler, work: Work, **details: Any) -> None:
     episodes = [played(lease.episode, reward=1.0, **details) for lease in work.leases]
-    scheduler.finish(work.leases[0].episode.group, REF, episodes)
+    scheduler.finish_group(work.leases[0].episode.group_attempt, REF, episodes)
 
 
 def ask(scheduler: Scheduler, episode: EpisodeId, *, unfinished: bool, num_tokens: int = 3) -> None:
-    scheduler.request_grant(episode, unfinished=unfinished, num_tokens=num_tokens)
+    scheduler.members.request_grant(
+        episode.group_attempt, episode.episode, unfinished=unfinished, num_tokens=num_tokens
+    )
 
 
 def test_running_episodes_are_bounded_and_places_return() -> None:
@@ -107,9 +109,9 @@ def test_members_that_end_early_give_their_grants_back() -> None:
     async def main() -> None:
         scheduler = await scheduler_with(3)
         first, second = await next_works(scheduler)
-        scheduler.ended(0, [played(first.leases[0].episode, reward=1.0)], [None])
+        scheduler.members.end_members(GroupAttempt(0, 0), [played(first.leases[0].episode, reward=1.0)], [None])
         assert await is_idle(scheduler), "one free grant is not enough for a group of two"
-        scheduler.ended(1, [played(second.leases[1].episode, reward=1.0)], [None])
+        scheduler.members.end_members(GroupAttempt(1, 0), [played(second.leases[1].episode, reward=1.0)], [None])
         (third,) = await next_works(scheduler)
         assert third.leases[0].episode.group == 2
         assert scheduler.ledger.counts()["ready"] == 2
@@ -126,7 +128,9 @@ def test_a_probe_goes_first_and_the_longest_probed_group_is_the_next() -> None:
         assert [(w.leases[0].episode.group, len(w.leases)) for w in probes] == [(0, 1), (1, 1), (2, 1)]
         for number, tokens in ((0, 3), (1, 8), (2, 5)):
             episode = probes[number].leases[0].episode
-            scheduler.ended(number, [played(episode, reward=1.0, response_tokens=tokens)], [None])
+            scheduler.members.end_members(
+                GroupAttempt(number, 0), [played(episode, reward=1.0, response_tokens=tokens)], [None]
+            )
         rests = await next_works(scheduler)
         assert [lease.episode for work in rests for lease in work.leases] == [
             EpisodeId("train", group, 1, 0) for group in (1, 2, 0)
@@ -140,10 +144,12 @@ def test_a_lost_worker_s_groups_go_on_elsewhere_from_where_they_were_saved() -> 
     async def main() -> None:
         scheduler = await scheduler_with(2)
         cut, whole = await next_works(scheduler)
-        scheduler.request_grant(cut.leases[0].episode, unfinished=True, num_tokens=3, saved=REF)
-        scheduler.ended(0, [played(cut.leases[1].episode, reward=1.0)], [REF])
-        scheduler.worker_joined("env-1", 100)
-        scheduler.worker_lost("env-0")
+        scheduler.members.request_grant(
+            GroupAttempt(0, 0), cut.leases[0].episode.episode, unfinished=True, num_tokens=3, saved=REF
+        )
+        scheduler.members.end_members(GroupAttempt(0, 0), [played(cut.leases[1].episode, reward=1.0)], [REF])
+        scheduler.add_worker("env-1", 100)
+        scheduler.remove_worker("env-0")
         again = {work.leases[0].episode.group: work for work in await next_works(scheduler)}
         saved = {episode.episode: episode.ended for episode in again[0].saved}
         assert saved == {EpisodeId("train", 0, 0, 1): False, EpisodeId("train", 0, 1, 1): True}

@@ -6,15 +6,15 @@ import asyncio
 from typing import Any
 
 import pytest
+from fake_ports import NumberedTasks, played
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.config import Config
-from penstock.ports import Work
+from penstock.ports.work import Work
 from penstock.scheduler.dispatcher import Assignment
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import NumberedTasks, played
 from penstock.types import EpisodeId, EpisodeSummary, LearnerState, PayloadRef, SegmentGrant
 
 GROUP_SIZE, MAX_STALENESS, MAX_WAIT_S = 3, 1, 40.0
@@ -50,11 +50,13 @@ class Play:
                 "trainer": {"groups_per_step": 3},
             }
         )
-        self.scheduler = Scheduler(self.config, now=asyncio.get_running_loop().time, record=lambda *decision: None)
+        self.scheduler = Scheduler(
+            self.config, now=asyncio.get_running_loop().time, log_decision=lambda *decision: None
+        )
         self.workers = ["a", "b"]
         for worker in self.workers:
-            self.scheduler.worker_joined(worker, 12)
-        self.scheduler.published(0)
+            self.scheduler.add_worker(worker, 12)
+        self.scheduler.mark_served(0)
         self.tasks = NumberedTasks("train")
         self.num_tasks = 0
         self.unstarted: dict[int, float] = {}
@@ -83,13 +85,13 @@ class Play:
         return self.draw.draw(st.sampled_from(sorted(items)))
 
     async def fill(self) -> None:
-        room = await self.scheduler.room() if len(self.scheduler._dispatcher.policy) < 6 else 0
+        room = await self.scheduler.wait_for_room() if len(self.scheduler._dispatcher.policy) < 6 else 0
         tasks = [task for i in range(room) if (task := self.tasks.task(self.num_tasks + i))]
         for _ in tasks:  # groups are numbered in the order of their admission
             self.unstarted[self.num_tasks] = asyncio.get_running_loop().time()
             self.num_tasks += 1
         if tasks:
-            self.scheduler.admit(tasks)
+            self.scheduler.admit_tasks(tasks)
 
     async def dispatch(self) -> None:
         for assignment in await soon(self.scheduler.next_assignments()) or ():
@@ -131,13 +133,15 @@ class Play:
         del self.generating[episode]
         self.waiting.add(episode)
         saved = REF if self.draw.draw(st.booleans()) else None
-        self.scheduler.request_grant(episode, unfinished=True, num_tokens=8, saved=saved)
+        self.scheduler.members.request_grant(
+            episode.group_attempt, episode.episode, unfinished=True, num_tokens=8, saved=saved
+        )
 
     def generate_all(self) -> None:
         """A member said its last word; its reward is still being computed."""
         episode = self.pick(self.generating)
         self.rewarding[episode] = self.generating.pop(episode)
-        self.scheduler.generated([episode], [8])
+        self.scheduler.members.finish_generation(episode.group_attempt, [episode.episode], 8)
 
     def end(self, *, error: str | None = None) -> None:
         """A member ends; with it perhaps its group."""
@@ -152,18 +156,20 @@ class Play:
             broken[episode.episode] = was_rewarding
             if len(broken) > self.redundancy:
                 self._forget(episode.group)
-            self.scheduler.ended(episode.group, [summary], [self.draw.draw(st.sampled_from([None, REF]))])
+            self.scheduler.members.end_members(
+                episode.group_attempt, [summary], [self.draw.draw(st.sampled_from([None, REF]))]
+            )
             return
         ended[episode.episode] = summary
         if len(ended) == GROUP_SIZE:
             self._forget(episode.group)
             if not self.closing and self.draw.draw(st.sampled_from([False, False, True])):
-                self.scheduler.tokens_lost(episode.group, episode.attempt, "the host is gone")
+                self.scheduler.reissue_group(episode.group_attempt, "the host is gone")
                 return
             self.kept[episode.group] = sorted(ended)
-            self.scheduler.finish(episode.group, REF, [ended[member] for member in sorted(ended)])
+            self.scheduler.finish_group(episode.group_attempt, REF, [ended[member] for member in sorted(ended)])
         else:
-            self.scheduler.ended(episode.group, [summary], [REF])
+            self.scheduler.members.end_members(episode.group_attempt, [summary], [REF])
 
     def _forget(self, group: int) -> None:
         self.works.pop(group, None)
@@ -179,20 +185,20 @@ class Play:
         worker = self.pick(self.workers)
         for group in [group for group, owner in self.works.items() if owner == worker]:
             self._forget(group)
-        self.scheduler.worker_lost(worker)
-        self.scheduler.worker_joined(worker, 12)
+        self.scheduler.remove_worker(worker)
+        self.scheduler.add_worker(worker, 12)
 
     def late(self) -> None:
         """Messages about an attempt of the past change nothing."""
         before = self.scheduler.ledger.counts(), self.scheduler.num_in_flight
         episode = self.pick(self.past)
         summary = played(episode, reward=1.0)
-        assert self.scheduler.task_of(episode.group, episode.attempt) is None
-        assert self.scheduler.finish(episode.group, REF, [summary]) is None
-        self.scheduler.ended(episode.group, [summary], [REF])
-        self.scheduler.request_grant(episode, unfinished=True, num_tokens=8)
-        self.scheduler.generated([episode], [8])
-        self.scheduler.tokens_lost(episode.group, episode.attempt, "the host is gone")
+        assert self.scheduler.task_of(episode.group_attempt) is None
+        assert self.scheduler.finish_group(episode.group_attempt, REF, [summary]) is None
+        self.scheduler.members.end_members(episode.group_attempt, [summary], [REF])
+        self.scheduler.members.request_grant(episode.group_attempt, episode.episode, unfinished=True, num_tokens=8)
+        self.scheduler.members.finish_generation(episode.group_attempt, [episode.episode], 8)
+        self.scheduler.reissue_group(episode.group_attempt, "the host is gone")
         assert before == (self.scheduler.ledger.counts(), self.scheduler.num_in_flight)
 
     async def train(self) -> None:
@@ -209,11 +215,11 @@ class Play:
                 assert age <= self.config.scheduler.max_staleness, "too old to train"
         if batch.step:
             self.version += 1
-            self.scheduler.learned(LearnerState(policy_version=self.version, entropy=1.0))
+            self.scheduler.complete_step(LearnerState(policy_version=self.version, entropy=1.0))
             self.stepping = True
 
     def serve(self) -> None:
-        self.scheduler.published(self.version)
+        self.scheduler.mark_served(self.version)
         self.stepping = False
 
     def actions(self) -> list[str]:
@@ -257,7 +263,7 @@ class Play:
     def check(self) -> None:
         scheduler = self.scheduler
         scheduler.ledger.check()
-        assert scheduler._dispatcher.places.free_grants == 7 - len(self.generating)
+        assert scheduler._dispatcher.capacity.free_grants == 7 - len(self.generating)
         counts = scheduler.ledger.counts()
         assert counts["unfinished"] == len(self.waiting)
         assert counts["rewarding"] == len(self.rewarding) + sum(sum(each.values()) for each in self.broken.values())

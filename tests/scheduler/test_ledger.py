@@ -62,7 +62,7 @@ def test_a_group_sheds_what_it_does_without() -> None:
     ledger.admit(7, 4)
     ledger.move(7, range(4), S.LEASED)
     ledger.move(7, [1, 3], S.READY)
-    ledger.shed(7, [1, 3])
+    ledger.keep_members(7, [1, 3])
     assert ledger.members(7) == ledger.members(7, S.READY) == (0, 1)
     ledger.move(7, [0, 1], S.FILTERED)
     ledger.check()

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from penstock.config import ConfigError, LengthConfig
-from penstock.scheduler.length import neighbours, ngrams
+from penstock.scheduler.length import embedding, neighbours
 from penstock.scheduler.length.classifier import ClassifierPredictor, Fit
-from penstock.scheduler.length.correlation import kendall_tau
 from penstock.scheduler.length.features import CUES, MAX_CHARS, features, text_of
 from penstock.scheduler.length.history import HistoryPredictor
 from penstock.scheduler.length.neighbours import Neighbours
-from penstock.scheduler.length.predictor import LengthPredictor, length_predictor
+from penstock.scheduler.length.predictor import LengthPredictor
+from penstock.scheduler.length.trust import kendall_tau
+from penstock.scheduler.length_prediction import length_predictor
 from penstock.types import Task
 
 CAP = 2000
@@ -187,7 +188,7 @@ def test_history_keeps_similar_texts_apart() -> None:
     predictor = history_of(max_entries=10)
     body = "a" * 3 * MAX_CHARS
     one, other = task_of(body + "x" + body), task_of(body + "y" + body)
-    assert (ngrams.embed([text_of(one)]) == ngrams.embed([text_of(other)])).all()
+    assert (embedding.ngrams([text_of(one)]) == embedding.ngrams([text_of(other)])).all()
     for _ in range(8):
         predictor.observe(one, [20])
         predictor.observe(other, [900])
@@ -235,12 +236,12 @@ def test_a_bad_embedding_is_refused(name: str, message: str) -> None:
 
 def test_ngrams_are_unit_vectors_that_follow_the_text() -> None:
     texts = ["What is 3 + 5?", "What is 3 + 6?", "Translate the poem into French", "苹果苹果苹果", "a", "", "\ud800x"]
-    vectors = ngrams.embed(texts)
-    assert vectors.shape == (len(texts), ngrams.DIMENSIONS) and vectors.dtype == np.float32
+    vectors = embedding.ngrams(texts)
+    assert vectors.shape == (len(texts), embedding.DIMENSIONS) and vectors.dtype == np.float32
     assert np.linalg.norm(vectors, axis=1) == pytest.approx(np.ones(len(texts)))
     assert vectors[0] @ vectors[1] > 0.7 > 0.3 > vectors[0] @ vectors[2]
-    assert (ngrams.embed([texts[0]])[0] == vectors[0]).all()
-    assert 2 ** (32 - int(ngrams.SHIFT)) == 2 * ngrams.DIMENSIONS
+    assert (embedding.ngrams([texts[0]])[0] == vectors[0]).all()
+    assert 2 ** (32 - int(embedding.SHIFT)) == 2 * embedding.DIMENSIONS
 
 
 def test_neighbours_find_almost_all_of_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +250,7 @@ def test_neighbours_find_almost_all_of_the_nearest(monkeypatch: pytest.MonkeyPat
     centres = draw.normal(size=(20, 16))
     vectors = centres[draw.integers(0, 20, 1200)] + 0.3 * draw.normal(size=(1200, 16))
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
-    index = Neighbours()
+    index = Neighbours[int]()
     for row, vector in enumerate(vectors[:1000]):
         index.add(row, vector)
     for row in range(0, 1000, 3):
@@ -261,7 +262,7 @@ def test_neighbours_find_almost_all_of_the_nearest(monkeypatch: pytest.MonkeyPat
         rows, cosines = index.nearest(query, 5)
         assert cosines == pytest.approx(vectors[rows] @ query, abs=1e-5)
         exact = kept[np.argsort(vectors[kept] @ query)[-5:]]
-        found += len(set(rows.tolist()) & set(exact.tolist()))
+        found += len(set(rows) & set(exact.tolist()))
     assert found / 1000 > 0.9
 
 
@@ -269,7 +270,7 @@ def test_a_full_cell_beside_a_full_cell_is_halved_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(neighbours, "CELL_ROWS", 4)
     vectors = np.random.default_rng(0).normal(size=(400, 16))
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
-    index = Neighbours()
+    index = Neighbours[int]()
     for row, vector in enumerate(vectors):
         index.add(row, vector)
     assert len(index) == 400
@@ -278,13 +279,13 @@ def test_a_full_cell_beside_a_full_cell_is_halved_too(monkeypatch: pytest.Monkey
 
 def test_neighbours_survive_equal_vectors_and_being_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "CELL_ROWS", 4)
-    index, vector = Neighbours(), np.array([0.6, 0.8], dtype=np.float32)
+    index, vector = Neighbours[int](), np.array([0.6, 0.8], dtype=np.float32)
     assert len(index.nearest(vector, 3)[0]) == 0
     for _ in range(3):
         for row in range(50):
             index.add(row, vector if row % 5 else np.zeros(2, dtype=np.float32))
         rows, cosines = index.nearest(vector, 3)
-        assert len(set(rows.tolist())) == 3 and cosines == pytest.approx([1, 1, 1])
+        assert len(set(rows)) == 3 and cosines == pytest.approx([1, 1, 1])
         for row in range(50):
             index.remove(row)
         assert len(index) == 0 and len(index.nearest(vector, 3)[0]) == 0

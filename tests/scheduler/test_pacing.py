@@ -4,23 +4,35 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.scheduling import SchedulerConfig
-from penstock.scheduler.pacing import PacingDecision, PacingPolicy, PacingState
+from penstock.scheduler.pacing import PacingDecision, PacingState, pace
 
 
-def policy(mode: str, batch: int = 4, **options: Any) -> PacingPolicy:
+@dataclass(frozen=True)
+class Policy:
+    """The configured pacing, for steps of `batch` groups."""
+
+    config: SchedulerConfig
+    batch: int
+
+    def decide(self, seen: PacingState) -> PacingDecision:
+        return pace(self.config, msgspec.structs.replace(seen, groups_per_step=self.batch))
+
+
+def policy(mode: str, batch: int = 4, **options: Any) -> Policy:
     if mode in ("synchronous", "colocated"):
         options = {"max_staleness": 0} | options
-    return PacingPolicy.from_config(SchedulerConfig(**{"mode": mode} | options), batch)
+    return Policy(SchedulerConfig(**{"mode": mode} | options), batch)
 
 
 def state(*, playing: int = 0, ready: int = 0, unserved: int = 0, **others: Any) -> PacingState:
     return PacingState(
-        num_in_flight=playing + ready + unserved,
+        groups_per_step=4,
         num_playing=playing,
         num_ready=ready,
         num_unserved=unserved,
@@ -56,7 +68,7 @@ SHORT_ROUNDS = policy("colocated", over_sampling=1.5, leftovers="restart")
         (SHORT_ROUNDS, state(ready=4, num_leftovers=5), 0),
     ],
 )
-def test_one_decision(subject: PacingPolicy, seen: PacingState, num_groups: int) -> None:
+def test_one_decision(subject: Policy, seen: PacingState, num_groups: int) -> None:
     decision = subject.decide(seen)
     assert (decision.num_groups, decision.leftovers_only) == (num_groups, False)
     assert decision.reason
@@ -72,11 +84,6 @@ def test_a_whole_batch_of_leftovers_is_a_round_of_its_own() -> None:
     none_left = state(playing=2, ready=1, playing_leftovers=True)
     found = SHORT_ROUNDS.decide(none_left)
     assert (found.num_groups, found.leftovers_only) == (1, False)  # not three: no over-sampling
-
-
-def test_the_step_may_be_another_one() -> None:
-    assert ASYNCHRONOUS.decide(state(playing=3), groups_per_step=2).num_groups == 3
-    assert ONE_STEP_OFF.decide(state(), groups_per_step=7).num_groups == 7
 
 
 COUNTS = st.builds(
@@ -103,18 +110,18 @@ POLICIES = st.one_of(
 
 
 @given(POLICIES, COUNTS)
-def test_what_cannot_go_on_by_itself_may_start(subject: PacingPolicy, seen: PacingState) -> None:
+def test_what_cannot_go_on_by_itself_may_start(subject: Policy, seen: PacingState) -> None:
     found = subject.decide(seen)
-    batch = subject.groups_per_step
+    batch = subject.batch
     assert found.num_groups >= 0 and found.reason
     if found.leftovers_only:
         assert found.num_groups <= seen.num_leftovers
     if not seen.num_playing and seen.num_ready < batch and not seen.num_unserved:
         assert found.num_groups > 0
-    if subject.mode == "one_step_off":
+    if subject.config.mode == "one_step_off":
         assert seen.num_in_flight + found.num_groups <= max(2 * batch, seen.num_in_flight)
-    if subject.mode == "asynchronous":
-        bound = (subject.max_staleness + 1) * batch
+    if subject.config.mode == "asynchronous":
+        bound = (subject.config.max_staleness + 1) * batch
         assert seen.num_in_flight + found.num_groups <= max(bound, seen.num_in_flight)
 
 
@@ -128,7 +135,7 @@ class Group:
 class Run:
     """A run reduced to counts: what plays ends in any order, the learner takes groups in the order they were ready."""
 
-    policy: PacingPolicy
+    policy: Policy
     chance: random.Random
     filtered: float
     whole_batches: bool = True
@@ -144,7 +151,7 @@ class Run:
 
     @property
     def alternates(self) -> bool:
-        return self.policy.mode in ("synchronous", "colocated")
+        return self.policy.config.mode in ("synchronous", "colocated")
 
     def state(self) -> PacingState:
         return state(
@@ -163,13 +170,13 @@ class Run:
                 self.leftovers -= count
             self.playing += [Group(self.served, found.leftovers_only) for _ in range(count)]
             self.most_in_flight = max(self.most_in_flight, self.state().num_in_flight)
-        if self.policy.mode == "one_step_off":
-            assert self.state().num_in_flight % self.policy.groups_per_step == 0, "a round that is not whole"
+        if self.policy.config.mode == "one_step_off":
+            assert self.state().num_in_flight % self.policy.batch == 0, "a round that is not whole"
 
     def turn(self) -> None:
         """One of the things that can happen now; the run is stuck if there is none."""
         self.start()
-        missing = self.policy.groups_per_step - len(self.training)
+        missing = self.policy.batch - len(self.training)
         can = []
         if self.playing and not (self.alternates and (self.training or self.unserved)):
             can += [self.end] * 3
@@ -188,12 +195,12 @@ class Run:
             self.ready.append(group)
 
     def take(self) -> None:
-        count = self.policy.groups_per_step - len(self.training)
+        count = self.policy.batch - len(self.training)
         if not self.whole_batches:
             count = self.chance.randint(1, min(count, len(self.ready)))
         self.training += self.ready[:count]
         del self.ready[:count]
-        if self.alternates and self.policy.leftovers == "restart":
+        if self.alternates and self.policy.config.leftovers == "restart":
             assert not any(group.leftover for group in self.playing), "cut off twice"
             self.leftovers += len(self.playing)
             self.playing.clear()
@@ -202,14 +209,14 @@ class Run:
         self.staleness += [self.trained - group.version for group in self.training]
         self.unserved, self.training = self.training, []
         self.trained += 1
-        if self.policy.max_staleness == 0:
+        if self.policy.config.max_staleness == 0:
             self.ready.clear()  # swept
 
     def serve(self) -> None:
         self.unserved, self.served = [], self.trained
 
 
-def run(subject: PacingPolicy, seed: int, filtered: float, *, whole_batches: bool = True) -> Run:
+def run(subject: Policy, seed: int, filtered: float, *, whole_batches: bool = True) -> Run:
     world = Run(subject, random.Random(seed), filtered, whole_batches)
     while world.trained < 12:
         world.turn()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from fake_ports import played
 from test_grants import REF, next_works, scheduler_with
 
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import played
+from penstock.types import GroupAttempt
 
 
 def test_a_group_is_made_of_the_first_that_end() -> None:
@@ -13,7 +14,9 @@ def test_a_group_is_made_of_the_first_that_end() -> None:
         scheduler = await scheduler_with(1, redundancy=1)
         (work,) = await next_works(scheduler)
         assert (work.members, work.group_size, work.redundancy) == ((0, 1, 2), 2, 1)
-        scheduler.finish(0, REF, [played(work.episodes[member], reward=1.0) for member in (0, 2)])
+        scheduler.finish_group(
+            GroupAttempt(0, 0), REF, [played(work.episodes[member], reward=1.0) for member in (0, 2)]
+        )
         counts = scheduler.ledger.counts()
         assert (counts["admitted"], counts["ready"], counts["discarded_surplus"]) == (3, 2, 1)
         (group,) = (await scheduler.next_batch()).groups
@@ -27,10 +30,12 @@ def test_a_broken_member_begins_anew_with_another_worker() -> None:
         scheduler = await scheduler_with(1, redundancy=1)
         (work,) = await next_works(scheduler)
         broke, well = work.episodes[:2]
-        scheduler.ended(0, [played(broke, reward=0.0, error="OSError: gone"), played(well, reward=1.0)], [REF, REF])
+        scheduler.members.end_members(
+            GroupAttempt(0, 0), [played(broke, reward=0.0, error="OSError: gone"), played(well, reward=1.0)], [REF, REF]
+        )
         assert scheduler.ledger.counts()["pending"] == 0, "the others go on"
-        scheduler.worker_lost("env-0")
-        scheduler.worker_joined("env-1", 100)
+        scheduler.remove_worker("env-0")
+        scheduler.add_worker("env-1", 100)
         (again,) = await next_works(scheduler)
         assert again.members == (0, 1, 2) and again.attempt == 1
         assert [(saved.episode.episode, saved.ended) for saved in again.saved] == [(1, True)]
@@ -44,7 +49,9 @@ def test_more_broken_members_than_it_can_spare_fail_a_group() -> None:
         scheduler = await scheduler_with(1, redundancy=1)
         (work,) = await next_works(scheduler)
         for episode in work.episodes[:2]:
-            scheduler.ended(0, [played(episode, reward=0.0, error="OSError: gone")], [None])
+            scheduler.members.end_members(
+                GroupAttempt(0, 0), [played(episode, reward=0.0, error="OSError: gone")], [None]
+            )
         (again,) = await next_works(scheduler)
         assert again.attempt == 1 and not again.saved
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_ports import played
 from test_grants import REF, finish, is_idle, next_works, scheduler_with
 
-from penstock.ports import Work
+from penstock.ports.work import Work
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.parts import played
+from penstock.types import GroupAttempt
 
 
 def generated(scheduler: Scheduler, work: Work, *members: int) -> None:
     episodes = [episode for episode in work.episodes if episode.episode in (members or work.members)]
-    scheduler.generated(episodes, [8] * len(episodes))
+    scheduler.members.finish_generation(episodes[0].group_attempt, [episode.episode for episode in episodes], 8)
 
 
 def test_others_generate_while_a_reward_is_computed() -> None:
@@ -43,12 +44,12 @@ def test_news_that_come_late_change_nothing() -> None:
         first, second = await next_works(scheduler)
         finish(scheduler, first)
         generated(scheduler, first)
-        scheduler.ended(1, [played(second.episodes[0], reward=1.0)], [None])
+        scheduler.members.end_members(GroupAttempt(1, 0), [played(second.episodes[0], reward=1.0)], [None])
         generated(scheduler, second)
         generated(scheduler, second)
         counts = scheduler.ledger.counts()
         assert (counts["ready"], counts["rewarding"]) == (3, 1)
-        scheduler.worker_lost("env-0")
+        scheduler.remove_worker("env-0")
         generated(scheduler, second)
         assert scheduler.ledger.counts()["rewarding"] == 0, "an attempt that nobody waits for"
         scheduler.ledger.check()
@@ -64,9 +65,11 @@ def test_the_rest_of_a_group_need_not_wait_for_the_reward_of_its_probe() -> None
         generated(scheduler, probe)
         (rest,) = await next_works(scheduler)
         assert rest.members == (1,)
-        scheduler.ended(0, [played(probe.episodes[0], reward=1.0)], [None])
+        scheduler.members.end_members(GroupAttempt(0, 0), [played(probe.episodes[0], reward=1.0)], [None])
         assert await is_idle(scheduler), "the rest runs once"
-        scheduler.finish(0, REF, [played(work.episodes[0], reward=1.0) for work in (probe, rest)])
+        scheduler.finish_group(
+            GroupAttempt(0, 0), REF, [played(work.episodes[0], reward=1.0) for work in (probe, rest)]
+        )
         assert scheduler.ledger.counts()["ready"] == 2
 
     run_virtual(main())
@@ -81,8 +84,8 @@ def test_whatever_ends_the_wait_for_a_reward(end: str) -> None:
         details: dict[str, Any] = {"error": "reward judge: no answer"}
         match end:
             case "lost worker":
-                scheduler.worker_lost("env-0")
-                scheduler.worker_joined("env-1", 100)
+                scheduler.remove_worker("env-0")
+                scheduler.add_worker("env-1", 100)
             case "failed reward":
                 finish(scheduler, work, **details)
             case "stopped run":

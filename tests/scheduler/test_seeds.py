@@ -9,11 +9,10 @@ import pytest
 
 from penstock.config import Config
 from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
-from penstock.ports import Work
-from penstock.scheduler.leases import Leases
+from penstock.ports.work import Work
+from penstock.scheduler.active_group import ActiveGroup
+from penstock.scheduler.leases import Leases, env_seed
 from penstock.scheduler.ledger import Ledger
-from penstock.scheduler.live import LiveGroup
-from penstock.scheduler.seeds import Seeds
 from penstock.types import Purpose, Task
 
 MIXTURE: dict[str, Any] = {
@@ -26,8 +25,8 @@ def config(seed: int = 0, **env: Any) -> Config:
     return Config.model_validate({"seed": seed, "data": {"eval_tasks": 20}, "env": {"mixture": MIXTURE, **env}})
 
 
-def group_of(task: Task, *, number: int = 1, size: int = 8) -> LiveGroup:
-    return LiveGroup(number=number, task=task, size=size, ledger=Ledger(), admitted_at=0.0)
+def group_of(task: Task, *, number: int = 1, size: int = 8) -> ActiveGroup:
+    return ActiveGroup(number=number, task=task, size=size, ledger=Ledger(), admitted_at=0.0)
 
 
 def works(settings: Config) -> list[Work]:
@@ -55,20 +54,19 @@ def test_members_and_attempts_share_a_world_and_sample_apart() -> None:
 
 def test_no_two_tasks_share_a_world() -> None:
     purposes: tuple[Purpose, ...] = ("train", "eval")
-    seeds = Seeds(config())
+    settings = config()
     tasks = [
         Task(task_id="t", tag=tag, index=index, purpose=purpose)
         for purpose in purposes
         for tag in MIXTURE
         for index in range(1000)
     ]
-    assert len({seeds.of_environment(task) for task in tasks}) == len(tasks)
+    assert len({env_seed(settings, task) for task in tasks}) == len(tasks)
 
 
 def test_arithmetic_seeds_are_those_of_the_rule_and_collide() -> None:
     settings = Config.model_validate({"seed": 100, "env": {"seeds": "arithmetic"}, "trainer": {"groups_per_step": 3}})
-    seeds = Seeds(settings)
-    found = [seeds.of_environment(Task(task_id="t", tag="t", index=index)) for index in range(9)]
+    found = [env_seed(settings, Task(task_id="t", tag="t", index=index)) for index in range(9)]
     assert found == [100 + group + episode for episode in range(3) for group in range(3)]
     assert len(set(found)) == 5
 

@@ -13,7 +13,7 @@ from penstock.scheduler.trigger import Thresholds, Trigger, TriggerState
 
 def trigger(use: str = "compute", *, group_size: int = 8, groups_per_step: int = 10, **settings: Any) -> Trigger:
     config = TriggerConfig(**{"use": use, "min_samples": 32, "max_wait_s": 0.5} | settings)
-    return Trigger.from_config(config, group_size=group_size, groups_per_step=groups_per_step)
+    return Trigger(config, group_size=group_size, groups_per_step=groups_per_step)
 
 
 COMPUTE, STEP, BATCH = trigger("compute"), trigger("step"), trigger("batch")
@@ -28,7 +28,7 @@ def state(*, ready: int = 0, accumulated: int = 0, since: float = 0.0, **factors
 
 
 def scaled(factor: float) -> TriggerState:
-    return state(samples_factor=factor, wait_factor=factor)
+    return state(factor=factor)
 
 
 def test_samples_are_rounded_up_to_whole_groups() -> None:
@@ -75,8 +75,8 @@ def test_feedback_moves_the_thresholds_within_bounds() -> None:
     assert adaptive.thresholds(scaled(0.5)) == Thresholds(min_groups=2, max_wait_s=0.25)
     assert adaptive.thresholds(scaled(0.01)) == Thresholds(min_groups=1, max_wait_s=0.2)
     assert adaptive.thresholds(scaled(100)) == Thresholds(min_groups=8, max_wait_s=2.0)  # 60 samples are 8 groups
-    assert adaptive.decide(state(ready=2, samples_factor=0.5), now=0.0).num_groups == 2
-    assert adaptive.decide(state(ready=1, wait_factor=2.0), now=0.5).look_again_at == 1.0
+    assert adaptive.decide(state(ready=2, factor=0.5), now=0.0).num_groups == 2
+    assert adaptive.decide(state(ready=1, factor=2.0), now=0.5).look_again_at == 1.0
 
 
 def test_without_feedback_thresholds_are_what_was_typed() -> None:
@@ -89,11 +89,9 @@ def test_the_batch_bounds_n_min_whatever_most_samples_says() -> None:
     assert unbounded.thresholds(scaled(100)).min_groups == 10
 
 
-@given(
-    st.integers(1, 16), st.integers(1, 64), st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.floats(1e-3, 1e3), st.data()
-)
+@given(st.integers(1, 16), st.integers(1, 64), st.floats(1e-6, 1e6), st.floats(1e-3, 1e3), st.data())
 def test_thresholds_stay_within_their_bounds(
-    group_size: int, groups_per_step: int, samples: float, wait: float, max_wait_s: float, data: st.DataObject
+    group_size: int, groups_per_step: int, factor: float, max_wait_s: float, data: st.DataObject
 ) -> None:
     batch = group_size * groups_per_step
     fewest = data.draw(st.integers(1, batch))
@@ -109,7 +107,7 @@ def test_thresholds_stay_within_their_bounds(
         max_wait_s=max_wait_s,
         feedback=feedback,
     )
-    found = adaptive.thresholds(state(samples_factor=samples, wait_factor=wait))
+    found = adaptive.thresholds(state(factor=factor))
     assert low <= found.max_wait_s <= high
     assert fewest <= found.min_groups * group_size < min(most or batch, batch) + group_size
     assert 1 <= found.min_groups <= groups_per_step
@@ -122,7 +120,7 @@ def test_a_decision_never_exceeds_what_is_ready_or_the_batch(
 ) -> None:
     if subject.use != "compute":
         accumulated = 0
-    seen = state(ready=ready, accumulated=accumulated, since=since, samples_factor=factor, wait_factor=factor)
+    seen = state(ready=ready, accumulated=accumulated, since=since, factor=factor)
     decision = subject.decide(seen, now=since + later)
     assert 0 <= decision.num_groups <= min(ready, subject.groups_per_step - accumulated)
     assert decision.reason

@@ -11,13 +11,14 @@ import yaml
 
 from penstock.config import Config
 from penstock.observe.jsonl import JsonLinesWriter
-from penstock.ports import EndedGroup, Trainer
+from penstock.ports.group_records import EndedGroup
+from penstock.ports.training import Trainer
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.experience import Experience
-from penstock.simulator.parts import Immortal
-from penstock.simulator.simulation import Simulation
+from penstock.simulator.simulated_run import Simulation
 from penstock.simulator.trace import open_workload
-from penstock.store.pool import ExperiencePool
+from penstock.simulator.trainer_model import TrainerWithoutCheckpoints
+from penstock.store.experience_pool import ExperiencePool
 from penstock.types import EpisodeSummary, GroupRef, LearnerState, PayloadRef, Task, WeightsHandle
 
 ENGINE = {"step_s": 0.02, "sequence_s": 0.001, "prefill_token_s": 1e-4, "update_s": 0.5, "latency_s": 0.4}
@@ -51,16 +52,16 @@ class TeePool(ExperiencePool):
         super().__init__(directory)
         self._experience = experience
 
-    def add(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
-        super().add(group, task, ref, episodes)
-        self._experience.add(group, task, ref, episodes)
+    def add_group(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
+        super().add_group(group, task, ref, episodes)
+        self._experience.add_group(group, task, ref, episodes)
 
-    def end(self, groups: Sequence[EndedGroup]) -> None:
-        super().end(groups)
-        self._experience.end(groups)
+    def end_groups(self, groups: Sequence[EndedGroup]) -> None:
+        super().end_groups(groups)
+        self._experience.end_groups(groups)
 
 
-class TimedTrainer(Immortal):
+class TimedTrainer(TrainerWithoutCheckpoints):
     """Writes a span for every call of another trainer."""
 
     def __init__(self, trainer: Trainer, timeline: JsonLinesWriter) -> None:
@@ -85,8 +86,6 @@ class TimedTrainer(Immortal):
         self._write("publish", start)
         return handle
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None: ...
-
     def _write(self, kind: str, start: float) -> None:
         span = {"process": "trainer-0", "kind": kind, "start": start, "end": now()}
         self._timeline.write({**span, "policy_version": self._version})
@@ -102,10 +101,10 @@ class StepLines:
         self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]
     ) -> None:
         self._metrics.write({"step": step, "time": now(), "ledger": dict(ledger)})
-        self._simulation.observer.stepped(step, learner, ledger, scheduling)
+        self._simulation.stepped(step, learner, ledger, scheduling)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._simulation.observer, name)
+        return getattr(self._simulation, name)
 
 
 def now() -> float:

@@ -13,8 +13,8 @@ from penstock.config import Config, ConfigError
 from penstock.observe import jsonl
 from penstock.rollout.costs import StepCosts
 from penstock.simulator.calibration import Comparison, calibrate, compare, fit_engine, non_negative
-from penstock.simulator.recorded import read
-from penstock.simulator.report import predict
+from penstock.simulator.prediction import predict
+from penstock.simulator.run_log import read
 
 
 @pytest.fixture(scope="module")

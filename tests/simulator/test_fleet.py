@@ -8,8 +8,8 @@ import pytest
 
 from penstock.config import EngineModelConfig
 from penstock.simulator.clock import run_virtual
-from penstock.simulator.engine import Request
 from penstock.simulator.fleet import Fleet
+from penstock.simulator.server_model import Request
 
 MODEL = EngineModelConfig(step_s=1.0, sequence_s=0.0, prefill_token_s=0.0)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import EngineModelConfig
-from penstock.simulator.engine import Request, ServerModel
+from penstock.simulator.server_model import Request, ServerModel
 
 
 @dataclass
@@ -154,7 +154,7 @@ def test_exact_against_every_single_step(
         assert request.ended == pytest.approx(expected, abs=1e-6)
         assert done[number] == pytest.approx(max(expected), abs=1e-6)
         for sequence, versions in arrival.versions.items():
-            assert request.versions(sequence) == (versions[0], versions[-1])
+            assert request.versions()[sequence] == (versions[0], versions[-1])
             for version in range(5):
                 assert request.num_older(sequence, version) == sum(v < version for v in versions)
 
@@ -191,7 +191,7 @@ def test_a_release_cuts_what_runs_and_a_resume_goes_on() -> None:
     assert server.due == pytest.approx(5.0)
     assert set(server.take()) == {running, waiting}
     assert (running.generated, waiting.generated) == ([3, 5], [2])
-    assert running.versions(1) == (7, 7)
+    assert running.versions()[1] == (7, 7)
     later = Request([4], 8, lambda r: None)
     server.submit(later, 6.0)
     assert server.due is None

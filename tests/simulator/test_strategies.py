@@ -9,8 +9,8 @@ import pytest
 
 from penstock.config import Config, ConfigError
 from penstock.simulator.measures import Measures, refill
-from penstock.simulator.report import predict
-from penstock.simulator.simulation import simulate
+from penstock.simulator.prediction import predict
+from penstock.simulator.simulated_run import simulate
 from penstock.simulator.strategies import combinations
 from penstock.simulator.trace import open_workload
 

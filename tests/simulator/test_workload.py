@@ -150,5 +150,5 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=said):
             trace(tmp_path / name)
-    with pytest.raises(ConfigError, match="no run of Penstock"):
+    with pytest.raises(ConfigError, match="is not the directory of a run"):
         open_workload(WorkloadConfig(source="run", path=str(tmp_path)), group_size=2, seed=0)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_payload import file_size_limit
+from fake_ports import played
+from test_payload_files import file_size_limit
 
-from penstock.ports import GroupRecord
-from penstock.simulator.parts import played
+from penstock.ports.group_records import GroupRecord
 from penstock.store.index import PoolIndex, PoolUnreadable
 from penstock.types import NO_VERSION, EpisodeId, EpisodeState, PayloadRef
 
@@ -30,8 +30,8 @@ def test_put_get_and_reopen(tmp_path: Path) -> None:
     index.put([trained])
     index.close()
     index = PoolIndex(tmp_path)
-    assert index.get([6, 1000, 5]) == [record(6), trained]
-    assert [each.group for each in index] == list(range(300))
+    assert index.get_groups([6, 1000, 5]) == [record(6), trained]
+    assert [each.group for each in index.records()] == list(range(300))
     index.close()
 
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from fake_ports import NumberedTasks, played
 
-from penstock.ports import EndedGroup
-from penstock.simulator.parts import NumberedTasks, played
-from penstock.store.pool import ExperiencePool
+from penstock.ports.group_records import EndedGroup
+from penstock.store.experience_pool import ExperiencePool
 from penstock.types import EpisodeId, EpisodeState, GroupAttempt, PayloadRef, Task
 
 LONG_AGO = 1_000.0
@@ -27,12 +27,12 @@ def play(pool: ExperiencePool, directory: Path, group: int, file: str) -> None:
     path.touch()
     os.utime(path, (LONG_AGO, LONG_AGO))
     episodes = [played(EpisodeId("train", group, 0, 0), reward=1.0)]
-    pool.admit([(group, task(group))])
-    pool.add(group, task(group), PayloadRef(file=file, offset=0, length=0, crc32=0), episodes)
+    pool.admit_groups([(group, task(group))])
+    pool.add_group(group, task(group), PayloadRef(file=file, offset=0, length=0, crc32=0), episodes)
 
 
 def train(pool: ExperiencePool, group: int, version: int) -> None:
-    pool.end([EndedGroup(group=group, counts={EpisodeState.TRAINED: 1}, trained_in=version)])
+    pool.end_groups([EndedGroup(group=group, counts={EpisodeState.TRAINED: 1}, trained_in=version)])
 
 
 def states(pool: ExperiencePool) -> list[tuple[str, int | None]]:
@@ -45,17 +45,17 @@ def files(directory: Path) -> list[str]:
 
 def test_a_group_from_its_admission_to_its_end_and_back(tmp_path: Path) -> None:
     pool = ExperiencePool(tmp_path)
-    pool.admit([(0, task(0)), (1, task(1))])
+    pool.admit_groups([(0, task(0)), (1, task(1))])
     assert states(pool) == [("pending", None), ("pending", None)]
     play(pool, tmp_path, 0, "env-0-00000.seg")
     train(pool, 0, 7)
-    pool.end([EndedGroup(group=1, counts={EpisodeState.FILTERED: 1}, trained_in=None)])
+    pool.end_groups([EndedGroup(group=1, counts={EpisodeState.FILTERED: 1}, trained_in=None)])
     pool.close()
     pool = ExperiencePool(tmp_path)
     assert states(pool) == [("trained", 7), ("filtered", None)]
-    pool.revive([0])
+    pool.revive_groups([0])
     assert (states(pool)[0], pool.highest_version) == (("ready", None), 7)
-    pool.admit([(0, task(0))])
+    pool.admit_groups([(0, task(0))])
     assert states(pool)[0] == ("pending", None)
     pool.close()
 
@@ -66,7 +66,7 @@ def test_a_group_that_is_played_anew_has_another_attempt(tmp_path: Path) -> None
     for _ in range(2):
         pool.close()
         pool = ExperiencePool(tmp_path)
-        pool.admit([(0, task(0))])
+        pool.admit_groups([(0, task(0))])
         assert [record.group_attempt for record in pool.records()] == [GroupAttempt(0, 1)]
     pool.close()
 
@@ -79,11 +79,11 @@ def test_files_go_when_no_checkpoint_can_send_anybody_back_to_them(tmp_path: Pat
         train(pool, group, version)
     pool.close()
     pool = ExperiencePool(tmp_path)  # what is needed is known after a restart too
-    pool.covered(0)
+    pool.free_covered(0)
     assert len(files(tmp_path)) == 4, "a checkpoint of version 0 makes both to be trained again"
-    pool.covered(1)
+    pool.free_covered(1)
     assert files(tmp_path) == ["env-0-00001.seg", "env-0-00002.seg", "env-0-00003.seg"]
-    pool.covered(2)
+    pool.free_covered(2)
     assert files(tmp_path) == ["env-0-00002.seg", "env-0-00003.seg"], "what is ready is needed"
     pool.close()
 
@@ -92,7 +92,7 @@ def test_of_what_is_collected_nothing_is_kept_in_memory(tmp_path: Path) -> None:
     pool = ExperiencePool(tmp_path)
     for group, state in enumerate((EpisodeState.COLLECTED, EpisodeState.FILTERED)):
         play(pool, tmp_path, group, "env-0-00000.seg")
-        pool.end([EndedGroup(group=group, counts={state: 1})])
+        pool.end_groups([EndedGroup(group=group, counts={state: 1})])
     assert pool._needed.keys() == {1}
     pool.close()
     pool = ExperiencePool(tmp_path)

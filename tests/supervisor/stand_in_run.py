@@ -14,7 +14,7 @@ from typing import Any
 
 import penstock
 from penstock.config import Config, SupervisorConfig
-from penstock.ports import ProcessSpec
+from penstock.ports.process_launcher import ProcessSpec
 from penstock.supervisor import procfs
 from penstock.supervisor.launcher import LocalLauncher
 from penstock.supervisor.run_directory import open_run, reopen_run
@@ -24,7 +24,7 @@ from penstock.supervisor.supervisor import Outcome, Supervisor
 HERE = Path(__file__).parent
 SOURCE = Path(penstock.__file__).parents[1]
 DEFAULTS = SupervisorConfig()
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
@@ -71,12 +71,14 @@ class Run:
         """One life of the run: the first, or the next."""
         is_new = not (self.run_dir / "state.json").exists()
         with open_run(self.config) if is_new else reopen_run(self.run_dir, []) as run:
-            async with LocalLauncher(run_dir=run.run_dir, runtime_dir=run.runtime_dir, run_id=run.run_id) as launcher:
+            async with LocalLauncher(
+                run_dir=run.run_dir, runtime_dir=run.runtime_dir, run_id=run.journal.run_id
+            ) as launcher:
                 self.supervisor = Supervisor(
                     run_dir=run.run_dir,
                     stages=self.stages,
                     launcher=launcher,
-                    record=run.record,
+                    journal=run.journal,
                     settings=run.config.supervisor,
                 )
                 return await self.supervisor.run()

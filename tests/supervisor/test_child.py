@@ -39,14 +39,15 @@ def test_a_configuration_error_has_its_own_code_and_no_traceback(tmp_path: Path)
     body = f"{main}\nchild.run(main)"
     result = run_child(tmp_path, body)
     assert result.returncode == 2
-    assert result.stderr == "error: no such word\n"
+    assert result.stderr.endswith(" ERROR env-0: ends: no such word\n") and "Traceback" not in result.stderr
     assert message_of(tmp_path) == "no such word"
 
 
 def test_so_has_a_run_that_cannot_go_on(tmp_path: Path) -> None:
-    main = "def main():\n    from penstock.scheduler.patience import OutOfTasks\n    raise OutOfTasks('no more tasks')"
+    imports = "from penstock.scheduler.failure_budget import OutOfTasks"
+    main = f"def main():\n    {imports}\n    raise OutOfTasks('no more tasks')"
     result = run_child(tmp_path, f"{main}\nchild.run(main)")
-    assert (result.returncode, result.stderr) == (3, "error: no more tasks\n")
+    assert result.returncode == 3 and result.stderr.endswith(" ERROR env-0: ends: no more tasks\n")
 
 
 def test_the_first_leaf_of_a_group_is_named(tmp_path: Path) -> None:

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.ports import Report
+from penstock.ports.process_launcher import Report
 from penstock.supervisor.failure import (
     Exit,
     ExitKind,
     classify,
     describe_code,
     explain,
-    root_cause,
+    first_failed,
 )
 
 
@@ -24,14 +24,16 @@ def test_the_earliest_failure_is_the_cause_even_if_it_ends_last() -> None:
         "controller": Report(time=1.9, message="the trainer does not answer"),
         "trainer-0": Report(time=1.0, message="out of memory"),
     }
-    cause = root_cause(exits, reports)
-    assert cause.name == "trainer-0" and cause.exit is None
-    assert explain(cause, phase="in mid-run") == "trainer-0 failed in mid-run: out of memory"
+    assert first_failed(exits, reports) == "trainer-0"
+    assert (
+        explain("trainer-0", None, reports["trainer-0"], phase="in mid-run")
+        == "trainer-0 failed in mid-run: out of memory"
+    )
 
 
 def test_a_process_that_left_no_word_is_described_by_its_code() -> None:
-    cause = root_cause({"rollout-0": exit_of(-11)}, {})
-    assert explain(cause, phase="while starting") == "rollout-0 failed while starting (killed by SIGSEGV)"
+    told = explain("rollout-0", exit_of(-11), None, phase="while starting")
+    assert told == "rollout-0 failed while starting (killed by SIGSEGV)"
 
 
 def test_codes_have_names() -> None:

@@ -10,8 +10,8 @@ import pytest
 from stand_in_run import spec
 
 from penstock.config import SupervisorConfig
-from penstock.ports import End, Look, ProcessHandle, ProcessSpec
-from penstock.supervisor.record import Record, read_state
+from penstock.ports.process_launcher import End, Look, ProcessSpec
+from penstock.supervisor.run_journal import RunJournal, read_state
 from penstock.supervisor.states import RunState
 from penstock.supervisor.supervisor import Outcome, Supervisor
 
@@ -29,6 +29,20 @@ class Started:
         self.end = End(returncode=returncode)
         self.ended.set()
 
+    async def probe(self) -> str | None:
+        return None
+
+    async def look(self) -> Look:
+        return Look()
+
+    async def signal(self, signum: int) -> None:
+        self.exit(-signum)
+
+    async def wait(self) -> End:
+        await self.ended.wait()
+        assert self.end is not None
+        return self.end
+
 
 class Refusing:
     """`ports.Launcher` that fails as often as it is told to, from the `first` attempt on."""
@@ -45,22 +59,6 @@ class Refusing:
         self.latest = Started(spec)
         return self.latest
 
-    async def probe(self, process: ProcessHandle) -> str | None:
-        return None
-
-    async def look(self, process: ProcessHandle) -> Look:
-        return Look()
-
-    async def signal(self, process: ProcessHandle, signum: int) -> None:
-        assert isinstance(process, Started)
-        process.exit(-signum)
-
-    async def wait(self, process: ProcessHandle) -> End:
-        assert isinstance(process, Started)
-        await process.ended.wait()
-        assert process.end is not None
-        return process.end
-
     async def sweep(self) -> list[str]:
         return []
 
@@ -70,7 +68,7 @@ def supervise(run_dir: Path, launcher: Refusing) -> Supervisor:
         run_dir=run_dir,
         stages=[[spec("env-0", "steady")]],
         launcher=launcher,
-        record=Record.create(run_dir, run_id="r", runtime_dir=run_dir / "runtime"),
+        journal=RunJournal.create(run_dir, run_id="r", runtime_dir=run_dir / "runtime"),
         settings=SupervisorConfig(backoff_s=0.0, max_restarts=3),
     )
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import SupervisorConfig
-from penstock.ports import Beat
+from penstock.ports.process_launcher import Beat
 from penstock.supervisor.liveness import LOOK_BEATS, Finding, Health, Liveness
 
 SETTINGS = SupervisorConfig(silent_s=10.0, hang_s=100.0)

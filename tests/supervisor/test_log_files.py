@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.supervisor.log_files import Place, end_of, quote, rotate, tail
+from penstock.supervisor.log_files import LogPosition, end_of, quote, rotate, tail
 
 
 def test_a_log_within_its_bounds_is_left_alone(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_process_goes_on_writing_where_it_did(tmp_path: Path) -> None:
             rotate(log, max_bytes=0)
         process.stdin.write("third\nend\n")
     assert log.read_text() == "third\n"
-    assert tail(log, since=Place()) == ["second", "third"]
+    assert tail(log, since=LogPosition()) == ["second", "third"]
 
 
 def test_a_log_that_cannot_be_copied_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +62,11 @@ def test_a_log_that_cannot_be_copied_stays_as_it_is(tmp_path: Path, monkeypatch:
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("".join(f"line {i}\n" for i in range(10_000)))
-    assert tail(log, 2, since=Place()) == ["line 9998", "line 9999"]
-    quoted = quote(log, Place())
+    assert tail(log, 2, since=LogPosition()) == ["line 9998", "line 9999"]
+    quoted = quote(log, LogPosition())
     assert "line 9960" in quoted and "line 9959" not in quoted
-    assert tail(tmp_path / "none.log", since=Place()) == []
-    assert "nothing was written to" in quote(tmp_path / "none.log", Place())
+    assert tail(tmp_path / "none.log", since=LogPosition()) == []
+    assert "nothing was written to" in quote(tmp_path / "none.log", LogPosition())
 
 
 @pytest.mark.parametrize("num_rotated_before", [0, 1, 3])

@@ -16,12 +16,11 @@ from test_sudden_death import janitor_of, state_of, until
 from test_sudden_death import start as start_run
 
 from penstock.observe import jsonl
-from penstock.supervisor import orphans, procfs, runtime
-from penstock.supervisor.orphans import Found, Orphans
+from penstock.supervisor import procfs, runtime
 from penstock.supervisor.ownership import owning
 from penstock.supervisor.procfs import Identity, identify
-from penstock.supervisor.record import Record, read_state
-from penstock.supervisor.runtime import Mark, RuntimeTaken
+from penstock.supervisor.run_journal import RunJournal, read_state
+from penstock.supervisor.runtime import Found, Mark, Orphans, RuntimeTaken
 from penstock.supervisor.states import RunState
 
 pytestmark = pytest.mark.integration
@@ -76,7 +75,7 @@ def make(mark: Mark) -> Path:
     runtime_dir.mkdir()
     (runtime_dir / runtime.OWNER_FILE).write_text(mark.dumps())
     (runtime_dir / "weights").write_bytes(b"w")
-    Record.create(run_dir, run_id="a", runtime_dir=runtime_dir).move(RunState.STARTING, actor="test")
+    RunJournal.create(run_dir, run_id="a", runtime_dir=runtime_dir).move(RunState.STARTING, actor="test")
     jsonl.write_json(
         run_dir / "state.json", {**(read_state(run_dir) or {}), "supervisor": dataclasses.asdict(mark.supervisor)}
     )
@@ -91,30 +90,30 @@ def test_orphans_go_and_what_lives_stays(tmp_path: Path, runtime_dirs: None, sta
     dead, living = mark(tmp_path / "dead"), mark(tmp_path / "living", alive=True)
     directories = {each: make(each) for each in (dead, living)}
     orphan, member = start(dead), start(living)
-    found = orphans.find()
+    found = runtime.find_orphans()
     orphaned = of(found, dead)
     assert orphaned and of(found, living) is None
     assert [stat.pid for stat in orphaned.processes] == [orphan.pid]
     assert orphaned.directories == [directories[dead]]
     family = procfs.family(lambda stat: stat.pid == orphan.pid, spare=set())
     assert len(family) == 2
-    assert orphans.remove(orphaned, living=found.living) == []
+    assert runtime.remove_orphans(orphaned, living=found.living) == []
     assert orphan.wait(5) == -9
     assert not any(procfs.read_stat(stat.pid) == stat for stat in family)
     assert member.poll() is None and directories[living].exists() and not directories[dead].exists()
     assert (read_state(Path(dead.run_dir)) or {})["status"] == "failed"
     assert (read_state(Path(living.run_dir)) or {})["status"] == "starting"
-    assert of(orphans.find(), dead) is None
+    assert of(runtime.find_orphans(), dead) is None
 
 
 def test_a_next_life_of_the_same_run_is_left_alone(tmp_path: Path, runtime_dirs: None, start: Start) -> None:
     before, after = mark(tmp_path / "run", nonce="before"), mark(tmp_path / "run", alive=True, nonce="after")
     runtime_dir = make(after)
     orphan = start(before)
-    found = orphans.find()
+    found = runtime.find_orphans()
     orphaned = of(found, before)
     assert orphaned and orphaned.directories == []
-    orphans.remove(orphaned, living=found.living)
+    runtime.remove_orphans(orphaned, living=found.living)
     assert orphan.wait(5) == -9
     assert runtime_dir.exists() and (read_state(Path(after.run_dir)) or {})["status"] == "starting"
 
@@ -129,10 +128,10 @@ def test_what_belongs_to_another_container_is_left_alone(tmp_path: Path, runtime
         make(each)
     shutil.rmtree(elsewhere[1].run_dir)
     with owning(Path(elsewhere[0].run_dir)):
-        found = orphans.find()
+        found = runtime.find_orphans()
         assert of(found, elsewhere[0]) is None, "its run is owned"
     assert of(found, elsewhere[1]) is None, "its run cannot be seen from here"
-    assert of(orphans.find(), elsewhere[0]) is not None, "nobody owns its run any more"
+    assert of(runtime.find_orphans(), elsewhere[0]) is not None, "nobody owns its run any more"
 
 
 def test_a_supervisor_that_was_started_within_a_dead_run_is_spared(
@@ -143,9 +142,9 @@ def test_a_supervisor_that_was_started_within_a_dead_run_is_spared(
     identity = identify(nested.pid)
     assert identity
     member = start(dataclasses.replace(mark(tmp_path / "nested"), supervisor=identity))
-    found = orphans.find()
+    found = runtime.find_orphans()
     assert of(found, dead) is None and nested.pid in found.living
-    orphans.remove(Orphans(mark=dead), living=found.living)
+    runtime.remove_orphans(Orphans(mark=dead), living=found.living)
     assert nested.poll() is None and member.poll() is None
 
 
@@ -153,7 +152,7 @@ def test_what_does_not_say_whose_it_is_is_not_touched(tmp_path: Path, runtime_di
     (tmp_path / "a" / "runtime").mkdir(parents=True)
     (tmp_path / "b" / "runtime").mkdir(parents=True)
     (tmp_path / "b" / "runtime" / runtime.OWNER_FILE).write_text("{torn")
-    assert orphans.find().unmarked == [tmp_path / "a" / "runtime", tmp_path / "b" / "runtime"]
+    assert runtime.find_orphans().unmarked == [tmp_path / "a" / "runtime", tmp_path / "b" / "runtime"]
 
 
 def test_a_claimed_directory_carries_the_mark_that_processes_get(tmp_path: Path) -> None:
@@ -179,8 +178,8 @@ def test_a_real_run_whose_supervisor_and_janitor_were_killed_is_found_and_cleane
         os.kill(pid, signal.SIGKILL)
     supervisor.wait()
     assert run.living() and run.runtime_dir.exists()
-    mine = [each for each in orphans.find().orphans if each.mark.run_dir == str(run.run_dir)]
+    mine = [each for each in runtime.find_orphans().orphans if each.mark.run_dir == str(run.run_dir)]
     assert len(mine) == 1 and mine[0].processes and mine[0].directories == [run.runtime_dir]
-    assert orphans.remove_of_run(run.run_dir) == []
+    assert runtime.remove_orphans_of(run.run_dir) == []
     assert not run.living() and not run.runtime_dir.exists()
     assert state_of(run)["status"] == "failed"

@@ -62,7 +62,7 @@ def test_what_was_long_ago_is_forgiven() -> None:
     assert decide(policy, now=0.0).after_s == 1.0
     assert decide(policy, now=9.0).action is Action.FAIL
     assert decide(policy, now=10.0) == Decision(
-        action=Action.RESTART, after_s=1.0, reason="env-0 has had 0 of 1 restarts within 10 s: one more after 1.00 s"
+        action=Action.RESTART, after_s=1.0, reason="env-0 has used 0 of 1 restarts within 10 s: it restarts in 1.00 s"
     )
 
 
@@ -91,7 +91,7 @@ def test_whoever_goes_back_and_saves_nothing_new_is_given_up_however_slowly_it_f
     assert decide(policy, now=100.0, num_saved=1).action is Action.RESTART
     last = decide(policy, now=200.0, num_saved=1)
     assert last.action is Action.FAIL
-    assert last.reason == "env-0 has had 2 of 2 restarts within 10 s or since it last saved"
+    assert last.reason == "env-0 has used 2 of 2 restarts within 10 s or since it last saved"
     assert decide(policy, now=300.0, num_saved=2).action is Action.RESTART, "it got on"
 
 
@@ -99,3 +99,42 @@ def test_whoever_goes_back_and_saves_nothing_new_is_given_up_however_slowly_it_f
 def test_nobody_is_needed_once_the_work_is_done(kind: ExitKind, was_ready: bool) -> None:
     policy = RestartPolicy(SupervisorConfig(max_restarts=0))
     assert decide(policy, kind=kind, was_ready=was_ready, completed=True).action is Action.IGNORE
+
+
+class Together:
+    """Two processes of one set; times are seconds of a clock that begins at 0."""
+
+    def __init__(self, max_restarts: int = 2) -> None:
+        settings = SupervisorConfig(max_restarts=max_restarts, backoff_s=1.0)
+        self._policy = RestartPolicy(settings, jitter=lambda: 0.0)
+
+    def ends(self, name: str, now: float, *, started: float) -> Decision:
+        loss = Exit(time=0.0, returncode=1, kind=ExitKind.CRASHED, reason="exit code 1")
+        return self._policy.decide(
+            name, loss, was_ready=True, completed=False, now=now, restart_set="learner", started=started
+        )
+
+
+def test_a_restart_set_goes_down_with_its_first_and_comes_back_as_one() -> None:
+    both = Together()
+    first, second = both.ends("rank-1", 10.0, started=0.0), both.ends("trainer-0", 10.25, started=0.0)
+    assert (first.action, first.after_s, first.ends_set) == (Action.RESTART, 1.0, True)
+    assert (second.action, second.after_s, second.ends_set) == (Action.RESTART, 0.75, False)
+    assert second.reason == "trainer-0 is restarted together with rank-1"
+    assert both.ends("trainer-0", 20.0, started=0.0).after_s == 0.0, "it was hard to end: the others wait for it"
+    again = both.ends("trainer-0", 30.0, started=11.0)
+    assert again.ends_set and again.after_s == 2.0
+
+
+def test_a_restart_set_has_one_budget() -> None:
+    both = Together(max_restarts=1)
+    assert both.ends("rank-1", 10.0, started=0.0).action is Action.RESTART
+    last = both.ends("trainer-0", 20.0, started=12.0)
+    assert last.action is Action.FAIL and last.reason.startswith("learner has used 1 of 1 restarts")
+
+
+def test_what_cannot_be_started_again_is_no_part_of_an_earlier_fall() -> None:
+    both = Together(max_restarts=2)
+    assert both.ends("rank-1", 10.0, started=0.0).action is Action.RESTART
+    assert both.ends("rank-1", 12.0, started=11.0).action is Action.RESTART
+    assert both.ends("rank-1", 15.0, started=14.0).action is Action.FAIL

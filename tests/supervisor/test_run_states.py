@@ -6,15 +6,15 @@ from penstock.supervisor.states import (
     IllegalTransition,
     ProcessState,
     RunState,
-    move_process,
-    move_run,
+    check_process,
+    check_run,
 )
 
 
 def test_a_run_can_be_stopped_wherever_it_is() -> None:
-    assert move_run(RunState.PENDING, RunState.STOPPED)
+    check_run(RunState.PENDING, RunState.STOPPED)
     for state in (RunState.STARTING, RunState.RUNNING):
-        assert move_run(state, RunState.STOPPING)
+        check_run(state, RunState.STOPPING)
 
 
 def test_final_states_are_final() -> None:
@@ -23,25 +23,25 @@ def test_final_states_are_final() -> None:
     for state in finals:
         for following in RunState:
             with pytest.raises(IllegalTransition):
-                move_run(state, following)
+                check_run(state, following)
 
 
 def test_only_a_stopping_run_completes() -> None:
     with pytest.raises(IllegalTransition, match="a run that is running cannot become completed"):
-        move_run(RunState.RUNNING, RunState.COMPLETED)
+        check_run(RunState.RUNNING, RunState.COMPLETED)
 
 
 def test_every_living_process_may_exit_and_comes_back_only_after_a_pause() -> None:
     living = {ProcessState.STARTING, ProcessState.READY, ProcessState.DEGRADED, ProcessState.STOPPING}
     for state in living:
-        assert move_process(state, ProcessState.EXITED)
+        check_process(state, ProcessState.EXITED)
         with pytest.raises(IllegalTransition):
-            move_process(ProcessState.EXITED, state)
-    assert move_process(ProcessState.EXITED, ProcessState.BACKOFF)
-    assert move_process(ProcessState.BACKOFF, ProcessState.STARTING)
+            check_process(ProcessState.EXITED, state)
+    check_process(ProcessState.EXITED, ProcessState.BACKOFF)
+    check_process(ProcessState.BACKOFF, ProcessState.STARTING)
 
 
 def test_what_is_fatal_stays_so() -> None:
     for following in ProcessState:
         with pytest.raises(IllegalTransition):
-            move_process(ProcessState.FATAL, following)
+            check_process(ProcessState.FATAL, following)

@@ -6,10 +6,10 @@ import torch
 from made_samples import five_groups
 from transformers import PreTrainedModel
 
-from penstock.config.schema import TinyModelConfig
-from penstock.model.load import load_policy
+from penstock.config.run_settings import TinyModelConfig
+from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.types import Sample
+from penstock.samples import Sample
 
 torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""All roles of one rank, told what the others found as `ActorCritic` tells those of all ranks."""
+"""All roles of one rank, which get each other's results as `ActorCritic` passes them on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
-from penstock.trainer.critic import Critic, appraised
+from penstock.trainer.critic import Critic, with_values
 from penstock.trainer.learner import Learner
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.reference import Reference
@@ -46,7 +46,7 @@ class AllRoles:
         if self._reference is not None:
             batch = batch.union(self._reference.logprobs(batch, self.policy_version))
         if self._critic is not None:
-            batch = appraised(batch, self._critic.values(batch)["values"], self._config.critic)
+            batch = with_values(batch, self._critic.values(batch)["values"], self._config.critic)
             self._critic.learn(batch, self.policy_version)
         return self.learner.accumulate(batch)
 

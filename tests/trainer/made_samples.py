@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from penstock.types import Sample
+from penstock.samples import Sample
 
 EPISODES = itertools.count()
 """Unless a test says otherwise, every sample is an episode of its own."""

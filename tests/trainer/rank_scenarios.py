@@ -22,10 +22,10 @@ from made_samples import five_groups
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.role import Rank
-from penstock.model.load import hollow_policy, load_policy
-from penstock.trainer import dealing
+from penstock.model.load_policy import hollow_policy, load_policy
 from penstock.trainer.prepare import prepare
-from penstock.trainer.ranks import Meeting, RankLost, Ranks
+from penstock.trainer.rank_balancing import split_over_ranks
+from penstock.trainer.ranks import RankLost, Ranks, Rendezvous
 from penstock.trainer.warm_start import Imitation, warm_start
 
 CPU = torch.device("cpu")
@@ -74,11 +74,11 @@ def make_learner(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> All
     )
 
 
-def dealt(batch: Batch, ranks: Ranks, *, call: int) -> Batch:
+def part_of(batch: Batch, ranks: Ranks, *, call: int) -> Batch:
     """This rank's part: balanced; then all of it rank 0's; then all of it the last one's; and so on."""
     match call % 3:
         case 0:
-            return dealing.dealt(batch, ranks.size, 0.01)[ranks.index]
+            return split_over_ranks(batch, ranks.size, 0.01)[ranks.index]
         case 1:
             return batch if ranks.is_first else batch.select([])
         case _:
@@ -98,7 +98,7 @@ def train(
             dataclasses.replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in five_groups()
         ]
         for call, part in enumerate((samples[:8], samples[8:])):
-            learner.accumulate(dealt(prepare(part, normalize=True)[0], ranks, call=step + call))
+            learner.accumulate(part_of(prepare(part, normalize=True)[0], ranks, call=step + call))
         metrics.append(learner.step().metrics)
         if in_turns:
             learner.release()
@@ -121,7 +121,7 @@ def saved(ranks: Ranks, model_dir: Path, directory: Path, name: str, strategy: s
 
 
 def resumed(ranks: Ranks, model_dir: Path, directory: Path, name: str, strategy: str) -> dict[str, Any]:
-    """Two steps after somebody's checkpoint; what was trained before counts for nothing."""
+    """Two steps after another run's checkpoint; the steps before it leave no trace."""
     learner = make_learner(ranks, model_dir, name, strategy)
     train(learner, ranks, steps=1)
     learner.read(directory)
@@ -132,7 +132,7 @@ def poisoned(ranks: Ranks, model_dir: Path, strategy: str) -> dict[str, Any]:
     """A step in which one rank's samples make no sense."""
     learner = make_learner(ranks, model_dir, "plain", strategy)
     before = {name: weight.clone() for name, weight in learner.named_weights().items()}
-    batch = dealt(prepare(five_groups(), normalize=True)[0], ranks, call=0)
+    batch = part_of(prepare(five_groups(), normalize=True)[0], ranks, call=0)
     if ranks.index == ranks.size - 1:
         batch.columns["advantages"] = np.full_like(batch["advantages"], np.nan)
     learner.accumulate(batch)
@@ -161,7 +161,7 @@ def imitated(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
 def lost(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
     """The last rank comes to no step."""
     learner = make_learner(ranks, model_dir, "plain", "ddp")
-    learner.accumulate(dealt(prepare(five_groups(), normalize=True)[0], ranks, call=0))
+    learner.accumulate(part_of(prepare(five_groups(), normalize=True)[0], ranks, call=0))
     if ranks.index == ranks.size - 1:
         print("waiting", flush=True)
         sys.stdin.read()
@@ -201,11 +201,11 @@ def main(model_dir: Path, out: Path, index: int, size: int) -> None:
     torch.set_num_threads(1)
     ranks = Ranks(Rank(index, size), timeout_s=60.0)
     if index == 0:
-        meeting = ranks.listen()
-        print(json.dumps(dataclasses.asdict(meeting)), flush=True)
+        rendezvous = ranks.listen()
+        print(json.dumps(dataclasses.asdict(rendezvous)), flush=True)
     else:
-        meeting = Meeting(**json.loads(sys.stdin.readline()))
-    ranks.meet(meeting, CPU)
+        rendezvous = Rendezvous(**json.loads(sys.stdin.readline()))
+    ranks.join(rendezvous, CPU)
     results = {}
     for name, run in every(ranks, model_dir, out).items():
         results[name] = run()

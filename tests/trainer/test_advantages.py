@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trainer.advantages import generalized_advantages, group_advantages
+from penstock.trainer.prepare import generalized_advantages, group_advantages
 
 REWARDS = st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10)), min_size=1, max_size=24)
 

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from penstock.config.schema import TrainerConfig
+from penstock.config.run_settings import TrainerConfig
+from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
-from penstock.types import Sample
 
 MakeModel = Callable[[], PreTrainedModel]
 Calls = list[list[Sample]]

@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.config import CanaryConfig, TrainerConfig
+from penstock.samples import Sample
 from penstock.trainer.canaries import Canaries
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
-from penstock.types import Sample
 
 UNCOMPARED = {"kl_engine_trainer": 0.0, "parity_gap_max": 0.0, "kl_tokens": 0.0} | {
     "tokens": 10.0,
@@ -108,10 +108,49 @@ def test_an_alarm_is_raised_once_per_onset() -> None:
     bad = good | {"kl_engine_trainer": 0.02}
     nothing = good | {"kl_engine_trainer": 0.0, "kl_tokens": 0.0}
     steps = (good, bad, nothing, bad, good, bad)
-    assert [len(canaries.look(metrics)) for metrics in steps] == [0, 1, 0, 0, 0, 1]
+    assert [len(canaries.look(step, metrics)) for step, metrics in enumerate(steps)] == [0, 1, 0, 0, 0, 1]
 
 
-@pytest.mark.parametrize(("ess", "raised"), [(0.6, False), (0.1, True)])
-def test_weights_that_leave_few_tokens(ess: float, raised: bool) -> None:
-    metrics = UNCOMPARED | {"ess": ess}
-    assert bool(Canaries(CanaryConfig()).look(metrics)) is raised
+HEALTHY, LOW = 0.9, 0.01
+
+
+def sizes_alarmed(sizes: list[float]) -> list[tuple[int, str]]:
+    """The alarms, each with the step that raised it; steps count from 1."""
+    canaries = Canaries(CanaryConfig(min_ess=0.2))
+    steps = enumerate(sizes, start=1)
+    return [(step, alarm) for step, size in steps for alarm in canaries.look(step, UNCOMPARED | {"ess": size})]
+
+
+def test_one_step_of_hundreds_with_an_outlier_is_no_alarm() -> None:
+    assert sizes_alarmed([HEALTHY] * 200 + [LOW] + [HEALTHY] * 200) == []
+    assert sizes_alarmed([LOW] + [HEALTHY] * 50) == []
+
+
+def test_outliers_now_and_then_are_no_alarm() -> None:
+    assert sizes_alarmed(([HEALTHY] * 4 + [LOW]) * 50) == []
+
+
+def test_a_low_sample_size_that_lasts_is_one_alarm_that_says_what_it_saw() -> None:
+    ((step, alarm),) = sizes_alarmed([HEALTHY] * 30 + [0.1, HEALTHY] + [0.1] * 40)
+    assert step == 41
+    assert alarm.startswith(
+        "effective sample size: below 20% in 10 of the latest 20 steps, since step 31 (median of these 10%, lowest 10%)"
+    )
+    assert "scheduler.max_staleness" in alarm and "trainer.learning_rate" in alarm
+
+
+def test_a_run_that_is_low_from_its_beginning_raises_the_alarm_within_ten_steps() -> None:
+    ((step, alarm),) = sizes_alarmed([0.05] * 100)
+    assert step == 10 and "in 10 of the latest 10 steps, since step 1 " in alarm
+
+
+def test_the_alarm_is_raised_again_after_a_recovery_and_not_while_it_hovers() -> None:
+    hovering = ([LOW] * 3 + [HEALTHY] * 3) * 20
+    assert len(sizes_alarmed([LOW] * 20 + hovering)) == 1
+    assert [step for step, _ in sizes_alarmed([LOW] * 20 + [HEALTHY] * 20 + [LOW] * 20)] == [10, 50]
+
+
+def test_a_step_without_a_token_changes_nothing() -> None:
+    canaries = Canaries(CanaryConfig())
+    empty = UNCOMPARED | {"tokens": 0.0, "ess": 0.0}
+    assert [alarm for step in range(50) for alarm in canaries.look(step, empty)] == []

@@ -1,21 +1,36 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock.config.schema import TrainerConfig
+from penstock.config.run_settings import TrainerConfig
 from penstock.model.chat import ChatTokenizer
+from penstock.ports.training import SavedState, SavedStates
+from penstock.samples import Sample
 from penstock.trainer import checkpoint
-from penstock.trainer.checkpoint import Checkpoint, Torn
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
-from penstock.types import Sample
 
 MakeLearner = Callable[[], Learner]
 EXTRA = {"consumed": [1, 2, 3], "note": "plain JSON"}
+
+
+def save(
+    directory: Path, step: int, learner: Learner, extra: dict[str, Any] | None = None, *, model_dir: Path, keep: int = 2
+) -> Path:
+    return checkpoint.save(
+        directory,
+        step,
+        learner.write,
+        policy_version=learner.policy_version,
+        extra=extra or {},
+        model_dir=model_dir,
+        keep=keep,
+    )
 
 
 @pytest.fixture
@@ -35,11 +50,11 @@ def test_a_round_trip_restores_weights_optimizer_and_state(
     learner, other = make_learner(), make_learner()
     learner.accumulate(prepare(samples, normalize=True)[0])
     learner.step()
-    checkpoint.save(tmp_path, 2, learner, EXTRA, model_dir=model_dir, keep=2)
+    save(tmp_path, 2, learner, EXTRA, model_dir=model_dir)
     found = checkpoint.latest(tmp_path)
-    assert found.skipped == () and found.checkpoint is not None
-    assert (found.checkpoint.step, found.checkpoint.policy_version, found.checkpoint.extra) == (2, 2, EXTRA)
-    other.read(found.checkpoint.path)
+    assert not found.torn and found.newest is not None
+    assert (found.newest.step, found.newest.policy_version, found.newest.state) == (2, 2, EXTRA)
+    other.read(Path(found.newest.directory))
     for each in (learner, other):
         each.accumulate(prepare(samples, normalize=True)[0])
     assert learner.step().metrics["loss"] == other.step().metrics["loss"]
@@ -48,7 +63,7 @@ def test_a_round_trip_restores_weights_optimizer_and_state(
 
 def test_a_checkpoint_is_a_model_directory(make_learner: MakeLearner, model_dir: Path, tmp_path: Path) -> None:
     learner = make_learner()
-    path = checkpoint.save(tmp_path, 1, learner, {}, model_dir=model_dir, keep=1)
+    path = save(tmp_path, 1, learner, model_dir=model_dir, keep=1)
     model = AutoModelForCausalLM.from_pretrained(path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), learner.model.parameters(), strict=True))
     assert ChatTokenizer.load(path).prompt([{"role": "user", "content": "hi"}])
@@ -59,7 +74,7 @@ def test_the_newest_are_kept_and_a_forsaken_future_is_not(
 ) -> None:
     learner = make_learner()
     for step in (5, 10, 20, 15):
-        checkpoint.save(tmp_path, step, learner, {}, model_dir=model_dir, keep=3)
+        save(tmp_path, step, learner, model_dir=model_dir, keep=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_15", "step_5"]
 
 
@@ -90,40 +105,40 @@ def test_a_torn_checkpoint_is_passed_over_with_a_reason(
 ) -> None:
     learner = make_learner()
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, learner, {}, model_dir=model_dir, keep=2)
+        save(tmp_path, step, learner, model_dir=model_dir)
     damage(tmp_path / "step_2")
     found = checkpoint.latest(tmp_path)
-    assert found.checkpoint is not None and found.checkpoint.step == 1
-    assert [torn.path.name for torn in found.skipped] == ["torn_step_2"]
-    assert found.skipped[0].reason.startswith(reason)
-    assert found.skipped[0].path.is_dir(), "it is set aside"
-    assert checkpoint.latest(tmp_path).skipped == (), "and told once"
-    checkpoint.save(tmp_path, 3, learner, {}, model_dir=model_dir, keep=2)
-    assert (tmp_path / "step_1").is_dir(), "a torn one takes nobody's place"
+    assert found.newest is not None and found.newest.step == 1
+    ((torn, found_reason),) = found.torn.items()
+    assert Path(torn).name == "torn_step_2" and found_reason.startswith(reason)
+    assert Path(torn).is_dir(), "it is set aside"
+    assert not checkpoint.latest(tmp_path).torn, "and reported once"
+    save(tmp_path, 3, learner, model_dir=model_dir)
+    assert (tmp_path / "step_1").is_dir(), "a torn checkpoint does not count among those to keep"
 
 
 def test_a_failed_save_leaves_nothing_and_hurts_nothing(
     make_learner: MakeLearner, model_dir: Path, tmp_path: Path
 ) -> None:
     learner = make_learner()
-    checkpoint.save(tmp_path, 1, learner, {"a": 1}, model_dir=model_dir, keep=2)
+    save(tmp_path, 1, learner, {"a": 1}, model_dir=model_dir)
     with pytest.raises(TypeError):
-        checkpoint.save(tmp_path, 1, learner, {"a": object()}, model_dir=model_dir, keep=2)
+        save(tmp_path, 1, learner, {"a": object()}, model_dir=model_dir)
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
     found = checkpoint.verify(tmp_path / "step_1")
-    assert isinstance(found, Checkpoint) and found.extra == {"a": 1}
+    assert isinstance(found, SavedState) and found.state == {"a": 1}
 
 
 def test_no_checkpoints_are_none(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path / "nowhere") == checkpoint.Latest(checkpoint=None, skipped=())
+    assert checkpoint.latest(tmp_path / "nowhere") == SavedStates(newest=None)
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_one").mkdir()
-    assert isinstance(checkpoint.verify(tmp_path / "step_1"), Torn)
-    assert [torn.path.name for torn in checkpoint.latest(tmp_path).skipped] == ["step_1"]
+    assert checkpoint.verify(tmp_path / "step_1") == "no manifest.json: it was never finished"
+    assert list(checkpoint.latest(tmp_path).torn) == [str(tmp_path / "step_1")]
 
 
 def test_every_file_is_in_the_manifest(make_learner: MakeLearner, model_dir: Path, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, make_learner(), {}, model_dir=model_dir, keep=1)
+    path = save(tmp_path, 1, make_learner(), model_dir=model_dir, keep=1)
     listed = json.loads((path / "manifest.json").read_text())["files"].keys()
     present = {file.name for file in path.iterdir()}
     assert listed == present - {"manifest.json"}
@@ -138,26 +153,26 @@ def test_leftovers_of_a_killed_save_are_removed_by_the_next(
         (tmp_path / name / "part").touch()
     learner = make_learner()
     for note in ("first", "second"):
-        path = checkpoint.save(tmp_path, 1, learner, {"note": note}, model_dir=model_dir, keep=1)
+        path = save(tmp_path, 1, learner, {"note": note}, model_dir=model_dir, keep=1)
         found = checkpoint.verify(path)
-        assert isinstance(found, Checkpoint) and found.extra == {"note": note}
+        assert isinstance(found, SavedState) and found.state == {"note": note}
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_checkpoint_moved_aside_by_a_killed_save_is_found(
     make_learner: MakeLearner, model_dir: Path, tmp_path: Path
 ) -> None:
-    checkpoint.save(tmp_path, 1, make_learner(), EXTRA, model_dir=model_dir, keep=2).rename(tmp_path / ".replaced_1")
-    found = checkpoint.latest(tmp_path).checkpoint
-    assert found is not None and (found.path, found.extra) == (tmp_path / "step_1", EXTRA)
+    save(tmp_path, 1, make_learner(), EXTRA, model_dir=model_dir).rename(tmp_path / ".replaced_1")
+    found = checkpoint.latest(tmp_path).newest
+    assert found is not None and (found.directory, found.state) == (str(tmp_path / "step_1"), EXTRA)
 
 
 def test_a_checkpoint_moved_aside_by_a_killed_save_returns(
     make_learner: MakeLearner, model_dir: Path, tmp_path: Path
 ) -> None:
     learner = make_learner()
-    checkpoint.save(tmp_path, 1, learner, {"a": 1}, model_dir=model_dir, keep=2).rename(tmp_path / ".replaced_1")
+    save(tmp_path, 1, learner, {"a": 1}, model_dir=model_dir).rename(tmp_path / ".replaced_1")
     with pytest.raises(TypeError):
-        checkpoint.save(tmp_path, 1, learner, {"a": object()}, model_dir=model_dir, keep=2)
+        save(tmp_path, 1, learner, {"a": object()}, model_dir=model_dir)
     found = checkpoint.verify(tmp_path / "step_1")
-    assert isinstance(found, Checkpoint) and found.extra == {"a": 1}
+    assert isinstance(found, SavedState) and found.state == {"a": 1}

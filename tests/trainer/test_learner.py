@@ -12,11 +12,12 @@ from made_roles import AllRoles
 from made_samples import make_sample
 from transformers import PreTrainedModel
 
-from penstock.config.schema import TrainerConfig
+from penstock.config.run_settings import TrainerConfig
+from penstock.samples import Sample
 from penstock.trainer.learner import NAME, Learner, NothingLearnt
 from penstock.trainer.losses.objective import OBJECTIVES
 from penstock.trainer.prepare import prepare
-from penstock.types import LearnerState, Sample
+from penstock.types import LearnerState
 
 MakeModel = Callable[[], PreTrainedModel]
 LOOSE = TrainerConfig(max_grad_norm=1e9)
@@ -368,14 +369,16 @@ def test_a_nonfinite_gradient_skips_the_step_and_too_many_end_the_run(
     poison(model)
     run(learner, samples, 1)
     poison(model)
-    with pytest.raises(NothingLearnt, match="2 optimizer steps in a row taught nothing; the last one had a non-finite"):
+    with pytest.raises(
+        NothingLearnt, match="2 optimizer steps in a row changed no weights; the last one had a non-finite"
+    ):
         run(learner, samples, 1)
 
 
 def test_steps_without_a_token_to_train_end_the_run_too(make_model: MakeModel) -> None:
     learner = learner_for(make_model(), TrainerConfig(max_bad_steps=2))
     learner.step()
-    with pytest.raises(NothingLearnt, match="2 optimizer steps in a row taught nothing; the last one had no token"):
+    with pytest.raises(NothingLearnt, match="2 optimizer steps in a row changed no weights; the last one had no token"):
         learner.step()
 
 

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, TrainerConfig
+from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
-from penstock.types import Sample
 
 pytest.importorskip("peft")
 

@@ -6,10 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import MasteredConfig
-from penstock.trainer.losses.divergence import absolute_difference, kl_k3
-from penstock.trainer.losses.likelihood import token_statistics
-from penstock.trainer.losses.mastered import mastered
-from penstock.trainer.losses.normalise import denominator, shares
+from penstock.trainer.forward import token_statistics
+from penstock.trainer.losses.parts import denominator, kl_k3, mastered, shares
 
 
 @given(
@@ -29,11 +27,6 @@ def test_likelihood_and_entropy_equal_their_definitions(logits: list[list[float]
 def test_a_forbidden_token_does_not_spoil_the_entropy() -> None:
     _, entropy = token_statistics(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]))
     assert entropy.item() == pytest.approx(math.log(2))
-
-
-def test_the_difference_has_no_sign() -> None:
-    found = absolute_difference(torch.tensor([-1.5, -1.0, -0.5]), torch.tensor([-1.0, -1.0, -1.0]))
-    assert found.tolist() == [0.5, 0.0, 0.5]
 
 
 def test_the_penalty_is_zero_at_the_reference_and_pulls_towards_it() -> None:

@@ -8,11 +8,12 @@ import torch
 from made_samples import make_sample
 from transformers import PreTrainedModel
 
-from penstock.config.schema import TrainerConfig
+from penstock.config.run_settings import TrainerConfig
+from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.noise import GradientNorm, first_half, gradient_norm, noise
 from penstock.trainer.prepare import prepare
-from penstock.types import LearnerState, Sample
+from penstock.types import LearnerState
 
 MakeModel = Callable[[], PreTrainedModel]
 LOOSE = TrainerConfig(max_grad_norm=1e9)
@@ -111,7 +112,7 @@ def test_what_cannot_be_measured_is_not_reported(make_model: MakeModel, samples:
     assert "noise_trace" not in learner.step().metrics
 
 
-def test_every_step_is_measured_anew(make_model: MakeModel, samples: list[Sample]) -> None:
+def test_every_step_is_measured_again(make_model: MakeModel, samples: list[Sample]) -> None:
     learner = Learner(make_model(), LOOSE, max_staleness=2, measure_noise=True)
     for _ in range(2):
         learner.accumulate(prepare(samples, normalize=True)[0])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.config import ObjectiveConfig
-from penstock.trainer.losses.objective import OBJECTIVES, PolicyLoss, Tokens, policy_loss
+from penstock.trainer.losses.objective import OBJECTIVES, PolicyLoss, Tokens
 from penstock.trainer.losses.parts import smallest_until
 
 
@@ -128,7 +128,7 @@ def gradient(tokens: Sequence[Token], config: ObjectiveConfig, **more: Any) -> t
         staleness=torch.tensor(staleness),
         **more,
     )
-    found = policy_loss(known, config)
+    found = OBJECTIVES[config.name](known, config)
     found.loss.sum().backward()
     assert logprobs.grad is not None
     return logprobs.grad.tolist(), found

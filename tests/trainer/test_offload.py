@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
+from penstock.samples import Sample
 from penstock.trainer.prepare import prepare
-from penstock.types import Sample
 
 MakeModel = Callable[[], PreTrainedModel]
 EVERYTHING = {

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from made_samples import EPISODES, make_sample
 
+from penstock.samples import Sample
 from penstock.trainer.prepare import prepare
-from penstock.types import Sample
 
 GOOD = make_sample(0, prompt=[5, 6], response=[7, 8], reward=1.0)
 

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,22 @@ from rank_scenarios import CPU, NUM_STEPS, STRATEGIES, every, resumed, saved_of,
 from penstock.config import ConfigError
 from penstock.groups.role import Rank
 from penstock.trainer import checkpoint
-from penstock.trainer.ranks import Meeting, RankLost, Ranks
+from penstock.trainer.ranks import RankLost, Ranks, Rendezvous
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("ranks")]
 PROGRAM = Path(__file__).with_name("rank_scenarios.py")
 SIZES = (2, 4)
+EACH_SIZE = [2, pytest.param(4, marks=pytest.mark.long)]
 Results = dict[str, dict[str, Any]]
 
 
-def play(model_dir: Path, out: Path, size: int) -> list[Results]:
+def each(names_of: Callable[[int], Sequence[str]]) -> list[Any]:
+    """Return (size, name) of all that so many ranks play; four ranks in the long tier only."""
+    marks = {2: [], 4: [pytest.mark.long]}
+    return [pytest.param(size, name, marks=marks[size]) for size in SIZES for name in names_of(size)]
+
+
+def run_ranks(model_dir: Path, out: Path, size: int) -> list[Results]:
     """What every rank found; the last one is killed while the others wait for it."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     with ExitStack() as stack:
@@ -46,9 +54,9 @@ def play(model_dir: Path, out: Path, size: int) -> list[Results]:
         ]
         for process in processes:
             stack.callback(process.kill)
-        meeting = processes[0].stdout.readline()
+        rendezvous = processes[0].stdout.readline()
         for process in processes[1:]:
-            process.stdin.write(meeting)
+            process.stdin.write(rendezvous)
             process.stdin.flush()
         if processes[-1].stdout.readline() == "waiting\n":
             processes[-1].kill()
@@ -68,10 +76,24 @@ def alone(model_dir: Path, out: Path) -> Results:
     return {name: run() for name, run in every(Ranks(), model_dir, out).items()}
 
 
+class Together:
+    """What ranks found, by their number; played when it is first asked for. Each number of ranks goes on from the
+    checkpoints of the smaller ones."""
+
+    def __init__(self, model_dir: Path, out: Path) -> None:
+        self._model_dir, self._out = model_dir, out
+        self._played: dict[int, list[Results]] = {}
+
+    def __getitem__(self, size: int) -> list[Results]:
+        for smaller in SIZES[: SIZES.index(size) + 1]:
+            if smaller not in self._played:
+                self._played[smaller] = run_ranks(self._model_dir, self._out, smaller)
+        return self._played[size]
+
+
 @pytest.fixture(scope="module")
-def together(model_dir: Path, out: Path, alone: Results) -> dict[int, list[Results]]:
-    """By the number of ranks. Each number finds the checkpoints of those before."""
-    return {size: play(model_dir, out, size) for size in SIZES}
+def together(model_dir: Path, out: Path, alone: Results) -> Together:
+    return Together(model_dir, out)
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -91,10 +113,10 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         assert (found[name] - weight).norm() < 3e-4 * weight.norm(), name
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in settings_of(size)])
+@pytest.mark.parametrize(("size", "name"), each(settings_of))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_whoever_trains_which_samples_the_update_is_the_same(
-    alone: Results, together: dict[int, list[Results]], name: str, strategy: str, size: int
+def test_any_partition_of_the_samples_gives_the_same_update(
+    alone: Results, together: Together, name: str, strategy: str, size: int
 ) -> None:
     """Balanced, all of them on one rank, none at all, in calls that differ from step to step."""
     expected = alone[f"ddp/{name}"]
@@ -102,10 +124,10 @@ def test_whoever_trains_which_samples_the_update_is_the_same(
     same(together[size][0][f"{strategy}/{name}"], expected)
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in settings_of(size)])
+@pytest.mark.parametrize(("size", "name"), each(settings_of))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_say_the_same_and_one_has_the_weights(
-    together: dict[int, list[Results]], name: str, strategy: str, size: int
+    together: Together, name: str, strategy: str, size: int
 ) -> None:
     first, *others = [results[f"{strategy}/{name}"] for results in together[size]]
     for other in others:
@@ -114,10 +136,10 @@ def test_all_ranks_say_the_same_and_one_has_the_weights(
         assert not other["weights"]
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in saved_of(size)])
+@pytest.mark.parametrize(("size", "name"), each(saved_of))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_is_read_by_any_number_of_ranks(
-    alone: Results, together: dict[int, list[Results]], model_dir: Path, out: Path, name: str, strategy: str, size: int
+    alone: Results, together: Together, model_dir: Path, out: Path, name: str, strategy: str, size: int
 ) -> None:
     expected, found = alone[f"ddp/saved/{name}"], together[size][0]
     same(found[f"{strategy}/saved/{name}"], expected)
@@ -131,7 +153,7 @@ def test_a_checkpoint_is_read_by_any_number_of_ranks(
 @pytest.mark.parametrize("name", saved_of(2))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_that_give_their_devices_up_between_steps_learn_the_same(
-    together: dict[int, list[Results]], name: str, strategy: str
+    together: Together, name: str, strategy: str
 ) -> None:
     for results in together[2]:
         found, expected = results[f"{strategy}/in_turns/{name}"], results[f"{strategy}/{name}"]
@@ -141,69 +163,69 @@ def test_ranks_that_give_their_devices_up_between_steps_learn_the_same(
         assert all(torch.equal(found["weights"][key], weight) for key, weight in expected["weights"].items())
 
 
-def test_every_rank_saves_what_it_alone_has(together: dict[int, list[Results]], out: Path) -> None:
-    for size in SIZES:
-        for role in ("learner", "critic"):
-            files = {path.name for path in (out / f"saved_fsdp_critic_{size}").glob(f"{role}*")}
-            assert files == {f"{role}.pt", *(f"{role}_{rank}.pt" for rank in range(1, size))}
-            assert [path.name for path in (out / f"saved_ddp_critic_{size}").glob(f"{role}*")] == [f"{role}.pt"]
+@pytest.mark.parametrize("size", EACH_SIZE)
+@pytest.mark.parametrize("role", ["learner", "critic"])
+def test_every_rank_saves_what_it_alone_has(together: Together, out: Path, role: str, size: int) -> None:
+    assert len(together[size]) == size
+    files = {path.name for path in (out / f"saved_fsdp_critic_{size}").glob(f"{role}*")}
+    assert files == {f"{role}.pt", *(f"{role}_{rank}.pt" for rank in range(1, size))}
+    assert [path.name for path in (out / f"saved_ddp_critic_{size}").glob(f"{role}*")] == [f"{role}.pt"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "torn"])
 def test_a_checkpoint_without_one_of_its_shards_is_set_aside(
-    together: dict[int, list[Results]], model_dir: Path, out: Path, tmp_path: Path, damage: str
+    together: Together, model_dir: Path, out: Path, tmp_path: Path, damage: str
 ) -> None:
-    class Copy:
-        policy_version = 2
+    assert len(together[2]) == 2
 
-        def write(self, directory: Path) -> None:
-            shutil.copytree(out / "saved_fsdp_critic_4", directory, dirs_exist_ok=True)
+    def write(directory: Path) -> None:
+        shutil.copytree(out / "saved_fsdp_critic_2", directory, dirs_exist_ok=True)
 
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, Copy(), {}, model_dir=model_dir, keep=2)
-    shard = tmp_path / "step_2" / "learner_3.pt"
+        checkpoint.save(tmp_path, step, write, policy_version=2, extra={}, model_dir=model_dir, keep=2)
+    shard = tmp_path / "step_2" / "learner_1.pt"
     if damage == "missing":
         shard.unlink()
     else:
         shard.write_bytes(shard.read_bytes()[:-1])
     found = checkpoint.latest(tmp_path)
-    assert found.checkpoint is not None and found.checkpoint.step == 1
-    assert [torn.path.name for torn in found.skipped] == ["torn_step_2"]
-    assert "learner_3.pt" in found.skipped[0].reason
+    assert found.newest is not None and found.newest.step == 1
+    ((torn, reason),) = found.torn.items()
+    assert Path(torn).name == "torn_step_2" and "learner_1.pt" in reason
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", EACH_SIZE)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_rank_s_gradient_that_is_not_finite_skips_the_step_of_all(
-    together: dict[int, list[Results]], strategy: str, size: int
+    together: Together, strategy: str, size: int
 ) -> None:
     for results in together[size]:
         assert results[f"{strategy}/poisoned"] == {"skipped": 1.0, "same": True}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_warm_start_is_the_same_too(alone: Results, together: dict[int, list[Results]], size: int) -> None:
+@pytest.mark.parametrize("size", EACH_SIZE)
+def test_the_warm_start_is_the_same_too(alone: Results, together: Together, size: int) -> None:
     found, expected = together[size][0]["imitated"], alone["imitated"]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     close(found["weights"], expected["weights"])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rank_that_dies_ends_the_others_wait_and_is_named(together: dict[int, list[Results]], size: int) -> None:
+@pytest.mark.parametrize("size", EACH_SIZE)
+def test_a_rank_that_dies_ends_the_others_wait_and_is_named(together: Together, size: int) -> None:
     for index, results in enumerate(together[size][:-1]):
-        said = results["lost"]
-        assert said["error"].startswith(f"rank {index} of {size} waited")
-        assert f"rank {size - 1} had not come" in said["error"]
-        assert said["seconds"] < 10
+        lost = results["lost"]
+        assert lost["error"].startswith(f"rank {index} of {size} waited")
+        assert f"rank {size - 1} did not join the call" in lost["error"]
+        assert lost["seconds"] < 10
 
 
 SILENT = """
 import sys, torch
 from penstock.groups.role import Rank
-from penstock.trainer.ranks import Meeting, Ranks
+from penstock.trainer.ranks import Rendezvous, Ranks
 ranks = Ranks(Rank(1, 2))
 print("ready", flush=True)
-ranks.meet(Meeting(host="127.0.0.1", port=int(sys.stdin.readline())), torch.device("cpu"))
+ranks.join(Rendezvous(host="127.0.0.1", port=int(sys.stdin.readline())), torch.device("cpu"))
 print("met", flush=True)
 sys.stdin.read()
 """
@@ -214,21 +236,21 @@ def test_a_rank_that_lives_but_does_not_come_is_waited_for_until_the_deadline() 
     words = [sys.executable, "-c", SILENT]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as silent:
         assert silent.stdout.readline() == "ready\n"
-        meeting = ranks.listen()
-        silent.stdin.write(f"{meeting.port}\n")
+        rendezvous = ranks.listen()
+        silent.stdin.write(f"{rendezvous.port}\n")
         silent.stdin.flush()
-        ranks.meet(meeting, CPU)
+        ranks.join(rendezvous, CPU)
         assert silent.stdout.readline() == "met\n"
-        with pytest.raises(RankLost, match=r"rank 0 of 2 waited 3\S* s to add up with the others; rank 1 had"):
+        with pytest.raises(RankLost, match=r"rank 0 of 2 waited 3\S* s to add up with the other ranks; rank 1 did"):
             ranks.total([1.0], "add up")
         silent.kill()
 
 
 def test_a_rank_that_comes_alone_gives_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        port = nobody.getsockname()[1]
-    with pytest.raises(RankLost, match=f"rank 1 of 2 waited up to 0.5 s for the others at 127.0.0.1:{port}"):
-        Ranks(Rank(1, 2), timeout_s=0.5).meet(Meeting(host="127.0.0.1", port=port), CPU)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(RankLost, match=f"rank 1 of 2 waited up to 0.5 s for the other ranks at 127.0.0.1:{port}"):
+        Ranks(Rank(1, 2), timeout_s=0.5).join(Rendezvous(host="127.0.0.1", port=port), CPU)
 
 
 @pytest.mark.parametrize(
@@ -236,18 +258,20 @@ def test_a_rank_that_comes_alone_gives_up() -> None:
 )
 def test_a_backend_that_cannot_work_is_refused(backend: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.distributed.backend {backend} .*{why}"):
-        Ranks(Rank(0, 2)).meet(Meeting(host="127.0.0.1", port=1), CPU, backend)
+        Ranks(Rank(0, 2)).join(Rendezvous(host="127.0.0.1", port=1), CPU, backend)
 
 
 @pytest.mark.parametrize("named", [None, "theirs"])
-def test_ranks_speak_from_the_address_that_others_know(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
-    """Unless somebody has said from where."""
+def test_ranks_use_the_interface_of_the_address_that_other_ranks_know(
+    monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    """An interface in the environment is kept."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, named or "")
         if named is None:
             monkeypatch.delenv(variable)
     (loopback,) = [name for name, held in psutil.net_if_addrs().items() if "127.0.0.1" in {a.address for a in held}]
     with pytest.raises(RankLost):
-        Ranks(Rank(1, 2), timeout_s=0.5).meet(Meeting(host="127.0.0.1", port=1), CPU, address="127.0.0.1")
+        Ranks(Rank(1, 2), timeout_s=0.5).join(Rendezvous(host="127.0.0.1", port=1), CPU, address="127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == (named or loopback)
     assert os.environ["NCCL_SOCKET_IFNAME"] == (named or f"={loopback}")

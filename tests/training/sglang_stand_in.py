@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 from penstock.config import default_config
-from penstock.model.load import load_policy
+from penstock.model.load_policy import load_policy
 from penstock.observe.jsonl import write_json
-from penstock.processes.alone import serve
+from penstock.processes.slot_server import serve_alone
 from penstock.trainer.checkpoint import STATE
 from penstock.types import NO_VERSION
 
@@ -28,4 +28,4 @@ with tempfile.TemporaryDirectory() as scratch:
     write_json(model / STATE, {"policy_version": NO_VERSION})
     place = [f"rollout.host={words.host}", f"rollout.port={words.port}"]
     size = [f"model.max_context={words.context_length}", "env.max_new_tokens=1"]
-    serve(default_config([*place, *size]), model, model_name=words.served_model_name)
+    serve_alone(default_config([*place, *size]), model, model_name=words.served_model_name)

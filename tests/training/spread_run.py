@@ -1,13 +1,13 @@
 """Runs whose processes take themselves to be on several machines: each has an address and directories of its own.
 
-The hosts that processes ask for records are this very process; instead of a cluster's object store they read files.
+The file services of the machines are this very process.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,22 +20,21 @@ from spread_process import MACHINE, NETWORK
 from stand_in_run import SOURCE, Run
 
 from penstock.config import SupervisorConfig
-from penstock.control.address import Address
-from penstock.control.keys import Keys
-from penstock.ports import PayloadsLost, ProcessSpec
+from penstock.control.rank_channel import TrainerAddress
+from penstock.control.runtime_files import Address, Keys
+from penstock.ports.process_launcher import ProcessSpec
 from penstock.processes.layout import prepare, stages
-from penstock.processes.pool import POOL
-from penstock.store.payloads import answering, read_records
+from penstock.runtime.file_service import POOL, FileService
+from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import ADDRESS, HOST
-from penstock.supervisor.launcher import LocalLauncher
+from penstock.supervisor.launcher import LocalLauncher, LocalProcess
 from penstock.supervisor.supervisor import Outcome
-from penstock.types import PayloadRef
 
 HERE = Path(__file__).parent
-Depot = Callable[[Path, Sequence[PayloadRef]], Awaitable[list[bytes]]]
-"""depot(directory, refs) -> what lies there; raises `PayloadsLost`."""
-HEAD = "controller"
-"""Machines are named for the role that lives there."""
+Serve = Callable[[Sequence[Path], str], AbstractAsyncContextManager[str]]
+"""serve(places, secret) -> the URL of a file service, for the length of its body."""
+HEAD, TRAINER = "controller", "trainer"
+"""Machines are named for the role, or the process, that lives there."""
 
 
 @dataclass
@@ -45,14 +44,16 @@ class Machines:
     addresses: Mapping[str, str]
     networks: Mapping[str, str] = field(default_factory=dict)
     """Network namespaces by name."""
-    depots: Mapping[str, Depot] = field(default_factory=dict)
-    """Who gives what lies on a machine, where that is not read from here."""
+    services: Mapping[str, Serve] = field(default_factory=dict)
+    """File services of machines that this process does not see as they see each other."""
+    urls: dict[str, str] = field(default_factory=dict)
+    """File services by name."""
     lost: int = 0
     """So many of the next records that workers wrote cannot be had."""
-    asked: list[str] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
     """Machines that records were had from."""
 
-    def enter(self, stack: AsyncExitStack, run_dir: Path, runtime_dir: Path, name: str) -> Any:
+    async def enter(self, stack: AsyncExitStack, run_dir: Path, runtime_dir: Path, name: str, nonce: str) -> None:
         """The host of a machine begins."""
         directory = self.directory(runtime_dir, name)
         if name != HEAD:
@@ -61,17 +62,30 @@ class Machines:
                 (runtime_dir / folder).mkdir(exist_ok=True)
             for shared in ("ready", "heartbeats", "errors", Address.FILE):
                 (directory / shared).symlink_to(runtime_dir / shared)
-        return stack.enter_async_context(answering(directory, partial(self._get, run_dir, runtime_dir)))
+            if name != TRAINER:
+                trainers = self.directory(runtime_dir, TRAINER) / TrainerAddress.FILE
+                (directory / TrainerAddress.FILE).symlink_to(trainers)
+        places = [run_dir] if name == HEAD else [directory]
+        if name in self.services:
+            service = self.services[name](places, nonce)
+        else:
+            service = self._serving(FileService(places, nonce), name)
+        self.urls[name] = await stack.enter_async_context(service)
 
-    async def _get(self, run_dir: Path, runtime_dir: Path, name: str, refs: Sequence[PayloadRef]) -> list[bytes]:
-        if name == "env" and self.lost:
-            self.lost -= 1
-            raise PayloadsLost(f"host {name} is gone, and {refs[0].file} with it")
-        self.asked.append(name)
-        if name in self.depots:
-            return await self.depots[name](self.directory(runtime_dir, name) / POOL, refs)
-        directory = run_dir if name == HEAD else self.directory(runtime_dir, name)
-        return read_records([directory / POOL], refs, host=name)
+    @asynccontextmanager
+    async def _serving(self, service: FileService, name: str) -> AsyncIterator[str]:
+        async def serve(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"].startswith(f"/{POOL}"):
+                if name == "env" and self.lost:
+                    self.lost -= 1
+                    scope = {**scope, "query_string": b""}
+                else:
+                    self.asked.add(name)
+            await service(scope, receive, send)
+
+        listener = bind(self.addresses[name], 0)
+        async with listening(serve, listener):
+            yield url_of(self.addresses[name], listener)
 
     def directory(self, runtime_dir: Path, name: str) -> Path:
         """The runtime directory there."""
@@ -79,15 +93,15 @@ class Machines:
 
     def told(self, spec: ProcessSpec, runtime_dir: Path) -> ProcessSpec:
         """What a process is told of the machine it is on."""
+        machine = spec.name if spec.name in self.addresses else spec.role
         env = {
             **spec.env,
-            ADDRESS: self.addresses[spec.role],
-            HOST: spec.role,
-            "PENSTOCK_RUNTIME_DIR": str(self.directory(runtime_dir, spec.role)),
-            MACHINE: spec.role,
+            ADDRESS: self.addresses[machine],
+            "PENSTOCK_RUNTIME_DIR": str(self.directory(runtime_dir, machine)),
+            MACHINE: machine,
             "PYTHONPATH": f"{HERE}:{SOURCE}",
         }
-        network = self.networks.get(spec.role)
+        network = self.networks.get(machine)
         return replace(spec, module="spread_process", env=env | ({NETWORK: network} if network else {}))
 
 
@@ -102,10 +116,14 @@ class SpreadLauncher(LocalLauncher):
         await super().__aenter__()
         keys = Keys.make()
         for name in self._machines.addresses:
-            await self._machines.enter(self._stack, self._run_dir, self._runtime_dir, name)
+            await self._machines.enter(self._stack, self.run_dir, self.runtime_dir, name, self.nonce)
             mine = keys if name == HEAD else keys.of_members()
-            mine.write(self._machines.directory(self._runtime_dir, name))
+            mine.write(self._machines.directory(self.runtime_dir, name))
         return self
+
+    async def spawn(self, spec: ProcessSpec) -> LocalProcess:
+        url = self._machines.urls[spec.env[MACHINE]]
+        return await super().spawn(replace(spec, env={**spec.env, HOST: url}))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -115,7 +133,7 @@ class SpreadLauncher(LocalLauncher):
 
 
 class SpreadRun(Run):
-    """The quickstart, shorter; made in the process that supervises it."""
+    """The recipe `spell_backward`, shorter; made in the process that supervises it."""
 
     def __init__(self, base: Path, machines: Machines, *, steps: int, ranks: int = 1, **supervisor: Any) -> None:
         """Each of the trainer's `ranks` is on a node of its own."""

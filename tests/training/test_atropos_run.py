@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from test_training_run import EXAMPLES, command, leftovers, lines, only_run
 
-from penstock.compat.atropos import SILENT_S
+from penstock.compat.atropos_api import SILENT_S
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 LETTERS = EXAMPLES / "atropos" / "letters.py"
 ECHOES = Path(__file__).parent / "environments" / "echoes.py"
@@ -97,7 +97,6 @@ def test_an_environment_that_was_there_first_trains_dies_and_comes_back(tmp_path
     assert [each["name"] for each in json.loads((run_dir / "atropos_environments.json").read_text())] == ["env_0"]
 
 
-@pytest.mark.long
 def test_conversations_are_traced_back_and_the_worker_may_die(tmp_path: Path) -> None:
     with training(tmp_path, "trainer.steps=6", "env.group_size=4") as run:
         run_dir = only_run(tmp_path)
@@ -115,7 +114,6 @@ def test_conversations_are_traced_back_and_the_worker_may_die(tmp_path: Path) ->
     assert last["samples_unusable"].keys() <= {"nonfinite_logprob"}, "of what only the dead worker remembered"
 
 
-@pytest.mark.long
 def test_an_environment_that_cannot_be_trained_fails_the_run_and_is_named(tmp_path: Path) -> None:
     """It samples at another temperature than the run trains at."""
     with training(tmp_path, "env.temperature=0.5", "trainer.steps=2") as run, environment(LETTERS, only_run(tmp_path)):

@@ -86,7 +86,7 @@ def test_workers_attach_leave_and_die(
     until(run, lambda: num_steps() >= num_before + 2)
     second.kill()
     until(run, lambda: len(events("left")) == 2)
-    assert "said nothing for 3 s" in events("left")[1]["reason"]
+    assert "sent no message for 3 s" in events("left")[1]["reason"]
     run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0
     output, _ = third.communicate(timeout=60)
@@ -98,4 +98,4 @@ def test_workers_attach_leave_and_die(
     assert leftovers(run_dir) == []
     late = start(script, "serve", "--config", config)
     output, _ = late.communicate(timeout=60)
-    assert late.returncode == 1 and "is going on" in output
+    assert late.returncode == 1 and "is active" in output

@@ -22,10 +22,11 @@ from ray_machines import machines
 from test_training_run import EXAMPLES, leftovers, lines, only_run
 
 from penstock.deadline import deadline
-from penstock.supervisor.record import read_state
+from penstock.supervisor.run_journal import read_state
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 POOLS = """cluster.pools={{

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_training_run import leftovers, lines, only_run, train
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 NUM_STEPS = 6
 EXAMPLES = {
@@ -19,12 +19,7 @@ EXAMPLES = {
 """Just long enough to write an action now and then: groups whose members all earn the same teach nothing."""
 
 
-LONG = ("gem", "agent")
-
-
-@pytest.mark.parametrize(
-    "example", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in EXAMPLES]
-)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_it_trains(tmp_path: Path, example: str) -> None:
     short = [f"trainer.steps={NUM_STEPS}", "data.eval_tasks=4", "observe.progress=false"]
     result = train(example, tmp_path, *short, *EXAMPLES[example])

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_training_run import SHORT, command, had_their_groups, leftovers, lines, only_run
+from test_training_run import RECIPE, SHORT, command, had_their_groups, leftovers, lines, only_run
 
 from penstock.config import TinyModelConfig
-from penstock.model.load import load_policy
+from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -48,7 +48,7 @@ def test_a_killed_server_costs_no_episode(
     overrides += [f"rollout.urls=[{','.join(servers)}]"]
     runs = tmp_path / "runs"
     with subprocess.Popen(
-        command("quickstart", runs, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(RECIPE, runs, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
         give_up = time.monotonic() + 120
         while not any(len(lines(path)) >= 5 for path in runs.glob("*/metrics.jsonl")):

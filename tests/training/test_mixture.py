@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_training_run import lines, only_run, train
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SHORT = ["data.eval_tasks=12", "model.warm_start.steps=5", "trainer.steps=5", "trainer.groups_per_step=4"]
 

@@ -19,9 +19,9 @@ pytest.importorskip("ray")
 
 from cable import Cable
 from test_deaths import trained_tasks
-from test_training_run import command, leftovers, lines, only_run
+from test_training_run import RECIPE, command, leftovers, lines, only_run
 
-from penstock.supervisor.record import read_state
+from penstock.supervisor.run_journal import read_state
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -35,7 +35,7 @@ OVERRIDES = [
     *(f"trainer.steps={STEPS}", "trainer.ranks=2", "trainer.checkpoint_every=2", "rollout.servers=2", "env.workers=2"),
     POOLS,
 ]
-AWAY = ("ranks-1", "rollout-1", "env-1")
+AWAY = ("rank-1", "rollout-1", "env-1")
 """Who lives on the far machine."""
 SOON = {
     "RAY_health_check_period_ms": "500",
@@ -97,7 +97,7 @@ def nodes(cable: Cable) -> Iterator[Nodes]:
 
 
 def spread(nodes: Nodes, runs: Path, *overrides: str) -> subprocess.Popen[str]:
-    words = command("quickstart", runs, *OVERRIDES, *overrides, "--cluster", nodes.address)
+    words = command(RECIPE, runs, *OVERRIDES, *overrides, "--cluster", nodes.address)
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=nodes.environment)
 
 
@@ -140,7 +140,7 @@ def test_who_is_cut_off_is_replaced_and_ends_by_itself(tmp_path: Path, cable: Ca
     for name in AWAY:
         events = [event for event in lines(run_dir / "events.jsonl") if event.get("name") == name]
         (lost,) = [event for event in events if event.get("kind") == "lost"]
-        assert lost["reason"].startswith(f"host {name}") and f"on {cable.far}" in lost["reason"]
+        assert lost["reason"].startswith(f"node agent {name}") and f"on {cable.far}" in lost["reason"]
         assert (state["processes"][name]["node"], state["processes"][name]["restarts"]) == (cable.near, 1)
     assert not state["leftovers"]
     until(lambda: not leftovers(run_dir), within_s=ENDED_S, said=lambda: leftovers(run_dir))

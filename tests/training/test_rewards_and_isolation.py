@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_training_run import SHORT, leftovers, lines, only_run, train
+from test_training_run import RECIPE, SHORT, leftovers, lines, only_run, train
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 MINE = '''
 import time
@@ -37,7 +37,7 @@ def test_slow_rewards_and_isolated_environments_train(tmp_path: Path) -> None:
         *(f"env.name={mine}:Apart", f"env.reward={mine}:in_place", "env.reward_workers=4"),
         *("env.penalize_truncation=false", "trainer.steps=4", "trainer.groups_per_step=4", "data.eval_tasks=8"),
     ]
-    result = train("quickstart", runs, *SHORT, *overrides)
+    result = train(RECIPE, runs, *SHORT, *overrides)
     assert result.returncode == 0, result.stdout + result.stderr
     run_dir = only_run(runs)
     steps = lines(run_dir / "metrics.jsonl")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from test_training_run import leftovers, lines, only_run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-LIMIT_S = 240
+LIMIT_S = 600
 GROUP_SIZE, NUM_TASKS = 4, 150
 CONFIG = f"""
 model: {{max_context: 64}}
@@ -105,7 +105,7 @@ def test_whoever_dies_each_trajectory_is_dumped_once(config: Path) -> None:
         run.communicate()
     run_dir = only_run(config.parent / "runs")
     assert 0 < len(rows(shards(config))) < NUM_TASKS * GROUP_SIZE, "it was killed in the middle"
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while leftovers(run_dir) and time.monotonic() < give_up:
         time.sleep(0.1)
     words = penstock("resume", run_dir, f"synthesis.tasks={NUM_TASKS}")
@@ -120,7 +120,7 @@ def test_whoever_dies_each_trajectory_is_dumped_once(config: Path) -> None:
     first = rows(shards(config))[0]
     assert list(first) == ["trajectory", "reward", "seen", "messages"] and first["seen"] == 2
     assert [message["role"] for message in json.loads(first["messages"])] == ["user", "assistant", "user", "assistant"]
-    shown = subprocess.run(penstock("trajectories", run_dir, "--best"), capture_output=True, text=True, timeout=30)
+    shown = subprocess.run(penstock("trajectories", run_dir, "--best"), capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0 and shown.stdout.count("reward") == 3, shown.stdout + shown.stderr
 
 

@@ -1,4 +1,4 @@
-"""The quickstart's recipe with a real vLLM as the engine."""
+"""The recipe `spell_backward` with a real vLLM as the engine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = [
     pytest.mark.skipif(not (ENVIRONMENT / ".installed").exists(), reason="there is no .venv-vllm: make vllm-env"),
 ]
 
-RECIPE = ["trainer.steps=60", "observe.progress=false", "observe.plots=false"]
+SETTINGS = ["trainer.steps=60", "observe.progress=false", "observe.plots=false"]
 
 
 def summary(example: str, runs: Path, *overrides: str) -> dict[str, Any]:
-    result = train(example, runs, *RECIPE, *overrides, timeout_s=600)
+    result = train(example, runs, *SETTINGS, *overrides, timeout_s=600)
     assert result.returncode == 0, result.stdout + result.stderr
     found: dict[str, Any] = json.loads((only_run(runs) / "summary.json").read_text())
     return found

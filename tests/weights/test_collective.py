@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from trainer_end import TrainerProcess, numbers
 
-from penstock.types import GroupTensors
-from penstock.weights.collective import GroupFailed, GroupPlace, Groups
+from penstock.weights.collective import GroupFailed, Groups, GroupTensors, Rendezvous
 
 SHAPES = {"a.weight": [300, 200], "b.bias": [7]}
 
@@ -44,7 +43,7 @@ def trainer() -> Iterator[TrainerProcess]:
 
 async def joined(trainer: TrainerProcess, groups: Groups, *, timeout_s: float = 60.0) -> None:
     joining = asyncio.create_task(trainer.join(timeout_s=timeout_s))
-    await asyncio.to_thread(groups.join, GroupPlace(**trainer.place()), 1)
+    await asyncio.to_thread(groups.join, Rendezvous(**trainer.place()), 1)
     assert await joining is None
 
 
@@ -61,14 +60,14 @@ async def joined(trainer: TrainerProcess, groups: Groups, *, timeout_s: float = 
 def test_a_group_that_cannot_be_is_refused_at_once(change: dict[str, object], rank: int, message: str) -> None:
     place = {"name": "g", "address": "127.0.0.1", "port": 1, "world_size": 2, **change}
     with pytest.raises(GroupFailed, match=message):
-        make_groups().join(GroupPlace(**place), rank)  # type: ignore[arg-type]
+        make_groups().join(Rendezvous(**place), rank)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "hccl"])
 def test_a_backend_that_is_not_there_is_named(backend: str) -> None:
     meeting = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     groups = Groups(device=torch.device("cuda"), max_bytes=1, join_timeout_s=5.0)
-    place = GroupPlace(name="g", address="127.0.0.1", port=meeting.port, world_size=2, backend=backend)
+    place = Rendezvous(name="g", address="127.0.0.1", port=meeting.port, world_size=2, backend=backend)
     for _ in range(2):
         with pytest.raises(GroupFailed, match=r"rank 1 waited up to 5 s for rank 0 .* to join group g: \S"):
             groups.join(place, 1)
@@ -82,12 +81,12 @@ def test_a_group_that_nobody_joined_is_named() -> None:
 
 
 @pytest.mark.integration
-async def test_buckets_arrive_and_a_group_can_be_made_anew(trainer: TrainerProcess) -> None:
+async def test_buckets_arrive_and_a_group_can_be_joined_again(trainer: TrainerProcess) -> None:
     groups = make_groups()
     for value in (1.0, 2.0):
         await joined(trainer, groups)
         with pytest.raises(GroupFailed, match="exists already"):
-            groups.join(GroupPlace(**trainer.place()), 1)
+            groups.join(Rendezvous(**trainer.place()), 1)
         for more in (0.0, 0.5):
             sending = asyncio.create_task(trainer.asked("send", shapes=SHAPES, value=value + more))
             received = await asyncio.to_thread(groups.receive, announced(SHAPES))
@@ -108,7 +107,7 @@ async def test_a_trainer_that_dies_is_named_and_the_group_is_of_no_more_use(trai
     trainer.kill()
     with pytest.raises(GroupFailed, match=r"rank 1 waited .* s for 2 tensors of group g, held by rank 0"):
         await receiving
-    with pytest.raises(GroupFailed, match=r"group g is closed: rank 1 waited .*; make it anew"):
+    with pytest.raises(GroupFailed, match=r"group g is closed: rank 1 waited .*; join it again"):
         groups.receive(announced(SHAPES))
     another = TrainerProcess()
     await joined(another, groups)
@@ -120,7 +119,7 @@ async def test_a_trainer_that_dies_is_named_and_the_group_is_of_no_more_use(trai
 async def test_a_bucket_for_which_there_is_no_room_closes_the_group(trainer: TrainerProcess) -> None:
     groups = make_groups(max_bytes=2**60)
     await joined(trainer, groups)
-    with pytest.raises(GroupFailed, match=r"1 tensors cannot be kept: .*; make the group anew, and send smaller"):
+    with pytest.raises(GroupFailed, match=r"1 tensors cannot be kept: .*; join the group again, and send smaller"):
         groups.receive(announced({"huge": [2**48]}))
     with pytest.raises(GroupFailed, match="group g is closed: 1 tensors cannot be kept"):
         groups.receive(announced(SHAPES))
@@ -163,7 +162,7 @@ async def test_a_group_that_is_left_ends_what_is_being_received(trainer: Trainer
     await joined(trainer, groups)
     receiving = asyncio.create_task(asyncio.to_thread(groups.receive, announced(SHAPES)))
     await asyncio.to_thread(groups.leave, "g")
-    with pytest.raises(GroupFailed, match=r"the group was left|no group|is closed"):
+    with pytest.raises(GroupFailed, match=r"this rank has left the group|no group|is closed"):
         await receiving
     start = time.monotonic()
     del receiving
@@ -177,4 +176,4 @@ async def test_whoever_comes_alone_gives_up(trainer: TrainerProcess) -> None:
     assert error is not None and "rank 0 waited up to 0.2 s for 1 servers to join group g" in error
     groups = make_groups(join_timeout_s=0.2)
     with pytest.raises(GroupFailed, match=r"rank 1 waited up to 0.2 s for rank 0 at 127.0.0.1:\d+ to join group g"):
-        groups.join(GroupPlace(**trainer.place(port=trainer.port)), 1)
+        groups.join(Rendezvous(**trainer.place(port=trainer.port)), 1)

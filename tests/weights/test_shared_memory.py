@@ -98,13 +98,11 @@ def test_the_fingerprint_sees_swapped_tensors_and_ignores_order() -> None:
     assert fingerprint(named) != fingerprint({"a": named["b"], "b": named["a"]})
 
 
-def test_the_publisher_keeps_three_versions_and_removes_all_at_the_end(tmp_path: Path) -> None:
+def test_the_publisher_keeps_three_versions(tmp_path: Path) -> None:
     publisher = WeightsPublisher(tmp_path)
     for version in (1, 2, 3, 4, 4):
         publisher.publish(weights(), version)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "4"]
-    publisher.close()
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_directory_is_received_whole_and_in_the_models_own_dtype(tmp_path: Path) -> None:

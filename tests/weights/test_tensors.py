@@ -1,8 +1,14 @@
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from penstock.types import TensorNames
-from penstock.weights.tensors import announce, buckets, flatten, specs, unflatten
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trainer_end import announce, flatten
+
+from penstock.weights.collective import GroupTensors, specs, unflatten
 
 NAMED = {
     "a": torch.tensor([1, 2, 3], dtype=torch.float16),
@@ -13,7 +19,7 @@ NAMED = {
 
 
 def test_tensors_of_several_dtypes_go_end_to_end_and_come_back() -> None:
-    announced = announce(NAMED)
+    announced = announce(NAMED, "g")
     assert announced.dtypes == ["float16", "float32", "bfloat16", "float32"]
     again = unflatten(flatten(list(NAMED.values())), specs(announced, max_bytes=32))
     assert list(again) == list(NAMED)
@@ -42,10 +48,4 @@ def test_an_announcement_that_makes_no_sense_is_refused(
     names: list[str], dtypes: list[str], shapes: list[list[int]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        specs(TensorNames(names=names, dtypes=dtypes, shapes=shapes), max_bytes=31)
-
-
-def test_buckets_keep_the_order_and_the_limit() -> None:
-    named = {name: torch.zeros(size, dtype=torch.uint8) for name, size in zip("abcde", (4, 4, 9, 1, 7), strict=True)}
-    assert [list(bucket) for bucket in buckets(named, 8)] == [["a", "b"], ["c"], ["d", "e"]]
-    assert list(buckets({}, 8)) == []
+        specs(GroupTensors(group_name="g", names=names, dtypes=dtypes, shapes=shapes), max_bytes=31)

@@ -7,12 +7,14 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from penstock.weights.collective import Broadcast, GroupFailed, GroupPlace
+from penstock.weights.collective import Group, GroupFailed, GroupTensors, Rendezvous
 
 
 def numbers(shapes: dict[str, list[int]], value: float) -> dict[str, torch.Tensor]:
@@ -23,6 +25,52 @@ def numbers(shapes: dict[str, list[int]], value: float) -> dict[str, torch.Tenso
     }
 
 
+class Broadcast:
+    """A trainer's end."""
+
+    def __init__(self, place: Rendezvous, *, join_timeout_s: float = 60.0, transfer_timeout_s: float = 60.0) -> None:
+        """Blocks until every server has joined, so the servers are told at the same time."""
+        self._group = Group(place, 0, join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s)
+
+    def send(self, named: Mapping[str, Tensor]) -> None:
+        """One bucket, as `announce` describes it. Raises `GroupFailed`."""
+        self._group.broadcast([flatten(list(named.values()))], f"{len(named)} tensors to be taken")
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.close()
+
+
+def announce(named: Mapping[str, Tensor], group: str) -> GroupTensors:
+    """What a server must be told of `named`, in their order."""
+    return GroupTensors(
+        group_name=group,
+        names=list(named),
+        dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in named.values()],
+        shapes=[list(tensor.shape) for tensor in named.values()],
+        flat=True,
+    )
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Their bytes, end to end."""
+    return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def buckets(named: Mapping[str, Tensor], num_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """`named` in pieces of at most `num_bytes`, but for a single tensor that is larger."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in named.items():
+        if bucket and size + tensor.nbytes > num_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
 def main() -> None:
     broadcast: Broadcast | None = None
     for line in sys.stdin:
@@ -31,7 +79,7 @@ def main() -> None:
             match told.pop("do"):
                 case "join":
                     limits = {"join_timeout_s": told.pop("join_timeout_s"), "transfer_timeout_s": told.pop("timeout_s")}
-                    broadcast = Broadcast(GroupPlace(**told), **limits)
+                    broadcast = Broadcast(Rendezvous(**told), **limits)
                 case "send":
                     assert broadcast is not None
                     broadcast.send(numbers(told["shapes"], told["value"]))

@@ -1,4 +1,4 @@
-"""`python my_env.py serve`: a file with an environment plays for a run that is going on.
+"""`python my_env.py serve`: run a file's environment as a worker of a run that is starting or running.
 
 The file ends with:
 
@@ -16,40 +16,34 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.refusal import refuse
+from penstock.cli.refusal import Refused, refusing
 from penstock.cli.runs import RUNS_DIR, find, known_runs
-from penstock.config import ConfigError, load_config
-from penstock.ports import Environment
-from penstock.supervisor.child import CONFIG_ERROR, Child, leaf
-from penstock.supervisor.record import read_state
+from penstock.config import load_config
+from penstock.ports.environment import Environment
+from penstock.supervisor.child import Child
+from penstock.supervisor.run_journal import read_state
 from penstock.supervisor.runtime import mark_of_directory
 
-GOING_ON = ("starting", "running")
-
-
-class NotRunning(RuntimeError):
-    """There is no run to attach to."""
+ACTIVE = ("starting", "running")
 
 
 def main(kind: type[Environment]) -> None:
-    """The command line of a file that defines the environment `kind`."""
+    """Run the command line of a file that defines the environment `kind`."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-    @app.callback()
-    def describe() -> None:
-        pass
-
-    describe.__doc__ = kind.__doc__
+    @app.callback(help=kind.__doc__)
+    def options() -> None:
+        """Make `serve` a command of its own; without a callback Typer would drop its name."""
 
     @app.command()
     def serve(
         config: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="Of the run: its newest one is taken.")
+            Path | None, typer.Option(metavar="FILE", help="Attach to the newest run of this configuration file.")
         ] = None,
-        run: Annotated[str | None, typer.Option(metavar="RUN", help="Or this run, by id or directory.")] = None,
-        runs_dir: Annotated[Path, typer.Option(help="Where RUN is looked for.")] = RUNS_DIR,
+        run: Annotated[str | None, typer.Option(metavar="RUN", help="Attach to this run: its id or directory.")] = None,
+        runs_dir: Annotated[Path, typer.Option(help="The directory of the runs.")] = RUNS_DIR,
     ) -> None:
-        """Play for a run that is going on, beside its own workers; Ctrl-C leaves it."""
+        """Run episodes for a run in progress, in addition to its own workers; Ctrl-C detaches."""
         if (config is None) == (run is None):
             raise typer.BadParameter("give either --config FILE or --run RUN")
         raise typer.Exit(attach(kind, find(runs_dir, run) if run is not None else None, config))
@@ -57,36 +51,33 @@ def main(kind: type[Environment]) -> None:
     app()
 
 
+@refusing
 def attach(kind: type[Environment], run_dir: Path | None, config: Path | None) -> int:
-    """Returns the exit code."""
-    try:
-        if run_dir is None:
-            assert config is not None
-            run_dir = newest_run(config)
-        return play(kind, member_of(run_dir))
-    except ConfigError as error:
-        return refuse(error, CONFIG_ERROR)
-    except NotRunning as error:
-        return refuse(error, 1)
+    """Attach to a run and return the exit code."""
+    if run_dir is None:
+        assert config is not None
+        run_dir = newest_run(config)
+    return play(kind, member_of(run_dir))
 
 
 def newest_run(path: Path) -> Path:
-    """The newest run of a configuration file that is going on."""
+    """Return the newest run of a configuration file that is starting or running. Raises `Refused`."""
     config = load_config(path)
-    runs = [run for run in known_runs(Path(config.runs_dir)) if run["status"] in GOING_ON]
+    runs = [run for run in known_runs(Path(config.runs_dir)) if run["status"] in ACTIVE]
     found = [run for run in runs if config.run_id in (None, run["run_id"])]
     if not found:
-        raise NotRunning(f"no run of {path} is going on in {config.runs_dir}: `penstock train {path}` starts one")
+        raise Refused(f"no run of {path} is active in {config.runs_dir}: `penstock train {path}` starts one")
     return Path(found[0]["run_dir"])
 
 
 def member_of(run_dir: Path) -> Child:
-    """What this process is within the run. It has to be this user's: only he can read what members know."""
+    """Return the identity of this process within the run. The run must belong to the current user, because only that
+    user can read the keys of its members. Raises `Refused`."""
     state = read_state(run_dir) or {}
     mark = mark_of_directory(Path(state.get("runtime_dir", run_dir)))
     if mark is None or mark.run_dir != str(run_dir.absolute()):
         status = state.get("status", "unknown")
-        raise NotRunning(f"run {run_dir.name} is {status}, and there is nothing to attach to in {run_dir}")
+        raise Refused(f"run {run_dir.name} is {status}, and there is nothing to attach to in {run_dir}")
     return Child(
         name=f"env-attached-{os.getpid()}",
         run_dir=run_dir,
@@ -97,22 +88,16 @@ def member_of(run_dir: Path) -> Child:
 
 
 def play(kind: type[Environment], child: Child) -> int:
-    """Until the run ends, or somebody ends this."""
+    """Run episodes until the run ends or this process is stopped. Raises `Refused`."""
     import uvloop
 
-    from penstock.processes.attaching import attend, goes_on
+    from penstock.processes.env import attend, goes_on
 
     if not goes_on(child):
-        raise NotRunning(f"run {child.run_id} is not going on: `penstock status {child.run_dir}` tells why")
-    try:
-        uvloop.run(attend(child, kind))
-    except Exception as error:
-        cause = leaf(error)
-        if not getattr(cause, "self_explanatory", False):
-            raise
-        return refuse(cause, 1)
+        raise Refused(f"run {child.run_id} is not active: `penstock status {child.run_dir}` shows why")
+    uvloop.run(attend(child, kind))
     if goes_on(child):
-        print(f"left run {child.run_id}: what was being played is played by others")
+        print(f"left run {child.run_id}: other workers play the unfinished episodes")
     else:
         status = (read_state(child.run_dir) or {}).get("status", "gone")
         print(f"run {child.run_id} needs no more episodes: it is {status}")

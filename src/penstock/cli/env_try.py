@@ -1,51 +1,54 @@
-"""`penstock env try`: one episode, played in the terminal by the manager that plays for training.
+"""`penstock env try`: one episode in the terminal, run by the same manager as in training.
 
-Exit codes: 0 the episode came to an end, 1 it failed, 2 wrong settings.
+Exit codes: 0 the episode ended, 1 it failed, 2 wrong settings.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from rich.text import Text
 
-from penstock.cli.console import open_console
-from penstock.cli.refusal import refuse
+from penstock.cli.play import no_held_out_tasks
+from penstock.cli.refusal import refusing
 from penstock.config import Config, ConfigError, EnvironmentConfig, default_config, load_config
 from penstock.data.items import NothingLeft
 from penstock.data.sources import open_tasks
+from penstock.envs.exception_location import origin
 from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
-from penstock.envs.origin import origin
-from penstock.envs.players import Chance, Demonstrator, Endpoint, Person, PlayedBy, Player
+from penstock.envs.policy_stubs import Chance, Demonstrator, Endpoint, Person, PlayedBy, Player
 from penstock.envs.registry import is_agent, resolve
 from penstock.envs.rewards.scorer import scoring
-from penstock.envs.watched import Told, Watched
-from penstock.model.spelled import byte_tokenizer
-from penstock.ports import Environment, Work
+from penstock.model.chat import byte_tokenizer
+from penstock.observe.tables import open_console
+from penstock.ports.environment import Environment
+from penstock.ports.work import Work
 from penstock.processes.env import gateway_for_agents
-from penstock.scheduler.seeds import Seeds
-from penstock.supervisor.child import CONFIG_ERROR, leaf
-from penstock.types import EpisodeId, Sampling, SegmentGrant, Task, Trajectory
+from penstock.samples import Trajectory
+from penstock.scheduler.leases import env_seed
+from penstock.types import EpisodeId, Sampling, SegmentGrant, Task
 
 PolicyName = Literal["random", "scripted", "human", "openai"]
 
-BY_NAME = ("data.source=seeds", "env.max_turns=100")
-"""Settings of an environment that is named without a configuration; single_turn has no tasks but those of a dataset."""
+BY_NAME = ("env.max_turns=100",)
+"""Settings for an environment that is named without a configuration; single_turn keeps its one turn."""
 UNBOUNDED = 1_000_000
-"""Tokens: who plays here is no model."""
+"""Tokens: larger than any episode, because no local model generates here."""
 PERSON_S = 86_400.0
-"""A person may think for long."""
+"""Seconds that a person may take for an episode."""
 LABEL_WIDTH = 13
-NO_EXPERT = "the environment has no demonstrate(), which --policy scripted asks: give another policy"
 
 
+@refusing
 def try_environment(
     name: str,
     overrides: Sequence[str],
@@ -56,85 +59,59 @@ def try_environment(
     base_url: str | None,
     model: str | None,
 ) -> int:
-    """Returns the exit code. `name` is what `env.name` takes, or a configuration file."""
-    terminal = Terminal()
+    """Run one episode and return the exit code. `name` is a value of `env.name`, or a configuration file."""
+    config = settings_of(name, overrides)
     try:
-        config = settings_of(name, overrides)
-        problem = _task(config, task)
-        seed = Seeds(config).of_environment(problem) if seed is None else seed
-        config = unbounded(config, config.environments.of_task(problem), patient=policy == "human")
-        endpoint = Endpoint(base_url=base_url, model=model) if policy == "openai" else None
-        theatre = Theatre(config, terminal, policy=policy, seed=seed, endpoint=endpoint)
-        return asyncio.run(theatre.play(problem))
-    except Exception as error:
-        cause = leaf(error)
-        if isinstance(cause, ConfigError):
-            return refuse(cause, CONFIG_ERROR)
-        raise
+        tasks = open_tasks(config)
+    except NothingLeft:  # a run would hold out all rows
+        tasks = open_tasks(settings_of(name, [*overrides, *no_held_out_tasks(config)]))
+    if (chosen := tasks.task(task)) is None:
+        raise ConfigError(f"data: there is no task {task}: the source has fewer")
+    seed = env_seed(config, chosen) if seed is None else seed
+    config = unbounded(config, config.environments.of_task(chosen), is_person=policy == "human")
+    endpoint = Endpoint(base_url=base_url, model=model) if policy == "openai" else None
+    return asyncio.run(Trial(config, policy=policy, seed=seed, endpoint=endpoint).run(chosen))
 
 
 def settings_of(name: str, overrides: Sequence[str]) -> Config:
-    """As for training."""
+    """Return the configuration, as training would use it."""
     if name.endswith((".yaml", ".yml")):
         return load_config(name, overrides)
     resolve(name)
     return default_config([*(BY_NAME if name != "single_turn" else ()), f"env.name={name}", *overrides])
 
 
-def unbounded(config: Config, played: EnvironmentConfig, *, patient: bool) -> Config:
-    """With `played` alone, and without counting tokens. `patient`: nor seconds."""
+def unbounded(config: Config, played: EnvironmentConfig, *, is_person: bool) -> Config:
+    """Return `config` with `played` as its only environment and without token limits. A person also gets more time for
+    the episode."""
     own = {name: getattr(played, name) for name in EnvironmentConfig.model_fields}
+    if is_person:
+        own["episode_timeout_s"] = PERSON_S
     env = config.env.model_copy(update={**own, "mixture": {}, "max_new_tokens": UNBOUNDED})
-    if patient:
-        env = env.model_copy(update={"episode_timeout_s": PERSON_S})
     limits = dict.fromkeys(("segment_length", "max_segment_count", "global_max_length"))
     scheduler = config.scheduler.model_copy(update=limits)
     model = config.model.model_copy(update={"max_context": UNBOUNDED * (env.max_turns + 1)})
     return config.model_copy(update={"env": env, "scheduler": scheduler, "model": model})
 
 
-def _task(config: Config, index: int) -> Task:
-    """As in a run, unless all rows would be held out there: here nobody needs them."""
-    try:
-        tasks = open_tasks(config)
-    except NothingLeft:
-        tasks = open_tasks(holding_nothing_out(config))
-    task = tasks.task(index)
-    if task is None:
-        raise ConfigError(f"data: there is no task {index}: the source has fewer")
-    return task
+class Trial:
+    """Runs one episode and shows it in the terminal."""
 
-
-def holding_nothing_out(config: Config) -> Config:
-    """With every row to be played."""
-    data = config.data.model_copy(update={"eval_tasks": 0})
-    mixture = {
-        tag: entry.model_copy(update={"data": entry.data.model_copy(update={"eval_tasks": 0})})
-        for tag, entry in config.env.mixture.items()
-    }
-    env = config.env.model_copy(update={"mixture": mixture})
-    return config.model_copy(update={"data": data, "env": env})
-
-
-class Theatre:
-    """Plays one episode before an audience."""
-
-    def __init__(
-        self, config: Config, terminal: Terminal, *, policy: PolicyName | None, seed: int, endpoint: Endpoint | None
-    ) -> None:
-        self._config, self._terminal = config, terminal
-        terminal.scorer = config.env.reward
-        self._seed, self._endpoint = seed, endpoint
+    def __init__(self, config: Config, *, policy: PolicyName | None, seed: int, endpoint: Endpoint | None) -> None:
+        self._config, self._seed, self._endpoint = config, seed, endpoint
+        self._terminal = Terminal(scorer=config.env.reward)
         self._kind = resolve(config.env.name)
-        self._policy: PolicyName = policy or ("scripted" if hasattr(self._kind, "demonstrate") else "random")
-        if self._policy == "scripted" and not hasattr(self._kind, "demonstrate"):
-            raise ConfigError(NO_EXPERT)
+        has_expert = hasattr(self._kind, "demonstrate")
+        self._policy: PolicyName = policy or ("scripted" if has_expert else "random")
+        if self._policy == "scripted" and not has_expert:
+            raise ConfigError("--policy scripted: the environment has no demonstrate(): choose another policy")
         self._env: Environment | None = None
-        """Once it is made."""
+        """The environment; None until it is made."""
 
-    async def play(self, task: Task) -> int:
-        """Returns the exit code."""
-        self._terminal.title(self._config.env.name, task, seed=self._seed, policy=self._policy)
+    async def run(self, task: Task) -> int:
+        """Run one episode and return the exit code."""
+        heading = f"{self._config.env.name}   task {task.task_id}   seed {self._seed}   policy {self._policy}"
+        self._terminal.show("environment", heading, "bold")
         try:
             trajectory = await self._play(task)
         finally:
@@ -145,41 +122,8 @@ class Theatre:
 
     async def _play(self, task: Task) -> Trajectory:
         ended: list[Trajectory] = []
-        config, chat = self._config, byte_tokenizer()
-        async with (
-            making(config, {config.env.name: self._kind}, whole_info=True) as make,
-            gateway_for_agents(config, [self._kind], chat) as gateway,
-            scoring(config) as scorers,
-        ):
-            manager = EnvManager(
-                config,
-                make=lambda task: self._watched(make(task)),
-                policy=PlayedBy(self._player(), chat),
-                grants=Granting(),
-                chat=chat,
-                gateway=gateway,
-                scorers=scorers,
-                on_error=self._terminal.raised,
-            )
-            await manager.play(self._work(task), lambda trajectory, _: ended.append(trajectory))
-        return ended[0]
-
-    def _watched(self, env: Environment) -> Any:
-        self._env = env
-        return Impatient(env, self._terminal, seconds=self._config.env.episode_timeout_s)
-
-    def _player(self) -> Player:
-        players: dict[PolicyName, Callable[[], Player]] = {
-            "random": lambda: Chance(self._seed),
-            "scripted": lambda: Demonstrator(lambda: self._env),
-            "human": Person,
-        }
-        player = self._endpoint or players[self._policy]()
-        return Overheard(player, self._terminal) if is_agent(self._kind) else player
-
-    def _work(self, task: Task) -> Work:
-        env = self._config.env
-        return Work(
+        config, env, chat = self._config, self._config.env, byte_tokenizer()
+        work = Work(
             task=task,
             group=0,
             attempt=0,
@@ -191,33 +135,105 @@ class Theatre:
             deadline_s=env.episode_timeout_s,
             sampling=Sampling(max_new_tokens=env.max_new_tokens),
         )
+        async with (
+            making(config, {env.name: self._kind}, whole_info=True) as make,
+            gateway_for_agents(config, [self._kind], chat) as gateway,
+            scoring(config) as scorers,
+        ):
+            manager = EnvManager(
+                config,
+                make=lambda task: self._watched(make(task)),
+                policy=PlayedBy(self._player(), chat),
+                grants=UnlimitedGrants(),
+                chat=chat,
+                gateway=gateway,
+                scorers=scorers,
+                on_error=self._terminal.raised,
+            )
+            await manager.play(work, lambda trajectory, _: ended.append(trajectory))
+        return ended[0]
+
+    def _watched(self, env: Environment) -> Any:
+        self._env = env
+        return ShownEnv(env, self._terminal, seconds=self._config.env.episode_timeout_s)
+
+    def _player(self) -> Player:
+        player: Player
+        match self._policy:
+            case "random":
+                player = Chance(self._seed)
+            case "scripted":
+                player = Demonstrator(lambda: self._env)
+            case "human":
+                player = Person()
+            case "openai":
+                assert self._endpoint is not None
+                player = self._endpoint
+        return ShownPlayer(player, self._terminal) if is_agent(self._kind) else player
 
 
-class Granting:
-    """`Grants` of the EnvManager: there is nobody else."""
+class UnlimitedGrants:
+    """`Grants` of the EnvManager for a single episode: every request is granted."""
 
     async def request(self, so_far: Trajectory, *, unfinished: bool, num_tokens: int) -> SegmentGrant:
         return SegmentGrant(episode=so_far.episode, max_tokens=UNBOUNDED)
 
     def generated(self, episode: EpisodeId, *, num_tokens: int) -> None:
-        """Nobody waits for its place."""
+        """Do nothing: no other episode waits for a slot."""
 
 
-class Impatient(Watched):
-    """Interrupts an environment that holds up everything, and so shows where it hangs."""
+class ShownEnv:
+    """An environment or agent that shows its results in the terminal. A call that blocks the process is interrupted, so
+    that the traceback shows where it hangs. All other attributes are those of the wrapped environment."""
 
     def __init__(self, env: Any, terminal: Terminal, *, seconds: float) -> None:
-        super().__init__(env, terminal)
-        self._seconds = seconds
+        self._env, self._terminal, self._seconds = env, terminal, seconds
 
-    def _call(self, method: str, *args: Any, told: Told) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._env, name)
+        return partial(self._call, "play", show=self._show_reward) if name == "play" else found
+
+    @property
+    def class_name(self) -> str:
+        """Return the class name of the environment."""
+        return str(getattr(self._env, "class_name", type(self._env).__name__))
+
+    def reset(self, seed: int) -> Any:
+        return self._call("reset", seed, show=partial(self._show, "reset", 2))
+
+    def step(self, action: str) -> Any:
+        self._terminal.acted(action)
+        return self._call("step", action, show=partial(self._show, "step", 5))
+
+    def _show_reward(self, reward: Any) -> None:
+        self._terminal.stepped(reward, True, False, {})
+
+    def _show(self, method: str, length: int, result: Any) -> None:
+        if not isinstance(result, tuple | list) or len(result) != length:
+            self._terminal.returned(method, result)
+            return
+        if method == "step":
+            self._terminal.stepped(*result[1:])
+        self._terminal.observed(result[0])
+
+    def _call(self, method: str, *args: Any, show: Callable[[Any], None]) -> Any:
         with interrupted_after(self._seconds, f"{self.class_name}.{method} has not returned after {self._seconds:g} s"):
-            return super()._call(method, *args, told=told)
+            result = getattr(self._env, method)(*args)
+            if inspect.isawaitable(result):
+                return self._show_later(result, show)
+            show(result)
+            return result
+
+    async def _show_later(self, result: Awaitable[Any], show: Callable[[Any], None]) -> Any:
+        found = await result
+        show(found)
+        return found
 
 
 @contextmanager
 def interrupted_after(seconds: float, reason: str) -> Iterator[None]:
-    """Raise TimeoutError from whatever the body does then. Calls in threads have the deadline of their lease."""
+    """Raise TimeoutError inside the body after `seconds`. In threads other than the main thread, do nothing: such calls
+    have the deadline of their lease."""
 
     def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
         raise TimeoutError(reason)
@@ -234,8 +250,8 @@ def interrupted_after(seconds: float, reason: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Overheard:
-    """A player whose words are shown; of an agent nothing else can be seen."""
+class ShownPlayer:
+    """A policy that shows its observations and actions. For an agent, they are all that can be shown."""
 
     def __init__(self, player: Player, terminal: Terminal) -> None:
         self._player, self._terminal = player, terminal
@@ -248,54 +264,49 @@ class Overheard:
 
 
 class Terminal:
-    """The audience, and what it prints."""
+    """Prints an episode."""
 
-    def __init__(self) -> None:
-        self._console = open_console()
-        self.scorer: str | None = None
-        """Gives the reward in the end, instead of the environment."""
-
-    def title(self, name: str, task: Task, *, seed: int, policy: str) -> None:
-        self._show("environment", f"{name}   task {task.task_id}   seed {seed}   policy {policy}", "bold")
+    def __init__(self, *, scorer: str | None) -> None:
+        """`scorer`: the reward that scores the episode instead of the environment; None if the environment does."""
+        self._console, self._scorer = open_console(), scorer
 
     def observed(self, observation: object) -> None:
-        self._show("observation", observation if isinstance(observation, str) else repr(observation))
+        self.show("observation", observation if isinstance(observation, str) else repr(observation))
 
     def acted(self, action: str) -> None:
-        self._show("action", action, "cyan")
+        self.show("action", action, "cyan")
 
     def stepped(self, reward: object, terminated: object, truncated: object, info: object) -> None:
-        given = f"scored by {self.scorer}" if self.scorer else f"{reward!r}"
-        ends = [word for word, flag in (("terminated", terminated), ("truncated", truncated)) if flag]
-        self._show("reward", "   ".join([given, *ends]), "green" if ends else "")
+        given = f"scored by {self._scorer}" if self._scorer else repr(reward)
+        end = "   terminated" * bool(terminated) + "   truncated" * bool(truncated)
+        self.show("reward", given + end, "green" if end else "")
         if info:
-            self._show("info", repr(info), "dim")
+            self.show("info", repr(info), "dim")
 
     def returned(self, method: str, result: object) -> None:
-        self._show(f"{method} gave", repr(result), "red")
+        self.show(f"{method} gave", repr(result), "red")
 
     def raised(self, called: str, error: BaseException) -> None:
-        """`OnError` of the EnvManager."""
+        """Print an exception, as `OnError` of the EnvManager."""
         if trace := origin(error).trace:
-            self._show(f"{called.partition(' ')[0].rpartition('.')[2]} raised", trace, "red")
+            self.show(f"{called.partition(' ')[0].rpartition('.')[2]} raised", trace, "red")
 
     def conclude(self, trajectory: Trajectory, env: EnvironmentConfig) -> None:
-        """What would be trained."""
+        """Print the trajectory that would be trained. Afterwards, print nothing: a thread may still hang in a call."""
         summary = trajectory.summary()
         limit = f" by env.max_turns {env.max_turns}" if summary.stop_reason == "max_turns" else ""
-        self._show(
+        self.show(
             "trajectory",
             f"{summary.status}{limit}   reward {summary.reward:g}   {summary.num_turns} turns   "
-            f"{summary.prompt_tokens} bytes shown, {summary.response_tokens} said   {summary.seconds:.2f} s",
+            f"{summary.prompt_tokens} bytes of observations, {summary.response_tokens} of actions   "
+            f"{summary.seconds:.2f} s",
             "bold",
         )
         if summary.error is not None:
-            self.failed(summary.error)
+            self.show("error", summary.error, "bold red")
+        self._console.quiet = True
 
-    def failed(self, error: str) -> None:
-        self._show("error", error, "bold red")
-
-    def _show(self, label: str, text: str, style: str = "") -> None:
+    def show(self, label: str, text: str, style: str = "") -> None:
         for number, line in enumerate(text.splitlines() or [""]):
             begin = f"{'' if number else label:{LABEL_WIDTH}} │ "
             self._console.print(Text.assemble((begin, "dim"), (line, style)), soft_wrap=True)

@@ -1,7 +1,7 @@
-"""Where the processes of a run are started: on this machine, or on the nodes of a cluster.
+"""Launchers for the processes of a run: on this machine, or on the nodes of a cluster.
 
-A cluster is joined, and room in it taken, before the run has a directory: what cannot be had is refused like any other
-setting.
+A run joins its cluster and reserves resources there before it has a directory. Resources that cannot be had are refused
+like any other wrong setting.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.preflight import Refused
+from penstock.cli.refusal import Refused
 from penstock.config import Config
-from penstock.control.keys import Keys
+from penstock.control.runtime_files import Keys
 from penstock.deadline import reporting_to
-from penstock.ports import Launcher
-from penstock.processes.layout import seating_of
+from penstock.ports.process_launcher import Launcher
+from penstock.processes.layout import slots_of
 from penstock.supervisor.child import ADDRESS, HOST
 from penstock.supervisor.launcher import LocalLauncher
 from penstock.supervisor.run_directory import OpenRun
 
 if TYPE_CHECKING:
     from penstock.cluster.placement import Pools
-    from penstock.cluster.seats import Seating
+    from penstock.cluster.slot_assignments import SlotAssignments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """In a cluster, held for a run."""
+class ClusterResources:
+    """Resources of a cluster, reserved for a run."""
 
     pools: Pools
-    seating: Seating
+    assignments: SlotAssignments
     address: str
-    """At which the nodes reach this machine."""
+    """Address at which the nodes reach this machine."""
 
 
 @contextmanager
-def room(config: Config) -> Iterator[Room | None]:
-    """What the run needs of its cluster, for the length of the body; None if it has none. Raises `Refused`,
+def reserving(config: Config) -> Iterator[ClusterResources | None]:
+    """Reserve the cluster resources of the run while the body runs; yield None without a cluster. Raises `Refused` or
     `ConfigError`."""
     if config.cluster.address is None:
         yield None
@@ -48,50 +48,48 @@ def room(config: Config) -> Iterator[Room | None]:
     from penstock.cluster.connection import NotConnected, connected
     from penstock.cluster.placement import place
 
-    seats = seating_of(config)
+    assignments = slots_of(config)
     try:
-        with connected(config.cluster.address) as address, place(config.cluster, seats.bundles) as pools:
-            yield Room(pools=pools, seating=seats, address=address)
+        with connected(config.cluster.address) as address, place(config.cluster, assignments.bundles) as pools:
+            yield ClusterResources(pools=pools, assignments=assignments, address=address)
     except NotConnected as error:
         raise Refused(str(error)) from None
 
 
 @asynccontextmanager
-async def launching(run: OpenRun, held: Room | None) -> AsyncIterator[Launcher]:
-    """For the length of the body, which leaves nothing."""
-    if held is None:
-        async with LocalLauncher(**_places(run)) as local:
+async def launching(run: OpenRun, resources: ClusterResources | None) -> AsyncIterator[Launcher]:
+    """Yield the launcher of a run; no process outlives the body."""
+    directories: dict[str, Any] = {"run_dir": run.run_dir, "runtime_dir": run.runtime_dir, "run_id": run.journal.run_id}
+    if resources is None:
+        async with LocalLauncher(**directories) as local:
             yield local
         return
-    from penstock.cluster.host import Household
-    from penstock.cluster.launcher import LOCAL, RayLauncher
+    from penstock.cluster.node_agent import RunContext
+    from penstock.cluster.ray_launcher import RayLauncher
+    from penstock.runtime.file_service import serving_files
 
     nonce, keys = secrets.token_hex(16), Keys.make()
-    household = Household(
-        run_id=run.run_id,
+    context = RunContext(
+        run_id=run.journal.run_id,
         run_dir=run.run_dir,
         token=secrets.token_hex(16),
-        namespace=f"penstock-{run.run_id}-{secrets.token_hex(4)}",
+        namespace=f"penstock-{run.journal.run_id}-{secrets.token_hex(4)}",
         directory=Path.cwd(),
         nonce=nonce,
         keys=keys.of_members(),
     )
-    here = {ADDRESS: held.address, HOST: LOCAL}
-    with reporting_to(lambda stall: run.record.note("stall", process="supervisor", **asdict(stall))):
+    served = [run.runtime_dir, run.run_dir]  # a worker's file may have the same name as the controller's copy
+    with reporting_to(lambda stall: run.journal.note("stall", process="supervisor", **asdict(stall))):
         async with (
-            LocalLauncher(**_places(run), environment=here, nonce=nonce) as local,
+            serving_files(served, address=resources.address, secret=nonce) as files,
+            LocalLauncher(**directories, environment={ADDRESS: resources.address, HOST: files}, nonce=nonce) as local,
             RayLauncher(
                 local,
-                pools=held.pools,
-                seats=held.seating.seats,
-                household=household,
+                pools=resources.pools,
+                assignments=resources.assignments.by_process,
+                context=context,
                 keys=keys,
-                runtime_dir=run.runtime_dir,
                 place_s=run.config.cluster.place_timeout_s,
             ) as launcher,
         ):
             yield launcher
-
-
-def _places(run: OpenRun) -> dict[str, Any]:
-    return {"run_dir": run.run_dir, "runtime_dir": run.runtime_dir, "run_id": run.run_id}

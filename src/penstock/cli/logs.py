@@ -1,59 +1,75 @@
-"""`penstock logs`: what the processes of a run wrote, together or one by one, and what they go on to write.
+"""`penstock logs`: show the logs of a run's processes, together or one by one, and follow them.
 
-Lines carry no times: what is there already is shown process by process, what comes while it is followed as it comes.
-A log appears with its process, and is rotated when it has grown: what it held is in `NAME.log.1` then, and it is empty,
-or another file. What a progress bar redraws on one line is shown as it was drawn last; of one that goes on, every few
-seconds.
+Lines of all processes are shown in order of time. Output without a time (a traceback, a library's message) follows the
+line before it in the same log. A log appears with its process. A log that has grown is rotated: its lines move to
+`NAME.log.1`, and the log is then empty or a new file. If a progress bar redraws a line, only its latest state is shown;
+while the bar moves, it is shown every few seconds.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli.console import open_console
 from penstock.cli.refusal import refuse
 from penstock.cli.runs import has_ended, status_of
-from penstock.supervisor.record import read_state
+from penstock.observe.log_lines import LINE
+from penstock.observe.tables import open_console
+from penstock.supervisor.run_journal import read_state
 
 LOOK_EVERY_S = 0.1
 REDRAW_EVERY_S = 5.0
 CHUNK_BYTES = 65_536
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 
+Identity = tuple[int, int]
+"""Device and inode of a file."""
 Show = Callable[[str, str], None]
 """show(process, line)"""
 
 
 def logs(run_dir: Path, process: str | None, *, follow: bool, num_lines: int) -> int:
-    """Returns the exit code."""
+    """Show the logs and return the exit code."""
     known = names(run_dir)
     if process is not None and process not in known:
         return refuse(f"run {run_dir.name} has no log of {process}: there are {', '.join(known) or 'none yet'}", 1)
     show = printer(open_console(), known if process is None else [])
     opened = {name: Log(path_of(run_dir, name)) for name in (known if process is None else [process])}
-    for name, log in opened.items():
-        for line in log.last(num_lines):
-            show(name, line)
+    show_merged({name: log.last(num_lines) for name, log in opened.items()}, show)
     if follow:
         keep_showing(run_dir, opened, show, only=process)
-    for name, log in opened.items():
-        for line in log.rest():
-            show(name, line)
-        log.close()
+    show_merged({name: log.rest() for name, log in opened.items()}, show)
     return 0
 
 
+def show_merged(lines: Mapping[str, Iterable[str]], show: Show) -> None:
+    """Show lines of several logs in order of time."""
+    timed = [(at, name, line) for name, own in lines.items() for at, line in with_times(own)]
+    for _, name, line in sorted(timed, key=itemgetter(0)):
+        show(name, line)
+
+
+def with_times(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each line of one log with its time. A line without a time gets that of the line before; it is empty at the
+    beginning."""
+    at = ""
+    for line in lines:
+        parsed = LINE.fullmatch(line)
+        at = parsed["time"] if parsed else at
+        yield at, line
+
+
 def names(run_dir: Path) -> list[str]:
-    """The processes that have a log, in the order in which they were started."""
-    started = list((read_state(run_dir) or {}).get("processes", {}))
+    """Return the processes that have a log, in the order in which they were started."""
+    started = ["supervisor", *(read_state(run_dir) or {}).get("processes", {})]
     found = sorted(path.stem for path in (run_dir / "logs").glob("*.log"))
     return sorted(found, key=lambda name: started.index(name) if name in started else len(started))
 
@@ -63,7 +79,7 @@ def path_of(run_dir: Path, name: str) -> Path:
 
 
 def as_last_drawn(line: bytes) -> str:
-    """What the last carriage return left of a line."""
+    """Return a line as the last carriage return left it."""
     drawn = [part for part in line.split(b"\r") if part.strip()]
     return (drawn[-1] if drawn else b"").decode(errors="replace").rstrip()
 
@@ -73,94 +89,71 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path, self._older = path, path.with_name(f"{path.name}.1")
-        self._file: BinaryIO | None = self._open()
         self._older_seen = _identify(self._older)
-        self._rest = b""
+        self._seen: Identity | None = None
+        """The file that was read, up to `_offset`."""
+        self._offset = 0
+        self._unfinished = b""
         self._redrawn_at = 0.0
 
     def last(self, num_lines: int) -> list[str]:
-        """The last whole lines, across a rotation; what is added comes after them."""
-        if self._file is None:
-            return []
-        *whole, self._rest = _tail(self._file, num_lines)
-        if len(whole) < num_lines and self._older.exists():
-            with self._older.open("rb") as older:
+        """Return the last complete lines, across a rotation; `new_lines` continues after them."""
+        whole: list[bytes] = []
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            *whole, self._unfinished = _tail(file, num_lines)
+            self._seen, self._offset = _identity(os.fstat(file.fileno())), file.tell()
+        with suppress(FileNotFoundError), self._older.open("rb") as older:
+            if len(whole) < num_lines:
                 whole = [*_tail(older, num_lines)[:-1], *whole]
         return [as_last_drawn(line) for line in whole[max(0, len(whole) - num_lines) :]]
 
     def new_lines(self, now: float) -> Iterator[str]:
-        """Lines that were completed since the last call, rotated files included; `now` in seconds of any clock."""
-        yield from self._read()
-        if self._was_replaced():
-            yield from self._read()  # what came in between
-            yield from self.rest()
-            self.close()
-            self._file, self._older_seen = self._open(), _identify(self._older)
-            yield from self._read()
-        if b"\r" in self._rest and now - self._redrawn_at >= REDRAW_EVERY_S:
+        """Yield lines that were completed since the last call, rotated files included; `now` is in seconds of any
+        clock."""
+        *whole, self._unfinished = (self._unfinished + self._read()).split(b"\n")
+        yield from map(as_last_drawn, whole)
+        if b"\r" in self._unfinished and now - self._redrawn_at >= REDRAW_EVERY_S:
             self._redrawn_at = now
             yield from self.rest()
 
     def rest(self) -> Iterator[str]:
-        """What there is of an unfinished line."""
-        rest, self._rest = self._rest, b""
+        """Yield the beginning of an unfinished line, if there is one."""
+        rest, self._unfinished = self._unfinished, b""
         if shown := as_last_drawn(rest):
             yield shown
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> BinaryIO | None:
-        try:
-            return self._path.open("rb")
-        except FileNotFoundError:
-            return None
-
-    def _read(self) -> Iterator[str]:
-        if self._file is None:
-            return
+    def _read(self) -> bytes:
+        """Return the bytes that were added since the last call, also those that a rotation has moved."""
         data = b""
-        if self._was_emptied():
-            if (older := _identify(self._older)) != self._older_seen:
-                self._older_seen = older
-                data = self._moved(self._file.tell())
-            self._file.seek(0)
-        *whole, self._rest = (self._rest + data + self._file.read()).split(b"\n")
-        yield from map(as_last_drawn, whole)
-
-    def _was_emptied(self) -> bool:
-        """It is shorter than it was, or than what has just been moved out of it."""
-        assert self._file is not None
-        size, moved = os.fstat(self._file.fileno()).st_size, _identify(self._older)
-        was_moved = moved is not None and moved != self._older_seen and size < self._older.stat().st_size
-        return size < self._file.tell() or was_moved
-
-    def _moved(self, position: int) -> bytes:
-        """What had not been read when the log was emptied."""
-        with suppress(FileNotFoundError), self._older.open("rb") as older:
-            older.seek(position)
-            return older.read()
-        return b""
-
-    def _was_replaced(self) -> bool:
-        there = _identify(self._path)
-        here = None if self._file is None else os.fstat(self._file.fileno())
-        return there is not None and (here is None or (here.st_dev, here.st_ino) != there)
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            is_new, size = _identity(os.fstat(file.fileno())) != self._seen, file.seek(0, os.SEEK_END)
+            older = _identify(self._older)
+            if older not in (None, self._older_seen) and (is_new or size < self._older.stat().st_size):
+                with self._older.open("rb") as moved:
+                    moved.seek(self._offset)
+                    data = moved.read()
+                self._older_seen, self._offset = older, 0
+            elif is_new or size < self._offset:
+                self._offset = 0
+            file.seek(self._offset)
+            data += file.read()
+            self._seen, self._offset = _identity(os.fstat(file.fileno())), file.tell()
+        return data
 
 
-def _identify(path: Path) -> tuple[int, int] | None:
-    """Which file that is; None if there is none."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
+def _identity(found: os.stat_result) -> Identity:
     return found.st_dev, found.st_ino
 
 
+def _identify(path: Path) -> Identity | None:
+    """Return the device and inode of a file; None if there is no file."""
+    with suppress(FileNotFoundError):
+        return _identity(path.stat())
+    return None
+
+
 def _tail(file: BinaryIO, num_lines: int) -> list[bytes]:
-    """At least the last lines and the unfinished one, read from the end."""
+    """Return at least the last `num_lines` lines and the unfinished one, read from the end."""
     end = position = file.seek(0, os.SEEK_END)
     data = b""
     while position > 0 and data.count(b"\n") <= num_lines:
@@ -171,28 +164,25 @@ def _tail(file: BinaryIO, num_lines: int) -> list[bytes]:
 
 
 def keep_showing(run_dir: Path, opened: dict[str, Log], show: Show, *, only: str | None) -> None:
-    """Until the run has ended and all is shown."""
-    has_run_ended = False
-    while not has_run_ended:
-        has_run_ended = has_ended(
-            status_of(run_dir, read_state(run_dir) or {})
-        )  # before looking: nothing comes afterwards
+    """Show new lines until the run has ended and all lines are shown."""
+    is_over = False
+    while not is_over:
+        is_over = has_ended(status_of(run_dir, read_state(run_dir) or {}))  # first: an ended run writes no more lines
         for name in names(run_dir) if only is None else [only]:
-            log = opened.get(name) or opened.setdefault(name, Log(path_of(run_dir, name)))
-            for line in log.new_lines(time.monotonic()):
-                show(name, line)
-        if not has_run_ended:
-            time.sleep(LOOK_EVERY_S)
+            opened.setdefault(name, Log(path_of(run_dir, name)))
+        show_merged({name: log.new_lines(time.monotonic()) for name, log in opened.items()}, show)
+        time.sleep(0.0 if is_over else LOOK_EVERY_S)
 
 
 def printer(console: Console, prefixed: list[str]) -> Show:
-    """Prints lines, with the names of their processes in front if there are several."""
+    """Return a function that prints lines, with process names in front if there are several."""
     width = max(map(len, prefixed), default=0)
     colours: dict[str, str] = {}
 
     def show(name: str, line: str) -> None:
         colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
-        text = Text.from_ansi(line)
+        parsed = LINE.fullmatch(line) if prefixed else None
+        text = Text.from_ansi(parsed.expand(r"\g<time> \g<level> \g<message>") if parsed else line)
         prefix = Text.assemble((f"{name:<{width}} | ", colour)) if prefixed else Text()
         console.print(prefix + text, soft_wrap=True)
 

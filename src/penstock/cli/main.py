@@ -1,4 +1,5 @@
-"""The commands. Each only reads its words and calls what does the work; imports wait until a command needs them."""
+"""The commands. Each command only parses its arguments and calls its module, which is imported when the command needs
+it."""
 
 from __future__ import annotations
 
@@ -7,68 +8,62 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
-app = typer.Typer(
-    help="Asynchronous reinforcement learning for LLM agents.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+DESCRIPTION = "Asynchronous reinforcement learning for LLM agents."
+app = typer.Typer(help=DESCRIPTION, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+env_app = typer.Typer(help="Try an environment.", no_args_is_help=True)
+app.add_typer(env_app, name="env")
+
+RUNS = Path("runs")
+OVERRIDES_HELP = "Settings to change; values are YAML. A mapping is merged into that of the file; `a.b={}` empties it."
+CLUSTER_HELP = "Run on the Ray cluster at this address (`auto`: the cluster of this machine), in its cluster.pools."
+RUN_HELP = "A run id, the unique beginning of one, or a run directory."
+ConfigFile = Annotated[Path, Argument(metavar="CONFIG", help="A YAML file.")]
+Overrides = Annotated[list[str] | None, Argument(metavar="[a.b=c]...", help=OVERRIDES_HELP)]
+Detach = Annotated[bool, Option("--detach", help="Run in the background.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the resolved configuration and exit.")]
+RunsDir = Annotated[Path, Option(help="The directory of the runs.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+Cluster = Annotated[str | None, Option(metavar="ADDRESS", help=CLUSTER_HELP)]
+RunName = Annotated[str, Argument(metavar="RUN", help=RUN_HELP)]
+Policy = Literal["random", "scripted", "human", "openai"]
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _words(overrides: list[str] | None, cluster: str | None) -> list[str]:
+    """Return the overrides, with the options written as overrides."""
+    return [*(overrides or []), *([f"cluster.address={cluster}"] if cluster else [])]
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
         from penstock import __version__
 
         typer.echo(f"penstock {__version__}")
         raise typer.Exit
 
 
-env_app = typer.Typer(help="Try an environment.", no_args_is_help=True)
-app.add_typer(env_app, name="env")
-
-PolicyName = Literal["random", "scripted", "human", "openai"]
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings to change.")]
-Detach = Annotated[bool, typer.Option("--detach", help="Run in the background.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")]
-RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
-OnCluster = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster", metavar="ADDRESS", help="Of a Ray cluster (`auto`: this machine's): where cluster.pools are."
-    ),
-]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, the unique beginning of one, or a directory.")]
-
-
-def _words(overrides: list[str] | None, cluster: str | None) -> list[str]:
-    """What an option says in the words of the configuration."""
-    return [*(overrides or []), *([f"cluster.address={cluster}"] if cluster else [])]
-
-
-@app.callback()
+@app.callback(help=DESCRIPTION)
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="And exit.")
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Asynchronous reinforcement learning for LLM agents."""
+    """Read the options of `penstock` itself."""
 
 
 @app.command()
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    cluster: OnCluster = None,
+    cluster: Cluster = None,
     detach: Detach = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Train a policy. Ctrl-C stops it cleanly with a checkpoint, twice kills it."""
+    """Train a policy. Ctrl-C stops the run cleanly with a checkpoint; a second Ctrl-C kills it."""
     from penstock.cli import train as command
 
-    raise typer.Exit(command.train(config, _words(overrides, cluster), detach=detach, dry_run=dry_run))
+    raise typer.Exit(command.begin("train", config, _words(overrides, cluster), detach=detach, dry_run=dry_run))
 
 
 @app.command()
@@ -76,36 +71,31 @@ def rollout(
     config: ConfigFile,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN", help="Play with the newest checkpoint of this run (id or directory), or with this model."
-        ),
+        str | None, Option(metavar="RUN", help="Play the newest checkpoint of this run, or this model directory.")
     ] = None,
-    cluster: OnCluster = None,
+    cluster: Cluster = None,
     detach: Detach = False,
     dry_run: DryRun = False,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Play a whole dataset with a policy that does not change, and dump the trajectories. Nothing is trained."""
-    from penstock.cli import rollout as command
+    """Run a whole dataset with a fixed policy, and dump the trajectories. Nothing is trained."""
+    from penstock.cli import play as command
 
-    raise typer.Exit(
-        command.rollout(
-            config, _words(overrides, cluster), checkpoint=checkpoint, runs_dir=runs_dir, detach=detach, dry_run=dry_run
-        )
-    )
+    words = _words(overrides, cluster)
+    code = command.rollout(config, words, checkpoint=checkpoint, runs_dir=runs_dir, detach=detach, dry_run=dry_run)
+    raise typer.Exit(code)
 
 
 @app.command()
 def resume(
     run: RunName,
     overrides: Overrides = None,
-    cluster: OnCluster = None,
+    cluster: Cluster = None,
     detach: Detach = False,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Continue a run that was stopped, has failed, or was killed, in its own directory."""
-    from penstock.cli import resume as command
+    from penstock.cli import train as command
     from penstock.cli.runs import find
 
     raise typer.Exit(command.resume(find(runs_dir, run), _words(overrides, cluster), detach=detach))
@@ -116,55 +106,48 @@ def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN_OR_DIR", help="The newest checkpoint of a run, or a model directory; else model.path."
-        ),
+        str | None, Option(metavar="RUN", help="Evaluate the newest checkpoint of this run, or this model directory.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the results go too.")] = None,
-    cluster: OnCluster = None,
-    runs_dir: RunsDir = Path("runs"),
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the results to this file too.")] = None,
+    cluster: Cluster = None,
+    runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Play the held-out tasks with a policy as it is, without training."""
-    from penstock.cli import evaluate as command
+    """Evaluate a policy on the held-out tasks, without training."""
+    from penstock.cli import play as command
 
-    raise typer.Exit(
-        command.evaluate(config, _words(overrides, cluster), checkpoint=checkpoint, runs_dir=runs_dir, json=json)
-    )
+    words = _words(overrides, cluster)
+    raise typer.Exit(command.evaluate(config, words, checkpoint=checkpoint, runs_dir=runs_dir, results=json))
 
 
 @app.command()
 def simulate(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.")] = None,
+    config: Annotated[Path | None, Argument(metavar="CONFIG", help="A YAML file.")] = None,
     overrides: Overrides = None,
-    calibrate: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Fit the simulator to this run instead (id or directory).")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the results go.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the picture goes.")] = None,
-    runs_dir: RunsDir = Path("runs"),
+    calibrate: Annotated[str | None, Option(metavar="RUN", help="Fit the simulator to this run instead.")] = None,
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the results to this file.")] = None,
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw the picture to this file.")] = None,
+    runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Compare strategies on modelled machines: the real scheduler and loop, on a virtual clock."""
+    """Compare strategies on modelled machines, with the real scheduler and loop on a virtual clock."""
     from penstock.cli import simulate as command
     from penstock.cli.runs import find
 
-    if (config is None) == (calibrate is None):
-        raise typer.BadParameter("give either CONFIG or --calibrate RUN")
-    if config is not None:
+    if config is not None and calibrate is None:
         raise typer.Exit(command.simulate(config, overrides or [], json=json, plot=plot))
-    assert calibrate is not None
+    if config is not None or calibrate is None:
+        raise typer.BadParameter("give either CONFIG or --calibrate RUN")
     run_dir = Path(calibrate) if Path(calibrate).is_dir() else find(runs_dir, calibrate)
     raise typer.Exit(command.calibrate(run_dir, json=json))
 
 
 @app.command()
 def serve(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face model directory.")],
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Anything but loopback needs PENSTOCK_API_KEY.")] = "127.0.0.1",
-    name: Annotated[
-        str | None, typer.Option(help="Under which clients know the model; its directory by default.")
-    ] = None,
+    model: Annotated[Path, Option(metavar="PATH", help="A Hugging Face model directory.")],
+    port: Annotated[int, Option(help="The port to listen on; 0 takes a free one.")] = 8000,
+    host: Annotated[
+        str, Option(help="The address to listen on. Any but loopback needs PENSTOCK_API_KEY.")
+    ] = "127.0.0.1",
+    name: Annotated[str | None, Option(help="The name of the model for clients; its directory by default.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Serve a model to SGLang and OpenAI clients, without a run."""
@@ -176,7 +159,7 @@ def serve(
 @app.command()
 def envs(
     place: Annotated[
-        Path | None, typer.Argument(metavar="PATH", help="Look for classes in this file, or in the files below.")
+        Path | None, Argument(metavar="PATH", help="Search this file, or the files below it, too.")
     ] = None,
 ) -> None:
     """List the environments, without importing any."""
@@ -187,31 +170,28 @@ def envs(
 
 @env_app.command("try")
 def env_try(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What env.name takes, or a configuration file.")],
+    name: Annotated[str, Argument(metavar="NAME", help="A value of env.name, or a configuration file.")],
     overrides: Overrides = None,
     policy: Annotated[
-        PolicyName | None,
-        typer.Option(help="Who plays; the environment's own demonstrate() where there is one, else chance."),
+        Policy | None, Option(help="The policy; by default the environment's demonstrate() if it has one, else random.")
     ] = None,
-    task: Annotated[int, typer.Option(min=0, help="Its index among the training tasks, from 0.")] = 0,
+    task: Annotated[int, Option(min=0, help="The index of the training task, from 0.")] = 0,
     seed: Annotated[
-        int | None,
-        typer.Option(help="Of the environment, and of a random policy; that of the task in a run by default."),
+        int | None, Option(help="The seed of the environment and of a random policy; by default the seed in a run.")
     ] = None,
-    base_url: Annotated[str | None, typer.Option(metavar="URL", help="Of an OpenAI endpoint.")] = None,
-    model: Annotated[str | None, typer.Option(help="Its name at the endpoint; the first there by default.")] = None,
+    base_url: Annotated[str | None, Option(metavar="URL", help="The URL of an OpenAI endpoint.")] = None,
+    model: Annotated[str | None, Option(help="The model at the endpoint; the first one by default.")] = None,
 ) -> None:
-    """Play one episode in the terminal, and see what a policy would see."""
+    """Run one episode in the terminal, and show the observations of the policy."""
     from penstock.cli import env_try as command
 
-    code = command.try_environment(
-        name, overrides or [], policy=policy, task=task, seed=seed, base_url=base_url, model=model
-    )
+    words = overrides or []
+    code = command.try_environment(name, words, policy=policy, task=task, seed=seed, base_url=base_url, model=model)
     raise typer.Exit(code)
 
 
 @app.command()
-def runs(runs_dir: RunsDir = Path("runs"), json: AsJson = False) -> None:
+def runs(runs_dir: RunsDir = RUNS, json: AsJson = False) -> None:
     """List the runs, the newest first."""
     from penstock.cli import runs as command
 
@@ -221,14 +201,12 @@ def runs(runs_dir: RunsDir = Path("runs"), json: AsJson = False) -> None:
 @app.command()
 def status(
     run: RunName,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
     json: AsJson = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run has ended.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Answer now, whatever supervisor.status_interval_s is.")
-    ] = False,
+    watch: Annotated[bool, Option("--watch", help="Refresh until the run has ended.")] = False,
+    force: Annotated[bool, Option("--force", help="Answer at once despite supervisor.status_interval_s.")] = False,
 ) -> None:
-    """Show how a run and its processes are doing, and what to do next."""
+    """Show the state of a run and its processes, and the commands to use next."""
     from penstock.cli import status as command
     from penstock.cli.runs import find
 
@@ -238,14 +216,14 @@ def status(
 @app.command()
 def trajectories(
     run: RunName,
-    group: Annotated[int | None, typer.Option(metavar="N", help="All of this group.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward first.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward first.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="How many; 3 by default.")] = None,
-    runs_dir: RunsDir = Path("runs"),
+    group: Annotated[int | None, Option(metavar="N", help="Show all trajectories of this group.")] = None,
+    best: Annotated[bool, Option("--best", help="Show the highest rewards first.")] = False,
+    worst: Annotated[bool, Option("--worst", help="Show the lowest rewards first.")] = False,
+    limit: Annotated[int | None, Option("--limit", "-n", min=1, help="Show this many; 3 by default.")] = None,
+    runs_dir: RunsDir = RUNS,
     json: AsJson = False,
 ) -> None:
-    """Read what a run played, the newest first."""
+    """Show trajectories of a run, the newest first."""
     from penstock.cli import trajectories as command
     from penstock.cli.runs import find
 
@@ -258,12 +236,12 @@ def trajectories(
 @app.command()
 def logs(
     run: RunName,
-    process: Annotated[str | None, typer.Argument(metavar="PROCESS", help="One of them; all by default.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the run has ended.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each process, from the end.")] = 40,
-    runs_dir: RunsDir = Path("runs"),
+    process: Annotated[str | None, Argument(metavar="PROCESS", help="The process; all by default.")] = None,
+    follow: Annotated[bool, Option("--follow", "-f", help="Follow the logs until the run has ended.")] = False,
+    lines: Annotated[int, Option("--lines", "-n", min=0, help="Show this many last lines of each process.")] = 40,
+    runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Show what the processes of a run wrote."""
+    """Show the logs of the processes of a run."""
     from penstock.cli import logs as command
     from penstock.cli.runs import find_directory
 
@@ -273,10 +251,10 @@ def logs(
 @app.command()
 def stop(
     run: RunName,
-    now: Annotated[bool, typer.Option("--now", help="Kill it, without a checkpoint.")] = False,
-    runs_dir: RunsDir = Path("runs"),
+    now: Annotated[bool, Option("--now", help="Kill the run, without a checkpoint.")] = False,
+    runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Stop a run, wherever it was started, and wait until it has ended."""
+    """Stop a run, from any terminal, and wait until it has ended."""
     from penstock.cli import stop as command
     from penstock.cli.runs import find
 
@@ -285,19 +263,17 @@ def stop(
 
 @app.command()
 def doctor(
-    clean: Annotated[
-        bool, typer.Option("--clean", help="Remove what dead runs left behind, and nothing else.")
-    ] = False,
-    runs_dir: RunsDir = Path("runs"),
+    clean: Annotated[bool, Option("--clean", help="Remove the leftovers of dead runs, and nothing else.")] = False,
+    runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Check this machine: versions, room, ports, and what dead runs left behind."""
+    """Check this machine: versions, free space, ports, and leftovers of dead runs."""
     from penstock.cli import doctor as command
 
     raise typer.Exit(command.doctor(runs_dir, clean=clean))
 
 
 def main() -> None:
-    """The `penstock` command."""
+    """Run the `penstock` command."""
     try:
         app()
     except KeyboardInterrupt:

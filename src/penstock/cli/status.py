@@ -1,9 +1,11 @@
-"""`penstock status`: what a run's own files and the process table tell, as one document with keys that stay."""
+"""`penstock status`: one document with stable keys, from a run's own files and the process table."""
 
 from __future__ import annotations
 
+import fcntl
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +14,46 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
-from penstock.cli.console import open_console
-from penstock.cli.polling import claim_answer, refusal
-from penstock.cli.runs import config_of, has_ended, in_short, name_of
+from penstock.cli.runs import config_of, has_ended, name_of, short_status
 from penstock.cli.status_view import render
 from penstock.config import Config
 from penstock.observe import jsonl
+from penstock.observe.closing_report import from_here
 from penstock.observe.notices import notice
 from penstock.observe.summary import EVALUATION, PLAYED
+from penstock.observe.tables import open_console
 from penstock.observe.view import Plan, RunView
 from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 from penstock.supervisor.procfs import Identity, is_alive
-from penstock.supervisor.record import read_state
+from penstock.supervisor.run_journal import read_state
 
 Document = dict[str, Any]
 
 METRICS_BYTES = 262_144
 TIMELINE_BYTES = 1_048_576
 NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS = 8, 5, 3
+IDENTITY = ("role", "start_ticks", "boot_id", "pid_namespace")
+"""Fields of a process event that mean nothing to a user."""
 SAMPLE_S = 0.2
-"""Between the two looks that tell how busy a processor is."""
+"""Seconds between the two samples that give the processor use."""
 WATCH_EVERY_S = 1.0
+STAMP = ".status_answered"
+"""File in the run directory with the time of the last answer to a program (seconds since the epoch)."""
 
 
 def answer(run_dir: Path, *, as_json: bool, watch: bool, force: bool) -> None:
-    """Print the status, once or until the run has ended. People are always answered, programs as often as allowed."""
+    """Print the status, once or until the run has ended. People always get an answer; programs get one as often as
+    `supervisor.status_interval_s` allows."""
     console = open_console()
     is_program = as_json or not console.is_terminal
     interval_s = config_of(run_dir).get("supervisor", {}).get("status_interval_s", 0.0)
     if is_program and interval_s > 0:
         wait_s = claim_answer(run_dir, now=time.time(), interval_s=interval_s, force=force)
         if wait_s > 0:
-            print(jsonl.dumps(refusal(run_dir.name, wait_s, interval_s)))
+            every = f"once every {interval_s:g} s (supervisor.status_interval_s)"
+            message = f"run {run_dir.name} answers programs {every}: ask again in {wait_s:.0f} s, or use --force"
+            facts = {"run_id": run_dir.name, "message": message, "next_check_in_seconds": round(wait_s, 1)}
+            print(jsonl.dumps({"rate_limited": True, **facts}))
             return
     if watch:
         follow(run_dir, console, quiet=as_json)
@@ -54,8 +64,23 @@ def answer(run_dir: Path, *, as_json: bool, watch: bool, force: bool) -> None:
         console.print(render(document))
 
 
+def claim_answer(run_dir: Path, *, now: float, interval_s: float, force: bool = False) -> float:
+    """Return 0 if this caller gets an answer, and record its time; otherwise return the seconds until the next answer
+    is due. A last answer in the future came from a wrong clock and is ignored."""
+    with (run_dir / STAMP).open("a+") as stamp:
+        fcntl.flock(stamp, fcntl.LOCK_EX)
+        stamp.seek(0)
+        answered = float(stamp.read() or "-inf")
+        if not force and answered <= now < answered + interval_s:
+            return answered + interval_s - now
+        stamp.truncate(0)
+        stamp.write(f"{now}\n")
+    return 0.0
+
+
 def follow(run_dir: Path, console: Console, *, quiet: bool) -> None:
-    """Until the run has ended: redrawn in a terminal, elsewhere a line whenever its phase or step is another one."""
+    """Show the status until the run has ended. A terminal is redrawn; other output gets a line when the phase or step
+    changes."""
     shown: tuple[str, int] | None = None
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while not has_ended((document := status(run_dir))["status"]):
@@ -70,24 +95,29 @@ def follow(run_dir: Path, console: Console, *, quiet: bool) -> None:
 
 
 def status(run_dir: Path) -> Document:
-    """Everything there is to say about a run. Its keys are those that `--json` promises."""
+    """Return the full status of a run. Its keys are those that `--json` promises."""
     state = read_state(run_dir) or {}
     config, events = config_of(run_dir), jsonl.read(run_dir / "events.jsonl")
     lines = jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES)
-    short = in_short(run_dir, state, config, lines)
-    view = _view(_plan(config, short["steps"]), events, lines)
+    short = short_status(run_dir, state, config, lines)
+    view = RunView(plan=_plan(config, short["steps"]))
+    for event in events:
+        view.see_event(event)
+    for line in lines:
+        view.see_step(line)
     view.status, view.played = short["status"], jsonl.read_json(run_dir / PLAYED)
+    changes = [event for event in events if event.get("event") == "state"]
     last_step = max(view.latest.get("time", 0.0), state.get("born", 0.0))
     document: Document = {
         **{key: short[key] for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
         "ended": state.get("ended"),
-        "reason": _last_reason(events),
+        "reason": (changes[-1].get("reason") or None) if changes else None,
         "error": state.get("error"),
         "pipeline": view.plan.pipeline,
-        "root_cause": _root_cause(state, events),
+        "root_cause": _root_cause(state, changes),
         "leftovers": state.get("leftovers", []),
         "processes": processes(short["status"], state, events),
-        "progress": progress(view),
+        "progress": view.progress,
         "ledger": view.latest.get("ledger", {}),
         "groups_dropped": view.played.get("groups_dropped", view.latest.get("groups_dropped", {})),
         "groups_failed": view.played.get("groups_failed", 0),
@@ -96,60 +126,24 @@ def status(run_dir: Path) -> Document:
         "tags": view.tags,
         "checkpoint": view.checkpoint,
         "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),
-        "incidents": [incident(event) for event in events if is_incident(event)][-NUM_INCIDENTS:],
-        "alarms": [_without_kind(event) for event in events if event.get("event") == "alarm"][-NUM_ALARMS:],
-        "stalls": [_without_kind(event) for event in events if is_lasting_stall(event, last_step)][-NUM_STALLS:],
+        "incidents": [_without(event, *IDENTITY) for event in events if is_incident(event)][-NUM_INCIDENTS:],
+        "alarms": [_without(event, "event") for event in events if event.get("event") == "alarm"][-NUM_ALARMS:],
+        "stalls": [_without(event, "event") for event in events if is_lasting_stall(event, last_step)][-NUM_STALLS:],
     }
-    return document | {"next": next_commands(document)}
+    commands = next_commands(document)
+    return document | {"next": [{"command": command, "purpose": purpose} for command, purpose in commands.items()]}
 
 
 def _plan(config: Mapping[str, Any], num_steps: int | None) -> Plan:
-    """Of the settings that were written down, or what can be said of those that this version does not understand."""
+    """Return the plan from the written settings, or a reduced plan if this version does not understand them."""
     try:
         return Plan.of(Config.model_validate(config))
     except ValidationError:
         return Plan(pipeline=config.get("pipeline", "train"), num_steps=num_steps or 0)
 
 
-def _view(plan: Plan, events: Sequence[Document], lines: Sequence[Document]) -> RunView:
-    view = RunView(plan=plan)
-    for event in events:
-        view.see_event(event)
-    for line in lines:
-        view.see_step(line)
-    return view
-
-
-def progress(view: RunView) -> Document:
-    """How far the run is, and how fast; rates are over the last seconds."""
-    latest = view.latest
-    return {
-        "phase": view.phase,
-        "needs": view.needs,
-        "unit": view.unit,
-        "step": view.step,
-        "steps": view.plan.num_steps,
-        "policy_version": latest.get("policy_version"),
-        "samples": latest.get("ledger", {}).get("trained", 0),
-        "episodes": view.played.get("episodes_total", latest.get("episodes_total", 0)),
-        "held_out": view.played.get("held_out"),
-        "steps_per_second": view.rate("step"),
-        "episodes_per_second": view.rate("episodes_total"),
-        "tokens_generated_per_second": view.rate("tokens_generated_total"),
-        "tokens_trained_per_second": view.rate("tokens_trained_total"),
-        "reward": view.reward,
-        "entropy": latest.get("entropy"),
-        "staleness_mean": latest.get("staleness_mean"),
-        "staleness_max": latest.get("staleness_max"),
-        "trainer_busy_fraction": view.trainer_busy,
-        "generator_busy_fraction": view.generator_busy,
-        "eta_seconds": view.eta_s if view.advances else None,
-        "last_step_at": latest.get("time"),
-    }
-
-
 def processes(status: str, state: Mapping[str, Any], events: Sequence[Document]) -> list[Document]:
-    """The supervisor, its processes in the order they were started, and environment workers that attached."""
+    """Return the supervisor, its processes in the order they were started, and attached environment workers."""
     known = [("supervisor", {"role": "supervisor", **state.get("supervisor", {})}), *state.get("processes", {}).items()]
     rows = [_process(name, facts) for name, facts in known]
     _measure([row for row in rows if row["alive"]])
@@ -166,43 +160,28 @@ def _process(name: str, facts: Mapping[str, Any]) -> Document:
         "role": facts.get("role", name.partition("-")[0]),
         "state": facts.get("state", "running" if alive else "gone"),
         "alive": alive if identity is None or identity.is_here else None,
-        "pid": facts.get("pid"),
-        "node": facts.get("node"),
         "restarts": facts.get("restarts", 0),
-        "returncode": facts.get("returncode"),
-        "reason": facts.get("reason"),
-        "age_seconds": None,
-        "cpu_seconds": None,
-        "cpu_cores": None,
-        "rss_bytes": None,
+        **{key: facts.get(key) for key in ("pid", "node", "returncode", "reason")},
+        **dict.fromkeys(("age_seconds", "cpu_seconds", "cpu_cores", "rss_bytes")),
     }
 
 
 def _measure(rows: Sequence[Document]) -> None:
-    """Age, processor and memory of living processes."""
-    looks = [(row, *look) for row in rows if (look := _look(row["pid"])) is not None]
-    started = time.monotonic()
-    time.sleep(SAMPLE_S if looks else 0.0)
-    for row, process, cpu_s in looks:
-        try:
-            with process.oneshot():
-                times, memory, born = process.cpu_times(), process.memory_info(), process.create_time()
-        except psutil.Error:
-            continue
-        now_s = times.user + times.system
-        row["age_seconds"] = round(time.time() - born, 1)
-        row["cpu_seconds"] = round(now_s, 2)
-        row["cpu_cores"] = round((now_s - cpu_s) / (time.monotonic() - started), 2)
-        row["rss_bytes"] = memory.rss
-
-
-def _look(pid: int) -> tuple[psutil.Process, float] | None:
-    try:
-        process = psutil.Process(pid)
-        times = process.cpu_times()
-    except psutil.Error:
-        return None
-    return process, times.user + times.system
+    """Add age, processor use and memory to the rows of living processes."""
+    found: list[tuple[Document, psutil.Process]] = []
+    for row in rows:
+        with suppress(psutil.Error):
+            process = psutil.Process(row["pid"])
+            process.cpu_percent()  # the next call measures the time since this one
+            found.append((row, process))
+    time.sleep(SAMPLE_S if found else 0.0)
+    for row, process in found:
+        with suppress(psutil.Error), process.oneshot():
+            times = process.cpu_times()
+            row["cpu_cores"] = round(process.cpu_percent() / 100, 2)
+            row["cpu_seconds"] = round(times.user + times.system, 2)
+            row["age_seconds"] = round(time.time() - process.create_time(), 1)
+            row["rss_bytes"] = process.memory_info().rss
 
 
 def _attached(events: Sequence[Document]) -> list[str]:
@@ -219,43 +198,32 @@ def _attached(events: Sequence[Document]) -> list[str]:
 
 
 def decisions(timeline: Sequence[Document]) -> list[Document]:
-    """The latest decision of each decider, the newest last."""
+    """Return the latest decision of each decider, the newest last."""
     latest = {line["decider"]: line for line in timeline if line.get("kind") == "decision"}
-    return [_without_kind(line) for line in sorted(latest.values(), key=lambda line: line["time"])]
+    return [_without(line, "kind") for line in sorted(latest.values(), key=lambda line: line["time"])]
 
 
 def is_incident(event: Document) -> bool:
-    """Whether something was lost, or has been recovered from; alarms and stalls have lists of their own."""
+    """Return whether an event is a loss or a recovery; alarms and stalls have separate lists."""
     return event.get("event") not in ("alarm", "stall") and notice(event) is not None
 
 
 def is_lasting_stall(event: Document, last_step: float) -> bool:
-    """Whether somebody was stuck, and the run has taken no step since (`last_step`: seconds since the epoch)."""
+    """Return whether an event is a stall after which the run has taken no step (`last_step`: seconds since the
+    epoch)."""
     return event.get("event") == "stall" and event["time"] > last_step
 
 
-def incident(event: Document) -> Document:
-    """What is told of it."""
-    return {
-        key: value for key, value in event.items() if key not in ("role", "start_ticks", "boot_id", "pid_namespace")
-    }
+def _without(record: Document, *keys: str) -> Document:
+    return {key: value for key, value in record.items() if key not in keys}
 
 
-def _without_kind(record: Document) -> Document:
-    return {key: value for key, value in record.items() if key not in ("event", "kind")}
-
-
-def _last_reason(events: Sequence[Document]) -> str | None:
-    reasons = [event.get("reason") for event in events if event.get("event") == "state"]
-    return reasons[-1] or None if reasons else None
-
-
-def _root_cause(state: Mapping[str, Any], events: Sequence[Document]) -> Document | None:
-    """The process that a failed run failed by: the one that decided its state."""
-    actors = [event.get("actor") for event in events if event.get("event") == "state" and event.get("to") == "failed"]
-    if state.get("status") != "failed" or not actors or actors[-1] not in state.get("processes", {}):
+def _root_cause(state: Mapping[str, Any], changes: Sequence[Document]) -> Document | None:
+    """Return the process that made the run fail: the actor of its last change to failed. None if no process did."""
+    actors = [change.get("actor") for change in changes if change.get("to") == "failed"]
+    name = actors[-1] if actors else None
+    if state.get("status") != "failed" or name not in state.get("processes", {}):
         return None
-    name = actors[-1]
     return {
         "process": name,
         "message": str(state.get("error") or "").partition("\n")[0],
@@ -264,43 +232,42 @@ def _root_cause(state: Mapping[str, Any], events: Sequence[Document]) -> Documen
     }
 
 
-def next_commands(document: Document) -> list[Document]:
-    """What one would type now, and what for."""
-    run_dir, cause = Path(document["run_dir"]), document["root_cause"]
+def next_commands(document: Document) -> dict[str, str]:
+    """Return the commands to suggest now, with their purposes."""
+    run_dir, cause, checkpoint = Path(document["run_dir"]), document["root_cause"], document["checkpoint"]
     run = name_of(run_dir)
-    anew = "play what is left" if document["pipeline"] == "rollout" else "begin it again"
-    where = f"go on from {document['checkpoint']}" if document["checkpoint"] else anew
-    resume = {"command": f"penstock resume {run}", "purpose": where}
+    restart = "play the remaining tasks" if document["pipeline"] == "rollout" else "start it again"
+    resume = {f"penstock resume {run}": f"continue from {checkpoint}" if checkpoint else restart}
     match document["status"]:
         case "completed" if document["pipeline"] == "eval":
-            return [{"command": f"cat {run_dir / EVALUATION}", "purpose": "read what was found"}]
+            return {f"cat {run_dir / EVALUATION}": "read the results"}
         case "completed" if document["pipeline"] == "rollout":
-            return [{"command": f"penstock trajectories {run}", "purpose": "read what was played"}]
+            return {f"penstock trajectories {run}": "read the trajectories"}
         case "completed":
-            model = run_dir / document["checkpoint"] if document["checkpoint"] else None
-            return [{"command": f"penstock serve --model {model}", "purpose": "talk to the trained policy"}] * bool(
-                model
-            )
+            read = {f"penstock trajectories {run} --best": "read its latest answers, the best first"}
+            if not checkpoint:
+                return read
+            directory = from_here(run_dir)
+            return read | {
+                f"penstock serve --model {directory / checkpoint}": "talk to the trained policy",
+                f"penstock eval {directory / 'config.yaml'} --checkpoint {run}": "evaluate the trained policy again",
+            }
         case "failed":
             process = f" {cause['process']}" if cause else ""
-            logs = {"command": f"penstock logs {run}{process} -n 100", "purpose": "see what it said last"}
-            return [logs] if cause and cause["returncode"] in (CONFIG_ERROR, GAVE_UP) else [logs, resume]
+            logs = {f"penstock logs {run}{process} -n 100": "see the last lines of the log"}
+            return logs if cause and cause["returncode"] in (CONFIG_ERROR, GAVE_UP) else logs | resume
         case "stopped":
-            return [resume]
+            return resume
         case "unknown" | "unreadable":
-            return []
+            return {}
         case "suspended":
-            pid = document["processes"][0]["pid"]
-            return [
-                {"command": f"kill -CONT {pid}", "purpose": "let its supervisor go on"},
-                {"command": f"penstock stop {run} --now", "purpose": "kill it; it can be resumed"},
-            ]
+            wake = {f"kill -CONT {document['processes'][0]['pid']}": "let its supervisor continue"}
+            return wake | {f"penstock stop {run} --now": "kill it; it can be resumed"}
         case status if has_ended(status):
-            return [{"command": f"penstock stop {run}", "purpose": "end what is left of it"}, resume]
-    commands = [
-        {"command": f"penstock logs {run} -f", "purpose": "follow its processes"},
-        {"command": f"penstock stop {run}", "purpose": "stop it; it can be resumed"},
-    ]
-    if needed := document["progress"]["needs"]:
-        commands.insert(0, {"command": needed, "purpose": "attach an environment worker"})
-    return commands
+            return {f"penstock stop {run}": "end its remaining processes"} | resume
+    attach = {needed: "attach an environment worker"} if (needed := document["progress"]["needs"]) else {}
+    return {
+        **attach,
+        f"penstock logs {run} -f": "follow its processes",
+        f"penstock stop {run}": "stop it; it can be resumed",
+    }

@@ -1,6 +1,6 @@
-"""`penstock trajectories`: what a run played, as people read it: from the pool, and from the samples that outlive it.
+"""`penstock trajectories`: show trajectories of a run as text, from the pool and from the kept samples.
 
-The pool lets go of tokens that checkpoints cover; a few of the trajectories then still lie in `trajectories/`.
+The pool deletes tokens that checkpoints cover; a few of these trajectories remain in `trajectories/`.
 """
 
 from __future__ import annotations
@@ -15,35 +15,31 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from penstock.cli.console import open_console
-from penstock.cli.refusal import refuse
+from penstock.cli.refusal import Refused, refusing
 from penstock.cli.runs import name_of
-from penstock.config import Column, ConfigError, DumpConfig, load_config
+from penstock.config import Column, DumpConfig, load_config
 from penstock.model.chat import ChatTokenizer
-from penstock.model.files import ModelError
 from penstock.observe import jsonl
-from penstock.observe.progress import clock, number
-from penstock.ports import GroupRecord
+from penstock.observe.tables import clock, number, open_console
+from penstock.ports.group_records import GroupRecord
 from penstock.processes.dumping import TRAJECTORIES
 from penstock.processes.layout import model_dir
-from penstock.store.dumps.columns import DumpError, Row
-from penstock.store.dumps.dump import SAMPLES
-from penstock.store.dumps.rows import RowMaker
-from penstock.store.index import PoolIndex, PoolUnreadable
-from penstock.store.payload import PayloadError, PayloadReader
+from penstock.store.dumps.columns import Row
+from penstock.store.dumps.trajectory_rows import RowMaker
+from penstock.store.dumps.writer import SAMPLES
+from penstock.store.index import read_groups
+from penstock.store.payload_files import PayloadReader
 
 Order = Literal["newest", "best", "worst"]
 FEW = 3
-"""Shown, unless somebody asks for more."""
+"""Number of trajectories shown by default."""
 COLUMNS = [*DumpConfig().columns, Column(name="error", type="string")]
 ROLES = {"user": "cyan", "assistant": "green"}
+INDENT = 12
+"""Spaces in front of a message; its first line has the role there."""
 
 
-class NothingToShow(RuntimeError):
-    """The message says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Found:
     """A trajectory that can be shown."""
 
@@ -60,12 +56,11 @@ ORDERS: dict[Order, Callable[[Found], Any]] = {
 }
 
 
+@refusing
 def trajectories(run_dir: Path, *, group: int | None, order: Order, limit: int | None, as_json: bool) -> int:
-    """Returns the exit code."""
-    try:
-        rows = [readable(row) for row in choose(run_dir, group=group, order=order, limit=limit)]
-    except (NothingToShow, ConfigError, ModelError, PoolUnreadable, PayloadError, DumpError) as error:
-        return refuse(error, 1)
+    """Show trajectories and return the exit code."""
+    chosen = choose(run_dir, group=group, order=order, limit=limit)
+    rows = [{**row, "messages": msgspec.json.decode(row["messages"])} for row in chosen]
     if as_json:
         print(msgspec.json.encode(rows).decode())
         return 0
@@ -76,22 +71,22 @@ def trajectories(run_dir: Path, *, group: int | None, order: Order, limit: int |
 
 
 def choose(run_dir: Path, *, group: int | None, order: Order, limit: int | None) -> list[Row]:
-    """The rows to show: all of a group, or a few. Raises `NothingToShow`."""
+    """Return the rows to show: all of a group, or a few. Raises `Refused`."""
     known = {(found.group, found.episode): found for found in [*in_samples(run_dir), *in_pool(run_dir)]}
     wanted = [found for found in known.values() if group is None or found.group == group]
     if not wanted:
-        what = "" if group is None else f" of group {group}"
-        raise NothingToShow(
-            f"run {run_dir.name} has no trajectories{what} to show: none is whole yet, or checkpoints cover them and "
-            f"their tokens are gone; `penstock status {name_of(run_dir)}` tells how far it is"
+        of_group = "" if group is None else f" of group {group}"
+        raise Refused(
+            f"run {run_dir.name} has no trajectories{of_group} to show: no group is complete yet, or checkpoints cover "
+            f"them and their tokens are deleted; `penstock status {name_of(run_dir)}` shows the progress"
         )
-    if limit is None:
-        limit = FEW if group is None else len(wanted)
+    if group is None:
+        limit = limit or FEW
     return [found.read() for found in sorted(wanted, key=ORDERS[order])[:limit]]
 
 
 def in_pool(run_dir: Path) -> Iterator[Found]:
-    """What was played and still has its tokens."""
+    """Yield the trajectories in the pool that still have their tokens."""
     pool = run_dir / "pool"
     if not (pool / "index").is_dir():
         return
@@ -103,31 +98,21 @@ def in_pool(run_dir: Path) -> Iterator[Found]:
         return maker.rows(record, reader.read(record.ref), {})[member]
 
     files = {path.name for path in pool.glob("*.seg")}
-    index = PoolIndex(pool, readonly=True)
-    try:
-        played = [record for record in index if record.ref is not None and record.ref.file in files]
-    finally:
-        index.close()
-    for record in played:
+    groups = list(read_groups(run_dir, setting="penstock show"))
+    for record in (group for group in groups if group.ref is not None and group.ref.file in files):
         for member, summary in enumerate(record.episodes):
-            episode = summary.episode.episode
-            yield Found(group=record.group, episode=episode, reward=summary.reward, read=partial(read, record, member))
+            yield Found(record.group, summary.episode.episode, summary.reward, partial(read, record, member))
 
 
 def in_samples(run_dir: Path) -> Iterator[Found]:
-    """What was kept to be read."""
+    """Yield the trajectories that were kept as samples."""
     for path in sorted((run_dir / TRAJECTORIES).glob(SAMPLES)):
         for row in jsonl.read(path):
-            yield Found(group=row["group"], episode=row["episode"], reward=row["reward"], read=partial(dict, row))
-
-
-def readable(row: Row) -> Row:
-    """With its messages as messages, not as text."""
-    return {**row, "messages": msgspec.json.decode(row["messages"])}
+            yield Found(row["group"], row["episode"], row["reward"], partial(dict, row))
 
 
 def render(row: Row) -> RenderableType:
-    """A heading, then the conversation."""
+    """Return a heading and the conversation."""
     versions = sorted({row["policy_version_min"], row["policy_version_max"]} - {None})
     ended = row["status"] + (f" ({row['stop_reason']})" if row["stop_reason"] else "")
     facts = [
@@ -142,12 +127,8 @@ def render(row: Row) -> RenderableType:
     lines = [Text.assemble((row["trajectory"], "bold"), "  ", reward, (f"  {'  '.join(facts)}", "dim"))]
     for message in row["messages"]:
         role = message["role"]
-        lines.append(Text.assemble((f"  {role:<10}", ROLES.get(role, "dim")), _indented(message["content"])))
+        content = message["content"].rstrip("\n").replace("\n", "\n" + " " * INDENT)
+        lines.append(Text.assemble((f"  {role:<{INDENT - 2}}", ROLES.get(role, "dim")), content))
     if row.get("error"):
         lines.append(Text(f"  {row['error']}", "red"))
     return Group(*lines, "")
-
-
-def _indented(content: str) -> str:
-    """Below its first line, too."""
-    return content.rstrip("\n").replace("\n", "\n" + " " * 12)

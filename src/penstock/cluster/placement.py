@@ -1,7 +1,8 @@
-"""Pools on a Ray cluster: one placement group for a pool's part of a node, a bundle for each seat there.
+"""Pools on a Ray cluster: one placement group for each pool's part of a node, with a bundle for each process
+there.
 
-Where each part goes is decided before anything is asked of Ray (`pools.plan`), and Ray is told so by the node's own
-label: it never waits for room that nobody has, and ranks follow the nodes in one order from the beginning.
+`pools.plan` decides the node of each part before Ray is asked. Each request names the node by its label. So Ray never
+waits for resources that no node has, and ranks follow the nodes in a fixed order.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import math
 import secrets
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from types import TracebackType
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
 import ray
@@ -20,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.cluster.pools import Bundles, DoesNotFit, Node, Part, Placed, parts_of, plan, why_not_held
-from penstock.cluster.seats import Seat
+from penstock.cluster.slot_assignments import SlotAssignment
 from penstock.config.cluster import ClusterConfig
 
 NODE_ID = "ray.io/node-id"
@@ -28,25 +29,30 @@ NODE_ID = "ray.io/node-id"
 POLL_S = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """A place for one process, and what it may use there: a bundle of its part, which may be several slots' worth."""
+@dataclass(frozen=True, slots=True)
+class HeldPart(Placed):
+    """A part with reserved resources."""
 
-    rank: int
-    """Within its pool: all of a node's slots follow each other."""
-    local_rank: int
-    """Within the pool's part of the node: which bundle."""
-    node: Node
     group: PlacementGroup
-    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for one process with its resources: one bundle of a part, which may hold the resources of several
+    configured slots."""
+
+    held: HeldPart
+    bundle: int
+    """Index of the bundle within the part."""
 
     def options(self, *, share: float = 1.0) -> dict[str, Any]:
-        """For a Ray actor that lives here and uses `share` of the slot; several may, as long as it is enough."""
-        num_slots = self.part.bundles[self.local_rank]
-        wanted = {name: amount * share for name, amount in self.part.wanted_by(num_slots).items()}
+        """Return options for a Ray actor in this slot that uses the fraction `share` of it. Several actors fit as long
+        as their shares sum to 1 at most."""
+        part = self.held.part
+        wanted = {name: amount * share for name, amount in part.wanted_by(part.bundles[self.bundle]).items()}
         return {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=self.local_rank
+                self.held.group, placement_group_bundle_index=self.bundle
             ),
             "num_cpus": wanted.pop("CPU", 0.0),
             "num_gpus": wanted.pop("GPU", 0.0),
@@ -56,70 +62,63 @@ class Slot:
 
 
 class Pools:
-    """All pools of a run, held until `release`. A context manager."""
+    """All pools of a run. Their resources are held until `release`. A context manager."""
 
-    def __init__(self, slots: dict[str, list[Slot]]) -> None:
-        self._slots = slots
+    def __init__(self, held: list[HeldPart]) -> None:
+        self._held = held
 
     def __getitem__(self, pool: str) -> list[Slot]:
-        """Its slots by rank."""
-        return self._slots[pool]
+        """Return the slots of the pool by rank; the slots of a node are consecutive."""
+        mine = (held for held in self._held if held.part.pool == pool)
+        return [Slot(held, bundle) for held in mine for bundle in range(len(held.part.bundles))]
 
-    def at(self, seat: Seat) -> Slot:
-        """Where that is now."""
-        return next(
-            slot for slot in self._slots[seat.pool] if (slot.part.index, slot.local_rank) == (seat.node, seat.bundle)
-        )
+    def at(self, assignment: SlotAssignment) -> Slot:
+        """Return the slot that holds this assignment now."""
+        node = (assignment.pool, assignment.node)
+        held = next(held for held in self._held if (held.part.pool, held.part.index) == node)
+        return Slot(held, assignment.bundle)
 
-    def replace(self, part: Part, *, within_s: float) -> None:
-        """Hold that part on another node than the one it was on, which is gone, as soon as there is room. Blocks.
-        Raises `DoesNotFit` when the time is up, and holds what it held before."""
-        give_up, before = time.monotonic() + within_s, self._slots[part.pool]
-        others = {slot.node.node_id for slot in before if slot.part != part}
+    def replace(self, lost: HeldPart, *, within_s: float) -> None:
+        """Move a part from its node, which is gone, to another node as soon as there is room. Blocks. Raises
+        `DoesNotFit` after `within_s` seconds; then nothing has changed."""
+        until = time.monotonic() + within_s
+        others = {held.node.node_id for held in self._held if held.part.pool == lost.part.pool and held != lost}
         try:
-            (placed,) = _plan([part], give_up=give_up, without=others, patiently=True)
-            (group,) = _hold([placed], give_up=give_up)
+            (found,) = _hold(_plan([lost.part], until=until, without=others, wait_for_nodes=True), until=until)
         except DoesNotFit as error:
-            (address,) = {slot.node.address for slot in before if slot.part == part}
             raise DoesNotFit(
-                f"{error}. It was on {address}, which is gone: join a node to the cluster, and resume the run"
+                f"{error}. It was on {lost.node.address}, which is gone: join a node to the cluster, and resume the run"
             ) from None
-        for gone in {slot.group.id: slot.group for slot in before if slot.part == part}.values():
-            remove_placement_group(gone)
-        self._slots[part.pool] = [
-            replace(slot, node=placed.node, group=group) if slot.part == part else slot for slot in before
-        ]
+        remove_placement_group(lost.group)
+        self._held[self._held.index(lost)] = found
 
     def release(self) -> None:
-        """Give everything back. Whatever still lives there ends."""
-        for group in {slot.group.id: slot.group for slots in self._slots.values() for slot in slots}.values():
-            remove_placement_group(group)
-        self._slots = {}
+        """Release all resources. Actors that still live there end."""
+        for held in self._held:
+            remove_placement_group(held.group)
+        self._held = []
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
 def place(config: ClusterConfig, bundles: Bundles | None = None) -> Pools:
-    """All pools of the configuration, or those in `bundles`; or nothing. Blocks, for `place_timeout_s` at most. Raises
-    `DoesNotFit`: at once for what the nodes could not hold if they were all free, else when the time is up."""
-    parts, give_up = parts_of(config, bundles), time.monotonic() + config.place_timeout_s
-    chosen = _plan(parts, give_up=give_up)
-    return Pools(_slots(chosen, _hold(chosen, give_up=give_up)))
+    """Reserve all pools of the configuration, or those in `bundles`. Reserve all of them or none. Blocks for at most
+    `place_timeout_s`. Raises `DoesNotFit`: at once if the pools do not fit even on idle nodes, else after the time."""
+    until = time.monotonic() + config.place_timeout_s
+    return Pools(_hold(_plan(parts_of(config, bundles), until=until), until=until))
 
 
 def living() -> set[str]:
-    """Ids of the nodes that Ray takes for living."""
+    """Return the ids of the nodes that Ray considers alive."""
     return {each["NodeID"] for each in ray.nodes() if each["Alive"]}  # type: ignore[no-untyped-call]
 
 
 def nodes() -> list[Node]:
-    """The living nodes of the cluster, and what they have."""
+    """Return the living nodes of the cluster with their resources."""
     free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
     return [
         Node(
@@ -135,66 +134,43 @@ def nodes() -> list[Node]:
 
 
 def _plan(
-    parts: Sequence[Part], *, give_up: float, without: Collection[str] = (), patiently: bool = False
+    parts: Sequence[Part], *, until: float, without: Collection[str] = (), wait_for_nodes: bool = False
 ) -> list[Placed]:
-    """As soon as there is room on other nodes than `without`. What these could not hold if they were all free is
-    refused at once, unless `patiently`: a node may come back."""
+    """Return a plan as soon as there is room on nodes other than `without`. Parts that do not fit even on idle nodes
+    raise `DoesNotFit` at once. With `wait_for_nodes` they wait as well, since a node may come back."""
     while True:
         found = [node for node in nodes() if node.node_id not in without]
         try:
             return plan(parts, found)
         except DoesNotFit:
-            if not patiently:
+            if not wait_for_nodes:
                 plan(parts, found, busy=False)
-            if time.monotonic() >= give_up:
+            if time.monotonic() >= until:
                 raise
         time.sleep(POLL_S)
 
 
-def _hold(chosen: Sequence[Placed], *, give_up: float) -> list[PlacementGroup]:
-    """All of it, or nothing. Others may have been faster: raises `DoesNotFit` when the time is up."""
-    groups, started = list[PlacementGroup](), time.monotonic()
-    try:
-        for placed in chosen:
-            groups.append(_ask(placed))
-        lacking = [placed for placed, group in zip(chosen, groups, strict=True) if not _is_held(group, give_up)]
+def _hold(chosen: Sequence[Placed], *, until: float) -> list[HeldPart]:
+    """Reserve all parts or none. Raises `DoesNotFit` when the time is up, because other users may have taken the room
+    since the plan was made."""
+    started = time.monotonic()
+    with ExitStack() as undo:
+        held = [_reserve(placed, undo) for placed in chosen]
+        # Ray waits in whole seconds.
+        lacking = [each for each in held if not each.group.wait(math.ceil(max(until - time.monotonic(), 0.0)))]
         if lacking:
             raise DoesNotFit(why_not_held(lacking, nodes(), seconds=time.monotonic() - started))
-        whole, groups = groups, []
-        return whole
-    finally:
-        for group in groups:
-            remove_placement_group(group)
+        undo.pop_all()
+    return held
 
 
-def _is_held(group: PlacementGroup, give_up: float) -> bool:
-    """Waits for it until then; Ray counts whole seconds."""
-    return group.wait(math.ceil(max(give_up - time.monotonic(), 0.0)))
-
-
-def _ask(placed: Placed) -> PlacementGroup:
+def _reserve(placed: Placed, undo: ExitStack) -> HeldPart:
     part = placed.part
     group: PlacementGroup = placement_group(
         [part.wanted_by(num_slots) for num_slots in part.bundles],
         strategy="STRICT_PACK",
-        name=f"penstock-{part.pool}-{part.index}-{secrets.token_hex(4)}",  # no two on a cluster have one name
+        name=f"penstock-{part.pool}-{part.index}-{secrets.token_hex(4)}",  # names are unique on a cluster
         bundle_label_selector=[{NODE_ID: placed.node.node_id}] * len(part.bundles),
     )
-    return group
-
-
-def _slots(chosen: Sequence[Placed], groups: Sequence[PlacementGroup]) -> dict[str, list[Slot]]:
-    found: dict[str, list[Slot]] = {}
-    for placed, group in zip(chosen, groups, strict=True):
-        slots = found.setdefault(placed.part.pool, [])
-        slots += [
-            Slot(
-                rank=len(slots) + number,
-                local_rank=number,
-                node=placed.node,
-                group=group,
-                part=placed.part,
-            )
-            for number in range(len(placed.part.bundles))
-        ]
-    return found
+    undo.callback(remove_placement_group, group)
+    return HeldPart(part, placed.node, group)

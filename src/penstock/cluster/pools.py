@@ -1,26 +1,26 @@
-"""Which node holds which part of which pool. Pure: nodes and demands in, a plan or a reason out.
+"""The plan that assigns the parts of pools to nodes. Pure: it takes nodes and demands, and returns a plan or a reason.
 
-A pool asks for slots on a number of different nodes, and each node's part must fit there as a whole: CPUs,
-accelerators, memory and labels, counted per node and never over the cluster. Parts of different pools may share a node.
+A pool asks for slots on a number of different nodes. Each node's part must fit on its node as a whole: CPUs,
+accelerators, memory and labels count per node and never over the cluster. Parts of different pools may share a node.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.config.cluster import GIB, ClusterConfig
-from penstock.config.errors import ConfigError
+from penstock.config.invalid_settings import ConfigError
 
 Resources = Mapping[str, float]
-"""By the cluster's names for them; memory in bytes."""
+"""Amounts by the cluster's resource names; memory in bytes."""
 
 Bundles = Mapping[str, Sequence[Sequence[int]]]
-"""Of how many slots each bundle is made, by pool and node."""
+"""Number of slots in each bundle, by pool and node."""
 
 MAX_TRIES = 20_000
-"""Of assigning one part to one node, before a plan is given up as not found."""
+"""Most assignments of one part to one node that the search tries before it gives up."""
 SHOWN_NODES = 8
 EPSILON = 1e-9
 
@@ -42,13 +42,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a pool asks of one node."""
+    """The demand of a pool on one node."""
 
     pool: str
     index: int
-    """Which of the pool's nodes, from 0 on."""
+    """Index among the pool's nodes, from 0."""
     bundles: tuple[int, ...]
-    """Of how many slots each is made; each is for one process."""
+    """Number of slots in each bundle; a bundle is for one process."""
     per_slot: Resources
     labels: Mapping[str, str]
 
@@ -58,11 +58,11 @@ class Part:
 
     @property
     def wanted(self) -> dict[str, float]:
-        """Of all its slots."""
+        """Return the resources of all its slots."""
         return self.wanted_by(self.num_slots)
 
     def wanted_by(self, num_slots: int) -> dict[str, float]:
-        """Of so many of them."""
+        """Return the resources of `num_slots` slots."""
         return {name: amount * num_slots for name, amount in self.per_slot.items()}
 
     def __str__(self) -> str:
@@ -73,14 +73,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A part, and where it goes."""
+    """A part, and the node that the plan assigns to it."""
 
     part: Part
     node: Node
 
 
 def parts_of(config: ClusterConfig, bundles: Bundles | None = None) -> list[Part]:
-    """What the pools in `bundles` ask for, in the order of the configuration; by default all, each slot by itself."""
+    """Return the parts of the pools in `bundles`, in the order of the configuration. By default return all pools, with
+    one slot per bundle."""
     return [
         Part(
             pool=name,
@@ -96,8 +97,8 @@ def parts_of(config: ClusterConfig, bundles: Bundles | None = None) -> list[Part
 
 
 def plan(parts: Sequence[Part], nodes: Sequence[Node], *, busy: bool = True) -> list[Placed]:
-    """A node for every part, in the order of the ranks: by pool as configured, then by node, whatever order the cluster
-    lists its nodes in. Raises `DoesNotFit`. With `busy` only what is free counts, else all that a node has."""
+    """Return a node for every part, in the order of the ranks: by pool as configured, then by node address. With `busy`
+    count only the free resources of a node, else all of them. Raises `DoesNotFit`."""
     ordered = sorted(nodes, key=_by_address)
     free = {node.node_id: dict(node.free if busy else node.total) for node in ordered}
     hardest = sorted(parts, key=lambda part: (-len(part.labels), -_size(part, ordered)))
@@ -111,7 +112,8 @@ def plan(parts: Sequence[Part], nodes: Sequence[Node], *, busy: bool = True) -> 
 
 
 def why_not_held(lacking: Sequence[Placed], nodes: Sequence[Node], *, seconds: float) -> str:
-    """What `nodes` have left where a plan had found room, `seconds` after it was asked for."""
+    """Return the error message for parts that Ray did not reserve within `seconds`, although a plan had found room. It
+    shows what `nodes` have left."""
     present = {node.node_id: node for node in nodes}
     shown = []
     for placed in lacking:
@@ -119,130 +121,112 @@ def why_not_held(lacking: Sequence[Placed], nodes: Sequence[Node], *, seconds: f
         left = _node_shown([placed.part], node, node.free) if node is not None else f"{placed.node.address} is gone"
         shown.append(f"{placed.part}: {left}")
     return (
-        f"cluster.pools: {'; '.join(shown)}. There was room when the nodes were asked, and none for {seconds:.0f} s "
-        "after that: wait until others end, or raise cluster.place_timeout_s"
+        f"cluster.pools: {'; '.join(shown)}. The nodes had room at first, and then no room for {seconds:.0f} s: "
+        "wait until other jobs end, or raise cluster.place_timeout_s"
     )
 
 
 class _Search:
-    """Depth first, the hardest part and the tightest node first."""
+    """A depth-first search that tries the hardest part and the fullest node first."""
 
     def __init__(self, parts: Sequence[Part], nodes: Sequence[Node], free: Mapping[str, Resources]) -> None:
         self._parts, self._nodes = parts, nodes
         self._free = {node_id: dict(amounts) for node_id, amounts in free.items()}
-        self._used: dict[str, set[str]] = {part.pool: set() for part in parts}
-        """Nodes of each pool."""
+        self._chosen: list[Placed] = []
         self._left = MAX_TRIES
 
     @property
     def given_up(self) -> bool:
-        """It ended before everything was tried."""
+        """Return whether the search ended before it tried everything."""
         return self._left <= 0
 
     def run(self) -> list[Placed] | None:
-        """None if there is no plan, or none was found."""
-        chosen: list[Placed] = []
-        left: list[Iterator[Node]] = []
-        """Of each chosen part, and of the one to be chosen: nodes that were not tried yet."""
+        """Return the plan; None if there is no plan, or if the search gave up."""
+        chosen = self._chosen
+        untried: list[Iterator[Node]] = []
+        """Untried nodes for each chosen part and for the next one."""
         while len(chosen) < len(self._parts):
             if self.given_up:
                 return None
             part = self._parts[len(chosen)]
-            if len(left) == len(chosen):
-                left.append(self._candidates(part))
+            if len(untried) == len(chosen):
+                untried.append(self._candidates(part))
             self._left -= 1
-            if node := next(left[-1], None):
+            if node := next(untried[-1], None):
                 chosen.append(Placed(part, node))
-                self._take(chosen[-1])
+                self._take(chosen[-1], 1)
             elif chosen:
-                left.pop()
-                self._give_back(chosen.pop())
+                untried.pop()
+                self._take(chosen.pop(), -1)
             else:
                 return None
         return chosen
 
     def _candidates(self, part: Part) -> Iterator[Node]:
-        """Nodes that can hold it now, of several alike only one."""
+        """Return the nodes that can hold the part now, the fullest first. Of equal unused nodes return only one."""
+        used = {placed.node.node_id for placed in self._chosen}
+        used_by_pool = {placed.node.node_id for placed in self._chosen if placed.part.pool == part.pool}
         fitting = [
             node
             for node in self._nodes
-            if node.node_id not in self._used[part.pool] and fits(part, self._free[node.node_id], node.labels)
+            if node.node_id not in used_by_pool and fits(part, self._free[node.node_id], node.labels)
         ]
         fitting.sort(key=lambda node: sum(self._free[node.node_id].get(name, 0.0) for name in part.per_slot))
-        seen = set()
+        different: dict[object, Node] = {}
         for node in fitting:
-            kind = (frozenset(self._free[node.node_id].items()), frozenset(node.labels.items()))
-            if any(node.node_id in used for used in self._used.values()):
-                yield node
-            elif kind not in seen:
-                seen.add(kind)
-                yield node
+            kind = frozenset(self._free[node.node_id].items()), frozenset(node.labels.items())
+            different.setdefault(node.node_id if node.node_id in used else kind, node)
+        return iter(different.values())
 
-    def _take(self, placed: Placed) -> None:
-        self._move(placed, -1.0)
-        self._used[placed.part.pool].add(placed.node.node_id)
-
-    def _give_back(self, placed: Placed) -> None:
-        self._move(placed, 1.0)
-        self._used[placed.part.pool].discard(placed.node.node_id)
-
-    def _move(self, placed: Placed, sign: float) -> None:
+    def _take(self, placed: Placed, sign: int) -> None:
+        """Take the part's resources from the node; with sign -1 give them back."""
         free = self._free[placed.node.node_id]
         for name, amount in placed.part.wanted.items():
-            free[name] = free.get(name, 0.0) + sign * amount
+            free[name] = free.get(name, 0.0) - sign * amount
 
 
 def fits(part: Part, free: Resources, labels: Mapping[str, str]) -> bool:
-    """On a node with so much free and these labels."""
+    """Return whether the part fits on a node with these free resources and labels."""
     has_labels = all(labels.get(key) == value for key, value in part.labels.items())
     return has_labels and all(free.get(name, 0.0) + EPSILON >= amount for name, amount in part.wanted.items())
 
 
 def _size(part: Part, nodes: Sequence[Node]) -> float:
-    """The largest share that it takes of what one node has at most."""
+    """Return the size of a part: the largest share of a resource that it takes from the node with the most of it."""
     most = {name: max((node.total.get(name, 0.0) for node in nodes), default=0.0) for name in part.per_slot}
     return max((amount / most[name] if most[name] else float("inf") for name, amount in part.wanted.items()), default=0)
 
 
-def _by_address(node: Node) -> tuple[int, int, str, str]:
-    """Numbers as numbers, so that 10.0.0.9 comes before 10.0.0.10."""
-    try:
-        address = ipaddress.ip_address(node.address)
-    except ValueError:
-        return 9, 0, node.address, node.node_id
-    return address.version, int(address), "", node.node_id
+def _by_address(node: Node) -> tuple[list[str | int], str]:
+    """Return a sort key that compares the numbers in addresses, so that 10.0.0.9 comes before 10.0.0.10."""
+    words = re.split(r"(\d+)", node.address)
+    return [int(word) if word.isdigit() else word for word in words], node.node_id
 
 
 def _why(parts: Sequence[Part], nodes: Sequence[Node], free: Mapping[str, Resources], *, given_up: bool) -> str:
-    """The parts that fit nowhere, if there are such; else all of them, which do not fit together."""
-    lonely = [part for part in parts if not any(fits(part, free[node.node_id], node.labels) for node in nodes)]
-    blamed = lonely or parts
-    heading = "fits on no node" if lonely else "do not all fit at once, each pool on different nodes"
-    if given_up and not lonely:
-        heading = f"were not fitted in {MAX_TRIES} tries"
-    asked = "; ".join(dict.fromkeys(map(str, blamed)))
-    return f"cluster.pools: {asked}: {heading}. {_nodes_shown(blamed, nodes, free)}"
-
-
-def _nodes_shown(parts: Sequence[Part], nodes: Sequence[Node], free: Mapping[str, Resources]) -> str:
-    if not nodes:
-        return "There are no nodes left for it"
-    shown = [_node_shown(parts, node, free[node.node_id]) for node in nodes[:SHOWN_NODES]]
-    more = f"; and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
-    return "; ".join(shown) + more
+    """Return the error message. It names the parts that fit on no node; if there are none, it names all parts, which do
+    not fit together."""
+    too_large = [part for part in parts if not any(fits(part, free[node.node_id], node.labels) for node in nodes)]
+    named = too_large or parts
+    heading = "fits on no node" if too_large else "do not all fit at once, each pool on different nodes"
+    if given_up and not too_large:
+        heading = f"no placement was found in {MAX_TRIES} tries"
+    demands = "; ".join(dict.fromkeys(map(str, named)))
+    shown = [_node_shown(named, node, free[node.node_id]) for node in nodes[:SHOWN_NODES]]
+    if len(nodes) > SHOWN_NODES:
+        shown.append(f"and {len(nodes) - SHOWN_NODES} more")
+    return f"cluster.pools: {demands}: {heading}. {'; '.join(shown) or 'The cluster has no nodes left for it'}"
 
 
 def _node_shown(parts: Sequence[Part], node: Node, free: Resources) -> str:
-    """What it has of what these ask for."""
+    """Return text about what the node has of the resources and labels that `parts` ask for."""
     names = sorted({name for part in parts for name in part.per_slot})
     keys = sorted({key for part in parts for key in part.labels})
     labels = "".join(f", {key}={node.labels.get(key, 'none')}" for key in keys)
-    return f"{node.address} ({node.node_id[:8]}) has {_held(names, free, node.total)}{labels}"
-
-
-def _held(names: Sequence[str], free: Resources, total: Resources) -> str:
-    pairs = [(name, _amount(name, free.get(name, 0.0)), _amount(name, total.get(name, 0.0))) for name in names]
-    return ", ".join(f"{has} of {most} {name}" for name, has, most in pairs) or "nothing asked for"
+    amounts = (
+        f"{_amount(name, free.get(name, 0.0))} of {_amount(name, node.total.get(name, 0.0))} {name}" for name in names
+    )
+    return f"{node.address} ({node.node_id[:8]}) has {', '.join(amounts) or 'none of the resources'}{labels}"
 
 
 def _amounts(resources: Resources) -> str:

@@ -1,1 +1,1 @@
-"""Foreign protocols in front of the rollout server: who speaks them need not know Penstock."""
+"""Protocols of other software on the rollout server, for clients that do not know Penstock."""

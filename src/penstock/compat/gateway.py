@@ -1,11 +1,12 @@
-"""Where agents find the policy: an OpenAI endpoint of its own for every episode, told by an unguessable key.
+"""Gateway between agents and the policy: every episode has its own OpenAI endpoint with an unguessable key.
 
-The key is the API key, or a part of the base URL (`/s/KEY/v1`) for agents that have only that. Agents that speak tokens
-find SGLang's native `/s/KEY/generate` beside it. What an agent asks there becomes the turns of its episode. The same
-prompt again gets the same answer, also while that is still being generated: an SDK that retries draws no second sample.
-Sampling is the run's own (its temperature is part of what is trained): temperature, top_p, seed and the like are not
-the agent's to choose here, and a stop string, a second choice or a penalty is refused. Requests after the episode's end
-get 410.
+The key is the API key, or part of the base URL (`/s/KEY/v1`) for agents that can only set a URL. Agents that work with
+tokens can use SGLang's native `/s/KEY/generate`. An agent's requests become the turns of its episode. A repeated prompt
+gets the same answer, even while that answer is still being generated, so a retry of the SDK draws no second sample.
+
+The run sets the sampling, because its temperature is part of the training. The gateway ignores an agent's temperature,
+top_p, seed and the like, and refuses a stop string, a second choice or a penalty. Requests after the episode's end get
+410.
 """
 
 from __future__ import annotations
@@ -24,37 +25,37 @@ from penstock.deadline import Stalled
 from penstock.envs.agents import Conversation, Over
 from penstock.envs.calls import EpisodeFailure
 from penstock.model.chat import ChatTokenizer
-from penstock.rollout.app import App
+from penstock.ports.environment import Endpoint
+from penstock.rollout.app import ApiKeys, App, bearer
 from penstock.rollout.generation import Generation
-from penstock.rollout.generator import Increment, OnTokens, Scored
+from penstock.rollout.generator import Increment, OnTokens, PromptScores
 from penstock.rollout.http import Refused
-from penstock.rollout.keys import Keys, bearer
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.session import RolloutError
-from penstock.types import Endpoint, Segment
+from penstock.samples import Segment
 
 REMEMBERED_KEYS = 65_536
-"""Of episodes that are over; an older one is unknown."""
+"""Maximum number of keys of ended episodes that are kept. Older keys count as unknown."""
 
 
 class AgentGateway:
-    """An ASGI application, and `envs.agents.Gateway`."""
+    """The gateway as an ASGI application. Implements `envs.agents.Gateway`."""
 
     def __init__(self, chat: ChatTokenizer, *, model_name: str) -> None:
         self._chat, self._model_name = chat, model_name
         self._sessions: dict[str, Session] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
         self.url = ""
-        """Set by whoever listens for this application."""
+        """Base URL of this application. The code that opens the listening socket sets it."""
 
     async def open(self, conversation: Conversation) -> Endpoint:
-        """Agents may ask there from now on."""
+        """Create an endpoint for a conversation and return it. Agents may use it at once."""
         key = secrets.token_urlsafe(24)
         self._sessions[key] = Session(conversation, self._chat, model_name=self._model_name)
         return Endpoint(base_url=f"{self.url}/s/{key}/v1", api_key=key, model=self._model_name)
 
     async def close(self, endpoint: Endpoint) -> None:
-        """Give up what is still being generated there; later requests are told that it is over."""
+        """Close an endpoint and cancel its running answers. Later requests are told that the episode is over."""
         session = self._sessions.pop(endpoint.api_key, None)
         self._over[endpoint.api_key] = None
         if len(self._over) > REMEMBERED_KEYS:
@@ -71,7 +72,7 @@ class AgentGateway:
         if session is not None:
             await session.app({**scope, "path": path}, receive, send)
         elif key in self._over:
-            gone = Refused(410, "this episode is over: nothing that is said now becomes part of it")
+            gone = Refused(410, "this episode is over: it takes no further requests")
             await refuse(gone)(scope, receive, send)
         else:
             unknown = Refused(401, "no episode has this key: use the api_key and base_url that the agent was given")
@@ -79,32 +80,33 @@ class AgentGateway:
 
 
 class Session:
-    """One conversation behind its own application; a `Generator` and a chat template for its surfaces."""
+    """One conversation with its own application. It is the `Generator` and the chat template of its endpoints."""
 
-    error: BaseException | None = None
     policy_version = 0
-    """Some; answers say which one made them."""
+    """A placeholder for the `Generator` interface. Each answer carries its real policy_version."""
 
     def __init__(self, conversation: Conversation, chat: ChatTokenizer, *, model_name: str) -> None:
         self._conversation, self._chat = conversation, chat
         self._messages: dict[tuple[int, ...], Sequence[Mapping[str, Any]]] = {}
-        """What the prompts were rendered from."""
+        """Messages that each prompt was rendered from, by the prompt's tokens."""
         self._prompts: dict[str, list[int]] = {}
-        """By what was asked: the history is another one once it has been answered."""
+        """Prompt tokens by request (messages and settings). Kept, because rendering the same messages again after the
+        answer would give another result."""
         self._answers: dict[tuple[int, ...], asyncio.Task[Segment]] = {}
+        """Answers by the prompt's tokens."""
         surfaces = OpenAI(self, self, model_name=model_name), Generation(self, self)
-        self.app = App([route for surface in surfaces for route in surface.routes()], Keys())
+        self.app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())
 
     @property
     def max_context(self) -> int:
         return self._conversation.max_context
 
     def serves(self, rid: str) -> bool:
-        """Requests are told apart by their prompts."""
+        """Return False: requests are identified by their prompts, not by their ids."""
         return False
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise ValueError for what would make the answer another than the policy's own."""
+        """Raise ValueError for parameters that would change the policy's own answer."""
         if len(request.seeds) != 1:
             raise ValueError("one answer at a time: `n` must be 1 in an episode")
         params, plain = request.params, SamplingParams()
@@ -116,22 +118,23 @@ class Session:
             raise ValueError(f"{names}: not served in an episode, which is trained as the policy's own answers")
 
     def check_prompt(self, prompt_ids: list[int]) -> None:
-        """Raise ValueError: prompts are answered here, not scored."""
+        """Raise ValueError, because an episode does not score prompts."""
         raise ValueError("prompts are not scored in an episode")
 
-    async def score(self, prompt_ids: list[int]) -> Scored:
+    async def score(self, prompt_ids: list[int]) -> PromptScores:
         raise ValueError("prompts are not scored in an episode")
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
-        """The conversation's next answer, or the one it has already given to this prompt. It goes on when the caller
-        leaves: a retry finds it."""
+        """Return the conversation's next answer, or its earlier answer to the same prompt. Generation continues if the
+        caller leaves, so that a retry finds the answer. Raises `Refused`: 400 if no turn or token is left, 410 if the
+        episode has ended, 503 if the rollout server does not answer."""
         key = tuple(request.prompt_ids)
         task = self._answers.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             answer = self._conversation.answer(request.prompt_ids, request.max_new_tokens[0], self._messages.get(key))
             task = self._answers[key] = asyncio.create_task(answer, name=f"answer-{self._conversation.name}")
         try:
-            said = await asyncio.shield(task)
+            segment = await asyncio.shield(task)
         except Over as error:
             raise Refused(400, str(error)) from error
         except EpisodeFailure as error:
@@ -143,11 +146,12 @@ class Session:
                 raise Refused(410, "the episode ended before this answer") from None
             raise
         if on_tokens is not None:
-            on_tokens([Increment(0, said.token_ids, said.logprobs, said.spans, None)])
-        return [said]
+            on_tokens([Increment(0, segment.token_ids, segment.logprobs, segment.spans, None)])
+        return [segment]
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
-        """The same for the same messages, whatever has been said since: a retry means the turn it asked for."""
+        """Return the prompt tokens of `messages`. The same messages always get the same tokens, even after an answer,
+        because a retry refers to its original turn."""
         asked = json.dumps([messages, settings], sort_keys=True, default=str)
         if asked not in self._prompts:
             ids = self._prompts[asked] = self._conversation.prompt(messages, **settings)
@@ -161,7 +165,7 @@ class Session:
         return self._chat.decode(token_ids, skip_special=skip_special)
 
     async def close(self) -> None:
-        """Give up what is still being generated."""
+        """Cancel all running answers and wait until they have ended."""
         for task in self._answers.values():
             task.cancel()
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
@@ -177,7 +181,8 @@ CHANGING = (
     "logit_bias",
     "top_logprobs",
 )
-"""Sampling parameters that make an answer another than the policy's own, or that nobody here can tell."""
+"""Sampling parameters that an episode refuses: they would change the policy's own answer, or ask for data that the
+gateway does not have."""
 
 
 def _key_and_path(scope: Scope) -> tuple[str, str]:

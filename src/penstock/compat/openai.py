@@ -1,10 +1,15 @@
-"""The OpenAI surface: models, completions, chat completions, whole or streamed.
+"""The OpenAI API: models, completions and chat completions, whole or streamed.
 
-Beyond OpenAI's own: token ids in and out, which training needs (`prompt` as ids, `prompt_token_ids` on chat as the
-authoritative history; `token_ids` and `prompt_token_ids` on every choice), vLLM's and SGLang's sampling extensions, and
-the policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, in the header `X-Policy-Version`. In
-a stream the fingerprint is on every chunk, the metadata on the last one of each choice. Any model name is served by the
-one model there is, as SGLang does; a field that would change the answer and is not served is refused.
+Extensions to OpenAI's API:
+
+* Token ids in and out, which training needs. Requests may give `prompt` as ids, or `prompt_token_ids` on chat as the
+  authoritative history. Every choice returns `token_ids` and `prompt_token_ids`.
+* The sampling extensions of vLLM and SGLang.
+* The policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, and in the header
+  `X-Policy-Version`. In a stream, every chunk has the fingerprint, and the last chunk of each choice has the metadata.
+
+Any model name in a request selects the only model, as in SGLang. An unsupported field that would change the answer is
+refused.
 """
 
 from __future__ import annotations
@@ -16,12 +21,10 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.compat.openai_wire import (
-    UNSERVED,
     ChatBody,
     CompletionBody,
     CompletionReply,
@@ -30,11 +33,20 @@ from penstock.compat.openai_wire import (
     OpenAIError,
     OpenAIErrorDetails,
     SamplingFields,
+    UnservedFields,
     Usage,
 )
-from penstock.rollout import wire
-from penstock.rollout.answers import Answers, Growing
-from penstock.rollout.convert import Answer, Asked, answer_text, finish_reason, read_requests, version_header
+from penstock.rollout import bodies
+from penstock.rollout.convert import (
+    Answer,
+    GrowingSample,
+    PromptRequest,
+    answer_text,
+    finish_reason,
+    read_requests,
+    version_header,
+)
+from penstock.rollout.generation import Answers
 from penstock.rollout.generator import Generator
 from penstock.rollout.http import (
     EXPECTED,
@@ -43,18 +55,29 @@ from penstock.rollout.http import (
     Route,
     answer,
     event,
-    nowhere,
+    not_found,
     read_body,
     status_of,
-    unless_gone,
+    unless_disconnected,
 )
 from penstock.rollout.text import Tokenizer
-from penstock.types import Segment
+from penstock.samples import Segment
 
 MAX_TOP_LOGPROBS = 20
-PASSING = (408, 409, 429, 503)
-"""Statuses of what may succeed when it is tried again."""
+RETRYABLE = (408, 409, 429, 503)
+"""Statuses of errors for which a retry may succeed."""
 CODES = {401: "invalid_api_key"}
+SAMPLING_FIELDS = {
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+    **{name: name for name in ("n", "temperature", "top_p", "top_k", "min_p", "logit_bias")},
+    **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
+    **{name: name for name in ("stop", "stop_token_ids", "ignore_eos")},
+}
+"""Names of the sampling fields here and in the body of `/generate`."""
+
+TopLogprobs = list[list[tuple[float, int]]] | None
 
 
 class ChatTemplate(Tokenizer, Protocol):
@@ -64,11 +87,11 @@ class ChatTemplate(Tokenizer, Protocol):
 
 
 class NoSuchModel(Refused):
-    """There is one model, and it has another name."""
+    """The requested name is not the name of the only model."""
 
 
 class OpenAI:
-    """The endpoints."""
+    """The endpoints of the OpenAI API."""
 
     def __init__(self, generator: Generator, tokenizer: ChatTemplate, *, model_name: str) -> None:
         self._generator, self._tokenizer, self._model_name = generator, tokenizer, model_name
@@ -77,66 +100,65 @@ class OpenAI:
 
     def routes(self) -> list[Route]:
         route = partial(Route, access="generation", refuse=refuse, error=OpenAIError)
+        generate = partial(route, methods=["POST"], reply=CompletionReply, streams=True)
         return [
             route("/v1/models", ["GET"], self.models, reply=ModelList),
             route("/v1/models/{name}", ["GET"], self.model, reply=Model),
-            route(
-                "/v1/completions", ["POST"], self.completions, body=CompletionBody, reply=CompletionReply, streams=True
-            ),
-            route("/v1/chat/completions", ["POST"], self.chat, body=ChatBody, reply=CompletionReply, streams=True),
-            route("/v1/{rest}", [], nowhere),
+            generate("/v1/completions", endpoint=self.completions, body=CompletionBody),
+            generate("/v1/chat/completions", endpoint=self.chat, body=ChatBody),
+            route("/v1/{rest}", [], not_found),
         ]
 
     async def models(self, request: Request) -> Response:
-        """The one model there is."""
+        """List the only model."""
         return answer(ModelList(data=[self._model()]))
 
     async def model(self, request: Request) -> Response:
-        """The model of that name."""
+        """Describe the model of this name."""
         name = request.path_params["rest"]
         if name != self._model_name:
             raise NoSuchModel(404, f"the model {name!r} does not exist; this server serves {self._model_name!r}")
         return answer(self._model())
 
     async def completions(self, request: Request) -> Response:
-        """Text or tokens that follow a prompt."""
+        """Generate the continuation of a prompt."""
         body = await read_body(request, CompletionBody)
-        max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        generate = _generate_body(body, max_tokens, top_logprobs=body.logprobs, wanted=body.logprobs is not None)
-        generate.logprob_start_len = 0 if body.echo else -1
-        if body.echo and body.stream:
-            raise ValueError("`echo` is not served in a stream")
         prompt: Any = body.prompt
         kinds = {str} if isinstance(prompt, str) else {type(part) for part in prompt}
-        if len(kinds) != 1:
-            raise ValueError("`prompt` is a string, a list of strings, token ids, or a list of lists of token ids")
+        max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        generate = _generate_body(body, max_tokens, top_logprobs=body.logprobs, wanted=body.logprobs is not None)
+        _refuse_if(
+            (body.echo and body.stream, "`echo` is not served in a stream"),
+            (len(kinds) != 1, "`prompt` is a string, a list of strings, token ids, or a list of lists of token ids"),
+        )
+        generate.logprob_start_len = 0 if body.echo else -1
         generate.text, generate.input_ids = (prompt, None) if kinds == {str} else (None, prompt)
-        return await self._answer(request, body, generate, Completions(self._tokenizer, echo=bool(body.echo)))
+        return await self._answer(request, body, generate, CompletionFormat(self._tokenizer, echo=bool(body.echo)))
 
     async def chat(self, request: Request) -> Response:
-        """The assistant's next message."""
+        """Generate the assistant's next message."""
         body = await read_body(request, ChatBody)
-        if not body.messages and body.prompt_token_ids is None:
-            raise ValueError("`messages` is empty: a chat needs them, or `prompt_token_ids`")
-        if body.tool_choice not in (None, "auto", "none"):
-            raise ValueError("`tool_choice` is `auto` or `none`: no answer is forced to call a tool")
-        if wire.asks(body.functions) or (wire.asks(body.function_call) and body.function_call not in ("auto", "none")):
-            raise ValueError("`functions` and `function_call` are not served: give `tools`")
-        if body.modalities and body.modalities != ["text"]:
-            raise ValueError("`modalities` is not served but for `text`")
-        if wire.asks(body.chat_template):
-            raise ValueError("`chat_template` is not served: the model's own is used")
-        if body.continue_final_message or not body.add_generation_prompt:
-            raise ValueError("an assistant's message is not continued: give the conversation as `prompt_token_ids`")
         ids = body.prompt_token_ids
-        if ids is None:
-            ids = self._rendered(body)
+        calls_function = bodies.asks(body.function_call) and body.function_call not in ("auto", "none")
+        continues = body.continue_final_message or not body.add_generation_prompt
+        _refuse_if(
+            (not body.messages and ids is None, "`messages` is empty: a chat needs them, or `prompt_token_ids`"),
+            (body.tool_choice not in (None, "auto", "none"), "`tool_choice` can only be `auto` or `none`"),
+            (
+                calls_function or bodies.asks(body.functions),
+                "`functions` and `function_call` are not served: give `tools`",
+            ),
+            (body.modalities not in (None, [], ["text"]), "`modalities` is not served but for `text`"),
+            (bodies.asks(body.chat_template), "`chat_template` is not served: the model's own is used"),
+            (continues, "an assistant's message is not continued: give the conversation as `prompt_token_ids`"),
+        )
+        ids = self._rendered(body) if ids is None else ids
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if max_tokens is None:
             max_tokens = max(self._generator.max_context - len(ids), 1)
         generate = _generate_body(body, max_tokens, top_logprobs=body.top_logprobs, wanted=bool(body.logprobs))
         generate.input_ids = list(ids)
-        return await self._answer(request, body, generate, Chat(self._tokenizer))
+        return await self._answer(request, body, generate, ChatFormat(self._tokenizer))
 
     def _rendered(self, body: ChatBody) -> list[int]:
         settings = body.chat_template_kwargs
@@ -146,46 +168,40 @@ class OpenAI:
             settings = settings | {"tools": body.tools}
         try:
             return self._tokenizer.prompt([_message(message) for message in body.messages], **settings)
-        except Exception as error:  # a template is a program that somebody else wrote, run on what a third one sent
+        except Exception as error:  # the model's template is foreign code, and runs on the client's data
             raise ValueError(f"the conversation cannot be rendered: {error}") from error
 
     async def _answer(
-        self, request: Request, body: SamplingFields, generate: wire.GenerateBody, shape: Completions | Chat
+        self, request: Request, body: SamplingFields, generate: bodies.GenerateBody, form: CompletionFormat
     ) -> Response:
-        asked = read_requests(generate, self._tokenizer)
-        self._answers.check(asked)
-        head = {"id": f"{shape.prefix}-{asked[0].rid}", "created": int(time.time()), "model": self._model_name}
+        prompts = read_requests(generate, self._tokenizer)
+        self._answers.check(prompts)
+        head = {"id": f"{form.prefix}-{prompts[0].rid}", "created": int(time.time()), "model": self._model_name}
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return StreamingResponse(
-                self._stream(asked, head, shape, with_usage=with_usage), media_type="text/event-stream"
-            )
-        answers = await unless_gone(request, self._answers.give(asked))
-        pairs = [(each.asked, segment, each) for each in answers for segment in each.segments]
-        choices = [shape.choice(index, mine, segment, whole) for index, (mine, segment, whole) in enumerate(pairs)]
-        reply = (
-            head
-            | {"object": shape.kind, "choices": choices, "usage": _usage(answers)}
-            | _provenance([segment for _, segment, _ in pairs], answers[-1].scored_by)
-        )
-        response = answer(reply)
+            stream = self._stream(prompts, head, form, with_usage=with_usage)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        answers = await unless_disconnected(request, self._answers.give(prompts))
+        pairs = [(each, segment) for each in answers for segment in each.segments]
+        choices = [form.choice(index, *pair) for index, pair in enumerate(pairs)]
+        reply = head | {"object": form.kind, "choices": choices, "usage": _usage(answers)}
+        response = answer(reply | _provenance([segment for _, segment in pairs], answers[-1].scored_by))
         response.headers.update(version_header(answers))
         return response
 
     async def _stream(
-        self, asked: Sequence[Asked], head: dict[str, Any], shape: Completions | Chat, *, with_usage: bool
+        self, prompts: Sequence[PromptRequest], head: dict[str, Any], form: CompletionFormat, *, with_usage: bool
     ) -> AsyncIterator[bytes]:
-        """Deltas of each choice, its end with its finish reason, then the usage if it was asked for."""
-        head = head | {"object": shape.chunk_kind}
-        told: dict[int, Told] = {}
+        """Yield the deltas of each choice, its last chunk with the finish reason, and finally the usage if the client
+        asked for it."""
+        head = head | {"object": form.chunk_kind}
         answers: list[Answer] = []
         try:
-            async for sample in self._answers.follow(asked):
-                so_far = told.setdefault(sample.index, Told())
+            async for sample in self._answers.follow(prompts):
                 if sample.spans:
                     head["system_fingerprint"] = _fingerprint(sample.spans[-1].policy_version)
-                for choice in shape.deltas(sample, so_far):
-                    yield event(head | {"choices": [choice]})
+                if (delta := form.delta(sample)) is not None:
+                    yield event(head | {"choices": [delta]})
                 if sample.answer is not None:
                     answers.append(sample.answer)
             if with_usage:
@@ -195,164 +211,99 @@ class OpenAI:
         yield LAST_EVENT
 
     def _model(self) -> Model:
-        return Model(
-            id=self._model_name,
-            created=self._started,
-            root=self._model_name,
-            max_model_len=self._generator.max_context,
-        )
+        name, max_context = self._model_name, self._generator.max_context
+        return Model(id=name, created=self._started, root=name, max_model_len=max_context)
 
 
-class Told(Struct):
-    """Of a streamed choice: how much of it has been sent."""
-
-    text: int = 0
-    tokens: int = 0
-    begun: bool = False
-
-
-class Completions:
-    """How `/v1/completions` puts it."""
+class CompletionFormat:
+    """The reply format of `/v1/completions`, for one request."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, tokenizer: Tokenizer, *, echo: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, echo: bool = False) -> None:
         self._tokenizer, self._echo = tokenizer, echo
+        self._sent: dict[int, tuple[int, int]] = {}
+        """Number of characters and tokens that have been sent of each streamed choice."""
 
-    def choice(self, index: int, asked: Asked, segment: Segment, whole: Answer) -> dict[str, Any]:
-        """One sample."""
-        text, ids, logprobs = answer_text(asked, segment, self._tokenizer), segment.token_ids, list(segment.logprobs)
-        tops = segment.top_logprobs
-        shown_ids, shown_logprobs = ids, logprobs
+    def choice(self, index: int, whole: Answer, segment: Segment) -> dict[str, Any]:
+        """Return one sample as a choice."""
+        prompt, ids, tops = whole.prompt, segment.token_ids, segment.top_logprobs
+        text, logprobs = answer_text(prompt, segment, self._tokenizer), list[float | None](segment.logprobs)
         if self._echo:
-            text = self._tokenizer.decode(asked.prompt_ids) + text
-            shown_ids = asked.prompt_ids + ids
-            shown_logprobs = [None, *(whole.prompt_logprobs or ()), *logprobs]  # type: ignore[list-item]
-            tops = [[]] * len(asked.prompt_ids) + tops if tops is not None else None
-        return {
+            text = self._tokenizer.decode(prompt.prompt_ids) + text
+            ids = prompt.prompt_ids + ids
+            logprobs = [None, *(whole.prompt_logprobs or ()), *logprobs]
+            tops = None if tops is None else [[]] * len(prompt.prompt_ids) + tops
+        reason = finish_reason(prompt, segment, self._tokenizer)
+        return self._content(text) | {
             "index": index,
-            "text": text,
             "finish_reason": segment.finish_reason,
-            "matched_stop": _matched(asked, segment, self._tokenizer),
-            "logprobs": self._logprobs(shown_ids, shown_logprobs, tops) if asked.body.return_logprob else None,
-            "token_ids": ids,
-            "prompt_token_ids": asked.prompt_ids,
+            "matched_stop": reason.matched if isinstance(reason, bodies.Stop) else None,
+            "logprobs": self._logprobs(ids, logprobs, tops) if prompt.body.return_logprob else None,
+            "token_ids": segment.token_ids,
+            "prompt_token_ids": prompt.prompt_ids,
         }
 
-    def deltas(self, sample: Growing, told: Told) -> list[dict[str, Any]]:
-        """What is new of one sample."""
-        if sample.answer is None:
-            text = sample.text()
-            if len(text) == told.text:
-                return []
-            return [self._delta(sample, told, text, None)]
-        (segment,) = sample.answer.segments
-        text = answer_text(sample.asked, segment, self._tokenizer)
-        return [self._delta(sample, told, text, segment.finish_reason) | _provenance([segment])]
-
-    def _delta(self, sample: Growing, told: Told, text: str, reason: str | None) -> dict[str, Any]:
-        ids, logprobs, tops = sample.since(told.tokens)
-        delta: dict[str, Any] = {
+    def delta(self, sample: GrowingSample) -> dict[str, Any] | None:
+        """Return the new part of a sample, as a choice for a chunk of the stream; None if it has no new text. The first
+        chunk has the prompt's tokens, and the last one the versions."""
+        prompt, segment = sample.prompt, sample.answer.segments[0] if sample.answer is not None else None
+        text = sample.text() if segment is None else answer_text(prompt, segment, self._tokenizer)
+        num_characters, num_tokens = self._sent.get(sample.index, (0, 0))
+        if segment is None and len(text) == num_characters:
+            return None
+        ids, logprobs, tops = sample.since(num_tokens)
+        is_first = sample.index not in self._sent
+        delta = self._chunk(text[num_characters:], is_first=is_first) | {
             "index": sample.index,
-            "text": text[told.text :],
-            "finish_reason": reason,
-            "logprobs": None,
+            "finish_reason": segment.finish_reason if segment is not None else None,
+            "logprobs": self._logprobs(ids, logprobs, tops, num_characters) if prompt.body.return_logprob else None,
             "token_ids": ids,
         }
-        if sample.asked.body.return_logprob:
-            delta["logprobs"] = self._logprobs(ids, logprobs, tops, start=told.text)
-        if not told.begun:
-            delta["prompt_token_ids"] = sample.asked.prompt_ids
-        told.text, told.tokens, told.begun = len(text), sample.num_tokens, True
-        return delta
+        if is_first:
+            delta["prompt_token_ids"] = prompt.prompt_ids
+        self._sent[sample.index] = len(text), sample.num_tokens
+        return delta if segment is None else delta | _provenance([segment])
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        return {"text": text}
 
     def _logprobs(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        tops: list[list[tuple[float, int]]] | None,
-        *,
-        start: int = 0,
+        self, ids: Sequence[int], logprobs: Sequence[float | None], tops: TopLogprobs, start: int = 0
     ) -> dict[str, Any]:
-        """`start`: where in the text the first of them begins."""
-        tokens = [self._tokenizer.decode([token], skip_special=False) for token in ids]
-        offsets = list(accumulate(map(len, tokens), initial=start))[:-1]
+        """Return the log-probabilities in OpenAI's format. `start`: offset in the text of the first token."""
+        tokens = [self._text(token) for token in ids]
         return {
             "tokens": tokens,
-            "token_logprobs": list(logprobs),
-            "text_offset": offsets,
-            "top_logprobs": None
-            if tops is None
-            else [
-                {self._tokenizer.decode([token], skip_special=False): logprob for logprob, token in place}
-                for place in tops
-            ],
+            "token_logprobs": logprobs,
+            "text_offset": list(accumulate(map(len, tokens), initial=start))[:-1],
+            "top_logprobs": tops and [{self._text(token): logprob for logprob, token in top} for top in tops],
         }
 
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special=False)
 
-class Chat:
-    """How `/v1/chat/completions` puts it."""
+
+class ChatFormat(CompletionFormat):
+    """The reply format of `/v1/chat/completions`, for one request."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def choice(self, index: int, whole: Answer, segment: Segment) -> dict[str, Any]:
+        return super().choice(index, whole, segment) | {"response_token_ids": segment.token_ids}
 
-    def choice(self, index: int, asked: Asked, segment: Segment, whole: Answer) -> dict[str, Any]:
-        """One sample."""
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": answer_text(asked, segment, self._tokenizer)},
-            "finish_reason": segment.finish_reason,
-            "matched_stop": _matched(asked, segment, self._tokenizer),
-            "logprobs": self._logprobs(asked, segment.token_ids, segment.logprobs, segment.top_logprobs),
-            "token_ids": segment.token_ids,
-            "response_token_ids": segment.token_ids,
-            "prompt_token_ids": asked.prompt_ids,
-        }
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
 
-    def deltas(self, sample: Growing, told: Told) -> list[dict[str, Any]]:
-        """What is new of one sample; first of all who speaks."""
-        found = []
-        if not told.begun:
-            told.begun = True
-            role = self._delta(sample, told, "", None) | {"prompt_token_ids": sample.asked.prompt_ids}
-            role["delta"] = {"role": "assistant", "content": ""}
-            found.append(role)
-        if sample.answer is None:
-            so_far = sample.text()
-            if len(so_far) > told.text:
-                found.append(self._delta(sample, told, so_far, None))
-            return found
-        (segment,) = sample.answer.segments
-        text = answer_text(sample.asked, segment, self._tokenizer)
-        if len(text) > told.text:
-            found.append(self._delta(sample, told, text, None))
-        last = self._delta(sample, told, text, segment.finish_reason)
-        last["delta"] = {}
-        return [*found, last | _provenance([segment])]
-
-    def _delta(self, sample: Growing, told: Told, text: str, reason: str | None) -> dict[str, Any]:
-        ids, logprobs, tops = sample.since(told.tokens if text or reason else sample.num_tokens)
-        delta: dict[str, Any] = {
-            "index": sample.index,
-            "delta": {"content": text[told.text :]},
-            "finish_reason": reason,
-            "logprobs": self._logprobs(sample.asked, ids, logprobs, tops),
-            "token_ids": ids,
-        }
-        told.text, told.tokens = len(text), told.tokens + len(ids)
-        return delta
+    def _chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
 
     def _logprobs(
-        self,
-        asked: Asked,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        tops: list[list[tuple[float, int]]] | None,
-    ) -> dict[str, Any] | None:
-        if not asked.body.return_logprob:
-            return None
+        self, ids: Sequence[int], logprobs: Sequence[float | None], tops: TopLogprobs, start: int = 0
+    ) -> dict[str, Any]:
         places = zip(ids, logprobs, tops or [[]] * len(ids), strict=True)
         return {
             "content": [
@@ -361,68 +312,61 @@ class Chat:
             ]
         }
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token], skip_special=False)
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def refuse(error: Exception) -> Response:
-    """In OpenAI's shape; its SDK is told not to repeat what will fail again."""
+    """Return an error in OpenAI's format. A header tells OpenAI's SDK whether a retry may succeed."""
     status = status_of(error)
     response = answer(_error(error), status)
-    response.headers["x-should-retry"] = "true" if status in PASSING else "false"
+    response.headers["x-should-retry"] = "true" if status in RETRYABLE else "false"
     return response
 
 
 def _generate_body(
     body: SamplingFields, max_tokens: int, *, top_logprobs: int | None, wanted: bool
-) -> wire.GenerateBody:
-    """In the terms of `/generate`."""
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens must be at least 0, not {max_tokens}")
-    if top_logprobs is not None and not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"at most {MAX_TOP_LOGPROBS} top log-probabilities are told, not {top_logprobs}")
-    if body.best_of not in (None, 1, body.n):
-        raise ValueError("`best_of` is not served: sample with `n` and choose")
-    for name in UNSERVED:
-        if wire.asks(getattr(body, name)):
-            raise ValueError(f"`{name}` is not served")
-    if not body.skip_special_tokens:
-        raise ValueError("`skip_special_tokens` false is not served: read `token_ids`")
-    if top_logprobs and not wanted:
-        raise ValueError("`top_logprobs` needs `logprobs`")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise ValueError("`response_format` is not served but for `text`")
+) -> bodies.GenerateBody:
+    """Return the request as a body of `/generate`. Raises ValueError for unsupported fields and invalid values."""
     num_samples = 1 if body.n is None else body.n
-    if not 1 <= num_samples <= wire.MAX_SAMPLES:
-        raise ValueError(f"n must be between 1 and {wire.MAX_SAMPLES}, not {num_samples}")
-    return wire.GenerateBody(
+    unserved = [name for name in UnservedFields.__struct_fields__ if bodies.asks(getattr(body, name))]
+    form = (body.response_format or {"type": "text"}).get("type")
+    _refuse_if(
+        (max_tokens < 0, f"max_tokens must be at least 0, not {max_tokens}"),
+        (
+            not 0 <= (top_logprobs or 0) <= MAX_TOP_LOGPROBS,
+            f"there are at most {MAX_TOP_LOGPROBS} top log-probabilities, not {top_logprobs}",
+        ),
+        (body.best_of not in (None, 1, body.n), "`best_of` is not served: sample with `n` and choose"),
+        (unserved, f"`{'`, `'.join(unserved)}` is not served"),
+        (not body.skip_special_tokens, "`skip_special_tokens` false is not served: read `token_ids`"),
+        (top_logprobs and not wanted, "`top_logprobs` needs `logprobs`"),
+        (form != "text", "`response_format` is not served but for `text`"),
+        (
+            not 1 <= num_samples <= bodies.MAX_SAMPLES,
+            f"n must be between 1 and {bodies.MAX_SAMPLES}, not {num_samples}",
+        ),
+    )
+    sampling = {name: value for field, name in SAMPLING_FIELDS.items() if (value := getattr(body, field)) is not None}
+    return bodies.GenerateBody(
         rid=body.rid or body.request_id,
         return_logprob=wanted,
-        top_logprobs_num=top_logprobs or 0 if wanted else 0,
-        sampling_params=wire.SamplingBody(
-            n=num_samples,
-            max_new_tokens=max_tokens,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=-1 if body.top_k is None else body.top_k,
-            min_p=body.min_p,
-            stop=body.stop,
-            stop_token_ids=body.stop_token_ids,
-            no_stop_trim=body.include_stop_str_in_output,
-            ignore_eos=body.ignore_eos,
-            min_new_tokens=body.min_tokens,
-            frequency_penalty=body.frequency_penalty,
-            presence_penalty=body.presence_penalty,
-            repetition_penalty=body.repetition_penalty,
-            logit_bias=body.logit_bias,
-            sampling_seed=body.seed,
-        ),
+        top_logprobs_num=top_logprobs or 0,
+        sampling_params=bodies.SamplingBody(max_new_tokens=max_tokens, **sampling),
     )
 
 
+def _refuse_if(*problems: tuple[object, str]) -> None:
+    """Raise ValueError with the message of the first problem that is present."""
+    for is_present, message in problems:
+        if is_present:
+            raise ValueError(message)
+
+
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """As templates expect it: text parts as plain text (other parts are refused), arguments of calls as objects."""
+    """Return a message as chat templates expect it: text parts joined to plain text, arguments of tool calls as
+    objects. Raises ValueError for parts that are not text."""
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
@@ -432,37 +376,27 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("a message has a `role` and a `content` of text")
     plain = message | {"content": content or ""}
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_call(call) for call in calls]
+        plain["tool_calls"] = [_with_decoded_arguments(call) for call in calls]
     return plain
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
+def _with_decoded_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", {})
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    if isinstance(arguments := function.get("arguments"), str):
         function = function | {"arguments": msgspec.json.decode(arguments or "{}")}
     return call | {"function": function}
 
 
-def _matched(asked: Asked, segment: Segment, tokenizer: Tokenizer) -> int | str | None:
-    reason = finish_reason(asked, segment, tokenizer)
-    return reason.matched if isinstance(reason, wire.Stop) else None
-
-
 def _usage(answers: Sequence[Answer]) -> Usage:
-    prompts: dict[str, int] = {each.asked.rid: len(each.asked.prompt_ids) for each in answers}
-    prompt_tokens = sum(prompts.values())
+    prompt_tokens = sum({each.prompt.rid: len(each.prompt.prompt_ids) for each in answers}.values())
     completion_tokens = sum(len(segment.token_ids) for each in answers for segment in each.segments)
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-    )
+    total_tokens = prompt_tokens + completion_tokens
+    return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total_tokens)
 
 
 def _provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> dict[str, Any]:
-    """Which policy_version made what, of the last token and of every choice; of nothing but scores, who computed
-    them."""
+    """Return the reply's fields with the policy_versions: of the last token, and of every choice. If there are only
+    scores, it is the version that computed them."""
     spans = [
         [{"version": str(version), "start": start, "end": end} for version, start, end in segment.spans]
         for segment in segments

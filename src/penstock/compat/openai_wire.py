@@ -1,5 +1,5 @@
-"""The JSON of the OpenAI surface, typed, with the extensions of vLLM and SGLang. Unknown fields are ignored, because
-clients add their own, unless they look like a known one misspelt; a known one that we do not serve is refused."""
+"""Types of the OpenAI API's JSON, with the extensions of vLLM and SGLang. Unknown fields are ignored, because clients
+add their own, unless they look like a misspelt known field. A known field that is not served is refused."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-UNSERVED = (
-    "suffix",
-    "regex",
-    "json_schema",
-    "ebnf",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "allowed_token_ids",
-    "bad_words",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-    "stop_regex",
-    "lora_path",
-)
-"""Fields that would change the answer."""
-
 
 class StreamOptions(Struct, kw_only=True):
-    """What a stream ends with."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
-class SamplingFields(Struct, kw_only=True):
-    """What both kinds of request say of sampling: OpenAI's names, then the extensions of vLLM and SGLang."""
+class UnservedFields(Struct, kw_only=True):
+    """Known fields that are refused, because ignoring them would change the answer."""
+
+    suffix: Any = None
+    regex: Any = None
+    json_schema: Any = None
+    ebnf: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+    stop_regex: Any = None
+    lora_path: Any = None
+
+
+class SamplingFields(UnservedFields, kw_only=True):
+    """Sampling fields of both kinds of request: OpenAI's fields, then the extensions of vLLM and SGLang."""
 
     model: str | None = None
     n: int | None = 1
@@ -56,24 +57,9 @@ class SamplingFields(Struct, kw_only=True):
     min_tokens: int | None = 0
     rid: str | None = None
     request_id: str | None = None
-    # Known but not served: ignoring them would change the answer.
+    # Served for neutral values only: ignoring other values would change the answer.
     best_of: int | None = None
-    suffix: str | None = None
     response_format: dict[str, Any] | None = None
-    regex: Any = None
-    json_schema: Any = None
-    ebnf: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    truncate_prompt_tokens: Any = None
-    prompt_logprobs: Any = None
-    stop_regex: Any = None
-    lora_path: Any = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -88,8 +74,8 @@ class CompletionBody(SamplingFields, kw_only=True):
 
 
 class ChatBody(SamplingFields, kw_only=True):
-    """The request of `/v1/chat/completions`. `prompt_token_ids` (ours) is the conversation in tokens: `messages` are
-    then not rendered."""
+    """The request of `/v1/chat/completions`. With `prompt_token_ids`, an extension of Penstock, the conversation is
+    given in tokens and `messages` are not rendered."""
 
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     max_tokens: int | None = None
@@ -110,7 +96,7 @@ class ChatBody(SamplingFields, kw_only=True):
 
 
 class Usage(Struct, kw_only=True):
-    """Tokens."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -118,7 +104,7 @@ class Usage(Struct, kw_only=True):
 
 
 class CompletionReply(Struct, kw_only=True):
-    """The reply of both kinds of request; of a choice only what both have is said here."""
+    """The reply to both kinds of request. Choices are untyped, because they differ between the two kinds."""
 
     id: str
     object: str
@@ -131,7 +117,7 @@ class CompletionReply(Struct, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """What `/v1/models` tells of a model."""
+    """A model as `/v1/models` describes it."""
 
     id: str
     object: str = "model"
@@ -149,7 +135,7 @@ class ModelList(Struct, kw_only=True):
 
 
 class OpenAIErrorDetails(Struct, kw_only=True):
-    """What went wrong."""
+    """Message and kind of an error."""
 
     message: str
     type: str
@@ -158,6 +144,6 @@ class OpenAIErrorDetails(Struct, kw_only=True):
 
 
 class OpenAIError(Struct, kw_only=True):
-    """An error."""
+    """The reply to a request that failed."""
 
     error: OpenAIErrorDetails

@@ -1,87 +1,33 @@
-"""The whole configuration tree: frozen pydantic models, unknown keys fail, importable without torch."""
+"""The whole configuration tree, as frozen pydantic models. An unknown key is an error. The package imports without
+torch."""
 
-from penstock.config.dump import Column, DumpConfig, SynthesisConfig
-from penstock.config.environments import (
-    DataConfig,
-    EnvConfig,
-    EnvironmentConfig,
-    Environments,
-    MixedConfig,
-    TagConfig,
-    ValidationConfig,
-)
-from penstock.config.errors import ConfigError
-from penstock.config.load import default_config, load_config, parse_overrides
-from penstock.config.objective import (
-    CanaryConfig,
-    CriticConfig,
-    DistributedConfig,
-    LoraConfig,
-    MasteredConfig,
-    ObjectiveConfig,
-)
-from penstock.config.scheduling import (
-    DispatchConfig,
-    FeedbackConfig,
-    GroupFilterConfig,
-    LengthConfig,
-    SchedulerConfig,
-    TriggerConfig,
-)
-from penstock.config.schema import (
-    Config,
-    ModelConfig,
-    ObserveConfig,
-    RolloutConfig,
-    SupervisorConfig,
-    TinyModelConfig,
-    TrainerConfig,
-    WarmStartConfig,
-)
-from penstock.config.simulation import (
-    EngineModelConfig,
-    SimulatorConfig,
-    TrainerModelConfig,
-    WorkloadConfig,
-)
-
-__all__ = [
-    "CanaryConfig",
-    "Column",
-    "Config",
-    "ConfigError",
-    "CriticConfig",
-    "DataConfig",
-    "DispatchConfig",
-    "DistributedConfig",
-    "DumpConfig",
-    "EngineModelConfig",
-    "EnvConfig",
-    "EnvironmentConfig",
-    "Environments",
-    "FeedbackConfig",
-    "GroupFilterConfig",
-    "LengthConfig",
-    "LoraConfig",
-    "MasteredConfig",
-    "MixedConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "ObserveConfig",
-    "RolloutConfig",
-    "SchedulerConfig",
-    "SimulatorConfig",
-    "SupervisorConfig",
-    "SynthesisConfig",
-    "TagConfig",
-    "TinyModelConfig",
-    "TrainerConfig",
-    "TrainerModelConfig",
-    "TriggerConfig",
-    "ValidationConfig",
-    "WarmStartConfig",
-    "WorkloadConfig",
-    "default_config",
-    "load_config",
-    "parse_overrides",
-]
+from penstock.config.environments import DataConfig as DataConfig
+from penstock.config.environments import EnvConfig as EnvConfig
+from penstock.config.environments import EnvironmentConfig as EnvironmentConfig
+from penstock.config.environments import Environments as Environments
+from penstock.config.environments import TagConfig as TagConfig
+from penstock.config.invalid_settings import ConfigError as ConfigError
+from penstock.config.policy_objective import CanaryConfig as CanaryConfig
+from penstock.config.policy_objective import CriticConfig as CriticConfig
+from penstock.config.policy_objective import LoraConfig as LoraConfig
+from penstock.config.policy_objective import MasteredConfig as MasteredConfig
+from penstock.config.policy_objective import ObjectiveConfig as ObjectiveConfig
+from penstock.config.run_settings import Config as Config
+from penstock.config.run_settings import ModelConfig as ModelConfig
+from penstock.config.run_settings import SupervisorConfig as SupervisorConfig
+from penstock.config.run_settings import TinyModelConfig as TinyModelConfig
+from penstock.config.run_settings import TrainerConfig as TrainerConfig
+from penstock.config.scheduling import DispatchConfig as DispatchConfig
+from penstock.config.scheduling import GroupFilterConfig as GroupFilterConfig
+from penstock.config.scheduling import LengthConfig as LengthConfig
+from penstock.config.scheduling import SchedulerConfig as SchedulerConfig
+from penstock.config.scheduling import TriggerConfig as TriggerConfig
+from penstock.config.simulated_cluster import EngineModelConfig as EngineModelConfig
+from penstock.config.simulated_cluster import SimulatorConfig as SimulatorConfig
+from penstock.config.simulated_cluster import TrainerModelConfig as TrainerModelConfig
+from penstock.config.simulated_cluster import WorkloadConfig as WorkloadConfig
+from penstock.config.trajectory_dump import Column as Column
+from penstock.config.trajectory_dump import DumpConfig as DumpConfig
+from penstock.config.yaml_file import default_config as default_config
+from penstock.config.yaml_file import load_config as load_config
+from penstock.config.yaml_file import parse_overrides as parse_overrides

@@ -1,4 +1,4 @@
-"""What a setting names by its import path: `package.module:name`, or `path/to/file.py:name`."""
+"""Import of objects that a setting names by a path: `package.module:name`, or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.config.errors import ConfigError
+from penstock.config.invalid_settings import ConfigError
 
 FILE_MODULE = "penstock_file_"
-"""What modules made from files are called, before their file's own name and a hash of where it lies."""
+"""Prefix of the names of modules made from files; the file's own name and a hash of its path follow."""
 
 
 class NoSuchName(ConfigError):
-    """A file or module has nothing of that name; the message says what it has."""
+    """A file or module does not define the requested name; the message lists the names that it defines."""
 
 
 def load(path: str) -> Any:
-    """What `path` names, in a file, or in a module that is installed or in the working directory. Raises `NoSuchName`,
-    and whatever goes wrong in the user's module."""
+    """Return the object that `path` names, in a file, or in a module that is installed or in the working directory.
+    Raises `NoSuchName`, and any exception of the user's module."""
     where, _, name = path.rpartition(":")
     if is_file(where):
         module = load_file(Path(where).absolute())
@@ -36,14 +36,14 @@ def load(path: str) -> Any:
 
 
 def _defined(module: ModuleType) -> list[str]:
-    """Classes and functions of its own."""
+    """Return the names of the public classes and functions that `module` defines itself."""
     own = (name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
     return [name for name in own if not name.startswith("_")]
 
 
 def is_there(where: str) -> bool:
-    """Whether there is such a file or module; it is not imported. Raises ImportError or ValueError for a module in a
-    package that cannot be imported, or that is none."""
+    """Return whether the file or module exists, without importing it. Raises ImportError or ValueError for a module in
+    a package that cannot be imported, or if the parent is not a package."""
     if is_file(where):
         return Path(where).is_file()
     import_from(Path.cwd())
@@ -51,13 +51,13 @@ def is_there(where: str) -> bool:
 
 
 def is_file(where: str) -> bool:
-    """Whether that is a file, not a module."""
+    """Return whether `where` names a file and not a module."""
     return where.endswith(".py")
 
 
 @functools.cache
 def load_file(file: Path) -> ModuleType:
-    """As a module of its own; what lies beside it can be imported, as if it were run as a script."""
+    """Return the module made from `file`. The file can import its neighbours, as if it were run as a script."""
     import_from(file.parent)
     place = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()
     spec = importlib.util.spec_from_file_location(f"{FILE_MODULE}{file.stem}_{place}", file)
@@ -69,14 +69,14 @@ def load_file(file: Path) -> ModuleType:
 
 
 def import_from(directory: Path) -> None:
-    """It counts as a place to import from."""
+    """Add `directory` to the front of the import path, unless it is there."""
     if str(directory) not in sys.path:
         sys.path.insert(0, str(directory))
 
 
 def import_named(key: str, path: str, *, wanted: str) -> Any:
-    """What `path` names. `wanted` says what `key` takes. Raises `ConfigError`, whatever goes wrong in the user's
-    module."""
+    """Return the object that `path` names. `wanted` describes the values that `key` takes. Raises `ConfigError` for any
+    error, including any exception of the user's module."""
     try:
         return load(path)
     except NoSuchName as error:

@@ -1,7 +1,7 @@
-"""Which settings make a run what it is: what it has learned and what lies in its pool rest on them.
+"""Settings that stay fixed for the whole life of a run, because its weights and its pool depend on them.
 
-All others (how long to train, how fast, with how many servers and workers, where and how it is watched) may change
-whenever a run is resumed.
+All other settings (training length, speed, number of servers and workers, paths, monitoring) may change whenever a run
+is resumed.
 """
 
 from __future__ import annotations
@@ -9,38 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.errors import ConfigError
-from penstock.config.schema import Config
+from penstock.config.invalid_settings import ConfigError
+from penstock.config.run_settings import Config
 
 FIXED = (
-    "pipeline",
-    "seed",
-    "run_id",
-    "model",
-    "data",
-    "env",
-    "validation.mixture",
-    "validation.tasks",
-    "scheduler.mode",
-    "trainer.objective",
-    "trainer.critic",
-    "trainer.lora",
-    "dump.columns",
+    *("pipeline", "seed", "run_id", "model", "data", "env"),
+    *("validation.mixture", "validation.tasks", "scheduler.mode", "dump.columns"),
+    *("trainer.objective", "trainer.critic", "trainer.lora"),
 )
-FREE = (
-    "model.device",
-    "env.workers",
-    "env.reward_workers",
-    "env.episode_timeout_s",
-    "env.max_attempts",
-)
-"""Of the sections above."""
+FREE = ("model.device", "env.workers", "env.reward_workers", "env.episode_timeout_s", "env.max_attempts")
+"""Settings within the fixed sections that may change."""
 FREE_OF_EACH = ("turn_timeout_s", "reward_timeout_s")
-"""Of `env`, and of every entry of a mixture."""
+"""Settings of `env`, and of every entry of a mixture, that may change."""
 
 
 def lineage(config: Config) -> dict[str, Any]:
-    """The settings that must not change, by their dotted names; plain values."""
+    """Return the settings that must not change, as plain values by dotted name."""
     settings = _flat(config.model_dump(mode="json"))
     keys = {"env", *config.environments.by_key}
     free = (*FREE, *(f"{key}.{name}" for key in keys for name in FREE_OF_EACH))
@@ -48,23 +32,22 @@ def lineage(config: Config) -> dict[str, Any]:
 
 
 def check_lineage(before: Mapping[str, Any], config: Config) -> None:
-    """Raises `ConfigError` naming every setting that differs from what a run was begun with."""
-    after = lineage(config)
-    changed = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+    """Raise `ConfigError` naming every fixed setting that differs from the one the run was started with."""
+    changed = _differences(before, lineage(config))
     if changed:
-        lines = [f"{name} was {before.get(name)!r} and cannot become {after.get(name)!r}" for name in changed]
-        lines.append("a run keeps what its data and weights rest on: resume it without this, or begin another")
+        lines = [f"{name} was {old!r} and cannot become {new!r}" for name, (old, new) in changed.items()]
+        lines.append("the data and weights of a run depend on these settings: resume it without this, or begin another")
         raise ConfigError("\n".join(lines))
 
 
 def changes(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ, by their dotted names: (before, after)."""
-    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
-    return {
-        name: (old.get(name), new.get(name))
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    }
+    """Return the settings that differ, by dotted name: (before, after)."""
+    return _differences(_flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json")))
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    pairs = {name: (old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())}
+    return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Settings of the scheduler: what runs next, how old data may be, when the learner gets work."""
+"""Settings of the scheduler: order of groups, staleness of the data, and when the learner trains."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from penstock.config.section import Section
 
@@ -12,169 +13,174 @@ Mode = Literal["asynchronous", "one_step_off", "synchronous", "colocated"]
 
 
 class DispatchConfig(Section):
-    """In which order waiting groups run."""
+    """Order in which waiting groups start."""
 
     policy: Literal["fifo", "sjf", "ljf", "probe"] = "fifo"
-    """`fifo`: in the order of the data. `sjf`: shortest predicted answers first. `ljf`: longest first. `probe`: one
-    member of each group first; then the rest of the groups, longest probe first."""
+    """`fifo`: the order of the data. `sjf`: shortest predicted answers first. `ljf`: longest predicted answers first.
+    `probe`: one member of each group first; then the remaining members, those of the group with the longest probe
+    first."""
     look_ahead: int | None = Field(None, ge=1)
-    """Groups the policy may choose among: the oldest ones. None is one optimizer step's worth, `groups_per_step`."""
+    """Number of oldest waiting groups that the policy may choose from. None is the number of one optimizer step,
+    `groups_per_step`."""
     aging_s: float = Field(60.0, gt=0)
-    """Waiting this long makes up for an answer longer than the mean by one mean length."""
+    """Waiting time in seconds that makes up for an answer one mean length longer than the mean."""
     max_wait_s: float = Field(600.0, gt=0)
-    """A group that has waited this long runs next, whatever its length."""
+    """A group that has waited this many seconds starts next, whatever its length."""
     entropy_gain: float = Field(1.0, ge=0)
-    """How much more `sjf` prefers short answers when the policy's entropy is above its running reference: predicted
-    lengths count (entropy / reference) ** entropy_gain. 0 ignores entropy."""
+    """Strength of `sjf`'s additional preference for short answers when the policy's entropy is above its running
+    reference: predicted lengths count (entropy / reference) ** entropy_gain. 0 ignores entropy."""
 
 
 class LengthConfig(Section):
-    """How the length of an answer is predicted before it is generated."""
+    """Prediction of the length of an answer before it is generated."""
 
     predictor: Literal["heuristic", "classifier", "history"] = "history"
-    """`heuristic`: prompt length, keywords, max_new_tokens. `classifier`: short, medium or long from text features,
-    refitted as lengths arrive (needs the extra `predict`). `history`: what similar tasks took."""
+    """`heuristic`: from prompt length, keywords and max_new_tokens. `classifier`: short, medium or long from text
+    features, refitted as lengths arrive (needs the extra `predict`). `history`: from the measured lengths of similar
+    tasks."""
     min_tau: float = Field(0.1, ge=-1, le=1)
-    """Below this rank correlation (Kendall's tau-b of predicted and real lengths) the order is FIFO."""
+    """Lowest rank correlation (Kendall's tau-b of predicted and real lengths) at which predictions are used. Below it
+    the order is FIFO."""
     window: int = Field(256, ge=16)
-    """Latest groups the rank correlation is taken over."""
+    """Number of latest groups from which the rank correlation is computed."""
     refit_every: int = Field(256, ge=16)
-    """Groups between two fits of the classifier."""
+    """Number of groups between two fits of the classifier."""
     max_entries: int = Field(100_000, ge=1)
-    """Tasks the history remembers; the longest unseen go first."""
+    """Number of tasks the history keeps. The tasks that have not been seen for the longest time are removed first."""
     learn_from: str | None = None
-    """Directory of an earlier run on the same data, whose lengths are learnt before the first prediction."""
+    """Directory of an earlier run on the same data. The predictor learns from its lengths before the first
+    prediction."""
     embedding: str = "ngrams"
-    """Of the history: `ngrams` (hashed character n-grams), or `package.module:function`, from a list of texts to an
-    array [n, d]."""
+    """Text embedding of the history: `ngrams` (hashed character n-grams), or `package.module:function`, a function from
+    a list of texts to an array [n, d]."""
 
 
 class FeedbackConfig(Section):
-    """What moves the trigger's thresholds as training goes on."""
+    """Adaptation of the trigger's thresholds N_min and T_max during training."""
 
     signal: Literal["none", "entropy", "time", "noise_scale"] = "none"
-    """`entropy`: the policy's entropy against its running reference. `time`: from `factor_high` at the first step to
-    `factor_low` at the last. `noise_scale`: the gradient noise scale as the number of samples."""
+    """Signal that sets the thresholds. `entropy`: the policy's entropy compared with its running reference. `time`: a
+    change from `factor_high` at the first step to `factor_low` at the last step. `noise_scale`: the gradient noise
+    scale is used as the number of samples."""
     factor_high: float = Field(0.5, gt=0, le=1)
-    """Of N_min and T_max while entropy is high: 32 samples become 16, 500 ms become 250."""
+    """Factor on N_min and T_max while entropy is high: with 0.5, 32 samples become 16 and 500 ms become 250."""
     factor_low: float = Field(2.0, ge=1)
-    """Of N_min and T_max while entropy is low: 32 samples become 64, 500 ms become 1000."""
+    """Factor on N_min and T_max while entropy is low: with 2, 32 samples become 64 and 500 ms become 1000."""
     band: float = Field(0.1, gt=0, lt=1)
-    """Entropy is high above (1 + band) times its reference, low below (1 - band) times it; it is normal again once it
-    has come back half of the way (hysteresis)."""
+    """Width of the normal range. Entropy is high above (1 + band) times its reference and low below (1 - band) times
+    it. It is normal again after it has come back half of the way (hysteresis)."""
     reference_steps: int = Field(50, ge=1)
-    """The reference is an exponential average over about this many steps."""
+    """The reference entropy is an exponential average over about this many steps."""
     hold_steps: int = Field(2, ge=0)
-    """Steps after a change during which there is no other."""
+    """Steps after a change during which the thresholds stay as they are."""
     fewest_samples: int = Field(1, ge=1)
     most_samples: int | None = Field(None, ge=1)
-    """N_min stays within these; None is the samples of a whole step."""
+    """Upper bound of N_min; `fewest_samples` is its lower bound. None is the number of samples of a whole step."""
     shortest_wait_s: float = Field(0.05, gt=0)
     longest_wait_s: float = Field(60.0, gt=0)
-    """T_max stays within these."""
+    """Upper bound of T_max in seconds; `shortest_wait_s` is its lower bound."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> FeedbackConfig:
+    def contradictions(self) -> Iterator[str]:
         if self.most_samples is not None and self.fewest_samples > self.most_samples:
-            raise ValueError(f"fewest_samples ({self.fewest_samples}) exceeds most_samples ({self.most_samples})")
+            yield f"fewest_samples ({self.fewest_samples}) exceeds most_samples ({self.most_samples})"
         if self.shortest_wait_s > self.longest_wait_s:
-            raise ValueError(f"shortest_wait_s ({self.shortest_wait_s}) exceeds longest_wait_s ({self.longest_wait_s})")
-        return self
+            yield f"shortest_wait_s ({self.shortest_wait_s}) exceeds longest_wait_s ({self.longest_wait_s})"
 
 
 MIN_SAMPLES = 64
 
 
 class TriggerConfig(Section):
-    """When the learner gets work."""
+    """Conditions under which the learner gets groups to train."""
 
     use: Literal["compute", "step", "batch"] = "compute"
-    """`compute`: accumulate gradients as groups become ready, step at a stable batch size. `step`: every trigger is a
-    step. `batch`: wait for a whole step's groups (the fixed-batch baseline)."""
+    """`compute`: accumulate gradients as groups become ready; take an optimizer step at a stable batch size. `step`:
+    every trigger is an optimizer step. `batch`: wait for all groups of a step (the fixed-batch baseline)."""
     min_samples: int | None = Field(None, ge=1)
-    """N_min, rounded up to whole groups; 64 if unset, or the samples of a step where those are fewer."""
+    """N_min: number of ready samples that starts training, rounded up to whole groups. If unset, it is 64, or the
+    number of samples of a step if that is smaller."""
     max_wait_s: float = Field(0.5, gt=0)
-    """T_max: go on with what is ready (at least one group) after this long."""
+    """T_max: after this many seconds, train the groups that are ready (at least one)."""
     feedback: FeedbackConfig = FeedbackConfig()
 
-    @model_validator(mode="after")
-    def _consistent(self) -> TriggerConfig:
+    def contradictions(self) -> Iterator[str]:
         adapts = self.feedback.signal != "none"
         if adapts and self.use == "batch":
-            raise ValueError(
+            yield (
                 f"feedback.signal {self.feedback.signal} moves N_min and T_max, which use batch does not have: "
                 "set use to compute or step, or the signal to none"
             )
         if adapts and self.samples_of(MIN_SAMPLES) < self.feedback.fewest_samples:
-            raise ValueError(
-                f"min_samples ({self.samples_of(MIN_SAMPLES)}) is below feedback.fewest_samples "
-                f"({self.feedback.fewest_samples})"
-            )
-        return self
+            fewest = f"feedback.fewest_samples ({self.feedback.fewest_samples})"
+            yield f"min_samples ({self.samples_of(MIN_SAMPLES)}) is below {fewest}"
 
     def samples_of(self, step: int) -> int:
-        """N_min where a step has so many samples."""
+        """Return N_min if a step has `step` samples."""
         return self.min_samples or min(MIN_SAMPLES, step)
 
 
 class GroupFilterConfig(Section):
-    """Which groups are not worth training."""
+    """A filter that drops groups before training."""
 
     name: str
-    """`zero_variance`, `over_long`, `stop_reason`, `score_range`, or `package.module:Class`."""
+    """Name of the filter: `zero_variance`, `over_long`, `stop_reason`, `score_range`, or `package.module:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the filter."""
 
 
 class SchedulerConfig(Section):
-    """Admission, order, segments, trigger, filters."""
+    """Admission, order, segments, training trigger and group filters."""
 
     mode: Mode = "asynchronous"
-    """`asynchronous`: generation and training overlap, as far as `max_staleness` allows. `one_step_off`: the next batch
-    is generated while the last one is trained. `synchronous`: they alternate. `colocated`: they alternate on the same
-    device or cores, all of them in turn; each gives the device's memory back for the other's turn. All but
-    `asynchronous` train whole batches, as `trigger.use` batch does."""
+    """`asynchronous`: generation and training overlap, as far as `max_staleness` allows. `one_step_off`: the servers
+    generate the next batch while the learner trains the last one. `synchronous`: generation and training alternate.
+    `colocated`: they alternate on the same devices or cores; each gives the device's memory back for the other. All
+    modes but `asynchronous` train whole batches, as `trigger.use` batch does."""
     max_staleness: int = Field(2, ge=0)
-    """Versions. Bounds what is started; tokens older than this are masked out of the loss. 0 is on-policy."""
+    """Largest staleness in policy versions. It bounds the groups that may start; older tokens are masked out of the
+    loss. 0 is on-policy."""
     max_running: int | None = Field(None, ge=1)
-    """Episodes that may be generating at once; None is twice the servers' slots, so that slots never wait for a
+    """Number of episodes that may generate at once. None is twice the servers' slots, so that slots never wait for a
     group's slowest member."""
     over_sampling: float = Field(1.0, ge=1)
-    """Mode colocated: groups started per group trained. What is unfinished when a batch is whole waits for the next
-    round."""
+    """Mode colocated: number of groups started per group trained. Groups that are unfinished when a batch is complete
+    wait for the next round."""
     leftovers: Literal["resume", "restart"] = "resume"
-    """What over-sampling leaves unfinished. `resume`: goes on first, from where it was cut (as in APRIL, arXiv
-    2509.18521). `restart`: starts again in a later round of leftovers alone (as in RollPacker, arXiv 2509.21009)."""
+    """Treatment of groups that over-sampling leaves unfinished. `resume`: they continue first in the next round, from
+    their last token (as in APRIL, arXiv 2509.18521). `restart`: they start again in a later round that has only such
+    groups (as in RollPacker, arXiv 2509.21009)."""
     segment_length: int | None = Field(None, ge=1)
-    """Tokens per grant; a longer answer is cut and goes on with its next grant. None lets a turn finish in one."""
+    """Tokens per grant. A longer answer is cut and continues with its next grant. None lets a turn finish in one
+    grant."""
     max_segment_count: int | None = Field(None, ge=1)
-    """Segments per answer; one that needs more is truncated. None does not bound them."""
+    """Maximum number of segments per answer; an answer that needs more is truncated. None sets no bound."""
     global_max_length: int | None = Field(None, ge=1)
-    """Tokens an episode may generate over all its turns and segments; what reaches it is truncated. None leaves
-    env.max_turns * env.max_new_tokens."""
+    """Maximum number of tokens of an episode over all its turns and segments; an episode that reaches it is truncated.
+    None leaves the bound env.max_turns * env.max_new_tokens."""
     group_filter: list[GroupFilterConfig] = Field([GroupFilterConfig(name="zero_variance")])
-    """Filters that whole groups must pass to be trained: a name, {name, options}, or a list of these, of which the
-    first to drop a group decides. [] trains all. `zero_variance`: drops groups whose rewards are all equal, since their
-    advantages are zero."""
+    """Filters that a group must pass to be trained: a name, {name, options}, or a list of these. The filters run in
+    order, and the first filter that drops a group decides. [] trains all groups. `zero_variance` drops groups with all
+    rewards equal, because their advantages are zero."""
     max_filtered_in_a_row: int = Field(1000, ge=1)
-    """This many filtered groups without a trainable one in between end training: there is nothing to learn."""
+    """Training ends after this many consecutive filtered groups without a trainable one, because there is nothing to
+    learn."""
     dispatch: DispatchConfig = DispatchConfig()
     length: LengthConfig = LengthConfig()
     trigger: TriggerConfig = TriggerConfig()
 
     @property
     def trigger_use(self) -> Literal["compute", "step", "batch"]:
-        """Only asynchronous training takes less than a whole batch at a time."""
+        """Return the trigger in use. Only asynchronous training may take less than a whole batch."""
         return self.trigger.use if self.mode == "asynchronous" else "batch"
 
     @property
     def drops_equal_rewards(self) -> bool:
-        """Groups whose rewards are all equal are not trained."""
+        """Return whether the filters drop groups with all rewards equal."""
         return any(each.name == "zero_variance" for each in self.group_filter)
 
     @property
     def alternates(self) -> bool:
-        """Generation stands still while the learner trains."""
+        """Return whether generation stops while the learner trains."""
         return self.mode in ("synchronous", "colocated")
 
     @field_validator("group_filter", mode="before")
@@ -183,30 +189,26 @@ class SchedulerConfig(Section):
         several = given if isinstance(given, list) else [given]
         return [{"name": each} if isinstance(each, str) else each for each in several]
 
-    @model_validator(mode="after")
-    def _consistent(self) -> SchedulerConfig:
+    def contradictions(self) -> Iterator[str]:
         if self.alternates and self.over_sampling == 1 and self.max_staleness > 0:
-            raise ValueError(
-                f"mode {self.mode} is on-policy: set max_staleness to 0 (it is {self.max_staleness})"
-                + (", or over_sampling above 1" if self.mode == "colocated" else "")
-            )
+            also = ", or over_sampling above 1" if self.mode == "colocated" else ""
+            yield f"mode {self.mode} is on-policy: set max_staleness to 0 (it is {self.max_staleness}){also}"
         if self.mode == "one_step_off" and self.max_staleness < 1:
-            raise ValueError("mode one_step_off trains what the version before made: set max_staleness to 1 or more")
+            yield "mode one_step_off trains the samples of the previous version: set max_staleness to 1 or more"
         if self.over_sampling > 1 and self.mode != "colocated":
-            raise ValueError(f"over_sampling belongs to mode colocated, not to {self.mode}")
+            yield f"over_sampling belongs to mode colocated, not to {self.mode}"
         if self.over_sampling > 1 and self.leftovers == "resume" and self.max_staleness < 1:
-            raise ValueError(
+            yield (
                 "over_sampling with leftovers resume carries answers over an update: set max_staleness to 1 or more, "
                 "or leftovers to restart"
             )
         if self.mode != "asynchronous" and self.trigger.use == "step":
-            raise ValueError(f"trigger.use step belongs to mode asynchronous: {self.mode} trains whole batches")
+            yield f"trigger.use step belongs to mode asynchronous: {self.mode} trains whole batches"
         if self.max_segment_count is not None and self.segment_length is None:
-            raise ValueError("max_segment_count means nothing without segment_length: set both, or neither")
+            yield "max_segment_count has no effect without segment_length: set both, or neither"
         names = [each.name for each in self.group_filter]
         if len(set(names)) != len(names):
-            raise ValueError(f"group_filter names a filter twice: {', '.join(names)}")
+            yield f"group_filter names a filter twice: {', '.join(names)}"
         length, whole = self.segment_length, self.global_max_length
         if length is not None and whole is not None and length > whole:
-            raise ValueError(f"segment_length ({length}) is longer than global_max_length ({whole})")
-        return self
+            yield f"segment_length ({length}) is longer than global_max_length ({whole})"

@@ -1,12 +1,16 @@
-"""What all parts of the configuration share."""
+"""Base class of all sections of the configuration."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Iterator
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
-    """Frozen, strict about names, documented by the docstrings under its fields."""
+    """A frozen part of the configuration that rejects unknown keys; the docstrings under its fields are their help
+    text."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -16,3 +20,13 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield the reasons why these settings cannot be used together. Each names the settings and the remedy."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for reason in self.contradictions():
+            raise ValueError(reason)
+        return self

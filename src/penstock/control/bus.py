@@ -1,11 +1,11 @@
 """The control bus: a ROUTER in the controller, a DEALER in every other process, PUB/SUB for broadcasts.
 
-A request is re-sent until it is answered or its deadline passes; the receiver acts on each message id once and repeats
-its answer, so lost and repeated messages change nothing. What is queued within one turn of the event loop leaves as one
-frame. No tensor ever travels here.
+The sender repeats a request until it is answered or its deadline passes. The receiver acts on each message id once and
+repeats its answer, so lost and repeated messages change nothing. All messages to one peer from one turn of the event
+loop leave as one frame. Tensors never travel on the bus.
 
-A process that was cut off may come back when another one has its name already: the controller hears whoever introduced
-himself last, and nobody else of that name.
+A process that was cut off may come back when another process already has its name. The controller listens only to the
+process of that name that introduced itself last.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ import zmq
 import zmq.asyncio
 
 from penstock.control.messages import Ack, AnyMessage, Hello, Refused, Welcome, WhoAreYou
-from penstock.control.sockets import ControllerSockets, PeerSockets
+from penstock.control.sockets import LINGER_MS, ControllerSockets, PeerSockets
 from penstock.deadline import deadline
 
 Handler = Callable[[str, AnyMessage], Awaitable[AnyMessage | None]]
-"""handler(peer, message) -> reply; None stands for `Ack`. An exception is raised in `run` and answers nothing: who
-fails is dead for the others, however it came about, and is not to take them along."""
+"""handler(peer, message) -> reply; None stands for `Ack`. An exception in a handler is raised in `run`, and the sender
+gets no answer. So a failing process looks dead to other processes, and its error does not end them."""
 
 Fault = Callable[[bytes], list[bytes]]
-"""Given a frame about to leave, the frames that really leave; lets tests lose and repeat messages."""
+"""Maps a frame that is about to leave to the frames that really leave. Tests use it to lose and repeat messages."""
 
 CONTROLLER = "controller"
 
 
 class UnknownPeer(RuntimeError):
-    """Raised by a handler for what comes from somebody who has not introduced himself: he is asked to, and nothing is
-    answered."""
+    """The sender of a message has not introduced itself. A handler raises this; the sender is then asked to introduce
+    itself, and gets no answer."""
 
 
 class PeerLost(RuntimeError):
-    """The other side died before it answered."""
+    """The peer died before it answered."""
 
 
 class RequestRefused(RuntimeError):
-    """The other side understood the request and said no."""
+    """The peer understood the request and refused it."""
 
     self_explanatory = True
 
@@ -66,7 +66,7 @@ _decoder = msgspec.msgpack.Decoder(list[Envelope])
 
 
 class _Endpoint(ABC):
-    """What both sides share: requests with re-send, replies remembered per sender, batched frames."""
+    """The part that both sides share: requests with re-send, stored replies per sender, and batched frames."""
 
     resend_s = 2.0
     remembered_replies = 4096
@@ -78,15 +78,16 @@ class _Endpoint(ABC):
         self._ids = itertools.count(time.time_ns())
         self._pending: dict[tuple[str, int], asyncio.Future[AnyMessage]] = {}
         self._answered: defaultdict[str, OrderedDict[int, AnyMessage | None]] = defaultdict(OrderedDict)
-        """Of each peer, what its latest messages were answered."""
+        """Answers to the latest messages of each peer, by message id; None while there is no answer."""
         self._outbox: dict[str, list[Envelope]] = {}
         self._flush_scheduled = False
         self._tasks: asyncio.TaskGroup | None = None
         self._context = zmq.asyncio.Context()
+        self._context.setsockopt(zmq.LINGER, LINGER_MS)
 
     async def request(self, peer: str, message: AnyMessage, *, timeout_s: float) -> AnyMessage:
-        """Send until answered. Raises `RequestRefused`, `PeerLost` (see `forget`), or `Stalled` naming the peer after
-        `timeout_s`."""
+        """Send a message until it is answered, and return the answer. Raises `RequestRefused`, `PeerLost` (see
+        `forget`), or after `timeout_s` `Stalled`, which names the peer."""
         id_ = next(self._ids)
         envelope = Envelope("request", id_, message)
         future: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
@@ -106,15 +107,15 @@ class _Endpoint(ABC):
         return reply
 
     def forget(self, peer: str) -> None:
-        """`peer` is another process now, or gone: what its predecessor was asked has no answer."""
+        """Give up all requests to `peer`, because its process is gone or replaced. They raise `PeerLost`."""
         for (asked, _), future in self._pending.items():
             if asked == peer and not future.done():
                 future.set_exception(PeerLost(f"{peer} died before it answered"))
-                future.exception()  # whoever asked may have been cancelled, and looks no more
+                future.exception()  # avoids asyncio's warning if the requester was cancelled and never reads it
         self._outbox.pop(peer, None)
 
     def notify(self, peer: str, message: AnyMessage) -> None:
-        """Send once, without an answer."""
+        """Send a message once, and expect no answer."""
         self._post(peer, Envelope("notify", next(self._ids), message))
 
     def _post(self, peer: str, envelope: Envelope) -> None:
@@ -132,7 +133,7 @@ class _Endpoint(ABC):
 
     @abstractmethod
     def _transmit(self, peer: str, frame: bytes) -> None:
-        """Hand `frame` to the socket."""
+        """Hand a frame to the socket."""
 
     def _receive(self, peer: str, envelopes: Iterable[Envelope]) -> None:
         for envelope in filter(self._accepts, envelopes):
@@ -145,11 +146,11 @@ class _Endpoint(ABC):
                 self._tasks.create_task(self._answer(peer, envelope))
 
     def _accepts(self, envelope: Envelope) -> bool:
-        """Whether to look at it at all."""
+        """Return whether to handle the message at all."""
         return True
 
     def _is_new(self, peer: str, envelope: Envelope) -> bool:
-        """Remember the id; repeat the answer if it was given already."""
+        """Store the message id and return whether it is new. Repeat the answer if there is one already."""
         answered = self._answered[peer]
         if envelope.id in answered:
             reply = answered[envelope.id]
@@ -182,8 +183,7 @@ class Bus(_Endpoint):
     def __init__(
         self, directory: str, handler: Handler, *, host: str | None = None, fault: Fault | None = None
     ) -> None:
-        """`host`: the address to listen on for other machines; without one only this machine gets in. Raises
-        `CannotListen`."""
+        """`host`: the address to listen on for other machines; None serves only this machine. Raises `CannotListen`."""
         super().__init__(CONTROLLER, handler, fault=fault)
         try:
             self._sockets = ControllerSockets(self._context, Path(directory), host)
@@ -191,10 +191,10 @@ class Bus(_Endpoint):
             self._context.destroy(linger=0)
             raise
         self._lives: dict[str, str] = {}
-        """Of each name, which process has it."""
+        """The process that has each name now: a random id per process."""
 
     def broadcast(self, message: AnyMessage) -> None:
-        """To every connected peer, unacknowledged."""
+        """Send a message to every connected peer, without acknowledgement."""
         envelope = [Envelope("notify", next(self._ids), message)]
         self._sockets.publisher.send(_encoder.encode(envelope), flags=zmq.NOBLOCK)
 
@@ -208,7 +208,7 @@ class Bus(_Endpoint):
     def close(self) -> None:
         self._flush()
         self._sockets.close()
-        self._context.destroy(linger=200)
+        self._context.destroy(linger=LINGER_MS)
 
     def _hear(self, identity: str, envelopes: list[Envelope]) -> None:
         peer, _, life = identity.rpartition("/")
@@ -223,11 +223,11 @@ class Bus(_Endpoint):
 
 
 class Peer(_Endpoint):
-    """Every other process's side; its only peer is the controller. What was meant for a predecessor of the same name is
-    not heard: until it is welcome, a peer listens to nothing else. Asked who it is, it is welcome no more."""
+    """The side of every other process; its only peer is the controller. Before `Welcome` it accepts only replies, so it
+    ignores messages meant for an earlier process of its name. After `WhoAreYou` it has to be welcomed again."""
 
     look_s = 0.5
-    """Between two looks where the controller is, if that can change."""
+    """Seconds between two checks for a new address of the controller, if the address can change."""
 
     def __init__(self, directory: str, name: str, handler: Handler, *, fault: Fault | None = None) -> None:
         super().__init__(name, handler, fault=fault)
@@ -235,7 +235,7 @@ class Peer(_Endpoint):
         self._sockets = PeerSockets(self._context, Path(directory), _identity(name, secrets.token_hex(8)))
 
     async def join(self, hello: Hello, *, timeout_s: float) -> Welcome:
-        """Introduce this process to the controller; again, if the controller is a new one."""
+        """Introduce this process to the controller. Call it again for a new controller. Raises as `request` does."""
         self._is_welcome = False
         reply = await self.request(CONTROLLER, hello, timeout_s=timeout_s)
         if not isinstance(reply, Welcome):
@@ -267,17 +267,17 @@ class Peer(_Endpoint):
 
     def close(self) -> None:
         self._flush()
-        self._context.destroy(linger=200)
+        self._context.destroy(linger=LINGER_MS)
 
     def _transmit(self, peer: str, frame: bytes) -> None:
         _hand_over(self._sockets.dealer.send(frame, flags=zmq.NOBLOCK))
 
 
 def _identity(name: str, life: str) -> bytes:
-    """Unique among all processes that ever have that name."""
+    """Return a socket identity that is unique among all processes of this name."""
     return f"{name}/{life}".encode()
 
 
 def _hand_over(sending: Awaitable[object]) -> None:
-    """A frame for which there is no room, since nobody has taken any for long, is one that is lost."""
+    """Hand a frame to ZeroMQ, and ignore errors. A frame that finds a full queue counts as lost."""
     asyncio.ensure_future(sending).add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,18 +1,19 @@
-"""Everything that travels on the control bus: small tagged structs, never a tensor.
+"""The messages of the control bus: small tagged structs, never a tensor.
 
-The wire word of the design note (`NEW_TASK`, `DATA_GENERATED`, ...) is the struct's tag.
+The tag of a struct (`NEW_TASK`, `DATA_GENERATED`, ...) names its kind on the wire.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
 
 from penstock.deadline import Stall
-from penstock.ports import SavedStates, TrainerState, Work
+from penstock.ports.observer import BusySpan
+from penstock.ports.training import SavedStates, TrainerState
+from penstock.ports.work import Work
 from penstock.types import (
-    BusySpan,
     EpisodeId,
     EpisodeSummary,
     GroupAttempt,
@@ -29,11 +30,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ack(Message, frozen=True, kw_only=True, tag="ACK"):
-    """Received and acted upon."""
+    """The message was received and acted upon."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="REFUSED"):
-    """The request was understood and cannot be met; `reason` is for people."""
+    """The request was understood but cannot be met. `reason` is text for the user."""
 
     reason: str
 
@@ -47,40 +48,38 @@ class Hello(Message, frozen=True, kw_only=True, tag="HELLO"):
     pid: int
     url: str = ""
     host: str = ""
-    """On several machines: who has what it writes to the pool (see `ports.Payloads`)."""
+    """In runs on several machines: the file service that has the records it writes (see `store/remote_payloads.py`)."""
     attached: bool = False
-    """Nobody supervises it: it came by itself, and may go."""
+    """The process is an attached worker: no supervisor watches it, and it may leave the run."""
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag="GOODBYE"):
-    """An attached worker leaves the run; what it played goes to others."""
-
-    name: str
+    """An attached worker leaves the run. Other workers get its unfinished groups."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="WELCOME"):
-    """The run as it is when a process joins."""
+    """The answer to `Hello`: the state of the run when a process joins."""
 
     server_urls: list[str]
     host: str = ""
-    """On several machines: who has the controller's pool."""
+    """In runs on several machines: the file service that has the controller's pool."""
 
 
 class WhoAreYou(Message, frozen=True, kw_only=True, tag="WHO_ARE_YOU"):
-    """The controller is a new one, and knows nobody: introduce yourself, and forget what the old one had given you."""
+    """The controller does not know the sender, usually because the controller is new. The sender must send `Hello`
+    again, and drop the work that the old controller gave it."""
 
 
 class ServersChanged(Message, frozen=True, kw_only=True, tag="SERVERS_CHANGED"):
-    """Where the rollout servers are now."""
+    """The current URLs of the rollout servers."""
 
     server_urls: list[str]
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="HEARTBEAT"):
-    """Sent periodically without an answer. `progress` grows while the process does useful work; all else is what came
-    since the last one, so that sums survive the death of either side."""
+    """Sent periodically without an answer. `progress` grows while the process does useful work. The other fields are
+    increments since the last heartbeat, so that sums survive the death of either side."""
 
-    name: str
     progress: int
     cpu_s: float
     """CPU seconds of the whole process."""
@@ -91,107 +90,103 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="HEARTBEAT"):
 
 
 class TaskRequest(Message, frozen=True, kw_only=True, tag="TASK_REQUEST"):
-    """An environment worker is ready for work: it can hold `capacity` episodes at once."""
+    """An environment worker is ready for work. It can run `capacity` episodes at once."""
 
-    worker: str
     capacity: int
 
 
 class NewTask(Message, frozen=True, kw_only=True, tag="NEW_TASK"):
-    """A group to play."""
+    """A group, or part of a group, for an environment worker to run."""
 
     work: Work
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="CANCEL"):
-    """Nobody waits for these any more. Broadcast, so it may overtake the `NewTask` it speaks of."""
+    """These attempts at groups are no longer needed. Since it is broadcast, it may overtake the `NewTask` of an
+    attempt."""
 
     attempts: list[GroupAttempt]
 
 
 class GrantRequest(Message, frozen=True, kw_only=True, tag="GRANT_REQUEST"):
-    """A leased episode wants to generate again: its next turn, or the next segment of a cut answer."""
+    """A leased episode asks to generate again: its next turn, or the next segment of a cut answer."""
 
-    worker: str
     episode: EpisodeId
     unfinished: bool
-    """True if the last segment was cut: by its grant, or by a server that gave way."""
+    """True if the last segment was cut: by the limit of its grant, or by a server that stopped generating early."""
     num_tokens: int
-    """Generated so far in the episode."""
+    """Tokens generated so far in the episode."""
     saved: PayloadRef | None = None
-    """Where those lie that are new since the last one, if cut episodes are saved (see `ports.SavedEpisode`)."""
+    """Record of the tokens that are new since the last request, if cut episodes are saved (see
+    `ports.PartialRollout`)."""
 
 
 class EpisodesGenerated(Message, frozen=True, kw_only=True, tag="GENERATED"):
-    """Members of one attempt at a group said their last word; only their rewards are still being computed."""
+    """Members of one attempt at a group have generated their last tokens. Only their rewards are still missing."""
 
-    worker: str
     episodes: list[EpisodeId]
     num_tokens: list[int]
-    """Generated by each."""
+    """Tokens generated by each episode."""
 
 
 class EpisodesEnded(Message, frozen=True, kw_only=True, tag="EPISODES_ENDED"):
-    """Members of a group ended while others have not; the tokens stay with the worker until the group is whole.
+    """Members of a group ended while other members still run. The worker keeps the tokens until the group is complete.
 
-    A member whose saved record could not be read ended too: it failed."""
+    A member with an unreadable saved record also counts as ended; it failed."""
 
-    worker: str
-    group: int
     episodes: list[EpisodeSummary]
     saved: list[PayloadRef | None]
-    """One each; where all its tokens lie, if a copy was saved."""
+    """One per episode: the record of all its tokens, if a copy was saved."""
 
 
 class Grant(Message, frozen=True, kw_only=True, tag="GRANT"):
-    """The answer to a `GrantRequest`, sent when the scheduler decides so."""
+    """A permission to generate, in response to a `GrantRequest`. The controller sends it when the scheduler grants."""
 
     grant: SegmentGrant
 
 
 class DataGenerated(Message, frozen=True, kw_only=True, tag="DATA_GENERATED"):
-    """A group is played. Its tokens lie in the pool at `ref` (None if a member failed, or if it was an evaluation)."""
+    """A group is completed. Its tokens lie in the pool at `ref` (None if a member failed, or for an evaluation)."""
 
-    worker: str
     group: int
     ref: PayloadRef | None
     episodes: list[EpisodeSummary]
 
 
 class StallReport(Message, frozen=True, kw_only=True, tag="STALL"):
-    """Somebody in the sending process waits, and has waited long."""
+    """A wait in the sending process has taken long."""
 
     stall: Stall
 
 
 class AskState(Message, frozen=True, kw_only=True, tag="ASK_STATE"):
-    """What does the trainer hold?"""
+    """Ask for the state that the trainer holds."""
 
 
 class HeldState(Message, frozen=True, kw_only=True, tag="HELD_STATE"):
-    """This."""
+    """The answer to `AskState`."""
 
     state: TrainerState
 
 
 class AskSaved(Message, frozen=True, kw_only=True, tag="ASK_SAVED"):
-    """Which checkpoints in `directory` are whole?"""
+    """Ask for the complete checkpoints in `directory`."""
 
     directory: str
 
 
 class FoundSaved(Message, frozen=True, kw_only=True, tag="FOUND_SAVED"):
-    """These."""
+    """The answer to `AskSaved`."""
 
     saved: SavedStates
 
 
 class HoldsNothing(Message, frozen=True, kw_only=True, tag="HOLDS_NOTHING"):
-    """A trainer that was not told yet where to begin cannot do what it was asked: the one that could has died."""
+    """The trainer cannot do the request, because it holds no state yet. The trainer that held the state has died."""
 
 
 class Restore(Message, frozen=True, kw_only=True, tag="RESTORE"):
-    """Go back to a checkpoint."""
+    """Load a checkpoint."""
 
     directory: str
     step: int
@@ -199,15 +194,9 @@ class Restore(Message, frozen=True, kw_only=True, tag="RESTORE"):
 
 
 class Begin(Message, frozen=True, kw_only=True, tag="BEGIN"):
-    """Begin with the weights a run starts with, after the warm start if there is to be one."""
+    """Load the initial weights of the run. Do the warm start first, if the configuration asks for one."""
 
     policy_version: int
-
-
-class Begun(Message, frozen=True, kw_only=True, tag="BEGUN"):
-    """What came of the warm start; empty if the configuration asks for none."""
-
-    metrics: dict[str, float]
 
 
 class Accumulate(Message, frozen=True, kw_only=True, tag="ACCUMULATE"):
@@ -216,18 +205,19 @@ class Accumulate(Message, frozen=True, kw_only=True, tag="ACCUMULATE"):
     groups: list[GroupRef]
 
 
-class Accumulated(Message, frozen=True, kw_only=True, tag="ACCUMULATED"):
-    """Gradients added; counts and sums."""
+class Metrics(Message, frozen=True, kw_only=True, tag="METRICS"):
+    """The answer to `Begin`: metrics of the warm start, empty if there was none. The answer to `Accumulate`: counts and
+    sums."""
 
     metrics: dict[str, float]
 
 
 class Step(Message, frozen=True, kw_only=True, tag="STEP"):
-    """One optimizer step over everything accumulated."""
+    """Take one optimizer step over all accumulated gradients."""
 
 
 class LearnerStateUpdate(Message, frozen=True, kw_only=True, tag="LEARNER_STATE_UPDATE"):
-    """The reply to `Step`: how the learner does."""
+    """The answer to `Step`: the state of the learner."""
 
     state: LearnerState
 
@@ -237,7 +227,7 @@ class Publish(Message, frozen=True, kw_only=True, tag="PUBLISH"):
 
 
 class Published(Message, frozen=True, kw_only=True, tag="PUBLISHED"):
-    """Where they are."""
+    """The answer to `Publish`: where the weights are."""
 
     handle: WeightsHandle
 
@@ -249,37 +239,7 @@ class SaveCheckpoint(Message, frozen=True, kw_only=True, tag="SAVE_CHECKPOINT"):
     state: dict[str, Any]
 
 
-AnyMessage = (
-    Ack
-    | Refused
-    | Hello
-    | Goodbye
-    | Welcome
-    | WhoAreYou
-    | ServersChanged
-    | Heartbeat
-    | TaskRequest
-    | NewTask
-    | Cancel
-    | GrantRequest
-    | Grant
-    | EpisodesGenerated
-    | EpisodesEnded
-    | DataGenerated
-    | StallReport
-    | AskState
-    | HeldState
-    | AskSaved
-    | FoundSaved
-    | Restore
-    | Begin
-    | Begun
-    | HoldsNothing
-    | Accumulate
-    | Accumulated
-    | Step
-    | LearnerStateUpdate
-    | Publish
-    | Published
-    | SaveCheckpoint
-)
+if TYPE_CHECKING:
+    AnyMessage = Message
+else:
+    AnyMessage = Union[tuple(Message.__subclasses__())]  # noqa: UP007 - tags distinguish the members

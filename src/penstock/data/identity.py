@@ -1,6 +1,6 @@
-"""What a dataset is, as one hash: of its name, split and options, and of what is in it.
+"""The identity of a dataset: one hash over its name, split, options and content.
 
-A run writes it down, so that nobody resumes it on other data under the same name.
+A run records the identity. A resume then detects that other data now have the same name.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Config, ConfigError, DataConfig
+from penstock.data.table_files import location
 from penstock.types import Purpose
 
 WHOLE_BYTES = 1 << 30
-"""Larger files are known by their size and parts of them: a terabyte is not to be read before a run can begin."""
+"""Files up to this size are hashed whole. Larger files are hashed by their size and by sampled parts, so that a run
+need not read a terabyte before it starts."""
 PART_BYTES, NUM_PARTS = 1 << 20, 1024
 DIGEST_BYTES = 16
 
 Identities = Mapping[str, Mapping[str, str]]
-"""By purpose and tag: where the data come from, and their hash."""
+"""Key: purpose and tag. Value: the data's `source`, and their hash as `identity`."""
 
 
 def identities(config: Config) -> dict[str, dict[str, str]]:
-    """Of everything that the run plays. Raises `ConfigError` if something cannot be read."""
+    """Return the identities of all datasets of the run. Raises `ConfigError` if a file cannot be read."""
     environments, known = config.environments, functools.cache(fingerprint)
     purposes: tuple[Purpose, ...] = ("train", "eval")
     return {
@@ -40,7 +42,7 @@ def identities(config: Config) -> dict[str, dict[str, str]]:
 
 
 def check_identities(before: Identities, config: Config) -> None:
-    """Raises `ConfigError` naming the first data that are not what they were."""
+    """Compare the data with the recorded identities. Raises `ConfigError` that names the first data that changed."""
     for name, found in identities(config).items():
         known = before.get(name, found)
         if known["identity"] != found["identity"]:
@@ -51,18 +53,21 @@ def check_identities(before: Identities, config: Config) -> None:
 
 
 def identity(data: DataConfig, purpose: Purpose, content: Callable[[Path], str]) -> str:
-    """The hash of what `data` gives out for one purpose, `content` being that of a path."""
+    """Return the hash of the items that `data` yields for one purpose. `content` returns the hash of a path."""
     facts: dict[str, Any] = {"source": data.source}
     if data.source == "reasoning_gym":
         facts |= {"dataset": data.dataset, "options": data.options, "version": _version("reasoning-gym")}
     elif data.has_rows:
-        split = (data.eval_split if purpose == "eval" else None) or data.split
-        facts |= {"split": split, "content": content(_path(data, purpose))}
+        path, split = location(data, held_out=purpose == "eval")
+        facts |= {"split": split, "content": content(path)}
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def fingerprint(path: Path) -> str:
-    """Of a file's bytes, or of all files in a directory with their names. Large files are sampled at even distances."""
+    """Return the hash of a file's bytes, or of all names and files in a directory.
+
+    Large files are sampled at even distances. Raises `ConfigError` if a file cannot be read.
+    """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     try:
@@ -88,15 +93,11 @@ def _parts(path: Path) -> Iterator[bytes]:
             yield file.read(PART_BYTES)
 
 
-def _path(data: DataConfig, purpose: Purpose) -> Path:
-    return Path((data.eval_path if purpose == "eval" else None) or data.path or "")
-
-
 def _source(data: DataConfig, purpose: Purpose) -> str:
-    """For people."""
+    """Return a readable name of the data for error messages."""
     if data.source == "reasoning_gym":
         return f"reasoning_gym {data.dataset}"
-    return str(_path(data, purpose)) if data.has_rows else data.source
+    return str(location(data, held_out=purpose == "eval")[0]) if data.has_rows else data.source
 
 
 def _version(package: str) -> str:

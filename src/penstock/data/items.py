@@ -1,4 +1,4 @@
-"""What a tag's tasks are made of: numbered items of a procedural dataset, of rows, or of seeds alone."""
+"""Numbered items that become the tasks of a tag: from a procedural dataset, from table rows, or from seeds alone."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.config import ConfigError, DataConfig
-from penstock.data.permutation import permuted
-from penstock.data.tables import Row, Table, open_table
-from penstock.types import Purpose, stable_seed
+from penstock.data.table_files import Row, Table, open_table
+from penstock.seeding import nth_seed, stable_seed
+from penstock.types import Purpose
 
 _ENDLESS = 2**31 - 1
+NUM_ROUNDS = 4
+"""Rounds of the Feistel network. Four are enough for an order that need not resist attacks."""
 
 Item = tuple[str, Row]
-"""Name and payload."""
+"""(name, payload)."""
 
 
 class NothingLeft(ConfigError):
-    """All rows are held out, or none can be."""
+    """No rows are left to train on, or no rows can be held out."""
 
 
 class Items(Protocol):
-    """Numbered items, with or without end."""
+    """A finite or endless collection of numbered items."""
 
     size: int | None
-    """How many; None without end."""
+    """Number of items; None if endless."""
 
     def item(self, number: int) -> Item:
-        """A pure function of `number`, below `size`."""
-        ...
+        """Return item `number`, which must be below `size`. Equal numbers give equal items."""
 
 
 class ReasoningGym:
-    """A procedural dataset of reasoning-gym (github.com/open-thought/reasoning-gym), without end."""
+    """An endless procedural dataset of reasoning-gym (github.com/open-thought/reasoning-gym)."""
 
     size: int | None = None
 
@@ -57,7 +58,7 @@ class ReasoningGym:
 
 
 class Seeds:
-    """Nothing but a number; the environment makes its world from the seed."""
+    """Endless items with an empty payload, for environments that build each task from its seed."""
 
     size: int | None = None
 
@@ -69,7 +70,7 @@ class Seeds:
 
 
 class Rows:
-    """Rows of a table from `start` to `stop`, in their order or shuffled, for so many epochs (None: without end)."""
+    """Rows `start` to `stop` of a table, in file order or shuffled, for `epochs` epochs (None: endless)."""
 
     def __init__(
         self, table: Table, *, start: int, stop: int, epochs: int | None, shuffle_seed: int | None, keys: list[str]
@@ -77,9 +78,9 @@ class Rows:
         self._table, self._keys = table, keys
         self._start, self._num_rows = start, stop - start
         self._shuffle_seed = shuffle_seed
-        """None keeps them in their order."""
+        """None keeps the file order."""
         self._bounds: list[int] = (np.unique(np.clip(np.cumsum([0, *table.blocks]), start, stop)) - start).tolist()
-        """Of the table's blocks within these rows."""
+        """Bounds of the table's blocks, relative to `start` and cut to the used rows."""
         self._blocks = lru_cache(2)(self._shuffled_blocks)
         self.size = None if epochs is None else epochs * self._num_rows
 
@@ -93,8 +94,11 @@ class Rows:
         return f"{self._table.name}/{found + 1}", row
 
     def _shuffled(self, epoch: int, place: int) -> int:
-        """The row at `place` of the order of `epoch`: blocks in one order, the rows of each in another, so that what is
-        cheap to read together is read together."""
+        """Return the row number at `place` in the shuffled order of `epoch`.
+
+        The order shuffles the blocks, and then the rows within each block. Rows of one block are therefore read
+        together, which is cheap.
+        """
         order, ends = self._blocks(epoch)
         at = bisect_right(ends, place)
         block = order[at]
@@ -103,14 +107,32 @@ class Rows:
         return start + permuted(within, stop - start, seed=stable_seed(self._shuffle_seed, epoch, block))
 
     def _shuffled_blocks(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The blocks in the order of `epoch`, and how many rows have been taken after each."""
+        """Return the shuffled block numbers of `epoch`, and the cumulative number of rows after each block."""
         num_blocks, seed = len(self._bounds) - 1, stable_seed(self._shuffle_seed, epoch)
         order = [permuted(number, num_blocks, seed=seed) for number in range(num_blocks)]
         return order, np.cumsum(np.diff(self._bounds)[order]).tolist()
 
 
+def permuted(number: int, size: int, *, seed: int) -> int:
+    """Return the image of `number` (0..size-1) under the permutation that `seed` selects. No list is stored, and all
+    machines and versions get the same order.
+
+    A Feistel network permutes the next larger power of four. It is applied again until the result is below `size`
+    (cycle walking; Black and Rogaway 2002).
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = number >> half, number & mask
+        for round_number in range(NUM_ROUNDS):
+            left, right = right, left ^ (nth_seed(seed + round_number, right) & mask)
+        number = left << half | right
+        if number < size:
+            return number
+
+
 def open_items(data: DataConfig, *, seed: int, purpose: Purpose, tag: str) -> Items:
-    """The items of `data` for one tag. Those for training and those that are held out differ."""
+    """Return the items of `data` for one tag and purpose. Training items and held-out items differ."""
     if data.source == "reasoning_gym":
         own_seed = stable_seed(seed, purpose, tag) >> 32
         return ReasoningGym(data.dataset, data.options, seed=own_seed, name=purpose)

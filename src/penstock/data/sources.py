@@ -1,24 +1,25 @@
-"""Task sources: the one service that all environments get their tasks from. It lives in the controller, and tasks
-travel with the work.
+"""Task sources: the one place from which all environments get their tasks. The controller owns the source and sends
+each task along with the rollout request.
 
-`MixedTasks` numbers the tasks of all tags, by weight; `TaskStream` walks through them. Nothing but the position is to
-be saved, and memory depends neither on how many tasks were taken nor on how many environments play.
+`MixedTasks` numbers the tasks of all tags, interleaved by weight. `TaskStream` walks through them in order. A
+checkpoint saves only the position. Memory use depends neither on the number of tasks taken nor on the number of
+environments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import takewhile
+from itertools import islice
 
 from penstock.config import Config, ConfigError
 from penstock.data.interleaving import Interleaving
 from penstock.data.items import Items, open_items
-from penstock.ports import TaskSource
+from penstock.ports.environment import TaskSource
 from penstock.types import Purpose, Task
 
 
 class MixedTasks:
-    """`TaskSource` of one purpose, over all its tags."""
+    """A `TaskSource` over all tags of one purpose."""
 
     def __init__(
         self,
@@ -28,13 +29,13 @@ class MixedTasks:
         weights: Mapping[str, int] | None = None,
         sizes: Mapping[str, int | None] | None = None,
     ) -> None:
-        """`sizes`: items of each tag, unless it is as many as there are."""
+        """`sizes`: the number of items to use of each tag. Default: all items of the tag."""
         self._items, self._purpose = items, purpose
         self._order = Interleaving(
             weights or dict.fromkeys(items, 1), sizes or {tag: each.size for tag, each in items.items()}
         )
         self.size = self._order.size
-        """None without end."""
+        """Number of tasks; None if endless."""
 
     def task(self, index: int) -> Task | None:
         place = self._order.at(index)
@@ -46,7 +47,7 @@ class MixedTasks:
 
 
 class FirstTasks:
-    """The first tasks of a source."""
+    """The first `size` tasks of another source."""
 
     def __init__(self, source: TaskSource, size: int) -> None:
         self._source, self._size = source, size
@@ -56,7 +57,7 @@ class FirstTasks:
 
 
 class TaskStream:
-    """Walks a source in order, skipping tasks whose `question` is held out. `position` is all there is to save."""
+    """An iterator over a source that skips tasks with a held-out `question`. `position` is its whole state."""
 
     max_skipped_in_a_row = 10_000
 
@@ -65,16 +66,18 @@ class TaskStream:
         self._held_out = {question(task) for task in held_out} - {""}
 
     def take(self, count: int) -> list[Task]:
-        """The next `count` tasks; fewer once the source is used up."""
-        tasks = (self.next() for _ in range(count))
-        return [task for task in takewhile(lambda task: task is not None, tasks) if task is not None]
+        """Return the next `count` tasks, or fewer once the source is used up."""
+        return list(islice(iter(self.next, None), count))
 
     def at(self, index: int) -> Task | None:
-        """The task at `index`, whether taken or not."""
+        """Return the task at `index`, whether it was taken or not."""
         return self._source.task(index)
 
     def next(self) -> Task | None:
-        """The next task to train on; None once the source is used up."""
+        """Return the next task to train on; None once the source is used up.
+
+        Raises `ConfigError` if `max_skipped_in_a_row` tasks in a row are held out.
+        """
         for _ in range(self.max_skipped_in_a_row):
             task = self._source.task(self.position)
             self.position += 1
@@ -87,14 +90,18 @@ class TaskStream:
 
 
 def question(task: Task) -> str:
-    """What identifies the problem itself, whatever its number: its `question`. Empty for tasks that have none, which
-    are held out by their numbers alone."""
+    """Return the task's `question`, which identifies the problem independently of the task's number.
+
+    It is empty for a task without one; such tasks are held out by their numbers alone.
+    """
     return str(task.payload.get("question", ""))
 
 
 def open_tasks(config: Config, *, seed: int | None = None) -> MixedTasks:
-    """What is trained on, of all tags by weight; with another `seed` than the run's, other tasks where they are drawn.
-    Raises `ConfigError`."""
+    """Return the training tasks of all tags, interleaved by weight. Raises `ConfigError`.
+
+    `seed` replaces the run's seed: sources that draw tasks at random then give other tasks.
+    """
     seed = config.seed if seed is None else seed
     settings = config.environments.train
     items = {tag: open_items(each.data, seed=seed, purpose="train", tag=tag) for tag, each in settings.items()}
@@ -102,7 +109,7 @@ def open_tasks(config: Config, *, seed: int | None = None) -> MixedTasks:
 
 
 def held_out_tasks(config: Config) -> list[Task]:
-    """What validation plays, always the same; never trained on. Raises `ConfigError`."""
+    """Return the validation tasks: always the same, and never trained on. Raises `ConfigError`."""
     items: dict[str, Items] = {}
     sizes: dict[str, int | None] = {}
     for tag, settings in config.environments.eval.items():
@@ -113,9 +120,9 @@ def held_out_tasks(config: Config) -> list[Task]:
 
 
 def _num_held_out(config: Config, eval_tasks: int, size: int | None) -> int:
-    """Of one tag."""
+    """Return the number of validation tasks of one tag."""
     wanted = eval_tasks if config.validation.tasks is None else config.validation.tasks
     if wanted >= 0:
         return wanted if size is None else min(wanted, size)
-    assert size is not None, "the configuration refuses a whole of what has no end"
+    assert size is not None, "the configuration refuses all items of an endless source"
     return size

@@ -1,7 +1,8 @@
-"""Environments of other libraries, played as they are: Gymnasium's, by id or by class, and GEM's.
+"""Adapters for the environments of other libraries: Gymnasium (by id or by class) and GEM.
 
-They begin with `reset(seed=...)`, and their observations and actions need not be text. An answer that holds no action
-never reaches the environment: either it ends the episode, or it costs a turn and what was seen last is shown again.
+These environments start with `reset(seed=...)`, and their observations and actions need not be text. An answer without
+an action never reaches the environment. It either ends the episode, or costs a turn and the policy sees the last
+observation again.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ from penstock.envs.options import check_options, misfit
 from penstock.types import Task
 
 PACKAGES = {"gym": "gymnasium", "gem": "gem"}
-"""What is behind a name like `gym:FrozenLake-v1`; the extras have the names' own beginnings."""
+"""Package for each prefix of a name like `gym:FrozenLake-v1`. Penstock's pip extras have the same names as the
+prefixes."""
 LARGEST_SEED = 2**31
-"""Some of these environments seed generators that take no more."""
+"""Upper bound (exclusive) of seeds: some of these environments use generators that accept no larger seed."""
 KEPT = ("__module__", "__qualname__", "blocking", "isolated", "max_concurrent")
-"""Of a class that is adapted: where it is found, and how it wants to be called."""
+"""Attributes copied from an adapted class: its location, and how to call it."""
 
 Result = tuple[str, float, bool, bool, dict[str, Any]]
 
 
 class Adapter:
-    """One episode of such an environment. Its own options are `prompt`, `action_names`, `unparsable` and
-    `unparsable_reward`; all others are the environment's."""
+    """One episode of another library's environment. The adapter takes the options `prompt`, `action_names`,
+    `unparsable` and `unparsable_reward`; all other options go to the environment."""
 
     make: Callable[..., Any]
-    """Of the environment itself."""
+    """Creates the wrapped environment."""
 
     def __init__(
         self,
@@ -49,24 +51,32 @@ class Adapter:
         unparsable_reward: float = 0.0,
         **arguments: Any,
     ) -> None:
-        """`prompt` is a format string over `{observation}` and `{actions}`, which says what an action looks like; every
-        observation is shown with it. An answer without an action earns `unparsable_reward` and is followed by the last
-        observation `again`, or by the `end`."""
+        """`prompt`: a format string with `{observation}` and `{actions}`, used for every observation. `{actions}` is a
+        description of a valid action. `action_names`: names for a discrete space's actions, in order. `unparsable`:
+        what follows an answer without an action, the last observation (`again`) or the `end` of the episode.
+        `unparsable_reward`: the reward of such an answer."""
         if unparsable not in ("again", "end"):
             raise ConfigError(f"env.options.unparsable is `again` or `end`, not {unparsable!r}")
         self._env = type(self).make(**arguments)
         self._reader = self._read_spaces(action_names)
         self._prompt = prompt or ("{observation}" if self._reader is None else "{observation}\nAction: {actions}")
-        _check_prompt(self._prompt)
+        try:
+            self._prompt.format(observation="", actions="")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(
+                f"env.options.prompt {self._prompt!r} can contain only {{observation}} and {{actions}}: "
+                f"{type(error).__name__} {error}"
+            ) from None
         self._unparsable, self._unparsable_reward = unparsable, unparsable_reward
         self._shown = ""
 
     def _read_spaces(self, action_names: Sequence[str]) -> Any:
-        """What reads actions and writes observations; None where both are text."""
+        """Return the `Actions` that read the policy's answers; None if observations and actions are text already, as in
+        an environment without an action space."""
         action_space = getattr(self._env, "action_space", None)
         if action_space is None:
             return None
-        from penstock.envs.spaces import Actions, check_observations
+        from penstock.envs.spaces import Actions, check_observations  # needs Gymnasium
 
         check_observations(self._env.observation_space)
         return Actions(action_space, action_names)
@@ -90,7 +100,7 @@ class Adapter:
         return self._show(observation, info), float(reward), bool(terminated), bool(truncated), info
 
     def demonstrate(self) -> str:
-        """Some action, as it should be written: it shows the form, not how to play well."""
+        """Return a random action in the right form. It shows how to write an action, not how to play well."""
         if self._reader is not None:
             return str(self._reader.write(self._env.action_space.sample()))
         if not hasattr(self._env, "sample_random_action"):
@@ -99,14 +109,13 @@ class Adapter:
             return str(self._env.sample_random_action())
 
     def close(self) -> None:
-        close = getattr(self._env, "close", None)
-        if close is not None:
-            close()
+        if hasattr(self._env, "close"):
+            self._env.close()
 
     def _show(self, observation: Any, info: dict[str, Any]) -> str:
-        text = observation if self._reader is None else _write(observation)
+        text = observation if self._reader is None else self._reader.write_observation(observation)
         if not isinstance(text, str):
-            return text  # type: ignore[no-any-return] # whoever plays it says what is wrong with that
+            return text  # type: ignore[no-any-return] # the caller reports the wrong type
         text = f"{info.get('prefix', '')}{text}"
         if suffix := info.get("suffix"):
             text = f"{text.rstrip()}\n{suffix}"
@@ -115,13 +124,14 @@ class Adapter:
         return self._shown
 
     def _randomness(self) -> AbstractContextManager[None]:
-        """Gymnasium's environments draw from generators of their own."""
+        """Return a context for calls that use random numbers. Gymnasium's environments have their own generators and
+        need none."""
         return nullcontext()
 
 
 class GemAdapter(Adapter):
-    """GEM's environments seed and use Python's and NumPy's global generators: each episode sees its own states of them,
-    so that episodes which take turns do not disturb each other."""
+    """One episode of a GEM environment. GEM seeds and uses the global generators of Python and NumPy. Each episode gets
+    its own states of them, so that interleaved episodes do not disturb each other."""
 
     _alone = threading.Lock()
 
@@ -142,7 +152,7 @@ class GemAdapter(Adapter):
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """The global generators go on as if the body had not been."""
+    """Restore the global generators after the body."""
     before = random.getstate(), np.random.get_state()
     try:
         yield
@@ -151,23 +161,9 @@ def _restored() -> Iterator[None]:
         np.random.set_state(before[1])
 
 
-def _check_prompt(prompt: str) -> None:
-    try:
-        prompt.format(observation="", actions="")
-    except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(
-            f"env.options.prompt {prompt!r} knows {{observation}} and {{actions}} only: {type(error).__name__} {error}"
-        ) from None
-
-
-def _write(observation: Any) -> str:
-    from penstock.envs.spaces import write
-
-    return write(observation)
-
-
 def check_package(name: str) -> tuple[str, str]:
-    """(package, id) of a name like `gym:FrozenLake-v1`, importing nothing. Raises `ConfigError`."""
+    """Return (package, id) of a name like `gym:FrozenLake-v1`, without importing anything. Raises `ConfigError` if the
+    package is not installed or the id is empty."""
     kind, _, identifier = name.partition(":")
     package = PACKAGES[kind]
     if find_spec(package) is None:
@@ -178,45 +174,38 @@ def check_package(name: str) -> tuple[str, str]:
 
 
 def adapt_id(name: str) -> type[Adapter]:
-    """The environment behind a name like `gym:FrozenLake-v1` or `gem:game:GuessTheNumber-v0-easy`."""
+    """Return the adapter class for a name like `gym:FrozenLake-v1` or `gem:game:GuessTheNumber-v0-easy`. Raises
+    `ConfigError` if the library has no such environment."""
     package, identifier = check_package(name)
     library = importlib.import_module(package)
-    if package == "gem":
-        return _gem(name, library, identifier)
+    errors: Any = library.error.Error if package == "gymnasium" else ()
 
     def make(**arguments: Any) -> Any:
         try:
-            return _made(library, identifier, arguments)
-        except library.error.Error as error:  # a package that this one needs is missing, say
+            return library.make(identifier, **arguments)
+        except TypeError as error:  # only the library knows which arguments fit
+            raise misfit(identifier, arguments, error) from None
+        except errors as error:  # for example, a dependency of the environment is missing
             raise ConfigError(f"env.name {name!r}: {error}") from None
 
+    if package == "gem":
+        importlib.import_module("gem.envs")  # registers GEM's environments
+        known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+        if identifier not in known:
+            near = [each for each in known if identifier.partition("-")[0].lower() in each.lower()]
+            raise ConfigError(f"env.name {name!r}: GEM has no {identifier}; there are {', '.join(near or known)}")
+        return _adapting(GemAdapter, make, identifier)
     try:
         library.spec(identifier)
-    except library.error.Error as error:
+    except errors as error:
         raise ConfigError(f"env.name {name!r}: {error}") from None
     return _adapting(Adapter, make, identifier)
 
 
-def _gem(name: str, library: Any, identifier: str) -> type[Adapter]:
-    importlib.import_module("gem.envs")  # registers them
-    known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
-    if identifier not in known:
-        near = [each for each in known if identifier.partition("-")[0].lower() in each.lower()]
-        raise ConfigError(f"env.name {name!r}: GEM has no {identifier}; there are {', '.join(near or known)}")
-    return _adapting(GemAdapter, lambda **arguments: _made(library, identifier, arguments), identifier)
-
-
-def _made(library: Any, identifier: str, arguments: dict[str, Any]) -> Any:
-    try:
-        return library.make(identifier, **arguments)
-    except TypeError as error:  # only the library knows what takes them
-        raise misfit(identifier, arguments, error) from None
-
-
 def adapt_class(kind: type) -> type[Adapter] | None:
-    """How to play `kind`, if it is a subclass of Gymnasium's or GEM's `Env`."""
+    """Return the adapter class for `kind`, if it is a subclass of Gymnasium's or GEM's `Env`; else None."""
     for package, adapter in (("gymnasium", Adapter), ("gem", GemAdapter)):
-        base = getattr(sys.modules.get(package), "Env", None)  # whoever subclasses it has imported it
+        base = getattr(sys.modules.get(package), "Env", None)  # None if not imported: then no subclass exists
         if base is not None and issubclass(kind, base):
             kept = {key: getattr(kind, key) for key in KEPT if hasattr(kind, key)}
             return _adapting(adapter, partial(_made_of, kind), kind.__name__, **kept)
@@ -229,5 +218,5 @@ def _made_of(kind: type, /, **arguments: Any) -> Any:
 
 
 def _adapting(adapter: type[Adapter], make: Callable[..., Any], name: str, **kept: Any) -> type[Adapter]:
-    """Called `name`: failures say so."""
+    """Return a subclass of `adapter` with the class name `name`. Error messages show this name."""
     return type(name, (adapter,), {"make": staticmethod(make), **kept})

@@ -1,8 +1,8 @@
-"""Agents that bring their own loop: programs that play an episode through an OpenAI client, unchanged.
+"""Agents: programs with their own loop that play an episode through an unchanged OpenAI client.
 
-A gateway shows each of them an endpoint of its own. What it says there becomes the turns of its episode: prompts are
-what the agent sent, answers are the policy's tokens as they were sampled. A conversation only grows: of a history that
-the gateway itself has answered, the recorded tokens count, never a new tokenisation of their text.
+A gateway gives each agent its own endpoint. The agent's requests there become the turns of its episode: prompts are
+what the agent sent, answers are the tokens that the policy sampled. A conversation only grows. For the part of the
+history that the gateway has already answered, the recorded tokens are used, never a new tokenisation of their text.
 """
 
 from __future__ import annotations
@@ -15,94 +15,84 @@ from typing import Any, Protocol, TypeVar
 from penstock.deadline import deadline, holding
 from penstock.envs.episode import Episode
 from penstock.model.chat import ChatTokenizer
-from penstock.types import Endpoint, Segment, StopReason
+from penstock.ports.environment import Endpoint
+from penstock.samples import Segment
+from penstock.types import StopReason
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
 
 TURN_S = 6 * 3600.0
-"""For an agent's request to wait for another of its own: its lease ends before."""
+"""How long a request of an agent may wait for the agent's other request. The lease ends earlier."""
 
 
 class Gateway(Protocol):
-    """Shows conversations to agents."""
+    """Gives agents access to their conversations."""
 
     async def open(self, conversation: Conversation) -> Endpoint:
-        """Where this conversation is held, until it is closed."""
-        ...
+        """Return the endpoint of this conversation. It is valid until `close`."""
 
     async def close(self, endpoint: Endpoint) -> None:
-        """Give up what is still being answered there, and wait until it has been; whoever asks later is told that it is
-        over."""
-        ...
+        """Cancel the endpoint's running requests and wait until they have ended. Later requests are told that the
+        episode is over."""
 
 
 class Over(RuntimeError):
-    """The episode has no turn or no token left: nothing more can be said in it."""
+    """The episode has no turn or no token left, so the policy cannot answer in it again."""
 
 
 class Diverged(ValueError):
-    """The agent's history is not what was said so far."""
+    """The agent's history differs from the recorded conversation."""
 
 
 Generate = Callable[[Episode, bool], Awaitable[Segment]]
-"""Asks for the next segment of the open turn; the flag says whether it goes on with an answer that was cut."""
+"""Requests the next segment of the open turn. The flag is True if the segment continues a cut answer."""
 
 
 class Conversation:
-    """One episode as its agent sees it. Requests are answered one after the other."""
+    """One episode as its agent sees it. Requests are answered one at a time."""
 
-    def __init__(
-        self,
-        episode: Episode,
-        chat: ChatTokenizer,
-        generate: Generate,
-        *,
-        max_turns: int,
-        max_context: int,
-    ) -> None:
-        self._episode, self._chat, self._generate = episode, chat, generate
-        self._max_turns, self._max_context = max_turns, max_context
+    def __init__(self, episode: Episode, chat: ChatTokenizer, generate: Generate, *, max_context: int) -> None:
+        """`max_context`: maximum number of tokens of a prompt and its answer together."""
+        self._episode, self._chat, self._generate, self.max_context = episode, chat, generate, max_context
         self._bounds = episode.bounds
         self._history: list[Message] = []
-        """Messages whose tokens are the episode's context, the last answer included."""
+        """The messages behind the tokens of the episode's context, including the last answer."""
         self._turn = asyncio.Lock()
         self.over: str | None = None
-        """Why something was refused, because no turn or no token was left."""
+        """Reason why a request was refused for lack of turns or tokens; None if none was refused."""
         self.cut = False
-        """The last answer ended at a limit."""
+        """Whether the last answer ended at a limit."""
         self.stop_reason: StopReason = "terminated"
-        """Why it goes no further, if its agent says nothing more."""
+        """Why the episode ends, if its agent sends no further request."""
 
     @property
     def name(self) -> str:
         return str(self._episode.lease.episode)
 
-    @property
-    def max_context(self) -> int:
-        """Tokens of prompt and answer."""
-        return self._max_context
-
     def prompt(self, messages: Sequence[Message], **settings: Any) -> list[int]:
-        """The tokens of a conversation up to where the assistant speaks; recorded ones as far as it repeats them."""
+        """Return the tokens of a conversation, up to the start of the assistant's next answer. Where the conversation
+        repeats recorded messages, the recorded tokens are used. Raises `Diverged` if it adds nothing to them."""
         known = len(self._history)
         asked = _plain(messages)
         if not known or not _same(asked[:known], self._history):
             return self._chat.prompt(messages, **settings)
         if len(asked) == known:
-            raise Diverged("the conversation ends with the assistant's own words: say something to it first")
+            raise Diverged("the conversation ends with the assistant's own answer: add a message to it")
         ended = self._episode.context[-1] in self._chat.eos_ids
         self._episode.num_drifts += self._has_drifted(asked[known - 1])
         return self._episode.context + self._chat.continuation(messages[known:], ended=ended, **settings)
 
     def _has_drifted(self, answer: Message) -> bool:
-        """Whether the tokens of the latest answer, as its agent shows it back, are others than those recorded."""
+        """Return whether the latest answer, as the agent sends it back, tokenises differently from the recorded
+        tokens."""
         said = [token for segment in self._episode.turns[-1].segments for token in segment.token_ids]
         shown = self._chat.encode(answer.get("content") or "")
         return shown != [token for token in said if token not in self._chat.eos_ids]
 
     def _healed(self, prompt_ids: list[int]) -> list[int] | None:
-        """The recorded tokens, and what the prompt adds to their text; None if it does not begin with that."""
+        """Return the recorded tokens followed by the new part of the prompt. None if the prompt's text does not begin
+        with the recorded text, or adds nothing to it."""
         known = self._chat.decode(self._episode.context, skip_special=False)
         text = self._chat.decode(prompt_ids, skip_special=False)
         if not known or not text.startswith(known) or len(text) == len(known):
@@ -113,8 +103,9 @@ class Conversation:
     async def answer(
         self, prompt_ids: list[int], max_tokens: int, messages: Sequence[Message] | None = None
     ) -> Segment:
-        """One turn, all its segments joined; `messages` are what `prompt` made the ids of. Raises `Diverged` for
-        another history than this, `Over` when nothing more can be said."""
+        """Generate one turn and return its segments joined into one. `messages`: the messages behind `prompt_ids`, if
+        `prompt` made them. Raises `Diverged` if the history differs from the recorded one, and `Over` when no turn or
+        token is left."""
         async with holding(
             self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its agent's other request"
         ):
@@ -124,17 +115,17 @@ class Conversation:
                 prompt_ids = self._healed(prompt_ids) or []
             if len(prompt_ids) <= known:
                 raise Diverged(
-                    "the prompt does not begin with what was said so far: an episode is one "
+                    "the prompt does not begin with the recorded conversation: an episode is one "
                     "conversation that only grows; branches and rewritten histories cannot be trained as one"
                 )
-            limit = min(max_tokens, episode.turn_budget, self._max_context - len(prompt_ids))
-            if len(episode.turns) >= self._max_turns:
-                raise self._end("max_turns", f"the episode has had its {self._max_turns} turns (env.max_turns)")
+            limit = min(max_tokens, episode.turn_budget, self.max_context - len(prompt_ids))
+            if len(episode.turns) >= (max_turns := episode.settings.max_turns):
+                raise self._end("max_turns", f"the episode has used its {max_turns} turns (env.max_turns)")
             if limit < 1:
                 raise self._end(
                     "max_length",
                     f"{len(prompt_ids)} prompt tokens leave no room to answer within model.max_context "
-                    f"{self._max_context} and the episode's budget",
+                    f"{self.max_context} and the episode's budget",
                 )
             episode.bounds = replace(self._bounds, max_new_tokens=limit)
             episode.open_turn(prompt_ids[known:])
@@ -153,47 +144,48 @@ class Conversation:
                 self._history = [*_plain(messages), {"role": "assistant", "content": episode.text}]
             return said
 
-    def _end(self, reason: StopReason, why: str) -> Over:
-        self.stop_reason, self.over = reason, why
-        return Over(why)
+    def _end(self, reason: StopReason, message: str) -> Over:
+        self.stop_reason, self.over = reason, message
+        return Over(message)
 
 
-class Patience:
-    """Bounds an agent's play to the seconds of its lease; waiting for the scheduler costs it none."""
+class PausableTimeout:
+    """Time limit of an agent's play: the seconds of its lease. The clock pauses while the agent waits for the
+    scheduler."""
 
     def __init__(self, seconds: float, *, waiter: str) -> None:
         self._seconds, self._waiter = seconds, waiter
         self._timer: asyncio.Timeout | None = None
-        self._played = False
+        """None before and after the play."""
 
-    async def bound(self, play: Awaitable[T]) -> T:
-        """What `play` returns. Stalled when the time is up."""
+    async def run(self, play: Awaitable[T]) -> T:
+        """Return the result of `play`. Raises `Stalled` when the time is up."""
         try:
             async with deadline(
                 self._seconds, waiter=self._waiter, resource="the end of play", holder="its agent"
             ) as self._timer:
                 return await play
         finally:
-            self._played = True
+            self._timer = None
 
-    async def excuse(self, waiting: Awaitable[T]) -> T:
-        """What `waiting` returns; the clock stands still meanwhile."""
+    async def paused(self, waiting: Awaitable[T]) -> T:
+        """Return the result of `waiting`. The clock is paused meanwhile."""
         now = asyncio.get_running_loop().time
-        timer = self._timer
-        when = timer.when() if timer is not None else None
-        if timer is None or when is None:
+        when = self._timer.when() if self._timer is not None else None
+        if self._timer is None or when is None:
             return await waiting
         left = when - now()
-        timer.reschedule(None)
+        self._timer.reschedule(None)
         try:
             return await waiting
         finally:
-            if not self._played:
-                timer.reschedule(now() + left)
+            if self._timer is not None:
+                self._timer.reschedule(now() + left)
 
 
 def _same(asked: Sequence[Message], history: Sequence[Message]) -> bool:
-    """But for spaces around answers, which some clients cut off."""
+    """Return whether both lists hold the same messages. Spaces around the assistant's answers are ignored, because
+    some clients strip them."""
     return len(asked) == len(history) and all(map(_matches, asked, history))
 
 
@@ -204,7 +196,8 @@ def _matches(asked: Message, known: Message) -> bool:
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:
-    """As they matter for the tokens: clients echo answers with fields of their own that are empty."""
+    """Return the messages without empty fields, which do not affect the tokens. Clients add such fields when they echo
+    answers."""
     empty: tuple[Any, ...] = (None, [], {}, "")
     return [
         {key: value for key, value in message.items() if key == "content" or value not in empty} for message in messages

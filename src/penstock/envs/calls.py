@@ -1,6 +1,7 @@
-"""Calls into environments, which are not ours: on the event loop, in threads or in other processes.
+"""Calls into environments, which are user code: on the event loop, in threads or in other processes.
 
-Whatever they raise or return that no environment may is an `EpisodeFailure` that names environment, method and task.
+An exception or an invalid return value of an environment becomes an `EpisodeFailure` that names the environment, method
+and task.
 """
 
 from __future__ import annotations
@@ -10,86 +11,85 @@ import inspect
 import logging
 import math
 import numbers
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.config import ConfigError
-from penstock.deadline import deadline, placed
-from penstock.envs.hosted import awaited
-from penstock.envs.origin import LoggedOnce, OnError, described
+from penstock.deadline import deadline, permit
+from penstock.envs.exception_location import OnError, described
 from penstock.envs.threads import in_thread
-from penstock.types import Endpoint
+from penstock.envs.worker_calls import awaited
+from penstock.ports.environment import Endpoint
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 CLOSE_S = 5.0
-"""For an environment to put its things away."""
+"""Time limit of an environment's `close`."""
 SHOWN_CHARACTERS = 120
-"""Of what a method returned instead of what it should."""
+"""Characters of an invalid return value shown in its error message."""
 
 
 class EpisodeFailure(RuntimeError):
-    """An episode cannot go on; becomes the `error` of its trajectory."""
+    """An episode cannot continue. The message becomes the `error` of its trajectory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of an action."""
+class Outcome(NamedTuple):
+    """Result of one `step`."""
 
     observation: str
     reward: float | None
     """None: the environment leaves it to `env.reward`."""
     terminated: bool
-    """The world came to an end."""
+    """The environment reached a terminal state."""
     truncated: bool
-    """The environment would not go on, though its world could."""
+    """The environment stopped before a terminal state."""
     info: Mapping[str, Any]
-    """Whatever it tells beside."""
+    """Further information from the environment."""
 
 
-class Places:
-    """How many calls into environments of one class may run at once: what the class says in `max_concurrent`."""
+class ConcurrencyLimit:
+    """Limit on concurrent calls into environments of one class or into one reward, as it sets it in
+    `max_concurrent`."""
 
     def __init__(self) -> None:
-        self._free: dict[type, asyncio.Semaphore] = {}
+        self._free: dict[object, asyncio.Semaphore] = {}
 
     @asynccontextmanager
-    async def one(self, kind: type, *, waiter: str) -> AsyncIterator[None]:
-        """For the length of the body."""
-        limit: int | None = getattr(kind, "max_concurrent", None)
+    async def slot(self, limited: object, *, waiter: str) -> AsyncIterator[None]:
+        """Hold a slot of `limited`, a class or an object, during the body. Wait for one if all are taken."""
+        limit: int | None = getattr(limited, "max_concurrent", None)
         if limit is None:
             yield
             return
-        free = self._free.setdefault(kind, asyncio.Semaphore(limit))
+        free = self._free.setdefault(limited, asyncio.Semaphore(limit))
         holder = f"{limit} others (max_concurrent)"
-        async with placed(free, waiter=waiter, resource=f"a place in {kind.__name__}", holder=holder):
+        async with permit(
+            free,
+            waiter=waiter,
+            resource=f"a slot of {getattr(limited, '__name__', type(limited).__name__)}",
+            holder=holder,
+        ):
             yield
 
 
-class World:
+class EpisodeEnvironment:
     """The environment of one episode.
 
-    One that says `blocking = True` gets a thread per call, one that says `isolated = True` a process of its own; others
-    run on the event loop, where they must not hold others up. With `max_concurrent` a class says how many calls, or
-    processes, there may be at once.
+    A class with `blocking = True` gets a thread per call. A class with `isolated = True` gets its own process. All
+    other classes run on the event loop and must not block it. A class may limit its concurrent calls, or processes,
+    with `max_concurrent`.
     """
 
     def __init__(
-        self,
-        make: Callable[[], Any],
-        *,
-        name: str,
-        task_id: str,
-        places: Places,
-        on_error: OnError | None = None,
+        self, make: Callable[[], Any], *, name: str, task_id: str, limit: ConcurrencyLimit, on_error: OnError
     ) -> None:
-        """`on_error`: told of whatever it raises, but for its own end."""
-        self._task_id, self._places = task_id, places
-        self._on_error = on_error or LoggedOnce()
+        """`on_error`: called with each exception that the environment raises, except `ConfigError`, cancellation and
+        interrupts."""
+        self._task_id, self._limit = task_id, limit
+        self._on_error = on_error
         self._name = name
         self._closed = False
         self._env: Any = None
@@ -99,45 +99,46 @@ class World:
 
     @property
     def is_agent(self) -> bool:
-        """It brings its own loop."""
+        """Whether the environment is an agent with its own loop."""
         return hasattr(self._env, "play")
 
     @property
     def is_isolated(self) -> bool:
-        """It has a process of its own, for which it has to wait."""
+        """Whether the environment runs in its own process, for which the episode has to wait."""
         return getattr(self._env, "has_own_process", False) is True
 
     def holder(self, method: str) -> str:
-        """Who holds what is waited for, while that method runs."""
+        """Return the name of a method for stall reports: the method holds the awaited resource while it runs."""
         return f"{self._name}.{method}"
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Every call is made inside one; waiting for it costs an episode none of its time."""
-        async with self._places.one(type(self._env), waiter=self._task_id):
-            yield
+    def slot(self) -> AbstractAsyncContextManager[None]:
+        """Return a context that holds a slot for a call. Every call needs one. The wait does not count against the
+        episode's time."""
+        return self._limit.slot(type(self._env), waiter=self._task_id)
 
     async def enter(self) -> None:
-        """Wait for its process, if it has one."""
+        """Wait for a process, if the environment is isolated."""
         if self.is_isolated:
             await self._env.enter()
 
     async def reset(self, seed: int) -> tuple[str, Mapping[str, Any]]:
-        """The first observation, and what is told beside it."""
+        """Return the first observation and its `info`."""
         with self._blamed("reset"):
-            return _first_observation(await call_async(self._env, "reset", seed))
+            observation, info = _unpack(await call_async(self._env, "reset", seed), "observation, info")
+            return observation, info
 
     async def step(self, action: str) -> Outcome:
         with self._blamed("step"):
             return _outcome(await call_async(self._env, "step", action))
 
     async def play(self, llm: Endpoint, seed: int) -> float | None:
-        """Of an agent: the reward. None: it leaves that to `env.reward`."""
+        """Let the agent play, and return its reward. None leaves the reward to `env.reward`."""
         with self._blamed("play"):
             return check_reward(await call_async(self._env, "play", llm, seed))
 
     async def close(self) -> None:
-        """Once; an environment without `close` has nothing to put away. What goes wrong is told, and harms nobody."""
+        """Close the environment, once, if it has a `close`. Errors and timeouts are logged and do not fail the
+        episode."""
         if self._closed or not hasattr(self._env, "close"):
             return
         self._closed = True
@@ -150,7 +151,8 @@ class World:
 
     @contextmanager
     def _blamed(self, method: str) -> Iterator[None]:
-        """The boundary to code that is not ours: it may raise anything at all."""
+        """Turn any exception of the environment's method into an `EpisodeFailure` that names the method and the task.
+        User code may raise any exception. `ConfigError`, interrupts and cancellation of this task pass through."""
         where = f"{self.holder(method)} of {self._task_id}"
         try:
             yield
@@ -159,14 +161,15 @@ class World:
         except EpisodeFailure as error:
             raise EpisodeFailure(f"{where}: {error}") from None
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+                raise  # the task itself is being cancelled; the environment may also raise CancelledError on its own
             self._on_error(self.holder(method), error)
             raise EpisodeFailure(f"{where}: {described(error)}") from error
 
 
 async def call_async(env: object, method: str, *args: Any) -> Any:
-    """What the method returns in the end. A plain one of an environment that is `blocking` gets a thread."""
+    """Call a method and return its result, awaited if necessary. A plain method of a `blocking` environment runs in a
+    thread."""
     function = getattr(env, method)
     if getattr(env, "blocking", False) and not inspect.iscoroutinefunction(function):
         result = await in_thread(function, *args, name=f"{type(env).__name__}.{method}")
@@ -175,55 +178,29 @@ async def call_async(env: object, method: str, *args: Any) -> Any:
     return await awaited(result)
 
 
-def _is_cancelled() -> bool:
-    """Whether somebody cancels this very task, instead of something in it having said so."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _first_observation(result: object) -> tuple[str, Mapping[str, Any]]:
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise EpisodeFailure(f"returned {_shown(result)}, not (observation, info)")
-    return _checked_observation(result[0]), _checked_info(result[1])
+def _unpack(result: object, form: str) -> Sequence[Any]:
+    """Return the parts of a result: a tuple of `form`, which begins with the observation and ends with `info`. An
+    `info` that is not a mapping becomes an empty one. Raises `EpisodeFailure` for another form."""
+    if not isinstance(result, tuple | list) or len(result) != len(form.split(", ")):
+        raise EpisodeFailure(f"returned {repr(result)[:SHOWN_CHARACTERS]}, not ({form})")
+    if not isinstance(result[0], str):
+        raise EpisodeFailure(f"the observation is a {type(result[0]).__name__}, not a string")
+    return [*result[:-1], result[-1] if isinstance(result[-1], Mapping) else {}]
 
 
 def _outcome(result: object) -> Outcome:
-    if not isinstance(result, tuple | list) or len(result) != 5:
-        raise EpisodeFailure(f"returned {_shown(result)}, not (observation, reward, terminated, truncated, info)")
-    observation, reward, terminated, truncated, info = result
-    return Outcome(
-        observation=_checked_observation(observation),
-        reward=check_reward(reward),
-        terminated=_checked_flag("terminated", terminated),
-        truncated=_checked_flag("truncated", truncated),
-        info=_checked_info(info),
+    observation, reward, terminated, truncated, info = _unpack(
+        result, "observation, reward, terminated, truncated, info"
     )
-
-
-def _shown(result: object) -> str:
-    return repr(result)[:SHOWN_CHARACTERS]
-
-
-def _checked_observation(observation: object) -> str:
-    if not isinstance(observation, str):
-        raise EpisodeFailure(f"the observation is a {type(observation).__name__}, not a string")
-    return observation
-
-
-def _checked_info(info: object) -> Mapping[str, Any]:
-    """Nobody depends on it: what is none tells nothing."""
-    return info if isinstance(info, Mapping) else {}
-
-
-def _checked_flag(name: str, flag: object) -> bool:
-    """Any boolean, numpy's too."""
-    if type(flag).__name__ not in ("bool", "bool_"):
-        raise EpisodeFailure(f"{name} is {flag!r}, not a boolean")
-    return bool(flag)
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if type(flag).__name__ not in ("bool", "bool_"):  # Python's or NumPy's
+            raise EpisodeFailure(f"{name} is {flag!r}, not a boolean")
+    return Outcome(observation, check_reward(reward), bool(terminated), bool(truncated), info)
 
 
 def check_reward(reward: object) -> float | None:
-    """Any finite real number, or none at all."""
+    """Return the reward as a float, or None if there is none. Raises `EpisodeFailure` unless it is a finite real
+    number."""
     if reward is None:
         return None
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):

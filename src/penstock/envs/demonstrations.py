@@ -1,45 +1,47 @@
-"""Worked examples for the warm start: an environment's own expert plays it, in the tokens the policy will see."""
+"""Demonstrations for the warm start: the environment's own expert plays it, in the tokens that the policy will see."""
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from penstock.config import ConfigError
-from penstock.envs.origin import described
+from penstock.envs.exception_location import described
 from penstock.model.chat import ChatTokenizer
-from penstock.ports import Environment
-from penstock.types import Task, stable_seed
+from penstock.ports.environment import Environment
+from penstock.seeding import stable_seed
+from penstock.types import Task
 
-
-@runtime_checkable
-class Expert(Protocol):
-    """An environment that knows what to do."""
-
-    def demonstrate(self) -> str:
-        """A good action for the present state."""
-        ...
-
-
-class Tasks(Protocol):
-    def next(self) -> Task | None: ...
+EARLIER_ACTIONS = 256
+"""Number of the expert's latest actions among which a mistake is chosen."""
 
 
 def demonstrations(
-    tasks: Tasks,
+    next_task: Callable[[], Task | None],
     *,
     make: Callable[[Task], Environment],
     max_turns: Callable[[Task], int],
     chat: ChatTokenizer,
     seed: int,
+    noise: float = 0.0,
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields (token_ids, loss_mask) per episode of at most `max_turns`, as long as there are tasks; the mask is 1 on
-    the expert's tokens."""
-    while (task := tasks.next()) is not None:
+    """Yield (token_ids, loss_mask) for one episode per task, until `next_task` returns None. An episode has at most
+    `max_turns` turns. The mask is 1 on the expert's tokens. `noise`: the fraction of actions that are replaced by an
+    action of an earlier demonstration. Raises `ConfigError` if an environment cannot demonstrate or fails."""
+    mistakes = _Mistakes(noise, seed)
+    for task in iter(next_task, None):
         env: Any = make(task)
         try:
-            _check_expert(env)
-            example = _episode(env, chat, max_turns(task), seed=stable_seed(seed, "demonstration", task.index))
+            if not hasattr(env, "demonstrate"):
+                raise ConfigError(
+                    f"model.warm_start needs an environment with demonstrate(); {type(env).__name__} has none: "
+                    "set model.warm_start.steps to 0 or use a trained model"
+                )
+            example = _episode(
+                env, chat, max_turns(task), mistakes, seed=stable_seed(seed, "demonstration", task.index)
+            )
         except ConfigError:
             raise
         except Exception as error:
@@ -51,15 +53,23 @@ def demonstrations(
         yield example
 
 
-def _check_expert(env: object) -> None:
-    if not isinstance(env, Expert):
-        raise ConfigError(
-            f"model.warm_start needs an environment with demonstrate(); {type(env).__name__} has none: "
-            "set model.warm_start.steps to 0 or use a trained model"
-        )
+class _Mistakes:
+    """Replaces a fraction of the actions by actions that the expert gave before."""
+
+    def __init__(self, fraction: float, seed: int) -> None:
+        self._fraction, self._random = fraction, random.Random(stable_seed(seed, "mistakes"))
+        self._earlier: deque[str] = deque(maxlen=EARLIER_ACTIONS)
+
+    def replaced(self, action: str) -> str:
+        mistaken = self._earlier and self._random.random() < self._fraction
+        shown = self._random.choice(self._earlier) if mistaken else action
+        self._earlier.append(action)
+        return shown
 
 
-def _episode(env: Any, chat: ChatTokenizer, max_turns: int, *, seed: int) -> tuple[list[int], list[int]]:
+def _episode(
+    env: Any, chat: ChatTokenizer, max_turns: int, mistakes: _Mistakes, *, seed: int
+) -> tuple[list[int], list[int]]:
     observation, _ = env.reset(seed)
     token_ids = chat.prompt([{"role": "user", "content": observation}])
     mask = [0] * len(token_ids)
@@ -67,6 +77,7 @@ def _episode(env: Any, chat: ChatTokenizer, max_turns: int, *, seed: int) -> tup
         action = env.demonstrate()
         if not isinstance(action, str):
             raise ConfigError(f"model.warm_start: {type(env).__name__}.demonstrate returned {action!r}, not a string")
+        action = mistakes.replaced(action)
         action_ids = [*chat.encode(action), chat.eos_ids[0]]
         token_ids, mask = token_ids + action_ids, mask + [1] * len(action_ids)
         observation, _, terminated, truncated, _ = env.step(action)

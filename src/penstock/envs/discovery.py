@@ -1,14 +1,18 @@
-"""Environment classes in files, found by reading their syntax trees: nothing is imported, nothing runs."""
+"""Discovery of environment classes in files, from syntax trees: nothing is imported and nothing runs."""
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+PLAIN_BASES = ("object", "Protocol", "ABC")
+"""Base classes that do not change how a class is constructed."""
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 SKIPPED = ("__pycache__", "site-packages", "node_modules")
+"""Folders that are not searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,24 +22,24 @@ class EnvironmentClass:
     class_name: str
     file: Path
     description: str
-    """First line of its docstring."""
+    """First line of the class's docstring."""
 
     @property
     def name(self) -> str:
-        """What `env.name` would be."""
+        """Return the `env.name` that selects this class."""
         return f"{self.file}:{self.class_name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A file that is no Python we can read."""
+    """A file that cannot be read or parsed as Python."""
 
     file: Path
     reason: str
 
 
 def discover(directory: Path) -> Iterator[EnvironmentClass | Unreadable]:
-    """Everything below `directory`, hidden and installed files aside."""
+    """Yield all environment classes and unreadable files below `directory`. Hidden and installed files are skipped."""
     for folder, subfolders, files in os.walk(directory):
         subfolders[:] = sorted(name for name in subfolders if _is_source(Path(folder, name)))
         for name in sorted(files):
@@ -44,48 +48,104 @@ def discover(directory: Path) -> Iterator[EnvironmentClass | Unreadable]:
 
 
 def read_file(file: Path) -> list[EnvironmentClass | Unreadable]:
-    """The environment classes of one file."""
+    """Return the environment classes of one file, or one `Unreadable`."""
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (OSError, SyntaxError, ValueError) as error:
         return [Unreadable(file=file, reason=f"{type(error).__name__}: {error}")]
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     return [
-        EnvironmentClass(class_name=name, file=file, description=_first_line(node))
+        EnvironmentClass(class_name=name, file=file, description=(ast.get_docstring(node) or "").partition("\n")[0])
         for name, node in classes.items()
-        if not name.startswith("_") and _plays(_methods(node, classes))
+        if not name.startswith("_") and _plays(node, classes)
     ]
 
 
 def defines(file: Path, class_name: str) -> bool:
-    """Whether a file that can be read has such a class, of its own or imported from elsewhere."""
-    names: set[str] = set()
-    for node in ast.parse(file.read_bytes()).body:
-        if isinstance(node, ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-    return class_name in names
+    """Return whether `file` defines a class of this name, or imports this name with `from ... import`. The file must be
+    valid Python."""
+    nodes = ast.parse(file.read_bytes()).body
+    imported = (alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names)
+    names = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    return class_name in names | {alias.asname or alias.name for alias in imported}
 
 
-def _plays(methods: set[str]) -> bool:
+def is_function(file: Path, name: str) -> bool:
+    """Return whether `name` is a function of that file."""
+    return any(isinstance(node, _FUNCTIONS) and node.name == name for node in ast.parse(file.read_bytes()).body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Named arguments that a class or function takes, according to its source."""
+
+    line: int
+    """Line of the class or function in its file."""
+    names: tuple[str, ...]
+    required: frozenset[str]
+    """Names without a default."""
+    has_foreign_base: bool
+    """A base class is defined in another file."""
+
+
+def parameters_of(file: Path, name: str) -> Parameters | None:
+    """Return the parameters of the class or function `name` in `file`. None if the source alone cannot tell, because of
+    `**options`, an imported name, a decorator, or a class without a constructor in this file."""
+    nodes = {n.name: n for n in ast.parse(file.read_bytes()).body if isinstance(n, ast.ClassDef | _FUNCTIONS)}
+    node = nodes.get(name)
+    if node is None or node.decorator_list:
+        return None
+    if not isinstance(node, ast.ClassDef):
+        return _parameters(node.args, node.lineno, has_foreign_base=False)
+    classes = {name: each for name, each in nodes.items() if isinstance(each, ast.ClassDef)}
+    lineage = list(_lineage(node, classes))
+    has_foreign_base = any(_is_foreign(base, classes) for each in lineage for base in each.bases)
+    for each in lineage:
+        made = {item.name: item for item in each.body if isinstance(item, _FUNCTIONS)}
+        if each.keywords or each.decorator_list or "__new__" in made:
+            return None
+        if (init := made.get("__init__")) is not None:
+            own = (init.args.posonlyargs or init.args.args)[:1]
+            return _parameters(init.args, node.lineno, has_foreign_base=has_foreign_base, bound=own)
+        if has_foreign_base:
+            return None
+    return None
+
+
+def _parameters(
+    given: ast.arguments, line: int, *, has_foreign_base: bool, bound: Sequence[ast.arg] = ()
+) -> Parameters | None:
+    """Return the parameters of a signature; None if it has `**options`. `bound`: arguments that Python fills in, like
+    `self`."""
+    if given.kwarg is not None:
+        return None
+    positional = [*given.posonlyargs, *given.args]
+    with_default = {each.arg for each in positional[len(positional) - len(given.defaults) :]}
+    with_default |= {each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default}
+    names = [each.arg for each in (*positional, *given.kwonlyargs) if each not in bound]
+    required = frozenset(names) - with_default
+    return Parameters(line=line, names=tuple(names), required=required, has_foreign_base=has_foreign_base)
+
+
+def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
+    """Yield the class and its bases in the same file, nearest first."""
+    yield node
+    others = {name: each for name, each in classes.items() if each is not node}
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in others:
+            yield from _lineage(others[base.id], others)
+
+
+def _is_foreign(base: ast.expr, classes: dict[str, ast.ClassDef]) -> bool:
+    return not (isinstance(base, ast.Name) and (base.id in classes or base.id in PLAIN_BASES))
+
+
+def _plays(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
+    """Return whether the class has the methods of an environment or an agent, also from its bases in the same file. A
+    protocol has none, because it only declares methods."""
+    lineage = (each for each in _lineage(node, classes) if "Protocol" not in map(ast.unparse, each.bases))
+    methods = {item.name for each in lineage for item in each.body if isinstance(item, _FUNCTIONS)}
     return "play" in methods or {"reset", "step"} <= methods
-
-
-def _methods(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
-    """Its own, and those of its bases in the same file; those of a protocol are only promised."""
-    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-    if "Protocol" in bases:
-        return set()
-    found = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
-    for base in bases:
-        if base in classes and classes[base] is not node:
-            found |= _methods(classes[base], {name: each for name, each in classes.items() if name != base})
-    return found
-
-
-def _first_line(node: ast.ClassDef) -> str:
-    return (ast.get_docstring(node) or "").partition("\n")[0]
 
 
 def _is_source(folder: Path) -> bool:

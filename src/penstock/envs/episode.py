@@ -1,7 +1,7 @@
-"""An episode in play: its tokens so far, what is left of its budgets, and how it ended.
+"""The state of a running episode: its tokens so far, its remaining budgets, and how it ended.
 
-Budgets are pinned: tokens are counted over all segments and turns. Neither a server that gave way nor another worker
-that goes on with the episode starts the count anew.
+Tokens count against the budgets over all segments and turns. The count does not restart when a server interrupts an
+answer, or when another worker continues the episode.
 """
 
 from __future__ import annotations
@@ -16,93 +16,85 @@ from typing import Any
 
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
-from penstock.envs.calls import World
-from penstock.envs.drift import unsaid
-from penstock.envs.info import plain
+from penstock.envs.calls import EpisodeEnvironment
 from penstock.envs.rewards.scorer import Scorer
-from penstock.scheduler.segments import SegmentDecision, SegmentPolicy
-from penstock.types import (
-    EpisodeLease,
-    Sampling,
-    Segment,
-    SegmentGrant,
-    StopReason,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-)
+from penstock.envs.worker_calls import plain
+from penstock.samples import Segment, Trajectory, Turn
+from penstock.scheduler.segments import AnswerState, SegmentPolicy
+from penstock.types import EpisodeLease, Sampling, SegmentGrant, StopReason, Task, TrajectoryStatus
+
+LONGEST_SEPARATOR = 64
+"""Maximum number of characters between two messages of a repeated conversation: line breaks, speaker names, turn
+markers."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """The books of one. `on_end` is called exactly once, whatever happens."""
+    """State of one episode. `on_end` is called exactly once, however the episode ends."""
 
     lease: EpisodeLease
     grant: SegmentGrant
-    task_id: str
+    task: Task
     settings: EnvironmentConfig
-    payload: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task."""
     scorer: Scorer | None = None
-    """Gives the reward; None: the environment does."""
+    """Computes the reward. None: the environment gives it."""
     sampling: Sampling
     bounds: SegmentPolicy
     on_end: Callable[[Episode], None]
     started_at: float = field(default_factory=time.time)
     remaining_s: float = 0.0
-    """What is left of the lease's time. Waiting for a grant costs none: that is the scheduler's time."""
-    turn_timeout_s: float = math.inf
-    """For what happens until the first answer is asked for, and for every turn since."""
-    turn_remaining_s: float = math.inf
-    """What is left of that in the open turn."""
-    world: World | None = None
-    """Its environment, once it is made."""
+    """Remaining seconds of the lease. Waiting for a grant does not count: that time is the scheduler's."""
+    turn_remaining_s: float = 0.0
+    """Remaining seconds of the open turn, or of the time before the first turn opens."""
+    environment: EpisodeEnvironment | None = None
+    """The episode's environment, once it is created."""
     said: list[str] = field(default_factory=list)
-    """Observations and answers so far, in turns, as the environment shows and hears them."""
+    """Observations and answers so far, alternating, as text."""
     num_drifts: int = 0
-    """How often text of answers came back that had to be replaced by their recorded tokens."""
+    """Number of times that repeated text of earlier answers was replaced by the recorded tokens."""
     context: list[int] = field(default_factory=list)
-    """Every token so far: observations and actions."""
+    """All tokens so far, of observations and actions."""
     turns: list[Turn] = field(default_factory=list)
     num_tokens: int = 0
-    """Generated so far in all turns, and in the open one."""
+    """Number of tokens generated so far in all turns, including the open one."""
     turn_tokens: int = 0
+    """Number of tokens generated so far in the open turn."""
     reward: float = 0.0
     text: str = ""
     status: TrajectoryStatus = "completed"
     stop_reason: StopReason | None = None
     error: str | None = None
     wanted: frozenset[str] = frozenset()
-    """Names of the environment's `info` that are kept."""
+    """Keys of the environment's `info` to keep."""
     info: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
-    """Nothing more will happen: played to its end, or failed."""
+    """Whether the episode has ended: completed, failed or aborted."""
 
     def __post_init__(self) -> None:
         self.remaining_s = self.lease.deadline_s
-        self.turn_remaining_s = self.turn_timeout_s
+        self._restart_turn_timer()
 
     @property
     def name(self) -> str:
-        """For messages."""
-        return f"{self.lease.episode} of {self.task_id}"
+        """Return the name for messages."""
+        return f"{self.lease.episode} of {self.task.task_id}"
 
     @property
     def turn_segments(self) -> int:
-        """Segments' worth of tokens in the open turn: a grant that was short, or that a server cut short, does not cost
-        a whole segment."""
+        """Return the open turn's tokens as a number of full segments. A short grant, or an interrupted one, does not
+        cost a whole segment."""
         length = self.bounds.segment_length
         return self.turn_tokens // length if length else 0
 
     @property
     def turn_budget(self) -> int:
-        """Tokens the next turn may generate."""
+        """Return the number of tokens that the next turn may generate."""
         whole = self.bounds.global_max_length
         most = self.bounds.max_turn_tokens
         return most if whole is None else min(most, whole - self.num_tokens)
 
     def within_budget(self, grant: SegmentGrant) -> SegmentGrant:
-        """The grant, cut to what the turn and the episode may still generate."""
+        """Return the grant, reduced to the tokens that the turn and the episode may still generate."""
         left = self.bounds.grant_tokens(num_tokens=self.num_tokens, turn_tokens=self.turn_tokens)
         return grant if grant.max_tokens <= left else SegmentGrant(episode=grant.episode, max_tokens=left)
 
@@ -110,31 +102,35 @@ class Episode:
         self.turns.append(Turn(observation_ids=observation_ids, segments=[]))
         self.context += observation_ids
         self.turn_tokens = 0
-        self.turn_remaining_s = self.turn_timeout_s
+        self._restart_turn_timer()
+
+    def _restart_turn_timer(self) -> None:
+        self.turn_remaining_s = self.settings.turn_timeout_s or math.inf
 
     def news(self, observation: str) -> str:
-        """What of an observation the policy has not seen: some environments show all that was said, once more."""
-        new = unsaid(observation, self.said)
+        """Return the part of an observation that the policy has not seen. Some environments repeat the whole
+        conversation in each observation."""
+        new = new_part(observation, self.said)
         if new is None:
             return observation
         self.num_drifts += 1
         return new
 
     def stop(self, reason: StopReason) -> None:
-        """It goes no further."""
+        """Record why the episode stops. Any reason but `terminated` makes its status `truncated`."""
         self.stop_reason = reason
         if reason != "terminated":
             self.status = "truncated"
 
     def forget_turn(self) -> None:
-        """As if the open turn had never been."""
+        """Remove the open turn and its tokens."""
         turn = self.turns.pop()
         del self.context[len(self.context) - len(turn.observation_ids) - self.turn_tokens :]
         self.num_tokens -= self.turn_tokens
         self.turn_tokens = 0
 
-    def take(self, segment: Segment) -> SegmentDecision:
-        """Append a segment to the open turn; says what the answer is now."""
+    def take(self, segment: Segment) -> AnswerState:
+        """Append a segment to the open turn. Return whether the answer is now finished, cut or truncated."""
         if segment.token_ids:
             self.turns[-1].segments.append(segment)
         self.context += segment.token_ids
@@ -148,20 +144,21 @@ class Episode:
         )
 
     async def complete(self, segment: Segment, more: Callable[[], Awaitable[Segment]]) -> bool:
-        """Append a segment, and `more` as long as the answer is cut. True if it ended by itself."""
-        while (decision := self.take(segment)).case == "cut":
+        """Append a segment, and then segments from `more` as long as the answer is cut. Return whether the answer
+        ended by itself."""
+        while (state := self.take(segment)) == "cut":
             segment = await more()
-        return decision.case == "finished"
+        return state == "finished"
 
-    def go_on_from(self, saved: Trajectory) -> None:
-        """Take over the one turn of an episode that another worker had begun."""
+    def continue_from(self, saved: Trajectory) -> None:
+        """Continue from the single turn that another worker began."""
         (turn,) = saved.turns
         self.open_turn(turn.observation_ids)
         for segment in turn.segments:
             self.take(segment)
 
     def hear(self, info: object) -> None:
-        """Keep what is wanted of what the environment told, in a form that can be sent."""
+        """Keep the wanted keys of an environment's `info`, in a form that can be sent."""
         if self.wanted and isinstance(info, Mapping):
             self.info |= {name: plain(info[name]) for name in self.wanted if name in info}
 
@@ -171,9 +168,9 @@ class Episode:
             self.end()
 
     def abort(self) -> None:
-        """Nobody plays it any more."""
+        """End the episode as `aborted`, unless it has ended already."""
         if not self.ended:
-            self.status, self.error = "aborted", "it was given up"
+            self.status, self.error = "aborted", "the scheduler or the worker stopped the episode"
             self.end()
 
     def end(self) -> None:
@@ -183,18 +180,19 @@ class Episode:
 
     @contextmanager
     def contained(self) -> Iterator[None]:
-        """The boundary between a bad environment and the run: an exception becomes the trajectory's `error`."""
+        """Turn an exception of the body into the trajectory's `error`, so that a bad environment does not stop the run.
+        `ConfigError` passes through."""
         try:
             yield
         except ConfigError:
-            raise  # no episode could do better: the run is told
+            raise  # every episode would fail in the same way, so the run must stop
         except Exception as error:
             self.fail(error)
 
     def trajectory(self) -> Trajectory:
         return Trajectory(
             episode=self.lease.episode,
-            task_id=self.task_id,
+            task_id=self.task.task_id,
             turns=self.turns,
             reward=self.reward,
             status=self.status,
@@ -209,7 +207,8 @@ class Episode:
 
 @contextmanager
 def contained_together(episodes: Sequence[Episode]) -> Iterator[None]:
-    """A lost server or a refused prompt fails these episodes, not the worker."""
+    """Turn an exception of the body into the failure of these episodes. A lost server or a refused prompt then does not
+    fail the worker."""
     try:
         yield
     except Exception as error:
@@ -219,7 +218,8 @@ def contained_together(episodes: Sequence[Episode]) -> Iterator[None]:
 
 @asynccontextmanager
 async def spending(episodes: Sequence[Episode], *, resource: str, holder: str) -> AsyncIterator[None]:
-    """Charge the body's time to leases and turns of `episodes`; `Stalled` when one of them has none left."""
+    """Charge the body's time to the leases and turns of `episodes`. Raises `Stalled` when one of them has no time
+    left."""
     now = asyncio.get_running_loop().time
     started = now()
     remaining_s = min(min(episode.remaining_s, episode.turn_remaining_s) for episode in episodes)
@@ -231,3 +231,19 @@ async def spending(episodes: Sequence[Episode], *, resource: str, holder: str) -
         for episode in episodes:
             episode.remaining_s -= spent_s
             episode.turn_remaining_s -= spent_s
+
+
+def new_part(text: str, conversation: Sequence[str]) -> str | None:
+    """Return the part of `text` after the messages of `conversation`. None unless `text` begins with all of them, in
+    order.
+
+    The recorded tokens stand for the repeated part. The policy's sampled answer may tokenise differently when an
+    environment shows it again, and the context would then not match the recorded log-probabilities.
+    """
+    end = 0
+    for message in (each.strip() for each in conversation):
+        start = text.find(message, end, end + len(message) + LONGEST_SEPARATOR) if message else -1
+        if start < 0:
+            return None
+        end = start + len(message)
+    return text[end:]

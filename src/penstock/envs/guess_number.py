@@ -9,8 +9,8 @@ from penstock.types import Task
 
 
 class GuessNumber:
-    """The secret lies in 1..`limit`; `max_guesses` guesses. Reward 1 for finding it, else 0; a guess that is no number
-    in range costs a turn."""
+    """The secret number lies in 1..`limit`, and there are `max_guesses` guesses. The reward is 1 for finding the
+    number, else 0. A guess that is not a number in this range costs a turn."""
 
     def __init__(self, task: Task, *, limit: int = 15, max_guesses: int = 4) -> None:
         self._limit, self._max_guesses = limit, max_guesses
@@ -39,5 +39,5 @@ class GuessNumber:
         return "lower"
 
     def demonstrate(self) -> str:
-        """Halve what is left."""
+        """Return the middle of the remaining range."""
         return str((self._low + self._high) // 2)

@@ -1,4 +1,4 @@
-"""Environments that declare `isolated = True`: each episode's in a process of its own, killed with it if it hangs."""
+"""Environments that declare `isolated = True`: each running episode has its own process, killed if it hangs."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ import msgspec
 
 from penstock.config import Config, EnvironmentConfig
 from penstock.config.imports import FILE_MODULE
-from penstock.envs.hosted import awaited
-from penstock.envs.hosts import Host, Hosts
-from penstock.envs.info import plain
 from penstock.envs.registry import environment_maker, maker_by_tag, resolve
-from penstock.ports import Environment
+from penstock.envs.worker_calls import awaited, plain
+from penstock.envs.worker_pool import WorkerPool, WorkerProcess
+from penstock.ports.environment import Environment
 from penstock.types import Task
 
 NUM_PROCESSES = 8
-"""At once in a worker, unless the class says otherwise in `max_concurrent`."""
-WORKSHOP = f"{__name__}:Workshop"
+"""Maximum number of processes per class and worker at the same time, unless the class sets `max_concurrent`."""
+WORKER = f"{__name__}:IsolatedWorker"
 
 
-class Workshop:
-    """In the other process: imports the class once, then holds one environment after the other. An `info` may be
-    anything: what is wanted of it leaves, as JSON has it."""
+class IsolatedWorker:
+    """Holds the environment, inside its own process. It imports the class once and then creates one environment after
+    another. Only the wanted keys of an `info` leave the process, in JSON's types."""
 
     def __init__(self, name: str, wanted: list[str] | None) -> None:
-        """`wanted`: names of the `info` that leave; None: all."""
+        """`wanted`: keys of the `info` that leave the process. None: all keys."""
         self._name, self._kind, self._wanted = name, resolve(name), wanted
         self._environment: Any = None
 
     async def reset(self, task: dict[str, Any], options: dict[str, Any], seed: int) -> Any:
-        """Of a new environment."""
+        """Create a new environment and return the result of its `reset`."""
         make = environment_maker(EnvironmentConfig(name=self._name, options=options), self._kind)
         self._environment = make(msgspec.convert(task, Task))
         return self._portable(await awaited(self._environment.reset(seed)))
@@ -52,7 +51,8 @@ class Workshop:
         self._environment = None
 
     def _portable(self, result: Any) -> Any:
-        """With what is wanted of its `info`."""
+        """Return the result with its `info` reduced to the wanted keys, in JSON's types. A result of another shape is
+        returned unchanged."""
         if not isinstance(result, tuple) or not result or not isinstance(result[-1], dict):
             return result
         info = result[-1]
@@ -61,18 +61,18 @@ class Workshop:
 
 
 class IsolatedEnvironment:
-    """`Environment` in another process."""
+    """An `Environment` that runs in another process."""
 
     has_own_process = True
 
-    def __init__(self, task: Task, *, class_name: str, options: dict[str, Any], hosts: Hosts) -> None:
+    def __init__(self, task: Task, *, class_name: str, options: dict[str, Any], workers: WorkerPool) -> None:
         self.class_name = class_name
-        self._task, self._options, self._hosts = task, options, hosts
-        self._host: Host | None = None
+        self._task, self._options, self._workers = task, options, workers
+        self._worker: WorkerProcess | None = None
 
     async def enter(self) -> None:
-        """Wait until there is a process for it."""
-        self._host = await self._hosts.take(waiter=self._task.task_id)
+        """Wait until the pool has a process for this environment."""
+        self._worker = await self._workers.take(waiter=self._task.task_id)
 
     async def reset(self, seed: int) -> Any:
         return await self._entered.call("reset", msgspec.to_builtins(self._task), self._options, seed)
@@ -84,49 +84,50 @@ class IsolatedEnvironment:
         return await self._entered.call("demonstrate")
 
     async def close(self) -> None:
-        """Give the process to others, or what is left of it."""
-        host, self._host = self._host, None
-        if host is None:
+        """Close the environment and give the process back to the pool."""
+        worker, self._worker = self._worker, None
+        if worker is None:
             return
         try:
-            if host.is_sound:
-                await host.call("close")
+            if worker.is_sound:
+                await worker.call("close")
         finally:
-            self._hosts.give_back(host)
+            self._workers.give_back(worker)
 
     @property
-    def _entered(self) -> Host:
-        assert self._host is not None, "enter() comes first"
-        return self._host
+    def _entered(self) -> WorkerProcess:
+        assert self._worker is not None, "enter() comes first"
+        return self._worker
 
 
 @asynccontextmanager
 async def making(
     config: Config, kinds: Mapping[str, type[Environment]], *, whole_info: bool = False
 ) -> AsyncIterator[Callable[[Task], Environment]]:
-    """Makes the environment that a task's tag asks for, one per episode, of `kinds` (by name): here, or in processes
-    that live as long as the body. `whole_info`: all of it leaves these, not only what is dumped."""
-    hosts: dict[type[Environment], Hosts] = {}
+    """Yield a function that makes the environment for a task, as the task's tag selects it, once per episode. `kinds`:
+    environment classes by name. Isolated environments run in processes that end with the body. `whole_info`: their
+    whole `info` leaves the process, instead of only the keys in the trajectory dump."""
+    pools: dict[type[Environment], WorkerPool] = {}
     wanted = None if whole_info else sorted(config.dump.foreign_columns)
 
     def maker(settings: EnvironmentConfig, kind: type[Environment]) -> Callable[[Task], Any]:
         if not getattr(kind, "isolated", False):
             return environment_maker(settings, kind)
-        if kind not in hosts:
+        if kind not in pools:
             limit, name = getattr(kind, "max_concurrent", NUM_PROCESSES), importable_name(kind)
-            hosts[kind] = Hosts(limit, prepare=lambda host: host.make(WORKSHOP, name, wanted))
+            pools[kind] = WorkerPool(limit, WORKER, name, wanted)
         options = dict(settings.options)
-        return partial(IsolatedEnvironment, class_name=kind.__name__, options=options, hosts=hosts[kind])
+        return partial(IsolatedEnvironment, class_name=kind.__name__, options=options, workers=pools[kind])
 
     try:
         yield maker_by_tag(config, kinds, maker)
     finally:
-        for each in hosts.values():
+        for each in pools.values():
             await each.close()
 
 
 def importable_name(kind: type) -> str:
-    """What another process finds the class by."""
+    """Return a path by which another process can import the class."""
     module = kind.__module__
     if module == "__main__" or module.startswith(FILE_MODULE):
         return f"{Path(inspect.getfile(kind)).absolute()}:{kind.__qualname__}"

@@ -1,9 +1,8 @@
-"""Environments by name, by `path/to/file.py:Class`, by `package.module:Class`, or by the id that another library knows
-them by (`gym:ID`, `gem:ID`). Listing them imports nothing."""
+"""Lookup of environments by name, by `path/to/file.py:Class`, by `package.module:Class`, or by another library's id
+(`gym:ID`, `gem:ID`). Listing the environments imports nothing."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import sys
@@ -11,14 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Config, ConfigError, EnvironmentConfig
-from penstock.config.atropos import ATROPOS
-from penstock.config.imports import NoSuchName, is_file, is_there, load
-from penstock.envs.adapter import PACKAGES, adapt_class, adapt_id, check_package
+from penstock.config import Config, ConfigError, EnvironmentConfig, TagConfig
+from penstock.config.environments import ATROPOS
+from penstock.config.imports import NoSuchName, is_file, load
+from penstock.envs.adapter import PACKAGES, Adapter, adapt_class, adapt_id, check_package
 from penstock.envs.discovery import Unreadable, defines, read_file
-from penstock.envs.options import check_options
-from penstock.envs.origin import origin
-from penstock.ports import Environment
+from penstock.envs.exception_location import origin
+from penstock.envs.options import check_exists, check_options, check_written, suggestion
+from penstock.envs.rewards.reward import check_reward
+from penstock.ports.environment import Environment
 from penstock.types import Purpose, Task
 
 _BUILT_IN = {
@@ -27,18 +27,24 @@ _BUILT_IN = {
 }
 
 
+ADAPTER_OPTIONS = [
+    name
+    for name, parameter in inspect.signature(Adapter).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+]
 _PROGRAMS = {ATROPOS: "groups that Atropos environments play and push, which are programs of their own"}
 
 
 def available() -> dict[str, str]:
-    """Name -> one line of description."""
+    """Return a one-line description for each name."""
     return {name: description for name, (_, description) in _BUILT_IN.items()} | _PROGRAMS
 
 
 def locate(name: str) -> tuple[str, str]:
-    """(module or file, class) of a name or an import path, importing neither. Raises `ConfigError`.
+    """Return (module or file, class) of a name or an import path, without importing the module or running the file.
+    Raises `ConfigError` if there is no such environment.
 
-    The working directory counts as a place to import from, for the command as for the processes it starts.
+    Modules may also lie in the working directory, for the command and for the processes that it starts.
     """
     if is_foreign(name):
         return check_package(name)
@@ -47,18 +53,30 @@ def locate(name: str) -> tuple[str, str]:
     path = _BUILT_IN[name][0] if name in _BUILT_IN else name
     where, separator, class_name = path.rpartition(":")
     if not separator and is_file(name):
+        check_exists("env.name", name, name)
         _check_file(name, name, "")
     if not separator:
-        near = difflib.get_close_matches(name, available(), n=1)
         known = f"known are {', '.join(available())}, or file.py:Class, package.module:Class, gym:ID or gem:ID"
-        raise ConfigError(f"unknown environment {name!r} in env.name: {f'did you mean {near[0]}?' if near else known}")
-    (_check_file if is_file(where) else _check_module)(name, where, class_name)
+        raise ConfigError(f"unknown environment {name!r} in env.name: {suggestion(name, available(), known)}")
+    check_exists("env.name", name, where)
+    if is_file(where):
+        _check_file(name, where, class_name)
     return where, class_name
 
 
+def check_environment(key: str, settings: EnvironmentConfig) -> None:
+    """Raise `ConfigError` if the environment at config key `key`, or its reward, does not exist or does not accept its
+    options. Nothing is imported."""
+    where = locate(settings.name)
+    if not is_foreign(settings.name) and settings.name not in _PROGRAMS:
+        check_written(f"{key}.options", where, settings.options, num_given=1, extra=ADAPTER_OPTIONS)
+    if settings.reward is not None:
+        check_reward(f"{key}.reward_options", settings.reward, settings.reward_options)
+
+
 def means(name: str, kind: type) -> bool:
-    """Whether an `env.name` means the class `kind`: one that is called the same, in a file or module that is called the
-    same, wherever that lies. Nothing is imported."""
+    """Return whether an `env.name` refers to the class `kind`. Only the names of the class and of its file or module
+    are compared, not their location. Nothing is imported."""
     where, _, class_name = (_BUILT_IN[name][0] if name in _BUILT_IN else name).rpartition(":")
     home = Path(where).stem if is_file(where) else where.rpartition(".")[2]
     modules = (sys.modules.get(module) for module in (kind.__module__, "__main__"))
@@ -67,41 +85,30 @@ def means(name: str, kind: type) -> bool:
 
 
 def is_foreign(name: str) -> bool:
-    """Whether that is an id in another library's registry."""
+    """Return whether the name is an id in another library's registry, like `gym:ID`."""
     return name.partition(":")[0] in PACKAGES and ":" in name
 
 
 def _check_file(name: str, file: str, class_name: str) -> None:
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError(f"env.name {name!r}: there is no file {path.absolute()}")
     classes = []
-    for found in read_file(path):
+    for found in read_file(Path(file)):
         if isinstance(found, Unreadable):
             raise ConfigError(f"env.name {name!r} cannot be read: {found.reason}")
         classes.append(found.class_name)
-    if not defines(path, class_name):
+    if not defines(Path(file), class_name):
         there = f"there are {', '.join(classes)}" if classes else "there is none with reset and step, nor with play"
         problem = f"{file} has no class {class_name}" if class_name else f"which class of it? Write {file}:Class"
         raise ConfigError(f"env.name {name!r}: {problem}; {there}")
 
 
-def _check_module(name: str, module_name: str, class_name: str) -> None:
-    try:
-        found = is_there(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"env.name {name!r}: {error}") from None
-    if not found:
-        raise ConfigError(f"env.name {name!r}: there is no module {module_name} here or among the installed packages")
-
-
 def is_agent(kind: type) -> bool:
-    """Whether it brings its own loop."""
+    """Return whether the class is an agent with its own loop."""
     return hasattr(kind, "play")
 
 
 def resolve(name: str) -> type[Environment]:
-    """The class behind a name or an import path. Raises `ConfigError`, whatever goes wrong in the user's module."""
+    """Return the class for a name or an import path. Raises `ConfigError`, also for any exception of the user's
+    module."""
     where, class_name = locate(name)
     if is_foreign(name):
         return adapt_id(name)
@@ -117,27 +124,23 @@ def resolve(name: str) -> type[Environment]:
 
 
 def playable(name: str, found: Any) -> type[Environment]:
-    """How `found` is played, which `name` means. Raises `ConfigError` if it cannot be."""
-    plays = hasattr(found, "play") or (hasattr(found, "reset") and hasattr(found, "step"))
+    """Return the class that plays `found`, the object that `name` refers to: `found` itself or an adapter. Raises
+    `ConfigError` if it is not a valid environment or agent."""
+    plays = is_agent(found) or (hasattr(found, "reset") and hasattr(found, "step"))
     if not (isinstance(found, type) and plays):
         raise ConfigError(
             f"env.name {name!r} is not a class with reset(seed) and step(action), nor one with play(llm, seed)"
         )
-    _check_play(name, found)
-    if getattr(found, "isolated", False) and hasattr(found, "play"):
-        raise ConfigError(f"env.name {name!r}: an agent cannot be `isolated`: declare `blocking = True`")
-    return adapt_class(found) or found
-
-
-def _check_play(name: str, found: Any) -> None:
-    """A plain `play` would wait on the event loop for an answer that only the event loop can give."""
-    plain = hasattr(found, "play") and not inspect.iscoroutinefunction(found.play)
-    if plain and not getattr(found, "blocking", False):
+    play = getattr(found, "play", None)
+    if play is not None and not getattr(found, "blocking", False) and not inspect.iscoroutinefunction(play):
         raise ConfigError(
             f"env.name {name!r}: play is a plain function, which would hold up all episodes of its worker while it "
             "waits: make it `async def` with an async client (openai.AsyncOpenAI), or declare `blocking = True` in the "
             "class, and every episode gets a thread"
         )
+    if play is not None and getattr(found, "isolated", False):
+        raise ConfigError(f"env.name {name!r}: an agent cannot be `isolated`: declare `blocking = True`")
+    return adapt_class(found) or found
 
 
 def maker_by_tag(
@@ -145,8 +148,8 @@ def maker_by_tag(
     kinds: Mapping[str, type[Environment]] | None = None,
     maker: Callable[[EnvironmentConfig, type[Environment]], Callable[[Task], Environment]] | None = None,
 ) -> Callable[[Task], Environment]:
-    """Makes the environment that a task's tag asks for; `kinds` are the classes that are known already, by name.
-    `maker`: `environment_maker`, or another way."""
+    """Return a function that makes the environment for a task, as the task's tag selects it. `kinds`: classes that are
+    known already, by name. `maker`: a replacement for `environment_maker`."""
     environments, known = config.environments, kinds or {}
 
     @functools.cache
@@ -160,7 +163,8 @@ def maker_by_tag(
 def environment_maker(
     config: EnvironmentConfig, kind: type[Environment] | None = None
 ) -> Callable[[Task], Environment]:
-    """Makes one environment per episode: `Class(task, **env.options)`, of `kind` if that is known already."""
+    """Return a function that makes one environment per episode: `Class(task, **env.options)`. `kind`: the class, if it
+    is known already."""
     found: Any = kind or resolve(config.name)
 
     def make(task: Task) -> Environment:
@@ -170,9 +174,12 @@ def environment_maker(
         except KeyError as error:
             if error.args[:1] and error.args[0] in task.payload:
                 raise
-            needs = f"{config.name} needs ({place})" if (place := origin(error).place) else f"{config.name} needs"
+            source = f" of data.source {config.data.source}" if isinstance(config, TagConfig) else ""
+            place = origin(error).place
+            needs = f"{config.name} needs ({place})" if place else f"{config.name} needs"
             raise ConfigError(
-                f"data: task {task.task_id} has no {error}, which {needs}; it has {', '.join(task.payload)}"
+                f"data: task {task.task_id}{source} has no {error}, which {needs}; it has "
+                f"{', '.join(task.payload) or 'only a seed'}"
             ) from None
         return environment
 

@@ -1,9 +1,9 @@
-"""Runs programs that a policy wrote: limited in time, memory and files, and gone with everything they started.
+"""Runs programs that a policy wrote, with limits on time, memory and files. All processes they start end with them.
 
-A fence against accidents, not a prison: a program runs as the same user, and may read what that user may. Limits are
-the kernel's own (setrlimit), set by util-linux around the program. Where the machine lets its users make namespaces,
-the program also has no network, sees no other process, and can leave none behind; elsewhere its process group is
-killed. A program whose caller dies is killed too.
+The sandbox protects against accidents, not against attacks: a program runs as the same user, and can read what that
+user can read. The kernel enforces the limits (setrlimit), and util-linux sets them around the program. If users may
+create namespaces on this machine, the program also has no network, sees no other process and leaves no process behind.
+Otherwise its process group is killed. If the caller dies, the program is killed too.
 """
 
 from __future__ import annotations
@@ -25,46 +25,51 @@ from typing import IO, Literal
 logger = logging.getLogger(__name__)
 
 NAMESPACES = ("unshare", "--user", "--map-current-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-"""Processes, network and /proc of its own."""
+"""Command prefix that gives the program its own processes, network and /proc."""
 FIRST = ("sh", "-c", '"$@"; exit $?', "sh")
-"""The first process of a namespace: nothing outlives it. It is no program's own place: signals would not end that."""
+"""The first process of a namespace: when it ends, all other processes there end. It is a shell and not the program,
+because signals do not end the first process of a namespace."""
 SIGNALLED = 128
-"""How a shell says that a signal ended a program: this plus its number."""
+"""Exit status of a program ended by a signal, as a shell reports it: this number plus the signal's number."""
 WITH_CALLER = ("setpriv", "--pdeathsig", "KILL")
+"""Command prefix that kills the program when its caller dies."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "PENSTOCK_NONCE", "PENSTOCK_RUNTIME_DIR")
-"""Of our environment, where the caller says nothing else; by the last two a run finds what it left. Keys stay here."""
+"""Environment variables that the program inherits, unless the caller overrides them. With the last two a run finds its
+leftover processes and files. API keys are not passed on."""
 PROBE_S = 10.0
+"""Time limit of the test for namespaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a program may use."""
+    """Limits on a program's resources."""
 
     wall_s: float = 10.0
     cpu_s: int = 5
-    """Per process; the kernel counts whole seconds."""
+    """Processor time per process, in whole seconds as the kernel counts it."""
     memory_bytes: int = 512 << 20
     """Address space per process."""
     max_processes: int = 64
-    """At once, threads included. Only inside namespaces, and never for root, whom the kernel exempts."""
+    """Maximum number of processes and threads at the same time. The limit applies only inside namespaces. The kernel
+    exempts root from it."""
     file_bytes: int = 16 << 20
-    """Of any one file, and of either output."""
+    """Largest size of a single file, and of standard output or standard error."""
     output_bytes: int = 64 << 10
-    """Of either output, what is kept: its beginning."""
+    """Number of bytes kept from the beginning of standard output and of standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a program ended. What memory or files it was refused, it says itself."""
+    """How a program ended. Refused memory or files show only in the program's own output."""
 
     returncode: int
-    """128 plus the signal, if one ended it; 127 if there is no such program."""
+    """Exit status: 128 plus the signal's number if a signal ended the program, 127 if there is no such program."""
     stdout: str
     stderr: str
     wall_s: float
     cpu_s: float
     exceeded: Literal["wall_s", "cpu_s"] | None
-    """The limit that ended it."""
+    """The limit that ended the program."""
 
 
 def run(
@@ -76,8 +81,8 @@ def run(
     env: Mapping[str, str] | None = None,
     network: bool = False,
 ) -> Outcome:
-    """What became of `argv`. Waits for its end: call it from a thread. `env`: besides a minimal one. Raises OSError if
-    there is no such directory."""
+    """Run `argv` and return its outcome. This blocks until the program ends: call it from a thread. `env`: variables
+    added to a minimal environment. Raises OSError if the directory `cwd` does not exist."""
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(stdin.encode())
         given.seek(0)
@@ -94,7 +99,7 @@ def run(
         try:
             in_time = _wait(process, limits.wall_s)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # it is not reaped yet, so the group is its own
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group id is not reused
             returncode, cpu_s = _reap(process)
         return Outcome(
             returncode=returncode,
@@ -107,19 +112,20 @@ def run(
 
 
 def python(*arguments: str) -> list[str]:
-    """A command line for this interpreter, isolated from the user's environment and packages; with `-S` among the
-    arguments from all installed ones too, and started in half the time."""
+    """Return a command line for this Python interpreter, isolated from the user's environment and packages. The
+    argument `-S` also hides all installed packages and halves the start time."""
     return [sys.executable, "-I", *arguments]
 
 
 def scratch() -> TemporaryDirectory[str]:
-    """A directory for programs. What a process of a run leaves behind when it is killed goes with the run."""
+    """Return a temporary directory for a program. Inside a run it lies in the run's runtime folder, so that the run
+    removes it even if its creator was killed."""
     return TemporaryDirectory(prefix="sandbox-", dir=os.environ.get("PENSTOCK_RUNTIME_DIR"), ignore_cleanup_errors=True)
 
 
 @functools.cache
 def has_namespaces() -> bool:
-    """Whether this machine permits them; it says so once if it does not."""
+    """Return whether users may create namespaces on this machine. If not, log a warning once."""
     try:
         probe = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, timeout=PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -139,14 +145,15 @@ def _fence(*, network: bool) -> list[str]:
 
 
 def _limited(limits: Limits) -> list[str]:
-    """Hard limits: whoever meets one is killed or refused, and cannot raise it."""
+    """Return the command prefix that sets hard limits. A process that reaches a limit is killed or its request is
+    refused. It cannot raise the limit."""
     words = [
         f"--cpu={limits.cpu_s}",
         f"--as={limits.memory_bytes}",
         f"--fsize={limits.file_bytes}",
         "--core=0",
     ]
-    if has_namespaces():  # elsewhere the kernel would count everything else that this user runs
+    if has_namespaces():  # without them the kernel counts all processes of this user
         words.append(f"--nproc={limits.max_processes}")
     return ["prlimit", *words, "--"]
 
@@ -157,7 +164,7 @@ def _environment(cwd: Path) -> dict[str, str]:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether it ended in time. It is not reaped."""
+    """Return whether the process ended in time. The process is not reaped."""
     pidfd = os.pidfd_open(process.pid)
     try:
         poller = select.poll()
@@ -168,7 +175,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> tuple[int, float]:
-    """What it returned, and the seconds of processor time that it and what it waited for have used."""
+    """Return the exit status, and the processor seconds of the process and of the children it waited for."""
     _, status, usage = os.wait4(process.pid, 0)
     code = process.returncode = os.waitstatus_to_exitcode(status)
     return SIGNALLED - code if code < 0 else code, usage.ru_utime + usage.ru_stime
@@ -178,7 +185,7 @@ def _exceeded(returncode: int, *, in_time: bool, cpu_s: float, limits: Limits) -
     if not in_time:
         return "wall_s"
     killed = returncode == SIGNALLED + signal.SIGKILL
-    return "cpu_s" if killed and cpu_s > limits.cpu_s - 0.5 else None  # the kernel looks at it now and then
+    return "cpu_s" if killed and cpu_s > limits.cpu_s - 0.5 else None  # the kernel checks at intervals
 
 
 def _beginning(file: IO[bytes], num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""The built-in environment with one question and one answer."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.config import ConfigError
+from penstock.envs.options import import_package
 from penstock.types import Task
 
 
 class SingleTurn:
-    """Shows the task's question, and scores the answer with the rule of the reasoning-gym dataset that it came from. Of
-    other tasks the reward is left to `env.reward`."""
+    """Shows the task's question and scores the answer with the rule of the task's reasoning-gym dataset. For tasks from
+    other sources the reward is left to `env.reward`."""
 
     def __init__(self, task: Task, *, prompt: str = "{question}", full_marks_only: bool = False) -> None:
-        """`prompt` is a format string over the task's payload, e.g. `"{metadata[word]}"`. With `full_marks_only` an
-        answer that the rule gives less than 1 earns nothing: partial credit often pays for the wrong thing (a right
-        beginning with rubbish behind it, say)."""
+        """`prompt`: a format string with the task's payload, e.g. `"{metadata[word]}"`. `full_marks_only`: an answer
+        scored below 1 earns 0, because partial credit often rewards the wrong thing (for example, a right beginning
+        followed by rubbish)."""
         self._entry = task.payload
         self._prompt = _text(prompt)
         self._full_marks_only = full_marks_only
@@ -41,7 +42,7 @@ class SingleTurn:
         return "", float(score == 1.0) if self._full_marks_only else score, True, False, info
 
     def demonstrate(self) -> str:
-        """The right answer."""
+        """Return the right answer."""
         return str(self._entry["answer"])
 
 
@@ -54,11 +55,6 @@ def _text(prompt: object) -> str:
 
 @functools.cache
 def _scorer(dataset: str) -> Callable[[str, dict[str, Any]], float]:
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise ConfigError(
-            f"the rule of {dataset} needs the package reasoning-gym: pip install 'penstock[tasks]'"
-        ) from None
+    reasoning_gym = import_package("reasoning_gym", needed_by=f"the rule of {dataset}", install="'penstock[tasks]'")
     score: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(dataset)
     return score

@@ -1,8 +1,8 @@
-"""Gymnasium's observation and action spaces as text: what the policy reads, and what it must write.
+"""Gymnasium's observation and action spaces as text, for the policy to read and write.
 
-An observation is written as Python would: `3`, `[0.12, -1.5]`, `(7, 10, 0)`; a dictionary has a line per key. An action
-is read from the end of an answer, so that a policy may think before it acts: the last name of an action, or the last
-numbers, as many as the space needs.
+Observations are written in Python's notation: `3`, `[0.12, -1.5]`, `(7, 10, 0)`. A dictionary has one line per key. The
+action is read from the end of an answer, so that a policy may think before it acts. It is the last action name in the
+answer, or the last numbers, as many as the space needs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Te
 from penstock.config import ConfigError
 
 MAX_NUMBERS = 1024
-"""Of an observation or an action: more is a picture, which text does not show."""
+"""Maximum size of an observation or action. A larger array is an image, which text cannot show."""
 DIGITS = 4
-"""Significant ones of a real number."""
+"""Significant digits of a real number."""
 
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
-class Unparsable(ValueError):
-    """An answer that holds no action; the message says what one looks like."""
-
-
 def check_observations(space: Space[Any]) -> None:
-    """Raises `ConfigError` for observations that have no textual form."""
+    """Raise `ConfigError` for an observation space without a textual form."""
     match space:
         case Tuple(spaces=parts):
             for part in parts:
@@ -50,7 +46,7 @@ def check_observations(space: Space[Any]) -> None:
 
 
 def write(value: Any) -> str:
-    """An observation, or an action."""
+    """Return an observation or an action as text."""
     match value:
         case str():
             return value
@@ -69,10 +65,11 @@ def write(value: Any) -> str:
 
 
 class Actions:
-    """How the actions of one space are described, read and written."""
+    """Describes, reads and writes the actions of one space."""
 
     def __init__(self, space: Space[Any], names: Sequence[str] = ()) -> None:
-        """`names`: of a discrete space's actions, in their order. Raises `ConfigError`."""
+        """`names`: names of a discrete space's actions, in order. Raises `ConfigError` if they do not fit the space, or
+        if the space has no textual form."""
         self._space, self._names = space, [name.lower() for name in names]
         if names and not (isinstance(space, Discrete) and space.n == len(names)):
             raise ConfigError(f"env.options.action_names {list(names)} do not fit the action space {space}")
@@ -86,30 +83,33 @@ class Actions:
         def read(answer: str) -> Any:
             found = pattern.findall(answer.lower())
             if not found:
-                raise Unparsable
+                raise ValueError
             return np.int64(start + self._names.index(found[-1]))
 
         return f"one of {', '.join(self._names)}", read
 
     def read(self, answer: str) -> Any:
-        """The action in `answer`. Raises `Unparsable`."""
+        """Return the action in `answer`. Raises ValueError if it contains none."""
         try:
             action = self._read(answer)
         except ValueError:
             action = None
         if action is None or not self._space.contains(action):
-            raise Unparsable(f"an action is {self.description}")
+            raise ValueError(f"an action is {self.description}")
         return action
 
+    write_observation = staticmethod(write)
+
     def write(self, action: Any) -> str:
-        """What `read` would read as this action."""
+        """Return the text that `read` reads as this action."""
         if self._names:
             return self._names[int(action) - int(self._space.start)]  # type: ignore[attr-defined]
         return write(action)
 
 
 def _reader(space: Space[Any]) -> tuple[str, Callable[[str], Any]]:
-    """What an action looks like, and how it is read."""
+    """Return the description of an action, and the function that reads one. Raises `ConfigError` for an action space
+    without a textual form."""
     match space:
         case Text():
             return "a text", lambda answer: answer
@@ -144,10 +144,10 @@ def _bounds(space: Space[Any]) -> str:
 
 
 def _last(answer: str, count: int, kind: type[int] | type[float]) -> list[int] | list[float]:
-    """The last `count` numbers of an answer."""
+    """Return the last `count` numbers of an answer. Raises ValueError if there are fewer."""
     found = NUMBER.findall(answer)[-count:]
     if len(found) < count:
-        raise Unparsable
+        raise ValueError
     return [kind(number) for number in found]
 
 

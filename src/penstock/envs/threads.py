@@ -1,43 +1,28 @@
-"""Blocking calls, each in a thread of its own that keeps no process from ending."""
+"""Blocking calls, each in its own daemon thread, which does not keep the process from ending."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 
-@dataclass(slots=True)
-class _End:
-    """How a call ended. Exceptions travel as values: a future refuses to carry some of them."""
-
-    result: Any = None
-    error: BaseException | None = None
-
-
 async def in_thread(function: Callable[..., Any], *args: Any, name: str) -> Any:
-    """What it returns. A thread cannot be stopped: whoever gives up waiting leaves it behind, until it ends or the
-    process does."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[_End] = loop.create_future()
-
-    def tell(end: _End) -> None:
-        if not ended.done():
-            ended.set_result(end)
+    """Return the result of the function, run in a new thread. A thread cannot be stopped: if the caller is cancelled,
+    the thread runs on until it ends or the process does."""
+    ended: Future[tuple[Any, BaseException | None]] = Future()
+    ended.set_running_or_notify_cancel()  # from now on a cancelled caller leaves the future as it is
 
     def work() -> None:
         try:
-            end = _End(result=function(*args))
-        except BaseException as error:
-            end = _End(error=error)
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, end)
+            ended.set_result((function(*args), None))
+        except BaseException as error:  # passed as a value, because asyncio's futures do not accept all exceptions
+            ended.set_result((None, error))
 
     threading.Thread(target=work, name=name, daemon=True).start()
-    end = await ended
-    if end.error is not None:
-        raise end.error
-    return end.result
+    result, error = await asyncio.wrap_future(ended)
+    if error is not None:
+        raise error
+    return result

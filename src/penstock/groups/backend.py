@@ -1,118 +1,121 @@
-"""The port between a group and what carries its calls: to objects, to processes, to another machine."""
+"""The interface between a group and the backend that carries its calls to objects, processes or other machines."""
 
 from __future__ import annotations
 
 import threading
-import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.deadline import Stalled
+from penstock.groups.errors import Raised, RemoteError, WorkerLost
 from penstock.groups.role import Role
-
-Handle = Future[Any]
-"""Of a call on one rank: its result, or `Raised`, or `Gone`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one worker is to do."""
+    """A call of a method on one worker."""
 
     role: str
     method: str
     arguments: Mapping[str, Any]
     wanted: bool = True
-    """Whether anybody looks at the result."""
+    """Whether the driver needs the result."""
+
+    def carry_out(self, workers: Mapping[str, Any]) -> Any:
+        """Call the method on the worker's side. The method is user code and may raise anything."""
+        result = getattr(workers[self.role], self.method)(**self.arguments)
+        return result if self.wanted else None
 
 
-class Raised(Exception):
-    """A method raised on its worker."""
+class Handle(Future[Any]):
+    """The future of a call on one rank: its result, `RemoteError` or `WorkerLost`."""
 
-    def __init__(self, kind: str, message: str, trace: str, error: BaseException | None) -> None:
-        super().__init__(kind, message, trace, error)
-        self.kind, self.message, self.trace, self.error = kind, message, trace, error
+    def __init__(self, rank: int, role: str, method: str) -> None:
+        super().__init__()
+        self._names: Any = {"rank": rank, "role": role, "method": method}
 
-    @classmethod
-    def of(cls, error: Exception) -> Raised:
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)), error)
+    def settle(self, answer: Any) -> None:
+        """Set the worker's answer, a result or `Raised`, unless the call was cancelled."""
+        with suppress(InvalidStateError):
+            if isinstance(answer, Raised):
+                self.set_exception(RemoteError(answer, **self._names))
+            else:
+                self.set_result(answer)
 
-
-class Gone(Exception):
-    """The worker of `rank` is no more; `end` says how that came."""
-
-    def __init__(self, rank: int, end: str) -> None:
-        super().__init__(rank, end)
-        self.rank, self.end = rank, end
+    def lose(self, end: str) -> None:
+        """Set that the worker ended before it answered, unless the call was cancelled."""
+        with suppress(InvalidStateError):
+            self.set_exception(WorkerLost(**self._names, end=end))
 
 
 class Backend(ABC):
-    """`size` workers of each role; all roles of one rank share a process."""
+    """Carries calls to `size` workers of each role. All roles of one rank share a process."""
 
     def __init__(self, roles: Mapping[str, Role], size: int) -> None:
         if size < 1:
             raise ValueError(f"a group has at least one worker, not {size}")
         if not roles:
             raise ValueError("a group of workers has at least one role")
-        self.roles, self.size, self.order = dict(roles), size, Order()
+        self.roles, self.size, self.queue = dict(roles), size, CallQueue()
 
     @abstractmethod
     def start(self, calls: Mapping[int, Call]) -> dict[int, Handle]:
-        """Send the calls, by rank, and return at once. Raises `Gone` or `CallRefused` before anything is sent. What
-        several calls share is one and the same object, so that it need be packed only once. Every worker carries out
-        its calls one at a time, all of them in the same order."""
+        """Send the calls, by rank, and return at once. Raises `WorkerLost` or `CallRefused` before anything is sent.
+
+        A value that several calls share is the same object in each, so that it is packed only once. Every worker
+        carries out one call at a time, and all workers see the calls in the same order.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """End the workers, whatever they are doing."""
+        """End the workers, even in the middle of a call."""
+
+    def _init_handle(self, rank: int) -> Handle:
+        """Return the handle of the request to build the workers of a rank."""
+        return Handle(rank, "+".join(self.roles), "__init__")
+
+    def _await_workers(self, handles: Sequence[Handle], seconds: float) -> None:
+        """Wait until all workers are built. Raises `RemoteError`, `WorkerLost` or `Stalled`."""
+        _, missing = wait(handles, seconds, return_when=FIRST_EXCEPTION)
+        for handle in handles:
+            if handle.done():
+                handle.result()
+        if missing:
+            ranks = ", ".join(str(rank) for rank, handle in enumerate(handles) if handle in missing)
+            resource = f"workers of {'+'.join(self.roles)}"
+            raise Stalled(waiter="the driver", resource=resource, holder=f"ranks {ranks}", seconds=seconds)
 
 
-class Order:
-    """Calls on the same workers begin in the order in which they were made, also when one has to wait for what it is
-    given."""
+class CallQueue:
+    """Starts calls on the same workers in the order in which they were made, even when a call has to wait for its
+    arguments."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._later: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
 
     def run(self, begin: Callable[[], None], *, waits: bool) -> bool:
-        """At once, unless it `waits` or one before it does: then in a thread, when its turn has come. Returns whether
-        it has begun."""
+        """Run `begin` at once, unless this call `waits` or an earlier call still waits. Otherwise run it in a thread
+        when its turn comes. Returns whether it ran at once."""
         with self._lock:
-            at_once = not waits and not self._later
+            at_once = not waits and not self._waiting
             if not at_once:
-                self._later.append(begin)
-                if len(self._later) == 1:
-                    threading.Thread(target=self._run_later, name="group-calls", daemon=True).start()
+                self._waiting.append(begin)
+                if len(self._waiting) == 1:
+                    threading.Thread(target=self._run_waiting, name="group-calls", daemon=True).start()
         if at_once:
             begin()
         return at_once
 
-    def _run_later(self) -> None:
+    def _run_waiting(self) -> None:
         is_more = True
         while is_more:
-            self._later[0]()
+            self._waiting[0]()
             with self._lock:
-                self._later.popleft()
-                is_more = bool(self._later)
-
-
-def carry_out(workers: Mapping[str, Any], call: Call) -> Any:
-    """On the worker's side. It is our guest who runs here: raises `Raised`, whatever the method raises."""
-    try:
-        result = getattr(workers[call.role], call.method)(**call.arguments)
-    except Exception as error:
-        raise Raised.of(error) from None
-    return result if call.wanted else None
-
-
-def settle(handle: Handle, result: Any = None, error: BaseException | None = None) -> None:
-    """Give it its outcome, unless it has one or was given up."""
-    with suppress(InvalidStateError):
-        if error is not None:
-            handle.set_exception(error)
-        else:
-            handle.set_result(result)
+                self._waiting.popleft()
+                is_more = bool(self._waiting)

@@ -1,14 +1,15 @@
 """The batch that travels between a driver and its workers: named columns over the same n samples.
 
-`columns` are arrays (numpy or torch) whose first dimension is n; `values` are lists of n Python objects, for what is
-ragged; `meta` is about the batch as a whole and travels along. Every operation returns a new batch; nothing is changed
-in place, and arrays are shared where that does no harm.
+`columns` are arrays (numpy or torch) with n as their first dimension. `values` are lists of n Python objects, for
+ragged data. `meta` describes the batch as a whole and travels along. Every operation returns a new batch and changes
+nothing in place. Batches share arrays where this is safe.
 
-On the wire (pickle protocol 5) arrays are buffers of their own, which a transport hands over without copying, and a
-slice is no larger than itself. Numpy arrays, and the lists of one-dimensional ones that ragged samples are, arrive as
-views of what the transport received, read-only if that is shared. Tensors arrive on the CPU and without gradients;
-torch knows no read-only memory, so out of shared memory they are copied. A plain class, because drivers do without
-torch and samples are ragged: `tensordict` brings the one and pads the other.
+On the wire (pickle protocol 5) each array is a buffer of its own, which a transport passes on without a copy. A slice
+sends only its own bytes. Numpy arrays, and lists of one-dimensional numpy arrays (ragged samples), arrive as views of
+the received buffer; they are read-only if the buffer is shared. Tensors arrive on the CPU and without gradients. Torch
+has no read-only memory, so tensors from shared memory are copied.
+
+This is a plain class because drivers do not import torch and samples are ragged: `tensordict` needs torch and pads.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 PADDING = "is_padding"
-"""The column of a padded batch that says which rows are only there to fill it, [n] bool."""
+"""Column of a padded batch that marks the rows of padding, [n] bool."""
 METRICS = "metrics"
-"""The key of `meta` under which batches that are joined may differ."""
+"""Key of `meta` with values that may differ between joined batches."""
 
 Rows = Sequence[int] | npt.NDArray[Any]
-"""Row numbers in the order wanted, or [n] bool."""
+"""Row numbers in the requested order, or a mask [n] bool."""
 
 
 class Batch:
-    """n samples by column."""
+    """A batch of n samples, stored by column."""
 
     __slots__ = ("_num_samples", "columns", "meta", "values")
 
@@ -47,8 +48,8 @@ class Batch:
         for name, column in self.columns.items():
             if not getattr(column, "shape", ()):
                 raise TypeError(
-                    f"batch column {name!r} is no array of samples but {type(column).__name__}: Python objects go "
-                    "into `values`, what is about the whole batch into `meta`"
+                    f"batch column {name!r} is {type(column).__name__}, expected an array of samples: put Python "
+                    "objects into `values`, and facts about the whole batch into `meta`"
                 )
         if both := self.columns.keys() & self.values.keys():
             raise ValueError(f"batch column {min(both)!r} is given twice")
@@ -65,22 +66,16 @@ class Batch:
 
     @property
     def names(self) -> list[str]:
-        """Of all columns, ragged ones included."""
+        """Return the names of all columns, including ragged ones."""
         return [*self.columns, *self.values]
 
     @property
     def is_padding(self) -> npt.NDArray[np.bool_]:
-        """[n]: rows that fill the batch and count for nothing."""
+        """Return the mask of padding, [n] bool. These rows only fill the batch."""
         return np.asarray(self.columns.get(PADDING, np.zeros(len(self))), dtype=np.bool_)
 
-    @overload
-    def __getitem__(self, wanted: str) -> Any: ...
-
-    @overload
-    def __getitem__(self, wanted: slice) -> Batch: ...
-
     def __getitem__(self, wanted: str | slice) -> Any:
-        """A column by name, or a run of samples, which shares its arrays with this batch."""
+        """Return a column by name, or a slice of samples. A slice with step 1 shares its arrays with this batch."""
         if isinstance(wanted, str):
             return self.columns[wanted] if wanted in self.columns else self.values[wanted]
         if wanted.step not in (None, 1):
@@ -89,40 +84,33 @@ class Batch:
         return Batch(columns, {name: value[wanted] for name, value in self.values.items()}, self.meta)
 
     def select(self, rows: Rows) -> Batch:
-        """The samples at `rows`, in that order."""
-        picked = self._row_numbers(rows)
-        columns = {name: column[picked] for name, column in self.columns.items()}
-        return Batch(columns, {name: [value[i] for i in picked] for name, value in self.values.items()}, self.meta)
-
-    def _row_numbers(self, rows: Rows) -> npt.NDArray[np.int64]:
-        given = np.asarray(rows)
-        if given.dtype != np.bool_:
-            return given.astype(np.int64)
-        if given.shape != (len(self),):
-            raise ValueError(f"a mask of {given.size} rows does not select from {len(self)} samples")
-        return np.flatnonzero(given)
-
-    def reorder(self, order: Rows) -> Batch:
-        """All samples in another order: row i of the result is row `order[i]`."""
-        if not np.array_equal(np.sort(np.asarray(order)), np.arange(len(self))):
-            raise ValueError(f"an order of {len(self)} samples names each of 0 to {len(self) - 1} once, not {order}")
-        return self.select(order)
+        """Return the samples at `rows`, in that order."""
+        numbers = np.asarray(rows)
+        if numbers.dtype == np.bool_:
+            if numbers.shape != (len(self),):
+                raise ValueError(f"a mask of {numbers.size} rows does not select from {len(self)} samples")
+            numbers = np.flatnonzero(numbers)
+        numbers = numbers.astype(np.int64)
+        columns = {name: column[numbers] for name, column in self.columns.items()}
+        return Batch(columns, {name: [value[i] for i in numbers] for name, value in self.values.items()}, self.meta)
 
     def keep(self, names: Iterable[str]) -> Batch:
-        """These columns alone; the mark of padding always stays."""
-        wanted = [*names, *(name for name in (PADDING,) if name in self.columns)]
-        if unknown := set(wanted) - set(self.names):
+        """Return only these columns. The column `is_padding` always stays."""
+        wanted = {*names, *({PADDING} & self.columns.keys())}
+        if unknown := wanted - set(self.names):
             raise ValueError(f"the batch has no column {min(unknown)!r}: it has {self.names}")
         columns = {name: column for name, column in self.columns.items() if name in wanted}
         return Batch(columns, {name: value for name, value in self.values.items() if name in wanted}, self.meta)
 
     def repeat(self, times: int, *, interleave: bool = True) -> Batch:
-        """Every sample `times` times: next to itself, or the whole batch again and again."""
+        """Return every sample `times` times. With `interleave` the copies of a sample are neighbours; without it the
+        whole batch repeats."""
         rows = np.arange(len(self))
         return self.select(np.repeat(rows, times) if interleave else np.tile(rows, times))
 
     def union(self, other: Batch) -> Batch:
-        """The columns and `meta` of both, over the same samples. What both have must be equal."""
+        """Return the columns and `meta` of both batches, over the same samples. Columns and keys in both must be
+        equal."""
         if self.names and other.names and len(self) != len(other):
             raise ValueError(f"batches of {len(self)} and {len(other)} samples have no union")
         for name in set(self.names) & set(other.names):
@@ -131,8 +119,8 @@ class Batch:
         return Batch(self.columns | other.columns, self.values | other.values, _agreed([self.meta, other.meta]))
 
     def chunk(self, num_chunks: int, *, pad: bool = False) -> list[Batch]:
-        """Cut into `num_chunks` runs of neighbours. Lengths differ by at most one, and some may be empty; with `pad`
-        all are equal, as if the batch had been padded before, which it is if need be."""
+        """Cut the batch into `num_chunks` runs of neighbouring samples. Their lengths differ by at most one, and some
+        may be empty. With `pad` the batch is padded if needed, so that all lengths are equal."""
         if not pad or len(self) % num_chunks == 0:
             cuts = [len(self) * i // num_chunks for i in range(num_chunks + 1)]
             return [self[start:end] for start, end in pairwise(cuts)]
@@ -140,12 +128,12 @@ class Batch:
         return [self._filled(i * size, (i + 1) * size) for i in range(num_chunks)]
 
     def pad(self, multiple: int) -> Batch:
-        """Filled up to a multiple with copies of the last sample, marked in the column `is_padding`. An empty batch
-        is a multiple of anything."""
+        """Return the batch filled up to a multiple of `multiple` samples with copies of its last sample. The column
+        `is_padding` marks the copies. An empty batch stays empty."""
         return self._filled(0, math.ceil(len(self) / multiple) * multiple)
 
     def unpad(self) -> Batch:
-        """Without the rows that `is_padding`, and without that column."""
+        """Return the batch without its rows of padding and without the column `is_padding`."""
         rest = Batch({name: c for name, c in self.columns.items() if name != PADDING}, self.values, self.meta)
         return rest.select(~self.is_padding) if self.is_padding.any() else rest
 
@@ -158,17 +146,19 @@ class Batch:
 
     @staticmethod
     def concat(batches: Iterable[Batch]) -> Batch:
-        """The samples of all batches in order. All must have the same columns, and agree in what they share of `meta`;
-        of `metrics` each becomes the list of its values."""
-        parts = list(batches)
+        """Return the samples of all batches in order. All batches must have the same columns, and equal values for
+        `meta` keys that they share. Under `metrics` each key gets the list of all values. A batch without columns adds
+        no samples."""
+        given = list(batches)
+        meta, parts = _joined_meta([part.meta for part in given]), [part for part in given if part.names]
         if not parts:
-            return Batch()
+            return Batch(meta=meta)
         for part in parts[1:]:
             if part.columns.keys() != parts[0].columns.keys() or part.values.keys() != parts[0].values.keys():
                 raise ValueError(f"batches have different columns: {sorted(parts[0].names)} and {sorted(part.names)}")
         columns = {name: join([part.columns[name] for part in parts]) for name in parts[0].columns}
         values = {name: [value for part in parts for value in part.values[name]] for name in parts[0].values}
-        return Batch(columns, values, _joined_meta([part.meta for part in parts]))
+        return Batch(columns, values, meta)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         columns = {name: _column_to_wire(column) for name, column in self.columns.items()}
@@ -177,10 +167,10 @@ class Batch:
 
 
 def join(arrays: Sequence[Any]) -> Any:
-    """Arrays of one kind, along their first dimension."""
+    """Join arrays of one kind (numpy or torch) along their first dimension."""
     if isinstance(arrays[0], np.ndarray):
         return np.concatenate(arrays)
-    import torch  # only where a column already is a tensor
+    import torch  # only needed if a column is a tensor already
 
     return torch.cat(list(arrays))
 
@@ -205,11 +195,13 @@ def _agreed(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Equal in content, arrays in type and shape too; what is not a number equals itself."""
+    """Return whether two values have equal content; arrays must also have equal types and shapes. NaN equals NaN."""
     if left is right:
         return True
     if _is_array(left) or _is_array(right):
-        return type(left) is type(right) and left.dtype == right.dtype and _same_elements(left, right)
+        if type(left) is not type(right) or left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        return bool(((left == right) | ((left != left) & (right != right))).all())
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
@@ -221,14 +213,8 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _same_elements(left: Any, right: Any) -> bool:
-    if left.shape != right.shape:
-        return False
-    return bool(((left == right) | ((left != left) & (right != right))).all())
-
-
 def _column_to_wire(column: Any) -> Any:
-    """A contiguous array; of a tensor its bytes, and how to read them."""
+    """Return a contiguous array; for a tensor return its bytes, dtype and shape."""
     if isinstance(column, np.ndarray):
         return column if column.flags.forc else np.ascontiguousarray(column)
     import torch
@@ -249,7 +235,8 @@ def _column_from_wire(column: Any) -> Any:
 
 
 def _values_to_wire(values: list[Any]) -> Any:
-    """One array and the lengths of its pieces, if that is what they are; else the list."""
+    """Return one joined array and the lengths of its pieces if all values are one-dimensional arrays of one dtype; else
+    return the list."""
     kinds = {(type(value), value.dtype, value.ndim) if isinstance(value, np.ndarray) else None for value in values}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None or kind[0] is not np.ndarray or kind[1].hasobject or kind[2] != 1:

@@ -1,7 +1,7 @@
-"""Several roles, placed in groups of workers: roles that are placed together share processes, and devices.
+"""Several roles, placed in groups of workers. Roles that are placed together share processes and devices.
 
-A driver sees `roles.actor.update(...)`, whatever is placed where; names are never joined, so none can be taken for
-another.
+A driver calls `roles.actor.update(...)` for any placement. Names of roles and methods are never concatenated, so they
+cannot be confused.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from penstock.groups.group import Group
 from penstock.groups.role import Role
 
 Layout = Mapping[str, Sequence[str]]
-"""Role names by the place (a resource pool, or any name) whose workers play them together."""
+"""Role names by place. A place is a resource pool or any other name; its workers share all its roles."""
 Start = Callable[[str, Mapping[str, Role]], Backend]
-"""Starts the workers of a place with these roles."""
+"""Function that starts the workers of a place with these roles."""
 
 
 class Roles:
-    """A group for every role, by its name."""
+    """A group for every role, as an attribute with the role's name."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._backends = backends
         self._groups = {name: Group(backend, name) for backend in backends for name in backend.roles}
         if hidden := self._groups.keys() & set(dir(self)):
-            raise ValueError(f"{min(hidden)!r} is no name for a role: `Roles` has its own")
+            raise ValueError(
+                f"the role name {min(hidden)!r} is reserved, because `Roles` has this attribute: rename it"
+            )
 
     def __getattr__(self, name: str) -> Group:
         groups: dict[str, Group] = self.__dict__.get("_groups", {})
@@ -37,7 +39,7 @@ class Roles:
 
     @property
     def num_places(self) -> int:
-        """Groups of workers that share nothing."""
+        """Return the number of places; workers of different places share no process."""
         return len(self._backends)
 
     def __enter__(self) -> Self:
@@ -53,7 +55,7 @@ class Roles:
 
 
 def place(roles: Mapping[str, Role], layout: Layout, start: Start) -> Roles:
-    """Start all `roles` as `layout` has it. Raises ValueError before anything is started."""
+    """Start all `roles` in the places of `layout`. Raises ValueError for a wrong layout before anything is started."""
     _check(roles, layout)
     backends: list[Backend] = []
     try:
@@ -69,7 +71,7 @@ def place(roles: Mapping[str, Role], layout: Layout, start: Start) -> Roles:
 def _check(roles: Mapping[str, Role], layout: Layout) -> None:
     placed = Counter(role for together in layout.values() for role in together)
     if unknown := placed.keys() - roles.keys():
-        raise ValueError(f"the layout places {min(unknown)!r}, which is no role: there are {sorted(roles)}")
+        raise ValueError(f"the layout places {min(unknown)!r}, which is not a role: the roles are {sorted(roles)}")
     if missing := roles.keys() - placed.keys():
         raise ValueError(f"the layout leaves out role {min(missing)!r}: put it into one of {sorted(layout)}")
     if twice := [role for role, count in placed.items() if count > 1]:

@@ -1,93 +1,98 @@
-"""The result of a call that has not been waited for: a value, which other calls take as an argument."""
+"""The future of a call: a result that may not exist yet, which other calls accept as an argument."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
-from penstock.groups.backend import Gone, Handle, Raised, settle
-from penstock.groups.errors import CallTimedOut, RemoteError, WorkerLost
-from penstock.groups.mesh import Parts
-from penstock.groups.method import Masks, RemoteMethod, Split
+from penstock.groups.backend import Backend, Call, Handle
+from penstock.groups.errors import CallTimedOut, RemoteError
+from penstock.groups.method import Masks, RemoteMethod
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call that can be sent."""
+    """A call that is ready to be sent."""
 
-    split: Split
-    parts: Parts
+    calls: Mapping[int, Call]
+    """The calls of the workers, by rank."""
+    collectors: Sequence[int]
+    """For each part, the rank that returns its result."""
+    padding: Masks | None
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A call that is on its way."""
+    """A call that was sent."""
 
+    prepared: Prepared
     handles: Mapping[int, Handle]
-    collectors: Sequence[int]
-    """The rank whose result counts, by part."""
-    padding: Masks | None
     at: float
-    """When it was sent, on the monotonic clock."""
+    """When the call was sent, on the monotonic clock."""
 
 
 class CallFuture:
-    """Of a call on a group."""
+    """The future of a call on a group."""
 
     def __init__(self, role: str, method: RemoteMethod) -> None:
-        self._role, self._method = role, method
+        self._role, self._method, self._name = role, method, f"{role}.{method.name}"
         self._sent: Future[Sent] = Future()
-        self._is_asked = False
-        """Somebody has seen, or will see, how it ended."""
+        self._is_claimed = False
+        """A caller has received, or will receive, the outcome."""
 
-    def begin(self, prepare: Callable[[], Prepared], send: Callable[[Prepared], Sent]) -> None:
-        """Prepare the call, and send it unless it was cancelled meanwhile. What either raises is the result."""
+    def begin(self, prepare: Callable[[], Prepared], backend: Backend) -> None:
+        """Prepare the call, and send it unless it was cancelled meanwhile. An exception from either step becomes the
+        outcome."""
         try:
             prepared = prepare()
             if self._sent.set_running_or_notify_cancel():
-                self._sent.set_result(send(prepared))
-        except Gone as gone:
-            settle(self._sent, error=self._lost(gone))
+                self._sent.set_result(Sent(prepared, backend.start(prepared.calls), time.monotonic()))
         except Exception as error:
-            settle(self._sent, error=error)
+            with suppress(InvalidStateError):  # the call was cancelled
+                self._sent.set_exception(error)
 
     def raise_if_refused(self) -> None:
-        """Once it has begun: raise why it could not be sent."""
-        self._is_asked = self._sent.exception() is not None
+        """Raise the error of a call that could not be sent. Call this after `begin`."""
+        self._is_claimed = self._sent.exception() is not None
         self._sent.result()
 
     def result(self, timeout: float | None = None) -> Any:
-        """The collected result, waited for at most `timeout` seconds, and no longer than the method's own deadline.
+        """Return the collected result. Wait at most `timeout` seconds, and no longer than the method's own deadline.
 
-        Raises `RemoteError` or `WorkerLost` as soon as one rank does, `CallTimedOut`, after which it can be asked
-        again, `CancelledError`, and what the call was refused for."""
-        self._is_asked, began = True, time.monotonic()
+        Raises `RemoteError` or `WorkerLost` as soon as one rank fails, `CancelledError`, and the error of a refused
+        call. Raises `CallTimedOut` when the time is up; `result` can be called again afterwards."""
+        self._is_claimed, began = True, time.monotonic()
         try:
             sent = self._sent.result(timeout)
         except TimeoutError:
             if self._sent.done():
                 raise
-            self._time_out([], "the calls before it, and what it is given", seconds=time.monotonic() - began)
+            self._time_out([], "earlier calls on the same workers, and calls whose results are arguments", began)
         ends = [began + timeout] if timeout is not None else []
         ends += [sent.at + self._method.timeout] if self._method.timeout is not None else []
         remaining = max(0.0, min(ends) - time.monotonic()) if ends else None
         _, missing = wait(sent.handles.values(), remaining, return_when=FIRST_EXCEPTION)
-        self._raise_first(sent.handles)
+        for handle in sent.handles.values():
+            if handle.cancelled():
+                raise CancelledError(f"{self._name} was cancelled")
+            if handle.done():
+                handle.result()
         if missing:
             ranks = [rank for rank, handle in sent.handles.items() if handle in missing]
             holder = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            self._time_out(ranks, holder, seconds=time.monotonic() - min(began, sent.at))
+            self._time_out(ranks, holder, min(began, sent.at))
         return self._collected
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, at once."""
+        """Return whether `result` would return or raise at once."""
         if not self._sent.done():
             return False
         if self._sent.cancelled() or self._sent.exception() is not None:
@@ -96,67 +101,53 @@ class CallFuture:
         return all(handle.done() for handle in handles) or any(map(_has_failed, handles))
 
     def cancel(self) -> bool:
-        """Give up on the result; False if it is there already. A call that was not sent never is. One that was is
-        carried out to its end on every rank, so that no rank waits for another in vain, and nobody hears of it."""
-        self._is_asked = True
+        """Give up the result. Returns False if the outcome is there already.
+
+        A call that was not sent yet is never sent. A sent call runs to its end on every rank, so that no rank waits for
+        another in vain; its result is dropped.
+        """
+        self._is_claimed = True
         if self._sent.cancel():
             return True
         if self._sent.exception() is not None:
             return False
-        given_up = [handle.cancel() for handle in self._sent.result().handles.values()]
-        for handle, was_given_up in zip(self._sent.result().handles.values(), given_up, strict=True):
-            if was_given_up:
-                handle.set_running_or_notify_cancel()
-        return any(given_up)
+        cancelled = [handle for handle in self._sent.result().handles.values() if handle.cancel()]
+        for handle in cancelled:
+            handle.set_running_or_notify_cancel()
+        return bool(cancelled)
 
     @cached_property
     def _collected(self) -> Any:
         sent = self._sent.result()
-        return self._method.join([sent.handles[rank].result() for rank in sent.collectors], sent.padding)
+        results = [sent.handles[rank].result() for rank in sent.prepared.collectors]
+        return self._method.join(results, sent.prepared.padding)
 
-    def _raise_first(self, handles: Mapping[int, Handle]) -> None:
-        for rank, handle in handles.items():
-            if not handle.done():
-                continue
-            if handle.cancelled():
-                raise CancelledError(f"{self._role}.{self._method.name} was cancelled")
-            error = handle.exception()
-            if isinstance(error, Gone):
-                raise self._lost(error)
-            if isinstance(error, Raised):
-                raise RemoteError(error, rank=rank, role=self._role, method=self._method.name)
-            if error is not None:
-                raise error
-
-    def _lost(self, gone: Gone) -> WorkerLost:
-        return WorkerLost(rank=gone.rank, role=self._role, method=self._method.name, end=gone.end)
-
-    def _time_out(self, ranks: list[int], holder: str, *, seconds: float) -> NoReturn:
-        raise CallTimedOut(
-            role=self._role, method=self._method.name, missing=ranks, holder=holder, seconds=round(seconds, 3)
-        )
+    def _time_out(self, ranks: list[int], holder: str, start: float) -> NoReturn:
+        seconds = round(time.monotonic() - start, 3)
+        raise CallTimedOut(role=self._role, method=self._method.name, missing=ranks, holder=holder, seconds=seconds)
 
     def __del__(self) -> None:
-        """An error that nobody asked for is told in the log."""
-        if self._is_asked or not self._sent.done() or self._sent.cancelled():
+        """Log an error that no caller has received."""
+        if self._is_claimed or not self._sent.done() or self._sent.cancelled():
             return
-        what = f"{self._role}.{self._method.name}"
         if (error := self._sent.exception()) is not None:
-            logger.error("nobody asked what became of %s: %s", what, error)
+            logger.error("%s failed, and no caller took its result: %s", self._name, error)
             return
-        for rank, handle in self._sent.result().handles.items():
-            handle.add_done_callback(partial(_tell, what, rank))
+        for handle in self._sent.result().handles.values():
+            handle.add_done_callback(partial(_log_error, self._name))
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a CallFuture does not travel: it is an argument of its own, or give its result()")
+        raise TypeError("a CallFuture cannot be pickled: pass it as an argument of its own, or pass its result()")
 
 
 def _has_failed(handle: Handle) -> bool:
     return handle.done() and (handle.cancelled() or handle.exception() is not None)
 
 
-def _tell(what: str, rank: int, handle: Handle) -> None:
-    """A worker that is gone is found missing by others."""
+def _log_error(name: str, handle: Future[Any]) -> None:
+    """Log the error that a method raised. A lost worker is not logged here, since other calls report it."""
     error = None if handle.cancelled() else handle.exception()
-    if isinstance(error, Raised):
-        logger.error("nobody asked what became of %s on rank %d:\n%s", what, rank, error.trace)
+    if isinstance(error, RemoteError):
+        logger.error(
+            "%s failed on rank %d, and no caller took its result:\n%s", name, error.rank, error.remote_traceback
+        )

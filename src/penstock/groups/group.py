@@ -1,8 +1,7 @@
-"""Calls on all workers of a role at once, over whatever backend carries them."""
+"""Calls on all workers of a role at once, over any backend."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -10,22 +9,23 @@ from typing import Any, Self
 
 from penstock.groups.backend import Backend, Call
 from penstock.groups.errors import CallRefused
-from penstock.groups.future import CallFuture, Prepared, Sent
+from penstock.groups.future import CallFuture, Prepared
 from penstock.groups.intent import Intent
-from penstock.groups.mesh import Mesh, Parts, every_rank, only
-from penstock.groups.method import RemoteMethod, Split, remote_method, remote_methods
+from penstock.groups.mesh import Over, Parts, every_rank, mesh_parts, only
+from penstock.groups.method import RemoteMethod, remote_method, remote_methods
 from penstock.groups.modes import Execute
 
 
 class Group:
-    """The marked methods of the role's class are methods of the group."""
+    """All workers of a role. The remote methods of the role's class are methods of the group."""
 
     def __init__(self, backend: Backend, role: str) -> None:
         self.backend, self.role = backend, role
-        self._methods = remote_methods(backend.roles[role].worker_cls)
         worker_cls = backend.roles[role].worker_cls
+        self._methods = remote_methods(worker_cls)
         if hidden := self._methods.keys() & set(dir(self)):
-            raise TypeError(f"{worker_cls.__name__}.{min(hidden)} cannot be a remote method: a group has its own")
+            name = f"{worker_cls.__name__}.{min(hidden)}"
+            raise TypeError(f"{name} cannot be a remote method, because a group has this attribute: rename it")
         for name, method in self._methods.items():
             if method.over != "ranks" and not hasattr(worker_cls, "mesh_rank"):
                 raise TypeError(
@@ -37,7 +37,7 @@ class Group:
         method = self.__dict__.get("_methods", {}).get(name)
         if method is None:
             raise AttributeError(f"{name!r} is not a remote method of {self.__dict__.get('role', 'this group')}")
-        return partial(self._call, method)
+        return partial(self._call, method, None)
 
     def __enter__(self) -> Self:
         return self
@@ -47,64 +47,64 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Workers."""
+        """Return the number of workers."""
         return self.backend.size
 
     def on(self, rank: int) -> OneWorker:
-        """The worker of that rank, for its direct methods."""
+        """Return the worker of a rank, for its direct methods. Raises `CallRefused` if there is no such rank."""
         if not 0 <= rank < self.size:
             raise CallRefused(f"{self.role} has ranks 0 to {self.size - 1}, not {rank}")
         return OneWorker(self, rank)
 
     def close(self) -> None:
-        """End the workers, those of the other roles in their processes included."""
+        """End the workers, including workers of other roles in the same processes."""
         self.backend.close()
 
-    def _call(self, method: RemoteMethod, /, *arguments: Any, **keywords: Any) -> Any:
-        if method.is_direct:
+    def _call(self, method: RemoteMethod, rank: int | None, /, *arguments: Any, **keywords: Any) -> Any:
+        """Make a call, on one `rank` for a direct method. Without futures among its arguments, a refused call raises
+        here; with futures, its own future raises the error."""
+        if method.is_direct and rank is None:
             raise CallRefused(
                 f"{method.name} is a direct rollout method, which one worker carries out: call it as "
                 f"group.on(rank).{method.name}(...), with a rank from 0 to {self.size - 1}"
             )
-        return self._call_over(lambda: self._parts(method), method, method.bind(arguments, keywords))
+        given = method.bind(arguments, keywords)
 
-    def _call_over(self, parts: Callable[[], Parts], method: RemoteMethod, given: Mapping[str, Any]) -> Any:
-        """What takes no futures is refused here; else it is for the future to tell."""
+        def prepare() -> Prepared:
+            parts = self._parts(method) if rank is None else only(rank)
+            return self._prepared(method, parts, {name: _result_of(value) for name, value in given.items()})
 
-        def prepare(arguments: Mapping[str, Any]) -> Prepared:
-            chosen = parts()
-            return Prepared(method.split(arguments, len(chosen)), chosen)
-
-        future, send = CallFuture(self.role, method), partial(self._send, method)
-        futures = [value for value in map(_unwrapped, given.values()) if isinstance(value, CallFuture)]
+        future = CallFuture(self.role, method)
+        values = [value.value if isinstance(value, Intent) else value for value in given.values()]
+        futures = [value for value in values if isinstance(value, CallFuture)]
         if futures:
-            waits = not all(taken.done() for taken in futures)
-            self.backend.order.run(lambda: future.begin(lambda: prepare(_resolved(given)), send), waits=waits)
+            waits = not all(each.done() for each in futures)
+            self.backend.queue.run(lambda: future.begin(prepare, self.backend), waits=waits)
         else:
-            prepared = prepare(given)
-            if self.backend.order.run(lambda: future.begin(lambda: prepared, send), waits=False):
+            prepared = prepare()
+            if self.backend.queue.run(lambda: future.begin(lambda: prepared, self.backend), waits=False):
                 future.raise_if_refused()
         return future.result() if method.blocking else future
 
-    def _send(self, method: RemoteMethod, prepared: Prepared) -> Sent:
-        split, parts = prepared.split, prepared.parts
+    def _prepared(self, method: RemoteMethod, parts: Parts, given: Mapping[str, Any]) -> Prepared:
+        arguments, padding = method.split(given, len(parts.collectors))
         calls = {
-            rank: Call(self.role, method.name, split.arguments[part], wanted=rank in parts.collectors)
+            rank: Call(self.role, method.name, arguments[part], wanted=rank in parts.collectors)
             for rank, part in parts.of_rank.items()
         }
-        return Sent(self.backend.start(calls), parts.collectors, split.padding, time.monotonic())
+        return Prepared(calls, parts.collectors, padding)
 
     def _parts(self, method: RemoteMethod) -> Parts:
         if method.execute is Execute.RANK_ZERO:
             return only(0)
-        return every_rank(self.size) if method.over == "ranks" else self._mesh.parts(method.over)
+        return every_rank(self.size) if method.over == "ranks" else self._mesh[method.over]
 
     @cached_property
-    def _mesh(self) -> Mesh:
-        """Asked for once, when it is first needed."""
-        asking, nothing = CallFuture(self.role, MESH_RANK), Split([{}] * self.size, None)
-        asking.begin(lambda: Prepared(nothing, every_rank(self.size)), partial(self._send, MESH_RANK))
-        return Mesh(self.role, asking.result())
+    def _mesh(self) -> dict[Over, Parts]:
+        """Return the parts over each dimension of the mesh. The workers are asked once, when a call first needs it."""
+        future = CallFuture(self.role, MESH_RANK)
+        future.begin(lambda: self._prepared(MESH_RANK, every_rank(self.size), {}), self.backend)
+        return mesh_parts(self.role, future.result())
 
 
 class OneWorker:
@@ -117,29 +117,18 @@ class OneWorker:
         method = self._group._methods.get(name)
         if method is None or not method.is_direct:
             raise AttributeError(f"{name!r} is not a direct rollout method of {self._group.role}")
-        return partial(self._call, method)
-
-    def _call(self, method: RemoteMethod, /, *arguments: Any, **keywords: Any) -> Any:
-        return self._group._call_over(lambda: only(self._rank), method, method.bind(arguments, keywords))
+        return partial(self._group._call, method, self._rank)
 
 
 def mesh_rank(worker: Any) -> None:
-    """Where the worker stands; its class has it."""
+    """Stand for the method `mesh_rank` that the worker's class defines."""
 
 
 MESH_RANK: RemoteMethod = remote_method()(mesh_rank).__remote_method__  # type: ignore[attr-defined]
 
 
-def _unwrapped(value: Any) -> Any:
-    return value.value if isinstance(value, Intent) else value
-
-
-def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
-    """With results in place of futures."""
-    return {name: _result_of(value) for name, value in given.items()}
-
-
 def _result_of(value: Any) -> Any:
+    """Return an argument with the result in place of a future."""
     if isinstance(value, Intent):
         return replace(value, value=_result_of(value.value))
     return value.result() if isinstance(value, CallFuture) else value

@@ -1,33 +1,34 @@
-"""The one-process backend: workers are plain objects, called one after another by whoever calls the group."""
+"""The backend within one process: workers are plain objects. The thread that calls the group runs them in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.groups.backend import Backend, Call, Handle, Raised, carry_out, settle
+from penstock.groups.backend import Backend, Call, Handle
+from penstock.groups.errors import Raised
 from penstock.groups.group import Group
 from penstock.groups.role import Rank, Role, make_all
 
 
 class LocalBackend(Backend):
-    """Arguments and results are handed over as they are, not copied. What a constructor raises comes as it is."""
+    """Workers in this process. Arguments and results are not copied. An exception of a constructor is raised as it
+    is."""
 
     def __init__(self, roles: Mapping[str, Role], size: int = 1) -> None:
         super().__init__(roles, size)
         self.workers = [make_all(self.roles, Rank(i, size)) for i in range(size)]
-        """By rank, then by role."""
+        """Workers by rank, then by role."""
 
     def start(self, calls: Mapping[int, Call]) -> dict[int, Handle]:
-        return {rank: self._run(self.workers[rank], call) for rank, call in calls.items()}
-
-    def _run(self, workers: Mapping[str, Any], call: Call) -> Handle:
-        handle: Handle = Handle()
-        try:
-            settle(handle, carry_out(workers, call))
-        except Raised as error:
-            settle(handle, error=error)
-        return handle
+        handles = {}
+        for rank, call in calls.items():
+            handles[rank] = Handle(rank, call.role, call.method)
+            try:
+                handles[rank].settle(call.carry_out(self.workers[rank]))
+            except Exception as error:
+                handles[rank].settle(Raised.of(error))
+        return handles
 
     def close(self) -> None:
         self.workers = []
@@ -38,11 +39,10 @@ class LocalGroup(Group):
 
     def __init__(self, worker_cls: type, size: int = 1, **init: Any) -> None:
         """Each worker is built as `worker_cls(rank=Rank(i, size), **init)`."""
-        role = Role(worker_cls, init)
-        self._local = LocalBackend({worker_cls.__name__: role}, size)
+        self._local = LocalBackend({worker_cls.__name__: Role(worker_cls, init)}, size)
         super().__init__(self._local, worker_cls.__name__)
 
     @property
     def workers(self) -> list[Any]:
-        """By rank."""
+        """Return the workers by rank."""
         return [workers[self.role] for workers in self._local.workers]

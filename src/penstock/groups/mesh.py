@@ -1,4 +1,4 @@
-"""Which part of the arguments each rank of a group gets, and whose results are collected."""
+"""The mesh of a group: the part of the arguments that each rank gets, and the ranks that return the results."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Literal
 from penstock.groups.errors import CallRefused
 
 Over = Literal["ranks", "dp", "dp_pp", "pp"]
-"""What arguments are cut over and results are collected over. `ranks`: every rank is a part of its own. The others need
-a mesh, and ranks that differ otherwise get the same part. `dp`: data-parallel ranks; results of tensor rank 0 in the
-last pipeline stage. `dp_pp`: the stages as if they were data-parallel, part dp * stages + pp; results of tensor rank 0.
-`pp`: the stages; results of tensor and data-parallel rank 0."""
+"""The dimension over which arguments are cut and results are collected.
+
+`ranks`: every rank is a part of its own. The other values need a mesh; ranks that differ only in other dimensions get
+the same part. `dp`: one part per data-parallel rank; results come from tensor rank 0 in the last pipeline stage.
+`dp_pp`: pipeline stages count as data-parallel, part dp * stages + pp; results come from tensor rank 0. `pp`: one part
+per pipeline stage; results come from tensor rank 0 and data-parallel rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshRank:
-    """Where a worker stands among the parallel dimensions. `tp` counts all whose peers share samples: context- and
-    sequence-parallel ones too."""
+    """The coordinates of a worker in the parallel dimensions. `tp` covers all dimensions in which ranks share samples,
+    also context and sequence parallelism."""
 
     dp: int
     tp: int = 0
@@ -27,62 +29,53 @@ class MeshRank:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of one call."""
+    """The parts of one call."""
 
     of_rank: Mapping[int, int]
-    """The part of every rank that is called."""
+    """The part of each rank that is called."""
     collectors: tuple[int, ...]
-    """The rank whose result counts, by part."""
-
-    def __len__(self) -> int:
-        return len(self.collectors)
+    """For each part, the rank that returns its result."""
 
 
 def every_rank(size: int) -> Parts:
-    """Its own part."""
+    """Return parts for a call on every rank, where each rank has a part of its own."""
     return Parts({rank: rank for rank in range(size)}, tuple(range(size)))
 
 
 def only(rank: int) -> Parts:
-    """The one that is called."""
+    """Return the single part of a call on one rank."""
     return Parts({rank: 0}, (rank,))
 
 
-class Mesh:
-    """Where all workers of a role stand. Raises CallRefused if that is no mesh: parts without gaps, and exactly one
-    rank to collect each of them from."""
+def mesh_parts(role: str, mesh: Sequence[MeshRank]) -> dict[Over, Parts]:
+    """Return the parts of calls over each dimension, from the coordinates of all workers of a role.
 
-    def __init__(self, role: str, ranks: Sequence[MeshRank]) -> None:
-        self._role, self._ranks = role, ranks
-        if wrong := [rank for rank in ranks if not isinstance(rank, MeshRank)]:
-            raise CallRefused(f"{role}.mesh_rank() returned {wrong[0]!r}, expected a MeshRank")
-        self._num_stages = 1 + max(rank.pp for rank in ranks)
-        last = self._num_stages - 1
-        self._parts: dict[Over, Parts] = {
-            "dp": self._over("dp", lambda at: at.dp, lambda at: at.tp == 0 and at.pp == last),
-            "dp_pp": self._over("dp x pp", lambda at: at.dp * self._num_stages + at.pp, lambda at: at.tp == 0),
-            "pp": self._over("pp", lambda at: at.pp, lambda at: at.tp == 0 and at.dp == 0),
-        }
+    Raises `CallRefused` if they form no mesh. A mesh has parts without gaps, and exactly one rank that returns the
+    result of each part.
+    """
+    if wrong := [at for at in mesh if not isinstance(at, MeshRank)]:
+        raise CallRefused(f"{role}.mesh_rank() returned {wrong[0]!r}, expected a MeshRank")
+    num_stages = 1 + max(at.pp for at in mesh)
+    last = num_stages - 1
+    places = "; ".join(f"{rank} is dp {at.dp}, tp {at.tp}, pp {at.pp}" for rank, at in enumerate(mesh))
 
-    def parts(self, over: Over) -> Parts:
-        return self._parts[over]
-
-    def _over(self, name: str, part: Callable[[MeshRank], int], collects: Callable[[MeshRank], bool]) -> Parts:
-        of_rank = {rank: part(at) for rank, at in enumerate(self._ranks)}
-        if missing := set(range(max(of_rank.values()) + 1)) - set(of_rank.values()):
-            raise CallRefused(f"the mesh of {self._role} has no worker of {name} rank {min(missing)}: {self}")
-        collectors: dict[int, list[int]] = {index: [] for index in sorted(of_rank.values())}
-        for rank, at in enumerate(self._ranks):
-            if collects(at):
-                collectors[of_rank[rank]].append(rank)
-        for index, ranks in collectors.items():
+    def over(name: str, part_of: Callable[[MeshRank], int], collects: Callable[[MeshRank], bool]) -> Parts:
+        of_rank = {rank: part_of(at) for rank, at in enumerate(mesh)}
+        collectors = []
+        for part in range(max(of_rank.values()) + 1):
+            if part not in of_rank.values():
+                raise CallRefused(f"the mesh of {role} has no worker of {name} rank {part}: worker {places}")
+            ranks = [rank for rank, at in enumerate(mesh) if of_rank[rank] == part and collects(at)]
             if len(ranks) != 1:
                 raise CallRefused(
-                    f"the mesh of {self._role} collects {name} rank {index} from workers {ranks}, expected exactly "
-                    f"one: {self}"
+                    f"the mesh of {role} collects {name} rank {part} from workers {ranks}, expected exactly one: "
+                    f"worker {places}"
                 )
-        return Parts(of_rank, tuple(ranks[0] for ranks in collectors.values()))
+            collectors += ranks
+        return Parts(of_rank, tuple(collectors))
 
-    def __str__(self) -> str:
-        places = [f"{rank} is dp {at.dp}, tp {at.tp}, pp {at.pp}" for rank, at in enumerate(self._ranks)]
-        return "worker " + "; ".join(places)
+    return {
+        "dp": over("dp", lambda at: at.dp, lambda at: at.tp == 0 and at.pp == last),
+        "dp_pp": over("dp x pp", lambda at: at.dp * num_stages + at.pp, lambda at: at.tp == 0),
+        "pp": over("pp", lambda at: at.pp, lambda at: at.tp == 0 and at.dp == 0),
+    }

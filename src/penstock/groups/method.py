@@ -1,7 +1,7 @@
-"""Mark a worker's method for calls on the whole group: how its arguments are split, where it runs, how results return.
+"""The decorator `remote_method`, which marks a worker's method for calls on the whole group.
 
-The decorator only marks; `group.py` does the calling, over a backend. An argument that nothing is declared for is open:
-whoever calls may wrap it in an intent, else it is broadcast.
+The mark says how arguments are split, where the method runs, and how results are collected. `group.py` makes the calls,
+over a backend. An argument without a declaration is open: a caller may wrap it in an intent, else it is broadcast.
 """
 
 from __future__ import annotations
@@ -19,24 +19,18 @@ from penstock.groups.collect import Collect, concat, each, first, masks_of, with
 from penstock.groups.errors import CallRefused, ResultRefused
 from penstock.groups.intent import DECLARED, Broadcast, Intent, PerRank, Shard
 from penstock.groups.mesh import Over
-from penstock.groups.modes import PLANS, Custom, Execute, Mode
+from penstock.groups.modes import Custom, Execute, Mode, Plan, SplitArguments
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Arguments = Mapping[str, Any]
+"""Arguments of a call by name."""
 Masks = Sequence[npt.NDArray[np.bool_]]
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The arguments of one call, by part."""
-
-    arguments: Sequence[Mapping[str, Any]]
-    padding: Masks | None
-    """What of each part fills it up; None if nothing does."""
+"""The mask of padding in each part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteMethod:
-    """What `remote_method` declared."""
+    """The declaration that `remote_method` made for a method."""
 
     name: str
     signature: inspect.Signature
@@ -46,32 +40,37 @@ class RemoteMethod:
     execute: Execute
     blocking: bool
     timeout: float | None
-    custom_split: Callable[[Mapping[str, Any], int], Sequence[Mapping[str, Any]]] | None
+    custom_split: SplitArguments | None
     is_direct: bool
-    """Called on one worker, not on the group."""
+    """The method is called on one worker, not on the group."""
 
-    def bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that are given, by name."""
+    def bind(self, arguments: Sequence[Any], keywords: Arguments) -> dict[str, Any]:
+        """Return the given arguments by name. Raises `CallRefused` if they do not fit the signature."""
         try:
             bound = self.signature.bind(None, *arguments, **keywords)
         except TypeError as error:
             raise CallRefused(f"{self.name}: {error}") from None
         return dict(list(bound.arguments.items())[1:])
 
-    def split(self, given: Mapping[str, Any], num_parts: int) -> Split:
-        """Cut the arguments into parts. Raises `CallRefused`."""
-        chosen = {name: self._intent_of(name, value) for name, value in given.items()}
-        values = {name: value for name, (_, value) in chosen.items()}
-        if self.custom_split is not None:
-            return Split(self._split_by_custom(values, num_parts), None)
-        intents = {name: intent for name, (intent, _) in chosen.items()}
-        self._check_sharded(intents, values)
-        parts = {name: self._split_argument(name, intent, values[name], num_parts) for name, intent in intents.items()}
+    def split(self, given: Arguments, num_parts: int) -> tuple[Sequence[Arguments], Masks | None]:
+        """Return the arguments of each part, and the masks of padding if there is any. Raises `CallRefused`."""
+        intents = {name: self._intent_of(name, value) for name, value in given.items()}
+        values = {name: value.value if isinstance(value, Intent) else value for name, value in given.items()}
+        try:
+            if self.custom_split is not None:
+                custom = self.custom_split(values, num_parts)
+                if len(custom) != num_parts:
+                    raise ValueError(f"its split made {len(custom)} parts, expected {num_parts}")
+                return custom, None
+            self._check_sharded({name: i for name, i in intents.items() if isinstance(i, Shard)}, values)
+            parts = {name: intent.split(name, values[name], num_parts) for name, intent in intents.items()}
+        except ValueError as error:
+            raise CallRefused(f"{self.name}: {error}") from None
         arguments = [{name: part[i] for name, part in parts.items()} for i in range(num_parts)]
-        return Split(arguments, masks_of([(values[name], part) for name, part in parts.items()]))
+        return arguments, masks_of([(values[name], part) for name, part in parts.items()])
 
     def join(self, results: list[Any], padding: Masks | None) -> Any:
-        """One result of those of all parts, without what stems from padding. Raises `ResultRefused`."""
+        """Combine the results of all parts into one, without rows of padding. Raises `ResultRefused`."""
         try:
             if padding is not None:
                 rows = self.collect is concat
@@ -80,48 +79,30 @@ class RemoteMethod:
         except ResultRefused as error:
             raise ResultRefused(f"{self.name}: {error}") from None
 
-    def _intent_of(self, name: str, value: Any) -> tuple[Intent, Any]:
+    def _intent_of(self, name: str, value: Any) -> Intent:
+        """Return the intent of an argument, by its declaration or by the call. Raises `CallRefused`."""
         declared = self.intents.get(name)
         if not isinstance(value, Intent):
-            return declared or Broadcast(), value
+            return declared or Broadcast()
         kind = type(value).__name__
         if declared is not None:
             raise CallRefused(
                 f"{self.name}: {name} is declared as {type(declared).__name__}, expected a plain value, given {kind}"
             )
         if value.value is DECLARED:
-            raise CallRefused(f"{self.name}: {name} is a {kind} of nothing, expected {kind}(value)")
+            raise CallRefused(f"{self.name}: {name} is a {kind} without a value, expected {kind}(value)")
         if self.execute is Execute.RANK_ZERO and not isinstance(value, Broadcast):
-            raise CallRefused(f"{self.name} runs on rank zero alone, expected {name} plain, given {kind}")
-        return value, value.value
+            raise CallRefused(f"{self.name} runs on rank zero alone, expected a plain value for {name}, given {kind}")
+        return value
 
-    def _check_sharded(self, intents: Mapping[str, Intent], values: Mapping[str, Any]) -> None:
-        """All sharded arguments are cut alike, so that their rows go together."""
-        sharded = {name: intent for name, intent in intents.items() if isinstance(intent, Shard)}
-        if len({intent.uneven for intent in sharded.values()}) > 1:
-            given = {name: intent.uneven for name, intent in sharded.items()}
-            raise CallRefused(f"{self.name}: arguments are sharded together, expected one `uneven`, given {given}")
+    def _check_sharded(self, sharded: Mapping[str, Shard], values: Arguments) -> None:
+        """Check that all sharded arguments are cut in the same way, so that their rows match. Raises ValueError."""
+        uneven = {name: intent.uneven for name, intent in sharded.items()}
+        if len(set(uneven.values())) > 1:
+            raise ValueError(f"arguments are sharded together, expected one `uneven`, given {uneven}")
         sizes = {name: len(values[name]) for name in sharded if isinstance(values[name], Batch)}
         if len(set(sizes.values())) > 1:
-            raise CallRefused(
-                f"{self.name}: arguments are sharded together, expected as many samples in each, given {sizes}"
-            )
-
-    def _split_argument(self, name: str, intent: Intent, value: Any, num_parts: int) -> Sequence[Any]:
-        try:
-            return intent.split(value, num_parts)
-        except ValueError as error:
-            raise CallRefused(f"{self.name}: {name} {error}") from None
-
-    def _split_by_custom(self, values: Mapping[str, Any], num_parts: int) -> Sequence[Mapping[str, Any]]:
-        assert self.custom_split is not None
-        try:
-            parts = self.custom_split(values, num_parts)
-        except ValueError as error:
-            raise CallRefused(f"{self.name}: {error}") from None
-        if len(parts) != num_parts:
-            raise CallRefused(f"{self.name}: its split made {len(parts)} parts, expected {num_parts}")
-        return parts
+            raise ValueError(f"arguments are sharded together, expected as many samples in each, given {sizes}")
 
 
 def remote_method(
@@ -134,28 +115,36 @@ def remote_method(
     blocking: bool = True,
     timeout: float | None = None,
 ) -> Callable[[Method], Method]:
-    """Mark a method, by a mode or in detail.
+    """Mark a method as remote, by a mode or by single settings.
 
-    `dispatch`: intents by argument. `collect`: `each` if nothing is said. `over`: see `Over`. A call that is not
-    `blocking` returns a `CallFuture`. `timeout`: seconds after which an unanswered call raises `CallTimedOut`.
+    `dispatch`: intents by argument. `collect`: how results are combined, by default `each`. `over`: see `Over`. A call
+    that is not `blocking` returns a `CallFuture`. `timeout`: seconds after which an unanswered call raises
+    `CallTimedOut`. Raises TypeError for a declaration that can never work.
     """
     if mode is not None and (dispatch is not None or collect is not None or over != "ranks"):
-        raise TypeError(f"{mode} says how to dispatch and collect: nothing else may")
+        raise TypeError(f"{mode} says how to dispatch and collect: leave out dispatch, collect and over")
+    plan: Plan | Custom = mode.value if isinstance(mode, Mode) else (mode or Plan(None, collect or each, over))
 
     def mark(method: Method) -> Method:
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise TypeError(
+                f"{method.__qualname__} is `async def`, and a worker has no event loop: make the remote method a plain "
+                "one, which may call asyncio.run()"
+            )
         signature = inspect.signature(method)
         arguments = list(signature.parameters)[1:]
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
-            raise TypeError(f"{method.__qualname__}: a remote method names all its arguments")
-        plan = PLANS[mode] if isinstance(mode, Mode) else None
-        if plan is not None and plan.first_intent is not None and not arguments:
+            raise TypeError(
+                f"{method.__qualname__}: a remote method has no *args, **kwargs or positional-only arguments"
+            )
+        if isinstance(plan, Plan) and plan.first_intent is not None and not arguments:
             raise TypeError(f"{method.__qualname__} has no first argument, which {mode} needs")
         declared = RemoteMethod(
             name=method.__name__,
             signature=signature,
-            intents=plan.intents(arguments) if plan is not None else dict(dispatch or {}),
-            collect=_collect(mode, collect, execute),
-            over=plan.over if plan is not None else mode.over if isinstance(mode, Custom) else over,
+            intents=plan.intents(arguments) if isinstance(plan, Plan) and dispatch is None else dict(dispatch or {}),
+            collect=first if execute is Execute.RANK_ZERO else plan.collect,
+            over=plan.over,
             execute=execute,
             blocking=blocking,
             timeout=timeout,
@@ -169,16 +158,8 @@ def remote_method(
     return mark
 
 
-def _collect(mode: Mode | Custom | None, collect: Collect | None, execute: Execute) -> Collect:
-    if execute is Execute.RANK_ZERO:
-        return first
-    if mode is None:
-        return collect or each
-    return mode.collect if isinstance(mode, Custom) else PLANS[mode].collect
-
-
 def _check(method: RemoteMethod, arguments: Sequence[str], *, given: Collect | None) -> None:
-    """Raises TypeError for what can never work."""
+    """Check a declaration. Raises TypeError if it can never work."""
     if unknown := method.intents.keys() - set(arguments):
         raise TypeError(f"{method.name} has no argument {min(unknown)!r} to dispatch")
     for name, intent in method.intents.items():
@@ -195,6 +176,6 @@ def _check(method: RemoteMethod, arguments: Sequence[str], *, given: Collect | N
 
 
 def remote_methods(worker_cls: type) -> dict[str, RemoteMethod]:
-    """The marked methods of a class by name."""
+    """Return the remote methods of a class by name."""
     members = inspect.getmembers(worker_cls, inspect.isfunction)
     return {name: f.__remote_method__ for name, f in members if hasattr(f, "__remote_method__")}

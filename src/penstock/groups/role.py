@@ -1,4 +1,4 @@
-"""A role: what a worker process does, and how the worker that does it is made. Several may share a process."""
+"""A role: the class of a worker and its constructor arguments. Workers of several roles may share a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which worker of how many."""
+    """The index of a worker and the number of workers."""
 
     index: int
     size: int
@@ -18,8 +18,10 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """On each rank a worker is built as `worker_cls(rank=Rank(i, size), **init)`. A constructor that asks for `roles`
-    gets the workers by role that live in its process, itself and those to come included once they are built."""
+    """A role of worker. Each rank builds one as `worker_cls(rank=Rank(i, size), **init)`.
+
+    A constructor with a parameter `roles` gets the dictionary of the workers in its process, by role. The worker itself
+    and later workers are added to it once they are built."""
 
     worker_cls: type
     init: Mapping[str, Any] = field(default_factory=dict)
@@ -28,15 +30,13 @@ class Role:
         if not isinstance(self.worker_cls, type):
             raise TypeError(f"{self.worker_cls!r} is not a class")
 
-    def make(self, rank: Rank, roles: Mapping[str, Any]) -> Any:
-        """The worker of `rank`, beside those of `roles`."""
-        asks = "roles" in inspect.signature(self.worker_cls).parameters and "roles" not in self.init
-        return self.worker_cls(rank=rank, **self.init, **({"roles": roles} if asks else {}))
-
 
 def make_all(roles: Mapping[str, Role], rank: Rank) -> dict[str, Any]:
-    """The workers of one process by role, built in order."""
+    """Build the workers of one process in order, and return them by role."""
     workers: dict[str, Any] = {}
     for name, role in roles.items():
-        workers[name] = role.make(rank, workers)
+        init = dict(role.init)
+        if "roles" in inspect.signature(role.worker_cls).parameters:
+            init.setdefault("roles", workers)
+        workers[name] = role.worker_cls(rank=rank, **init)
     return workers

@@ -1,7 +1,8 @@
-"""Chat in tokens, without torch: render with jinja2, encode with `tokenizers`.
+"""Chat templates and tokenization without torch: jinja2 renders, `tokenizers` encodes.
 
-History is never tokenised twice: an episode keeps its token ids and asks only for the tokens that a new user message
-adds (`continuation`). Renders as Hugging Face's `apply_chat_template` does, for any directory with a tokenizer.json.
+The history is never tokenized twice: an episode keeps its token ids, and requests only the tokens that new messages
+add (`continuation`). The rendered text equals that of Hugging Face's `apply_chat_template`. Works for any directory
+with a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from penstock.model.files import ModelError, read_json, read_json_if_present
+from penstock.model.tiny import ASSISTANT, CHAT_TEMPLATE, END, USER
 
 SENTINEL = "penstockassistantturn"
-"""Stands for an assistant turn when the template is asked what follows one."""
+"""Placeholder text of an assistant turn, used to find the text that the template puts after such a turn."""
 
 
 class ChatTokenizer:
@@ -54,55 +59,66 @@ class ChatTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special_tokens = _special_tokens(model_dir, config)
-        return cls(
-            tokenizer, _template(model_dir, config), special_tokens, _eos_ids(model_dir, tokenizer, special_tokens)
-        )
+        eos_ids = _eos_ids(model_dir, tokenizer, special_tokens)
+        return cls(tokenizer, _template(model_dir, config), special_tokens, eos_ids)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
-        """Token ids of a conversation, up to where the assistant begins to speak. `settings` (`tools`, ...) are the
-        template's own."""
+        """Return the token ids of a conversation, up to the start of the assistant's next turn.
+
+        `settings` (`tools`, ...) are passed to the template.
+        """
         return self.encode(self.render(messages, **settings))
 
     def continuation(self, messages: Sequence[Mapping[str, Any]], *, ended: bool, **settings: Any) -> list[int]:
-        """The tokens between an assistant's turn and its next one, with `messages` between.
+        """Return the tokens between two assistant turns, with `messages` between them.
 
-        `ended`: the generated turn already closes with an end-of-turn token, which is then not repeated.
+        `ended`: the generated turn already ends with an end-of-turn token, which is then not repeated.
         """
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}, *messages]
         _, found, rest = self.render(turn, **settings).partition(SENTINEL)
         if not found:
-            raise ModelError("the chat template leaves out the assistant's words: it cannot carry a conversation")
+            raise ModelError("the chat template drops the assistant's text: use a template that keeps it")
         token_ids = self.encode(rest)
         return token_ids[1:] if ended and token_ids and token_ids[0] in self.eos_ids else token_ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
-        """The text of a conversation, up to where the assistant begins to speak."""
+        """Return the text of a conversation, up to the start of the assistant's next turn."""
         if self._template is None:
             raise ModelError(
-                "the model has no chat template: neither chat_template.jinja nor tokenizer_config.json holds one"
+                "the model has no chat template: add chat_template.jinja, or `chat_template` in tokenizer_config.json"
             )
         try:
             known = {"add_generation_prompt": True, "messages": messages} | self._special_tokens | settings
             text = self._template.render(**known)
             if settings.get("tools") and text == self._template.render(**known | {"tools": None}):
-                raise ModelError("the chat template knows no `tools`: the model would not hear of them")
+                raise ModelError("the chat template ignores `tools`: use a template that renders them")
             return text
         except TemplateError as error:
-            raise ModelError(f"the chat template refused the conversation: {error}") from error
+            raise ModelError(f"the chat template rejected the conversation: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens spelled in it are recognised, none are added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        """Return the token ids of `text`. Special tokens in the text are recognised; no tokens are added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of `token_ids`."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
-        return text
+        """Return the text of `token_ids`."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
+
+
+def byte_tokenizer() -> ChatTokenizer:
+    """Return a tokenizer with one token per byte, which represents any text exactly, and the tiny policy's chat
+    template. For policy stubs, which have no model."""
+    special = (USER, ASSISTANT, END)
+    vocabulary = {token: number for number, token in enumerate((*special, *sorted(ByteLevel.alphabet())))}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return ChatTokenizer(tokenizer, Template(CHAT_TEMPLATE), {"eos_token": END}, (vocabulary[END],))
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for tools that ask; when rendering it is transparent."""
+    """The tag `{% generation %}`, with which templates mark the assistant's words. It does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -117,7 +133,7 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """jinja2's own `tojson` escapes HTML characters, which templates written for models do not expect."""
+    """Return JSON without HTML escapes: jinja2's own `tojson` adds them, and chat templates do not expect them."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
@@ -145,7 +161,7 @@ def _template(model_dir: Path, config: Mapping[str, Any]) -> Template | None:
 
 
 def _special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ...: strings, or objects with a `content`."""
+    """Return `bos_token`, `eos_token`, ... as strings. The files hold strings, or objects with a `content`."""
     declared = {**read_json_if_present(model_dir, "special_tokens_map.json"), **config}
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     found = {name: declared[name] for name in names if declared.get(name) is not None}
@@ -153,14 +169,13 @@ def _special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _eos_ids(model_dir: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str]) -> tuple[int, ...]:
-    """Every id that ends a turn: those of generation_config.json (else config.json) and the tokenizer's own."""
-    declared = read_json_if_present(model_dir, "generation_config.json").get("eos_token_id")
-    if declared is None:
-        declared = read_json_if_present(model_dir, "config.json").get("eos_token_id")
-    candidates = list(declared) if isinstance(declared, list) else [declared]
+    """Return all ids that end a turn: those of generation_config.json (else config.json) and the tokenizer's own."""
+    files = (read_json_if_present(model_dir, name) for name in ("generation_config.json", "config.json"))
+    declared: Any = next((ids for file in files if (ids := file.get("eos_token_id")) is not None), [])
+    candidates = [*declared] if isinstance(declared, list) else [declared]
     if "eos_token" in special_tokens:
         candidates.append(tokenizer.token_to_id(special_tokens["eos_token"]))
     ids = {int(candidate) for candidate in candidates if candidate is not None}
     if not ids:
-        raise ModelError(f"model directory {model_dir} names no end-of-turn token")
+        raise ModelError(f"model directory {model_dir} names no end-of-turn token: set eos_token_id in config.json")
     return tuple(sorted(ids))

@@ -1,4 +1,4 @@
-"""How model compute is measured, and how a device is used beside it."""
+"""Measure model compute, and copy data on a separate device stream during compute."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 
 def compute_seconds(device: torch.device) -> float:
-    """A reading in seconds; the difference of two is the model compute of the calling thread in between.
+    """Return a clock reading in seconds. The difference of two readings is the calling thread's model compute.
 
-    With one torch thread on the CPU all compute happens in the calling thread, whose CPU time excludes the waiting for
-    a core that others hold. Elsewhere it is wall time, after the device has finished.
+    With one torch thread on the CPU, all compute happens in the calling thread. The reading is then the thread's CPU
+    time, which excludes waiting for a busy core. In all other cases the reading is wall time, after the device has
+    finished.
     """
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.thread_time()
@@ -22,12 +23,15 @@ def compute_seconds(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class Beside:
-    """For what a thread copies to or from a device while others compute on it: a stream of its own where the device has
-    streams. What is copied in there comes after all that the device was told before, and is complete when it ends."""
+class CopyStream:
+    """A context manager for copies to or from a device while other threads compute on it.
+
+    On a CUDA device the copies use a separate stream. They start after all work submitted before, and are complete when
+    the context ends. On other devices it does nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        # One, not one each time: memory that was given back is used again by the same stream only.
+        # One stream for all copies: the allocator gives freed memory only to the stream that freed it.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -39,3 +43,24 @@ class Beside:
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
+
+
+class BusyClock:
+    """A context manager around model compute. `seconds` is the duration of the last use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds = self._untaken_s = 0.0
+
+    def take_seconds(self) -> float:
+        """Return the measured seconds since the last call of this method."""
+        seconds, self._untaken_s = self._untaken_s, 0.0
+        return seconds
+
+    def __enter__(self) -> BusyClock:
+        self._start = compute_seconds(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = compute_seconds(self._device) - self._start
+        self._untaken_s += self.seconds

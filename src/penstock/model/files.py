@@ -1,4 +1,4 @@
-"""What a model directory holds, and one clear error when something is missing. Importable without torch."""
+"""Files of a model directory, with one clear error when a file is missing. Importable without torch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ COMPANIONS = (
     "merges.txt",
     "tokenizer.model",
 )
-"""Files that make weights a usable model directory."""
+"""Files that a model directory needs besides the weights."""
 
 
 class ModelError(RuntimeError):
-    """A model directory that cannot be used; the message names the directory and what is wrong with it."""
+    """A model directory cannot be used. The message names the directory and its fault."""
 
     self_explanatory = True
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """The JSON object in `directory/name`."""
+    """Return the JSON object in `directory/name`. Raises `ModelError` if it is missing or no JSON object."""
     path = directory / name
     if not directory.is_dir():
         raise ModelError(f"model directory {directory} does not exist")
@@ -45,27 +45,27 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def read_json_if_present(directory: Path, name: str) -> dict[str, Any]:
-    """As `read_json`, empty where the file is absent."""
+    """Return the JSON object in `directory/name`; an empty one if the file is absent."""
     return read_json(directory, name) if (directory / name).is_file() else {}
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether `directory` holds weights, not only an architecture."""
+    """Return whether `directory` holds weights, not only an architecture."""
     return bool(_weights_files(directory))
 
 
 def _weights_files(directory: Path) -> list[Path]:
-    """One format, if there are both."""
+    """Return the weights files of one format: safetensors if present, else pytorch_model*.bin."""
     return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
 
 
 def weights_bytes(directory: Path) -> int:
-    """Size of the weights in `directory`, in the dtype they are stored in."""
+    """Return the bytes of the weights files in `directory`, in their stored dtype."""
     return sum(path.stat().st_size for path in _weights_files(directory))
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, templates and configuration; files `target` already has are kept."""
+    """Copy tokenizer, templates and configuration from `source`. Files already in `target` are kept."""
     for name in COMPANIONS:
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)

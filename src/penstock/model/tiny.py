@@ -1,8 +1,8 @@
-"""The tiny policy: a Qwen3-architecture model directory without weights, made on the spot.
+"""The tiny policy: a generated model directory with the Qwen3 architecture and without weights.
 
-The tokenizer knows printable ASCII and the newline, one token per character, and round-trips it exactly. Everything
-in the directory is the standard Hugging Face layout, so that nothing downstream knows it is not a downloaded model.
-Written with the standard library alone: starting a run must not wait for an import of transformers.
+The tokenizer covers printable ASCII and the newline, with one token per character, and round-trips them exactly. The
+directory has the standard Hugging Face layout, so that all other code treats it like a downloaded model. This module
+does not import transformers: the start of a run must not wait for that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.config.schema import TinyModelConfig
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
+from penstock.config.run_settings import TinyModelConfig
 
 PAD, UNKNOWN, USER, ASSISTANT, END = "<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, UNKNOWN, USER, ASSISTANT, END)
@@ -27,7 +31,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     f"{{%- if add_generation_prompt -%}}{{{{- '{ASSISTANT}' -}}}}{{%- endif -%}}"
 )
-"""A user message needs no closing token: the assistant's opening one ends it. Short prompts are the point."""
+"""A user message has no closing token: the assistant's opening token ends it. This keeps prompts short."""
 
 
 def write_tiny_model(directory: Path, config: TinyModelConfig, max_context: int) -> None:
@@ -42,7 +46,7 @@ def write_tiny_model(directory: Path, config: TinyModelConfig, max_context: int)
             "do_sample": True,
             "temperature": 1.0,
         },
-        "tokenizer.json": _tokenizer(vocabulary),
+        "tokenizer.json": json.loads(_tokenizer(vocabulary).to_str()),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "pad_token": PAD,
@@ -68,54 +72,18 @@ def _architecture(config: TinyModelConfig, vocabulary: dict[str, int], max_conte
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.hidden_size // config.num_heads,
-        "hidden_act": "silu",
         "max_position_embeddings": max_context,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
         "tie_word_embeddings": True,
-        "use_cache": True,
         "pad_token_id": vocabulary[PAD],
-        "bos_token_id": None,
         "eos_token_id": vocabulary[END],
     }
 
 
-def _tokenizer(vocabulary: dict[str, int]) -> dict[str, Any]:
-    """The `tokenizers` file format: byte-pair encoding without merges is one token per character."""
-    added = [
-        {
-            "id": vocabulary[token],
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for token in SPECIAL_TOKENS
-    ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": UNKNOWN,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [],
-        },
-    }
+def _tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
+    """Return byte-pair encoding without merges, which gives one token per character."""
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    return tokenizer

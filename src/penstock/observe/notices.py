@@ -1,74 +1,66 @@
-"""What a person should hear of: alarms and stalls, what was lost, and how the run went on. Pure."""
+"""Notices for people: alarms, stalls, losses, and how the run recovered. The module only formats events."""
 
 from __future__ import annotations
 
 from typing import Any
 
 ENDED = (None, "ok", "killed_by_supervisor", "lost")
-"""How processes end that nobody misses, or that ended with their supervisor, of which there is one line."""
-UNDERTAKERS = ("janitor", "resume")
-"""Who records the death of a supervisor."""
+"""Kinds of process end without a notice of their own: a normal end, or an end together with the supervisor, which has
+one notice for all."""
+DEATH_RECORDERS = ("janitor", "resume")
+"""Actors that record the death of a supervisor."""
 LONGEST = 200
-"""Characters; the whole of it is in events.jsonl."""
+"""Longest notice in characters; the full text is in events.jsonl."""
+TEXTS = {
+    "alarm": "alarm: {reason}",
+    "server_lost": "server lost: {why}",
+    "server_back": "server back: {url}",
+    "stall": "stall: {waiter} has waited {seconds:.0f} s for {resource}, held by {holder}",
+    "process degraded": "{name} is slow: {reason}",
+    "process exited": "{name} ended: {reason} ({kind})",
+    "process backoff": "{name} is started again: {decision}",
+    "process fatal": "{name} is not started again",
+    "state failed": "{reason}",
+    "adopted": "another controller continues at step {step}",
+    "resumed": "resumed at step {step}: {revived} groups are trained again",
+    "went_on": "continues after {tasks} tasks",
+    "rewound": "the trainer went back to step {step}: {lost_steps} steps are taken again",
+    "checkpoint_skipped": "checkpoint {path} is not used: {reason}",
+    "checkpoint_missed": "no last checkpoint: {reason}",
+    "pool_lost": "the pool is gone: groups that were not trained until step {step} are lost",
+    "payloads_lost": "the tokens of {num_groups} groups are damaged: they are played again",
+    "given_up": "task {task} leaves no row (correct it, and play it in another run): {reason}",
+    "validation_skipped": "no validation after step {step}: {reason}",
+    "attached": "{name} has joined",
+    "left": "{name} is gone: {reason}",
+    "leftovers": "left behind: {names}",
+}
+"""Event, with its new state if it is a change of state -> its notice. Other events are normal."""
 
 
 def notice(event: dict[str, Any]) -> str | None:
-    """The event as one line; None for what is as it should be."""
+    """Return the event as one line; None if the event is normal."""
+    name = event.get("event")
     match event:
-        case {"event": "alarm", "reason": reason}:
-            text = f"alarm: {reason}"
-        case {"event": "server_lost", "why": why}:
-            text = f"server lost: {why}"
-        case {"event": "server_back", "url": url}:
-            text = f"server back: {url}"
-        case {"event": "stall", "waiter": waiter, "resource": resource, "holder": holder, "seconds": seconds}:
-            text = f"stall: {waiter} has waited {seconds:.0f} s for {resource}, held by {holder}"
-        case {"event": "process", "state": "degraded", "name": name, "reason": reason}:
-            text = f"{name} is slow: {reason}"
-        case {"event": "process", "state": "exited", "name": name, "kind": kind, "reason": reason} if kind not in ENDED:
-            text = f"{name} ended: {reason} ({kind})"
-        case {"event": "process", "state": "backoff", "name": name, "decision": decision}:
-            text = f"{name} is started again: {decision}"
-        case {"event": "process", "state": "fatal", "name": name}:
-            text = f"{name} is not started again"
-        case {"event": "state", "to": "failed", "actor": actor, "reason": reason} if actor in UNDERTAKERS:
-            text = reason
-        case {"event": "adopted", "step": step}:
-            text = f"another controller goes on at step {step}"
-        case {"event": "resumed", "step": step, "revived": revived}:
-            text = f"resumed at step {step}: {revived} groups are trained again"
-        case {"event": "went_on", "tasks": tasks}:
-            text = f"goes on after {tasks} tasks"
-        case {"event": "rewound", "step": step, "lost_steps": lost}:
-            text = f"the trainer went back to step {step}: {lost} steps are taken again"
-        case {"event": "checkpoint_skipped", "path": path, "reason": reason}:
-            text = f"checkpoint {path} is left aside: {reason}"
-        case {"event": "checkpoint_missed", "reason": reason}:
-            text = f"no last checkpoint: {reason}"
-        case {"event": "pool_lost", "step": step}:
-            text = f"the pool is gone: what was played and not trained until step {step} is given up"
+        case {"event": "process", "state": state}:
+            name = None if state == "exited" and event.get("kind") in ENDED else f"process {state}"
+        case {"event": "state", "to": state, "actor": actor}:
+            name = f"state {state}" if actor in DEATH_RECORDERS else None
         case {"event": "payloads_lost", "groups": groups}:
-            text = f"the tokens of {len(groups)} groups are damaged: they are played again"
-        case {"event": "given_up", "task": task, "reason": reason}:
-            text = f"task {task} leaves no row (mend it, and play it in another run): {reason}"
-        case {"event": "validation_skipped", "step": step, "reason": reason}:
-            text = f"no validation after step {step}: {reason}"
-        case {"event": "attached", "name": name}:
-            text = f"{name} has joined"
-        case {"event": "left", "name": name, "reason": reason}:
-            text = f"{name} is gone: {reason}"
+            event = event | {"num_groups": len(groups)}
         case {"event": "leftovers", "leftovers": leftovers}:
-            text = f"left behind: {', '.join(leftovers)}"
-        case _:
-            return None
-    return shortened(text)
+            event = event | {"names": ", ".join(leftovers)}
+    try:
+        return shortened(TEXTS[name].format_map(event)) if name in TEXTS else None
+    except KeyError:  # another version wrote the event
+        return None
 
 
 def shortened(text: str) -> str:
-    """For a line among others."""
+    """Return `text`, cut to `LONGEST` characters."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def failures(groups: int, latest: str | None) -> str:
-    """Groups that were given up, and why the latest was."""
+    """Return the number of failed groups and the reason of the latest failure."""
     return f"{groups} group{'s' * (groups != 1)} failed, the latest: {shortened(' '.join((latest or '-').split()))}"

@@ -1,38 +1,54 @@
-"""What the controller writes down: metrics (a line per step), events, the timeline of spans and decisions, and a
-document of what was played so far, which grows between steps too."""
+"""The records that the controller writes: metrics (one line per step), events, and the timeline of spans and decisions.
+It also writes a document of the results so far, which is updated between steps too."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.observe import jsonl
-from penstock.observe.evaluation import results
+from penstock.observe.evaluation_results import results
 from penstock.observe.jsonl import JsonLinesWriter
-from penstock.observe.summary import PLAYED
+from penstock.observe.log_lines import Paced, pairs
+from penstock.observe.summary import PLAYED, mean
 from penstock.observe.trackers import Tracker
-from penstock.ports import GroupRecord
-from penstock.types import NO_VERSION, BusySpan, EpisodeState, EpisodeSummary, LearnerState, Task
+from penstock.ports.group_records import GroupRecord
+from penstock.ports.observer import BusySpan, Observer
+from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, LearnerState, Task
 
+logger = logging.getLogger(__name__)
+
+LOGGED = ("policy_version", "reward", "loss", "staleness_mean", "episodes", "response_length_mean", "groups_in_flight")
+"""Figures of a step in its log line."""
+LOGGED_ELSEWHERE = ("stall", "process_totals", "checkpoint")
+"""Events that another process logs itself."""
+WARNINGS = (
+    *("alarm", "server_lost", "weights_lost", "pool_lost", "rewound", "no_workers", "validation_skipped"),
+    *("checkpoint_skipped", "checkpoint_missed", "payloads_lost", "payloads_unfetched"),
+)
 MAX_REASONS = 32
-"""For which groups were dropped, that are counted each by itself."""
+"""Number of drop reasons that are counted separately; further reasons are counted together."""
 OTHER_REASONS = "other reasons"
 MAX_GIVEN_UP = 100
-"""Tasks of a run that only plays, that are told of each by itself; timeline.jsonl has all."""
+"""Number of failed tasks with an event of their own, in a run that only generates; timeline.jsonl has all failed
+tasks."""
 COUNTED_BY_WORKERS = ("drifts", "scored", "score_timeouts", "surplus_tokens")
-PLAYED_EVERY_S = 1.0
+RESULTS_EVERY_S = 1.0
+"""Seconds between two writes of the document of results."""
 LAST_LINE_BYTES = 1 << 20
-"""Many times what a line of the metrics takes."""
+"""Bytes read to find the last line of the metrics; many times the size of a line."""
+TOTALS = ("episodes_total", "reward_total", "tokens_played_total", "tokens_trained_total", "tokens_masked_total")
 
 
 @dataclass(slots=True)
 class _Process:
-    """Sums of all processes of this name, since this recorder was opened."""
+    """Sums over all processes of this name since this recorder was opened."""
 
     role: str
     cpu_s: float = 0.0
@@ -40,89 +56,70 @@ class _Process:
     counters: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(slots=True)
-class _Played:
-    """Finished episodes of one tag."""
-
-    rewards: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-
-    def figures(self, tag: str) -> dict[str, float | None]:
-        """For the line of a step."""
-        return {
-            f"reward/{tag}": _mean(self.rewards),
-            f"episodes/{tag}": len(self.rewards),
-            f"response_length_mean/{tag}": _mean(self.lengths),
-        }
-
-
-class Recorder:
-    """Collects between steps, writes at steps; running totals go on where the file ends. All times are seconds since
-    the epoch."""
+class Recorder(Observer):
+    """Collects figures between steps and writes them at steps. Running totals continue from the end of the file. All
+    times are seconds since the epoch."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = trackers
         lines = jsonl.tail(run_dir / "metrics.jsonl", LAST_LINE_BYTES)
-        self._path = run_dir / PLAYED
-        self._before: Mapping[str, Any] = {**(lines[-1] if lines else {}), **jsonl.read_json(self._path)}
-        """The last line that an earlier controller wrote, and what it had played since."""
+        self._results_path = run_dir / PLAYED
+        self._before: Mapping[str, Any] = {**(lines[-1] if lines else {}), **jsonl.read_json(self._results_path)}
+        """The last metrics line of an earlier controller, updated with the results it recorded after that line."""
         self._latest_step: int | None = self._before.get("step")
-        self._opened = time.monotonic()
-        self._metrics = JsonLinesWriter(run_dir / "metrics.jsonl")
-        self._events = JsonLinesWriter(run_dir / "events.jsonl")
-        self._timeline = JsonLinesWriter(run_dir / "timeline.jsonl")
+        self._step_log = Paced(logger)
+        self._opened = self._logged_at = time.monotonic()
+        self._logged_tokens = self._before.get("tokens_generated_total", 0.0)
+        names = ("metrics.jsonl", "events.jsonl", "timeline.jsonl")
+        self._metrics, self._events, self._timeline = (JsonLinesWriter(run_dir / name) for name in names)
         self._processes: dict[str, _Process] = {}
-        self._played: dict[str, _Played] = {}
-        """By tag, since the last step."""
+        self._finished: defaultdict[str, list[EpisodeSummary]] = defaultdict(list)
+        """Completed episodes by tag, since the last step."""
         self._evaluated: dict[str, float | None] = {}
-        """What a validation found since the last step."""
-        self._episodes_total = int(self._before.get("episodes_total", 0))
-        self._tokens_trained = float(self._before.get("tokens_trained_total", 0.0))
-        self._tokens_masked = float(self._before.get("tokens_masked_total", 0.0))
+        """Results of a validation since the last step."""
+        self._totals: dict[str, float] = {name: self._before.get(name, 0) for name in TOTALS}
         self._newest_version = int(self._before.get("policy_version", NO_VERSION))
-        self._reward_sum = float(self._before.get("reward_total", 0.0))
-        self._tokens_played = int(self._before.get("tokens_played_total", 0))
         self._num_tasks: int | None = None
-        """To be played, where that is known beforehand."""
+        """Number of tasks of the run; None if it is not known in advance."""
         self._skipped: Counter[str] = Counter(self._before.get("samples_unusable", {}))
-        """Samples that could not be trained, by reason."""
+        """Number of samples that could not be trained, by reason."""
         self._dropped: Counter[str] = Counter(self._before.get("groups_dropped", {}))
-        """Groups that a filter dropped, by filter and reason."""
+        """Number of groups that a filter dropped, by filter and reason."""
         self._groups_failed = int(self._before.get("groups_failed", 0))
         self._latest_failure: str | None = self._before.get("latest_failure")
         self._held_out: dict[str, int] | None = None
-        """Of the tasks of a validation that is being played: how many have ended, of how many."""
-        self._told: dict[str, Any] = {}
-        """Of what was played, the latest document."""
-        self._told_at = -math.inf
+        """Progress of a running validation: number of ended tasks, number of all tasks."""
+        self._results: dict[str, Any] = {}
+        """The latest document of results that was written."""
+        self._results_written_at = -math.inf
 
     def event(self, event: str, **details: Any) -> None:
+        if event not in LOGGED_ELSEWHERE:
+            level = logging.WARNING if event in WARNINGS else logging.INFO
+            logger.log(level, "%s: %s", event, pairs(details))
         self._events.write({"time": time.time(), "event": event, **details})
 
-    def intends(self, num_tasks: int) -> None:
-        """So many tasks are to be played; every line of progress says so too."""
+    def set_num_tasks(self, num_tasks: int) -> None:
+        """Record that the run has `num_tasks` tasks; every progress line shows the number too."""
         self._num_tasks = num_tasks
         self.event("tasks", total=num_tasks)
 
     def decision(self, decider: str, reason: str, inputs: Mapping[str, Any]) -> None:
-        if "dropped_by" in inputs:
-            why = f"{inputs['dropped_by']}: {reason}"
-            self._dropped[why if why in self._dropped or len(self._dropped) < MAX_REASONS else OTHER_REASONS] += 1
-        if "given_up" in inputs:
-            self._give_up(inputs["given_up"], inputs["group"], reason)
-        if "held_out" in inputs:
-            self._held_out = {"ended": inputs["held_out_ended"], "tasks": inputs["held_out"]}
+        match inputs:
+            case {"dropped_by": name}:
+                why = f"{name}: {reason}"
+                self._dropped[why if why in self._dropped or len(self._dropped) < MAX_REASONS else OTHER_REASONS] += 1
+            case {"given_up": task, "group": group}:
+                self._groups_failed += 1
+                self._latest_failure = reason
+                if self._num_tasks is not None and self._groups_failed <= MAX_GIVEN_UP:
+                    self.event("given_up", task=task, group=group, reason=reason)
+            case {"held_out": num_tasks, "held_out_ended": num_ended}:
+                self._held_out = {"ended": num_ended, "tasks": num_tasks}
         self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
 
-    def _give_up(self, task: str, group: int, reason: str) -> None:
-        """Count a group; where every task is to be played, also tell of it."""
-        self._groups_failed += 1
-        self._latest_failure = reason
-        if self._num_tasks is not None and self._groups_failed <= MAX_GIVEN_UP:
-            self.event("given_up", task=task, group=group, reason=reason)
-
     def joined(self, name: str, role: str, *, url: str = "") -> None:
-        """`url`: where it serves, if it does."""
+        """Record a new process; `url` is its address if it is a server."""
         self._processes.setdefault(name, _Process(role)).role = role
         self.event("joined", name=name, role=role, **({"url": url} if url else {}))
 
@@ -134,59 +131,49 @@ class Recorder:
         process.busy_s += busy_s
         process.counters.update(counters)
         for span in spans:
-            self._timeline.write(
-                {
-                    "process": span.process,
-                    "kind": span.kind,
-                    "start": span.start,
-                    "end": span.end,
-                    "policy_version": span.policy_version,
-                }
-            )
+            self._timeline.write(asdict(span))
+        if time.monotonic() - self._results_written_at >= RESULTS_EVERY_S:
+            self._write_results()
 
-        if time.monotonic() - self._told_at >= PLAYED_EVERY_S:
-            self._tell_of_playing()
-
-    def take_up(self, records: Iterable[GroupRecord]) -> None:
-        """The totals of a run that only plays are those of its pool, whatever was written down of them."""
-        self._episodes_total = self._tokens_played = self._groups_failed = 0
-        self._reward_sum = 0.0
+    def restore(self, records: Iterable[GroupRecord]) -> None:
+        """Set the totals from the groups in the pool. In a run that only generates, the pool is correct even if the
+        written totals are not."""
+        self._totals |= {"episodes_total": 0, "reward_total": 0.0, "tokens_played_total": 0}
+        self._groups_failed = 0
         for record in records:
             self._groups_failed += record.state == EpisodeState.FAILED
             self._add(record.episodes)
 
     def _add(self, episodes: Sequence[EpisodeSummary]) -> None:
-        """To the totals of what was played."""
-        self._episodes_total += len(episodes)
-        self._tokens_played += sum(episode.response_tokens for episode in episodes)
-        self._reward_sum += sum(episode.reward for episode in episodes)
+        """Add episodes to the totals."""
+        self._totals["episodes_total"] += len(episodes)
+        self._totals["tokens_played_total"] += sum(episode.response_tokens for episode in episodes)
+        self._totals["reward_total"] += sum(episode.reward for episode in episodes)
         self._newest_version = max([self._newest_version, *(episode.version_max for episode in episodes)])
 
-    def _tell_of_playing(self) -> None:
-        """Write down what was played so far, if that is more than it was."""
-        self._told_at = time.monotonic()
-        document = {
-            "episodes_total": self._episodes_total,
+    def _write_results(self) -> None:
+        """Write the document of results so far, if it has changed."""
+        self._results_written_at = time.monotonic()
+        results = {
+            "episodes_total": self._totals["episodes_total"],
             "groups_dropped": dict(self._dropped),
             "groups_failed": self._groups_failed,
             "latest_failure": self._latest_failure,
             "held_out": self._held_out,
         }
-        if document != self._told:
-            jsonl.write_json(self._path, document)
-            self._told = document
+        if results != self._results:
+            jsonl.write_json(self._results_path, results)
+            self._results = results
 
-    def played(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
-        """Finished episodes, before any filter: the reward curve must not depend on what is trained."""
+    def group_completed(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
+        """Record completed episodes before any filter: the reward curve must not depend on what is trained."""
         finished = [episode for episode in episodes if episode.status != "failed"]
-        played = self._played.setdefault(tag, _Played())
-        played.rewards += [episode.reward for episode in finished]
-        played.lengths += [episode.response_tokens for episode in finished]
+        self._finished[tag] += finished
         self._add(finished)
 
     def accumulated(self, counts: Mapping[str, float]) -> None:
-        self._tokens_trained += counts.get("tokens", 0)
-        self._tokens_masked += counts.get("tokens_masked_stale", 0)
+        self._totals["tokens_trained_total"] += counts.get("tokens", 0)
+        self._totals["tokens_masked_total"] += counts.get("tokens_masked_stale", 0)
         for name, count in counts.items():
             if name.startswith("skipped_"):
                 self._skipped[name.removeprefix("skipped_")] += int(count)
@@ -199,16 +186,17 @@ class Recorder:
             name: value for name, value in learner.metrics.items() if name not in ("tokens", "busy_s")
         }
         if not learner.metrics.get("kl_tokens"):
-            measured["kl_engine_trainer"] = None  # nothing comparable was trained in this step
+            measured["kl_engine_trainer"] = None  # this step trained no token of the current version
+        trained, masked = self._totals["tokens_trained_total"], self._totals["tokens_masked_total"]
         line = {
             **self._line(step),
             "policy_version": learner.policy_version,
-            "tokens_trained_total": self._tokens_trained,
-            "tokens_masked_total": self._tokens_masked,
-            "tokens_masked_share": self._tokens_masked / max(self._tokens_trained + self._tokens_masked, 1.0),
+            "tokens_trained_total": trained,
+            "tokens_masked_total": masked,
+            "tokens_masked_share": masked / max(trained + masked, 1.0),
             "entropy": learner.entropy,
             **measured,
-            "trainer_busy_s": self._before.get("trainer_busy_s", 0.0) + self._busy_s("trainer"),
+            "trainer_busy_s": self._total("trainer_busy_s", (each.busy_s for each in self._of("trainer"))),
             "num_trainers": len(self._of("trainer")),
             **scheduling,
             **self._groups_from_outside(),
@@ -218,52 +206,68 @@ class Recorder:
         self._write(line)
 
     def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
-        """Write the line of a moment, unless nothing has ended since the latest one; its step is the number of groups
-        that have. Tokens are those of what was played to its end."""
+        """Write a progress line unless no group has ended since the latest one. Its step is the number of ended groups.
+        Its tokens are those of completed episodes."""
         if groups == self._latest_step:
             return
-        line = self._line(groups)
+        tokens = self._totals["tokens_played_total"]
         totals = {
             "tasks": self._num_tasks,
-            "reward_total": self._reward_sum,
-            "tokens_played_total": self._tokens_played,
-            "tokens_generated_total": self._tokens_played,
+            "reward_total": self._totals["reward_total"],
+            "tokens_played_total": tokens,
+            "tokens_generated_total": tokens,
         }
-        self._write({**line, **totals, **scheduling, "ledger": ledger})
+        self._write({**self._line(groups), **totals, **scheduling, "ledger": ledger})
 
     def _line(self, step: int) -> dict[str, Any]:
-        """What every line has."""
-        rewards = [reward for played in self._played.values() for reward in played.rewards]
-        lengths = [length for played in self._played.values() for length in played.lengths]
+        """Return the figures that every line has."""
+        servers, workers = self._of("rollout"), self._of("env")
+        figures = _figures([episode for episodes in self._finished.values() for episode in episodes])
+        for tag, episodes in self._finished.items():
+            figures |= {f"{name}/{tag}": value for name, value in _figures(episodes).items()}
+        cpu_s = [time.process_time(), *(process.cpu_s for process in self._processes.values())]
         return {
             "step": step,
             "time": time.time(),
-            "wall_s": self._before.get("wall_s", 0.0) + time.monotonic() - self._opened,
+            "wall_s": self._total("wall_s", [time.monotonic() - self._opened]),
             "policy_version": self._newest_version,
-            "reward": _mean(rewards),
-            "episodes": len(rewards),
-            "episodes_total": self._episodes_total,
-            "response_length_mean": _mean(lengths),
-            **{name: value for tag, played in self._played.items() for name, value in played.figures(tag).items()},
+            "episodes_total": self._totals["episodes_total"],
+            **figures,
             **self._evaluated,
-            "tokens_generated_total": self._before.get("tokens_generated_total", 0.0)
-            + sum(process.counters["tokens"] for process in self._of("rollout")),
-            **{f"{name}_total": self._total(name, of="env") for name in COUNTED_BY_WORKERS},
-            "generator_busy_s": self._before.get("generator_busy_s", 0.0) + self._busy_s("rollout"),
-            "cpu_s": self._before.get("cpu_s", 0.0)
-            + time.process_time()
-            + sum(process.cpu_s for process in self._processes.values()),
-            "num_servers": len(self._of("rollout")),
+            "tokens_generated_total": self._total(
+                "tokens_generated_total", (each.counters["tokens"] for each in servers)
+            ),
+            **{
+                f"{name}_total": self._total(f"{name}_total", (each.counters[name] for each in workers))
+                for name in COUNTED_BY_WORKERS
+            },
+            "generator_busy_s": self._total("generator_busy_s", (each.busy_s for each in servers)),
+            "cpu_s": self._total("cpu_s", cpu_s),
+            "num_servers": len(servers),
             "groups_dropped": dict(self._dropped),
         }
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(line)
+        self._log_step(line)
         self._latest_step = line["step"]
         for tracker in self._trackers:
             tracker.log(line["step"], {name: value for name, value in line.items() if isinstance(value, int | float)})
-        self._played.clear()
+        self._finished.clear()
         self._evaluated.clear()
+
+    def _log_step(self, line: Mapping[str, Any]) -> None:
+        now, tokens = time.monotonic(), line["tokens_generated_total"]
+        speed = {"tokens_per_s": (tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)}
+        figures = {name: line.get(name) for name in LOGGED}
+        if self._step_log.info(f"step {line['step']}: {pairs({**figures, **speed})}"):
+            self._logged_at, self._logged_tokens = now, tokens
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Return figures of the run so far."""
+        episodes, tokens = self._totals["episodes_total"], self._totals["tokens_trained_total"]
+        return {"step": self._latest_step or 0, "episodes": episodes, "tokens_trained": tokens}
 
     def evaluated(
         self,
@@ -275,7 +279,7 @@ class Recorder:
         num_shown: int,
         solved_at: float,
     ) -> None:
-        """The held-out tasks were played; the line of the next step says so too."""
+        """Record the results of a validation; the line of the next step shows them too."""
         samples = [
             {
                 "prompt": str(task.payload.get("question", task.task_id)),
@@ -287,46 +291,42 @@ class Recorder:
         ]
         found = results(tasks, played, solved_at=solved_at)
         self._held_out = None
-        self._tell_of_playing()  # first, so that nobody takes it for one that is still being played
+        self._write_results()  # first, so that no reader takes the validation for running
         self.event("evaluation", when=when, step=step, **found, samples=samples)
         of_tags = {f"eval_reward/{tag}": figures["reward"] for tag, figures in found["tags"].items()}
         self._evaluated = {"eval_step": step, "eval_reward": found["reward"], **of_tags}
 
     def close(self) -> None:
         """Write every process's totals, then close the files."""
-        self._tell_of_playing()
+        self._write_results()
         for name, process in self._processes.items():
-            self.event(
-                "process_totals",
-                process=name,
-                role=process.role,
-                cpu_s=process.cpu_s,
-                busy_s=process.busy_s,
-                counters=dict(process.counters),
-            )
+            sums = {"role": process.role, "cpu_s": process.cpu_s, "busy_s": process.busy_s}
+            self.event("process_totals", process=name, **sums, counters=dict(process.counters))
         for writer in (self._metrics, self._events, self._timeline):
             writer.close()
         for tracker in self._trackers:
             tracker.close()
 
-    def _groups_from_outside(self) -> dict[str, float]:
-        """By what became of them before they were played, where programs of their own bring them."""
+    def _groups_from_outside(self) -> Counter[str]:
+        """Return the numbers of groups that external environments delivered, by outcome of the delivery."""
         counted: Counter[str] = Counter()
         for process in self._of("env"):
-            counted.update({name: n for name, n in process.counters.items() if name.startswith("groups_")})
-        return dict(counted)
+            counted.update({name: count for name, count in process.counters.items() if name.startswith("groups_")})
+        return counted
 
     def _of(self, role: str) -> list[_Process]:
         return [process for process in self._processes.values() if process.role == role]
 
-    def _total(self, name: str, *, of: str) -> float:
-        """What processes of that role count, earlier lives of the run included."""
-        before: float = self._before.get(f"{name}_total", 0.0)
-        return before + sum(process.counters[name] for process in self._of(of))
-
-    def _busy_s(self, role: str) -> float:
-        return sum(process.busy_s for process in self._of(role))
+    def _total(self, name: str, values: Iterable[float]) -> float:
+        """Return the total of `values` and of the earlier lives of the run."""
+        before: float = self._before.get(name, 0.0)
+        return before + sum(values)
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _figures(episodes: Sequence[EpisodeSummary]) -> dict[str, float | None]:
+    """Return the figures of completed episodes for the line of a step."""
+    return {
+        "reward": mean([episode.reward for episode in episodes]),
+        "episodes": len(episodes),
+        "response_length_mean": mean([episode.response_tokens for episode in episodes]),
+    }

@@ -1,24 +1,23 @@
-"""`summary.json`: what a run came to, read from its own files, whatever its end (standard library only).
+"""`summary.json`: the results of a run, read from its own files, however it ended (standard library only).
 
-Busy fractions count the seconds of useful model compute between the first and the last recorded step, over the wall
-time between them and the number of processes of that role.
+A busy fraction is the time that processes of a role spent on useful model compute, between the first and the last
+recorded step. It is divided by the wall time between these steps and by the number of processes of the role.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from penstock.observe import jsonl, steps
+from penstock.observe import jsonl
 
 Record = dict[str, Any]
 
 EVALUATION = "evaluation.json"
-"""What a run that only evaluates has found."""
+"""File with the results of a run that only evaluates."""
 PLAYED = "played.json"
-"""What was played so far, before and between steps too; its totals are of all lives of a run."""
+"""File with the results so far, also updated before and between steps. Its totals cover all lives of a run."""
 
 
 def write(run_dir: Path) -> Record:
@@ -29,22 +28,38 @@ def write(run_dir: Path) -> Record:
 
 
 def write_evaluation(run_dir: Path, *, model: str, copy: Path | None = None) -> Record | None:
-    """Write `evaluation.json` of a run that only evaluates, and the same to `copy`; returns the evaluation. None, and
-    nothing is written, if the run did not come so far."""
+    """Write `evaluation.json` of a run that only evaluates, and the same to `copy`; return the evaluation. Return None
+    and write nothing if the run has no evaluation yet."""
     found = [event for event in jsonl.read(run_dir / "events.jsonl") if event.get("event") == "evaluation"]
     if not found:
         return None
     figures = {key: value for key, value in found[-1].items() if key not in ("event", "when", "step")}
-    for file in (run_dir / EVALUATION, *([copy] if copy is not None else [])):
+    for file in filter(None, (run_dir / EVALUATION, copy)):
         jsonl.write_json(file, {"run_id": run_dir.name, "model": model, **figures})
     return found[-1]
 
 
+def read_steps(run_dir: Path) -> list[Record]:
+    """Return the lines of metrics.jsonl that count, one per step, in order."""
+    return surviving(jsonl.read(run_dir / "metrics.jsonl"))
+
+
+def surviving(lines: Iterable[Record]) -> list[Record]:
+    """Return `lines` without the steps that a trainer lost after its last checkpoint: a step that is taken again
+    replaces its first line and all lines after that."""
+    kept: list[Record] = []
+    for line in lines:
+        while kept and kept[-1].get("step", 0) >= line.get("step", 0):
+            kept.pop()
+        kept.append(line)
+    return kept
+
+
 def summarize(run_dir: Path) -> Record:
-    """The summary of a run from its state, metrics and events, as far as they got."""
+    """Return the summary of a run from its state, metrics and events, as far as they exist."""
     state, played = jsonl.read_json(run_dir / "state.json"), jsonl.read_json(run_dir / PLAYED)
     num_failed = played.get("groups_failed", 0)
-    lines, events = steps.read(run_dir), jsonl.read(run_dir / "events.jsonl")
+    lines, events = read_steps(run_dir), jsonl.read(run_dir / "events.jsonl")
     return {
         "run_id": state.get("run_id", run_dir.name),
         "status": state.get("status", "pending"),
@@ -59,53 +74,49 @@ def summarize(run_dir: Path) -> Record:
 
 
 def of_metrics(lines: Sequence[Record]) -> Record:
-    """The part that the optimizer steps tell."""
+    """Return the part of the summary that comes from the optimizer steps."""
     last: Record = lines[-1] if lines else {}
-    rewards = numbers(lines, "reward")
-    tenth = max(1, len(rewards) // 10)
+    rewarded = [line for line in lines if line.get("reward") is not None]
+    tenth = max(1, len(rewarded) // 10)
     return {
         "steps": last.get("step", 0),
         "policy_version": last.get("policy_version", 0),
-        "reward_first": _over(fmean, rewards[:tenth]),
-        "reward_last": _over(fmean, rewards[-tenth:]),
+        "reward_first": mean_reward(rewarded[:tenth]),
+        "reward_last": mean_reward(rewarded[-tenth:]),
         "trajectories": last.get("episodes_total", 0),
         "tokens_generated": last.get("tokens_generated_total", 0),
         "tokens_trained": last.get("tokens_trained_total", 0),
         "trainer_busy_fraction": busy_fraction(lines, "trainer_busy_s", "num_trainers"),
         "generator_busy_fraction": busy_fraction(lines, "generator_busy_s", "num_servers"),
-        "staleness_mean": _over(fmean, numbers(lines, "staleness_mean")),
-        "staleness_max": _over(max, numbers(lines, "staleness_max")),
-        "kl_engine_trainer": _over(fmean, numbers(lines, "kl_engine_trainer")),
+        "staleness_mean": mean(numbers(lines, "staleness_mean")),
+        "staleness_max": max(numbers(lines, "staleness_max"), default=None),
+        "kl_engine_trainer": mean(numbers(lines, "kl_engine_trainer")),
         "ledger": last.get("ledger", {}),
     }
 
 
-def of_events(events: Iterable[Record]) -> Record:
-    """The part that the evaluations and the end tell; the final ledger replaces that of the last step."""
-    events = list(events)
+def of_events(events: Sequence[Record]) -> Record:
+    """Return the part of the summary that comes from the evaluations and the end. The final ledger replaces that of the
+    last step."""
     rewards = {event.get("when"): event.get("reward") for event in events if event.get("event") == "evaluation"}
     ledgers = [{"ledger": event["ledger"]} for event in events if "ledger" in event]
-    return {
-        "eval_before": rewards.get("before"),
-        "eval_after": rewards.get("after"),
-        "eval_given": rewards.get("given"),
-        **(ledgers[-1] if ledgers else {}),
-    }
+    evaluated = {f"eval_{when}": rewards.get(when) for when in ("before", "after", "given")}
+    return {**evaluated, **(ledgers[-1] if ledgers else {})}
 
 
 def of_playing(lines: Sequence[Record], events: Sequence[Record], *, num_failed: int) -> Record:
-    """Of a run that only plays, which tells beforehand how many tasks there are; of another one nothing. `num_failed`
-    of them were given up.
+    """Return the part of the summary for a run that only generates; empty for other runs. Such a run records its number
+    of tasks at the start; `num_failed` of them failed.
 
-    `dump_share`: what writing the dump took of the processor time that the run had while it played, and what the run
-    waited for the end of it, of the time it played.
+    `dump_share`: the sum of two shares. The first is the processor time of writing the dump, of all processor time
+    during generation. The second is the time the run waited for the dump to end, of the generation time.
     """
     totals = [event["total"] for event in events if event.get("event") == "tasks"]
     if not totals:
         return {}
     first, last = (lines[0], lines[-1]) if lines else ({}, {})
     dumped = [event for event in events if event.get("event") == "dumped"]
-    latest = dumped[-1] if dumped else {}  # its totals are those of all lives
+    latest = dumped[-1] if dumped else {}  # its totals cover all lives of the run
     playing_s, cpu_s = (last.get(key, 0.0) - first.get(key, 0.0) for key in ("wall_s", "cpu_s"))
     played = last.get("episodes_total", 0)
     return {
@@ -123,8 +134,8 @@ def of_playing(lines: Sequence[Record], events: Sequence[Record], *, num_failed:
 
 
 def busy_fraction(lines: Sequence[Record], busy_key: str, count_key: str) -> float | None:
-    """Mean share of the time that the processes of one role were busy between the first and the last line; the time
-    between two lives of a run does not count."""
+    """Return the mean share of time that the processes of one role were busy, between the first and the last line. The
+    time between two lives of a run does not count."""
     if len(lines) < 2:
         return None
     first, last = lines[0], lines[-1]
@@ -133,17 +144,24 @@ def busy_fraction(lines: Sequence[Record], busy_key: str, count_key: str) -> flo
     return float(busy_s / wall_s / max(1, last.get(count_key) or 1)) if wall_s > 0 else None
 
 
+def mean_reward(lines: Sequence[Record]) -> float | None:
+    """Return the mean reward of all episodes that were completed during these steps, trained or filtered."""
+    episodes = sum(line["episodes"] for line in lines)
+    return sum(line["reward"] * line["episodes"] for line in lines) / episodes if episodes else None
+
+
 def numbers(lines: Iterable[Record], key: str) -> list[float]:
-    """The values of `key` where there is one."""
+    """Return the values of `key` in the lines that have one."""
     return [value for line in lines if isinstance(value := line.get(key), int | float)]
 
 
-def _over(function: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
-    return function(values) if values else None
+def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def wall_seconds(state: Mapping[str, Any], *, now: float | None = None) -> float | None:
-    """Of all lives of a run together; if it has not ended, the present one lasts until `now`."""
+    """Return the wall time of all lives of a run in seconds. If the run has not ended, its present life lasts until
+    `now`."""
     born, until = state.get("born", state.get("started")), state.get("ended") or now
     if born is None or until is None:
         return None

@@ -1,31 +1,31 @@
-"""What a run looks like from outside, folded together from its events and metrics. Pure: records in, facts out."""
+"""The visible state of a run, built from its events and metrics. The module reads no files; it receives records."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from penstock.config import Config
 from penstock.observe.notices import notice
-from penstock.observe.summary import busy_fraction
+from penstock.observe.summary import busy_fraction, mean, numbers
 
 Record = dict[str, Any]
 TRAINING, PLAYING, EVALUATING = "training", "playing", "evaluating the policy"
 """Phases of a run."""
-INDISPENSABLE = ("controller", "trainer", "ranks")
-"""Roles each of whose processes the run needs."""
+INDISPENSABLE = {"controller", "trainer", "rank"}
+"""Roles of which the run needs every process."""
 WINDOW_S = 15.0
-"""Rates are means over the latest steps of about this long."""
+"""Rates are means over the latest steps; this is about their duration in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run set out to do."""
+    """The planned work of a run."""
 
     num_steps: int
-    """Optimizer steps; of a run that only plays, tasks, and 0 until it is known how many."""
+    """Number of optimizer steps. For a run that only generates, it is the number of tasks, and 0 until that is
+    known."""
     pipeline: str = "train"
     num_warm_start_steps: int = 0
     num_eval_tasks: int = 0
@@ -33,7 +33,7 @@ class Plan:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """What `config` asks for."""
+        """Return the plan of a configuration."""
         num_held_out = config.validation_tasks
         num_known = 0 if config.validation.tasks == -1 else num_held_out
         return cls(
@@ -47,43 +47,43 @@ class Plan:
 
 @dataclass(slots=True, kw_only=True)
 class RunView:
-    """Everything the display shows. Feed it records in the order they were written."""
+    """Everything the display shows. Pass it records in the order they were written."""
 
     plan: Plan
     status: str = "pending"
     phase_since: float | None = None
     """Start of the present phase (seconds since the epoch)."""
     processes: dict[str, str] = field(default_factory=dict)
-    """Name -> state, in start order, in the present life of the run."""
+    """Name -> state, in start order, for the present life of the run."""
     restarts: Counter[str] = field(default_factory=Counter)
-    """By name, in the present life."""
+    """Restarts by process name, in the present life of the run."""
     rewards: dict[int, float] = field(default_factory=dict)
-    """By step."""
+    """Mean reward by step."""
     servers: dict[str, str] = field(default_factory=dict)
-    """Name -> where it serves."""
+    """Name -> URL of each server."""
     evaluations: dict[str, float] = field(default_factory=dict)
     """`before`, `step <n>`, `after` -> mean reward on the held-out tasks."""
     evaluated_tags: dict[str, Record] = field(default_factory=dict)
-    """What the latest of them found, by tag."""
+    """Results of the latest evaluation, by tag."""
     num_evaluated: int = 0
-    """Held-out tasks that the latest of them played."""
+    """Number of held-out tasks in the latest evaluation."""
     checkpoints: dict[int, str] = field(default_factory=dict)
-    """Step -> directory, of those that were saved and not given up."""
+    """Step -> directory of each checkpoint that is still part of the run."""
     is_warm: bool = False
     notices: list[str] = field(default_factory=list)
-    """Alarms, losses, restarts and stalls, in their order."""
+    """Alarms, losses, restarts and stalls, in order."""
     needs: str | None = None
-    """A command that somebody has to type, for the run to go on."""
+    """A command that the user must run before the run can continue; None if there is none."""
     played: Record = field(default_factory=dict)
-    """What was played so far, between steps too; see `summary.PLAYED`."""
+    """Results so far, also between steps; see `summary.PLAYED`."""
     recent: deque[Record] = field(default_factory=deque)
-    """The latest steps, at least two if there are two."""
+    """The lines of the latest steps; at least two if the run has two."""
 
     def see_event(self, event: Record) -> None:
-        """Take in a line of events.jsonl."""
+        """Update the view with a line of events.jsonl."""
         before = self.phase
-        if (told := notice(event)) is not None:
-            self.notices.append(told)
+        if (text := notice(event)) is not None:
+            self.notices.append(text)
         match event:
             case {"event": "state", "to": status}:
                 self.status = status
@@ -118,9 +118,9 @@ class RunView:
             self.phase_since = event.get("time")
 
     def see_step(self, line: Record) -> None:
-        """Take in a line of metrics.jsonl."""
+        """Update the view with a line of metrics.jsonl."""
         before = self.phase
-        if line["step"] <= self.step:  # what follows the last checkpoint is taken again
+        if line["step"] <= self.step:  # steps after the last checkpoint are taken again
             self.recent.clear()
             self.rewards = {step: reward for step, reward in self.rewards.items() if step < line["step"]}
         self.recent.append(line)
@@ -133,48 +133,47 @@ class RunView:
 
     @property
     def checkpoint(self) -> str | None:
-        """The one to go on from."""
+        """Return the directory of the newest checkpoint, from which the run can continue; None if there is none."""
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     @property
     def step(self) -> int:
-        """How far the run is, in its unit."""
+        """Return the progress of the run, in its unit."""
         if self.plan.pipeline == "eval":
             return self.num_evaluated or (self.played.get("held_out") or {}).get("ended", 0)
         return int(self.recent[-1]["step"]) if self.recent else 0
 
     @property
     def latest(self) -> Record:
-        """The last step's line; empty before the first step."""
+        """Return the last step's line; empty before the first step."""
         return self.recent[-1] if self.recent else {}
 
     @property
     def tags(self) -> dict[str, Record]:
-        """By tag: reward and length of what was played, means over the latest steps, and the latest validation."""
-        prefix = "reward/"
-        trained = {key.removeprefix(prefix) for line in self.recent for key in line if key.startswith(prefix)}
+        """Return by tag: mean reward and response length over the latest steps, and the result of the latest
+        validation."""
+        keys = {key for line in self.recent for key in line if key.startswith("reward/")}
+        trained = {key.removeprefix("reward/") for key in keys}
         return {
             tag: {
-                "reward": self._mean_of(f"reward/{tag}"),
-                "response_tokens": self._mean_of(f"response_length_mean/{tag}"),
+                "reward": mean(numbers(self.recent, f"reward/{tag}")),
+                "response_tokens": mean(numbers(self.recent, f"response_length_mean/{tag}")),
                 "held_out": self.evaluated_tags.get(tag),
             }
             for tag in sorted(trained | self.evaluated_tags.keys())
         }
 
-    def _mean_of(self, key: str) -> float | None:
-        return mean([line[key] for line in self.recent if line.get(key) is not None])
-
     @property
     def phase(self) -> str:
-        """What the run is busy with, in words."""
+        """Return the current phase of the run, in words."""
         if self.status == "starting":
             waiting = [name for name, state in self.processes.items() if state in ("pending", "starting")]
             return "starting " + ", ".join(waiting) if waiting else "starting"
         if self.status != "running":
             return self.status
         if missing := self._missing:
-            return f"waiting for {', '.join(map(self._with_restarts, missing))}"
+            restarts = {name: f" (restart {num})" for name, num in self.restarts.items() if num}
+            return f"waiting for {', '.join(name + restarts.get(name, '') for name in missing)}"
         if self.needs is not None:
             return f"waiting for an environment worker: {self.needs}"
         if self.plan.pipeline == "eval":
@@ -191,51 +190,53 @@ class RunView:
 
     @property
     def _missing(self) -> list[str]:
-        """Processes without which nothing goes on: controller and trainers, and of the others all that do the same."""
-        by_role: dict[str, dict[str, bool]] = {}
-        for name, state in self.processes.items():
-            by_role.setdefault(name.partition("-")[0], {})[name] = state in ("ready", "degraded")
-        return [
-            name
-            for role, served in by_role.items()
-            for name, is_there in served.items()
-            if not is_there and (role in INDISPENSABLE or not any(served.values()))
-        ]
-
-    def _with_restarts(self, name: str) -> str:
-        return f"{name} (restart {self.restarts[name]})" if self.restarts[name] else name
+        """Return the missing processes that block the run: controllers and trainers, and other processes if no process
+        of their role is ready."""
+        is_ready = {name: state in ("ready", "degraded") for name, state in self.processes.items()}
+        served = {_role(name) for name in self.processes if is_ready[name]} - INDISPENSABLE
+        return [name for name in self.processes if not is_ready[name] and _role(name) not in served]
 
     @property
     def unit(self) -> str:
-        """What is counted."""
+        """Return the unit of `step`."""
         return "step" if self.plan.pipeline == "train" else "task"
 
     @property
     def advances(self) -> bool:
-        """It is in the phase that takes its steps."""
+        """Return whether the run is in the phase that takes its steps."""
         return bool(self.recent) and self.phase in (TRAINING, PLAYING)
 
     @property
-    def reward(self) -> float | None:
-        """Mean over the latest steps."""
-        return self._mean_of("reward")
-
-    @property
-    def trainer_busy(self) -> float | None:
-        return busy_fraction(self.recent, "trainer_busy_s", "num_trainers")
-
-    @property
-    def generator_busy(self) -> float | None:
-        return busy_fraction(self.recent, "generator_busy_s", "num_servers")
-
-    @property
-    def eta_s(self) -> float | None:
-        """Until the last step, at the present pace."""
-        steps_per_s = self.rate("step")
-        return (self.plan.num_steps - self.step) / steps_per_s if steps_per_s else None
+    def progress(self) -> Record:
+        """Return the progress and speed of the run, with the keys of `penstock status --json`. Rates, reward and busy
+        fractions are over the latest steps."""
+        latest, steps_per_s = self.latest, self.rate("step")
+        return {
+            "phase": self.phase,
+            "needs": self.needs,
+            "unit": self.unit,
+            "step": self.step,
+            "steps": self.plan.num_steps,
+            "policy_version": latest.get("policy_version"),
+            "samples": latest.get("ledger", {}).get("trained", 0),
+            "episodes": self.played.get("episodes_total", latest.get("episodes_total", 0)),
+            "held_out": self.played.get("held_out"),
+            "steps_per_second": steps_per_s,
+            "episodes_per_second": self.rate("episodes_total"),
+            "tokens_generated_per_second": self.rate("tokens_generated_total"),
+            "tokens_trained_per_second": self.rate("tokens_trained_total"),
+            "reward": mean(numbers(self.recent, "reward")),
+            "entropy": latest.get("entropy"),
+            "staleness_mean": latest.get("staleness_mean"),
+            "staleness_max": latest.get("staleness_max"),
+            "trainer_busy_fraction": busy_fraction(self.recent, "trainer_busy_s", "num_trainers"),
+            "generator_busy_fraction": busy_fraction(self.recent, "generator_busy_s", "num_servers"),
+            "eta_seconds": (self.plan.num_steps - self.step) / steps_per_s if steps_per_s and self.advances else None,
+            "last_step_at": latest.get("time"),
+        }
 
     def rate(self, key: str) -> float | None:
-        """Growth of a running total per second, over the latest steps."""
+        """Return the growth per second of a running total over the latest steps; None if it is unknown."""
         if len(self.recent) < 2:
             return None
         first, last = self.recent[0], self.recent[-1]
@@ -243,5 +244,5 @@ class RunView:
         return ((last.get(key) or 0) - (first.get(key) or 0)) / wall_s if wall_s > 0 else None
 
 
-def mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _role(name: str) -> str:
+    return name.partition("-")[0]

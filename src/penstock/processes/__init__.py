@@ -1,1 +1,1 @@
-"""One module per process of a run: each wires its parts to the control bus and does nothing else."""
+"""One module for each kind of process in a run. A module only connects the parts of its process to the control bus."""

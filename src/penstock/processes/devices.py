@@ -1,6 +1,6 @@
-"""Which device a process of the trainer, or a rollout server with our own engine, computes on where it sees several.
+"""The cores of a process that computes, and its device if it sees several.
 
-See `penstock.processes.visible` for whose are which.
+`penstock.processes.visible` decides which devices belong to which process.
 """
 
 from __future__ import annotations
@@ -10,13 +10,28 @@ import os
 import torch
 
 from penstock.config import Config
-from penstock.model.load import resolve_device
+from penstock.model.load_policy import resolve_device
 from penstock.processes.layout import num_trainer_processes
 from penstock.processes.visible import VARIABLES, named, of_server
 
 
+def num_usable_cpus() -> int:
+    """Return the number of cores that this process may run on; all cores of the machine if the platform does not
+    tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def num_threads(config: Config, configured: int, *, num_sharing: int = 1) -> int:
+    """Return the number of torch threads of a process.
+
+    This is `configured`, except in colocated mode. There generation and training take turns on all cores, and the
+    `num_sharing` processes that compute at the same time divide the cores.
+    """
+    return max(num_usable_cpus() // num_sharing, 1) if config.scheduler.mode == "colocated" else configured
+
+
 def device_of(number: int, config: Config) -> torch.device:
-    """Of the trainer's process `number`: its own, unless one was chosen."""
+    """Return the device of trainer process `number`: one of its own, unless the configuration names a device."""
     device = resolve_device(config.model.device)
     if device.type == "cpu" or device != torch.device(device.type) or num_trainer_processes(config) == 1:
         return device
@@ -26,9 +41,12 @@ def device_of(number: int, config: Config) -> torch.device:
 
 
 def take_one(config: Config, number: int) -> None:
-    """Leave this process, server `number`, one device, unless one was chosen. Its engine computes on a thread of its
-    own, to which no chosen index would reach. Comes before anything touches a device, and so does not ask whether there
-    is one: a driver that has begun does not read the variable any more."""
+    """Restrict this process, rollout server `number`, to one device, unless the configuration names a device.
+
+    The engine computes on its own thread, which a device index set here would not reach. So this sets the environment
+    variable instead. Call it before any code touches a device: a loaded driver does not read the variable again. For
+    the same reason this function does not check whether a device exists.
+    """
     kind = config.model.device
     if kind == "auto":
         accelerator = torch.accelerator.current_accelerator()

@@ -1,4 +1,5 @@
-"""What a run shows others of its trajectories: the table that `dump.url` names, and samples to be read."""
+"""The trajectories that a run writes for other programs and for people: the table at `dump.url`, and readable
+samples."""
 
 from __future__ import annotations
 
@@ -9,26 +10,28 @@ from typing import Any
 from penstock.config import Config, ConfigError, DumpConfig
 from penstock.data.sources import TaskStream
 from penstock.model.chat import ChatTokenizer
-from penstock.ports import GroupRecord
+from penstock.ports.group_records import GroupRecord
 from penstock.processes.layout import model_dir
-from penstock.store.dumps.columns import DumpError, cell
-from penstock.store.dumps.dump import Dump, Rendering, Samples, Tell
-from penstock.store.dumps.rows import RowMaker
+from penstock.store.dumps.columns import DumpError, converter
 from penstock.store.dumps.targets import open_target
-from penstock.store.pool import ExperiencePool
+from penstock.store.dumps.trajectory_rows import RowMaker
+from penstock.store.dumps.writer import Dump, Rendering, Samples, Tell
+from penstock.store.experience_pool import ExperiencePool
 from penstock.types import Task
 
 TRAJECTORIES = "trajectories"
-"""Folder of the run directory."""
+"""Folder of the run directory for trajectories."""
 
 
 def open_dumps(
     config: Config, run_dir: Path, pool: ExperiencePool, tasks: TaskStream, tell: Tell
 ) -> list[Dump | Samples]:
-    """A run that trains goes on without a dump that cannot be opened, with an alarm; for one that only plays it is a
-    `ConfigError`."""
+    """Return the dumps of a run. Raises `ConfigError` if a run that only generates cannot open its dump.
+
+    A run that trains goes on without a dump that cannot be opened, and records an alarm.
+    """
     if config.pipeline == "eval":
-        return []  # what is held out is not in the pool
+        return []  # held-out tasks are not in the pool
     chat = ChatTokenizer.load(model_dir(config, run_dir))
 
     if (first := tasks.at(0)) is not None:
@@ -61,10 +64,10 @@ def open_dumps(
 
 
 def check_payload(dump: DumpConfig, task: Task) -> None:
-    """Whether what the first task has is what its columns say. Raises `ConfigError`."""
+    """Check that the values of the first task fit the types of its columns. Raises `ConfigError`."""
     for column in dump.columns:
         if column.name in dump.foreign_columns:
             try:
-                cell(column, task.payload.get(column.name))
+                converter(column)(task.payload.get(column.name))
             except DumpError as error:
                 raise ConfigError(f"dump.columns: {error} (in task {task.task_id})") from None

@@ -1,6 +1,7 @@
-"""The keeper of a rollout server that is not ours, or that somebody else started.
+"""The process that manages a foreign rollout server: one with another engine, or one that the user started.
 
-Starts it if it has to, waits until it answers, speaks for it on the bus, and ends when it ends. Never imports torch.
+It starts the server if necessary, waits until the server answers, represents it on the bus, and ends when the server
+ends. Never imports torch.
 """
 
 from __future__ import annotations
@@ -17,41 +18,43 @@ from typing import NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import Config
-from penstock.deadline import Stalled, deadline
-from penstock.processes.gate import gate
-from penstock.processes.layout import model_dir
-from penstock.processes.listening import bind, host_of, number_of, port_of, url_of
-from penstock.processes.member import Telemetry, ask_nothing, first, membership
+from penstock.deadline import Stalled, alongside, deadline, first
+from penstock.ports.observer import BusySpan
+from penstock.processes.auth_proxy import auth_proxy
+from penstock.processes.bus_client import Member, Telemetry, membership
+from penstock.processes.layout import host_of, model_dir, port_of, server_number
 from penstock.processes.visible import of_foreign_server
-from penstock.rollout.keys import Keys
-from penstock.rollout.servers import CONFLICT, ServerClient, connect
+from penstock.rollout.app import ApiKeys
+from penstock.rollout.client import ServerClient
+from penstock.rollout.servers import CONFLICT, connect
 from penstock.rollout.session import HttpSession, RolloutError
+from penstock.runtime.http_server import bind, url_of
 from penstock.supervisor.child import Child
-from penstock.types import BusySpan
 
 ASK_EVERY_S = 0.5
 LEASE_S = 8.0
-"""For which a server that runs already is this run's, once it has said so; renewed while it lives."""
-PATIENCE_S = 12.0
-"""For a server that runs already to answer, and for a dead run's claim on it to end."""
+"""Length of a run's claim on an already running server. The run renews the claim while it lives."""
+CLAIM_TIMEOUT_S = 12.0
+"""Limit of the wait for an already running server to answer, and for a dead run's claim on it to expire."""
 
 LOOPBACK = "127.0.0.1"
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 
 VLLM_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, weights
+    "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for pause, resume and weights
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes the first cores for itself, and the trainer needs some
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds to the first cores, which the trainer needs too
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 
 
 UNTIED = '{"tie_word_embeddings": false}'
-"""On the CPU vLLM 0.32 packs tied output weights once, and an update does not reach them. We send them by name."""
+"""On the CPU, vLLM 0.32 packs tied output weights once, and a weight update does not reach them. So the model is loaded
+untied, and we send these weights by name."""
 
 
 class Meters(NamedTuple):
-    """Names in an engine's `/metrics`."""
+    """Metric names in an engine's `/metrics`."""
 
     tokens: str
     running: str
@@ -66,20 +69,17 @@ METERS = {
 
 async def serve(child: Child, config: Config) -> None:
     stop = child.stop_event()
+    child.log_start(engine=config.rollout.engine, urls=", ".join(config.rollout.urls))
     session = HttpSession(api_key=config.rollout.control_key, timeout_s=config.rollout.request_timeout_s)
     try:
-        async with (
-            engine_of(child, config) as (engine, process),
-            reached(engine, child, config) as url,
-        ):
-            client = connect(config.rollout.engine, url, session)
-            claim = Claiming(client, child.run_id, child.nonce)
-            await answering(config, claim, process)
-            watch = Watch(child.name, config, url, session)
+        async with engine_of(child, config) as (url, process):
+            claim = ServerClaim(connect(config.rollout.engine, url, session), child.run_id, child.nonce)
+            await await_server(config, claim, process)
+            metrics = EngineMetrics(child.name, config, url, session)
             async with (
                 claim.renewed(),
-                watching(watch),
-                membership(child, config, role="rollout", handler=ask_nothing, telemetry=watch.telemetry, url=url),
+                alongside(metrics.keep_reading()),
+                membership(child, config, role="rollout", member=metrics, url=url),
             ):
                 child.report_ready(url)
                 await first(stop.wait(), *([process.wait()] if process is not None else []))
@@ -87,21 +87,33 @@ async def serve(child: Child, config: Config) -> None:
         await session.close()
     if not stop.is_set():
         assert process is not None
-        child.fail(f"{config.rollout.engine} ended with exit code {process.returncode}; its last words are above")
+        child.fail(f"{config.rollout.engine} ended with exit code {process.returncode}; its last output is above")
 
 
 @asynccontextmanager
 async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Process | None]]:
-    """Where the server is, and its process if it is ours to end, which writes to this process's log. One that we start
-    listens for this machine only: it guards its control paths with no key."""
+    """Start the engine if necessary, and end it after the body. Yield its URL for other processes, and its process if
+    we started it.
+
+    An engine that we start writes to this process's log. It listens on the loopback interface only, because it checks
+    no key on its control routes. If other machines reach it, or control has its own key, an auth proxy is in front.
+    """
     if config.rollout.urls:
-        yield config.rollout.urls[number_of(child)].rstrip("/"), None
+        yield config.rollout.urls[server_number(child)].rstrip("/"), None
         return
-    port = free_port() if has_gate(child, config) else port_of(child, config) or free_port()
-    surroundings = environment(config, number_of(child))
-    process = await asyncio.create_subprocess_exec(*command(child, config, port), env=surroundings)
+    host, port = host_of(child, config), port_of(child, config)
+    has_proxy = child.address is not None or config.rollout.host != LOOPBACK or bool(config.rollout.admin_api_key)
+    engine_port = free_port() if has_proxy else port or free_port()
+    engine = url_of(LOOPBACK, engine_port)
+    process = await asyncio.create_subprocess_exec(
+        *command(child, config, engine_port), env=environment(config, server_number(child))
+    )
     try:
-        yield url_of(LOOPBACK, port), process
+        if has_proxy:
+            async with auth_proxy(engine, host=host, port=port, keys=ApiKeys.of(config.rollout)) as url:
+                yield url, process
+        else:
+            yield engine, process
     finally:
         if process.returncode is None:
             process.terminate()
@@ -112,26 +124,9 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
             process.kill()
 
 
-@asynccontextmanager
-async def reached(engine: str, child: Child, config: Config) -> AsyncIterator[str]:
-    """Where others find it."""
-    if not has_gate(child, config):
-        yield engine
-        return
-    host, port = host_of(child, config), port_of(child, config)
-    async with gate(engine, host=host, port=port, keys=Keys.of(config.rollout)) as url:
-        yield url
-
-
-def has_gate(child: Child, config: Config) -> bool:
-    """One that we start has, where it is reached from other machines or keys differ."""
-    rollout = config.rollout
-    others = child.address is not None or rollout.host != LOOPBACK
-    return not rollout.urls and (others or bool(rollout.admin_api_key))
-
-
 def command(child: Child, config: Config, port: int) -> list[str]:
-    """Of the engine's own server. The weights come from the trainer: what it begins with does not matter."""
+    """Return the command line of the engine's server. It starts with dummy weights, because the trainer sends the real
+    ones."""
     rollout, model = config.rollout, str(model_dir(config, child.run_dir))
     words = [rollout.python or sys.executable, "-m", MODULES[rollout.engine]]
     words += ["--host", LOOPBACK, "--port", str(port), "--served-model-name", config.model.path]
@@ -148,7 +143,10 @@ def command(child: Child, config: Config, port: int) -> list[str]:
 
 
 def environment(config: Config, number: int) -> dict[str, str]:
-    """Ours, what the engine needs where it is not set, its devices, and the key, which no command line shows."""
+    """Return the engine's environment: ours, defaults for the engine, its devices, and the API key.
+
+    The key is passed here because a command line is visible to other users.
+    """
     wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | os.environ
     return (
         wanted
@@ -158,25 +156,30 @@ def environment(config: Config, number: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """One that nobody listens on now: foreign engines do not say which port the system chose for them."""
+    """Return an unused port. Foreign engines do not report a port that the system chooses for them."""
     with bind(LOOPBACK, 0) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
-class Claiming:
-    """The server is this run's: for a lease at a time, and until it is given up."""
+class ServerClaim:
+    """A claim of this run on the server. Each lease lasts `LEASE_S` seconds; the run renews it, and releases it at the
+    end."""
 
     def __init__(self, client: ServerClient, run_id: str, nonce: str) -> None:
         self.client, self._run = client, (run_id, nonce)
 
     async def take(self) -> None:
-        """RolloutError with status 409 while it is another run's."""
+        """Claim the server. Raises `RolloutError` with status 409 while another run holds the claim."""
         await self.client.claim(*self._run, lease_s=LEASE_S)
 
     @asynccontextmanager
     async def renewed(self) -> AsyncIterator[None]:
-        """For the length of the body. Raises if another run has taken it; that it answers is the clients' concern."""
+        """Renew the claim for the length of the body, then release it.
+
+        Raises `RolloutError` if another run has taken the server. Other failures are ignored: the server's clients
+        notice them.
+        """
 
         async def renew() -> None:
             while True:
@@ -187,21 +190,22 @@ class Claiming:
                     if isinstance(error, RolloutError) and error.status == CONFLICT:
                         raise
 
-        async with asyncio.TaskGroup() as tasks:
-            renewing = tasks.create_task(renew())
-            try:
+        try:
+            async with alongside(renew()):
                 yield
-            finally:
-                renewing.cancel()
-                with suppress(RolloutError, Stalled):
-                    await self.client.claim(*self._run, lease_s=0.0)
+        finally:
+            with suppress(RolloutError, Stalled):
+                await self.client.claim(*self._run, lease_s=0.0)
 
 
-async def answering(config: Config, claim: Claiming, process: Process | None) -> None:
-    """Until it does, and is this run's. RolloutError as soon as no waiting mends what is wrong, or its time is up."""
+async def await_server(config: Config, claim: ServerClaim, process: Process | None) -> None:
+    """Wait until the server answers and this run has claimed it.
+
+    Raises `RolloutError` as soon as waiting cannot help, or after the time limit.
+    """
     url, engine = claim.client.url, config.rollout.engine
     seconds = config.supervisor.ready_timeout_s
-    limit = time.monotonic() + (min(PATIENCE_S, seconds) if config.rollout.urls else seconds)
+    limit = time.monotonic() + (min(CLAIM_TIMEOUT_S, seconds) if config.rollout.urls else seconds)
     while True:
         try:
             await claim.client.alive()
@@ -220,20 +224,20 @@ async def answering(config: Config, claim: Claiming, process: Process | None) ->
 
 
 def remedy(status: int | None, engine: str) -> str:
-    """What helps against an answer with this status, or against none."""
+    """Return advice for an answer with this status; None means that there was no answer."""
     match status:
         case None:
             return "; start it first, or correct rollout.urls"
         case 401 | 403:
-            return "; set PENSTOCK_API_KEY, and PENSTOCK_ADMIN_API_KEY if control has a key of its own there"
+            return "; set PENSTOCK_API_KEY, and PENSTOCK_ADMIN_API_KEY if that server has a separate key for control"
         case 200 | 404 | 405:
-            return f"; it is no server that rollout.engine {engine} can use: correct rollout.urls or rollout.engine"
+            return f"; this server does not fit rollout.engine {engine}: correct rollout.urls or rollout.engine"
         case _:
             return ""
 
 
-class Watch:
-    """Reads the engine's own meters. It counts as busy while it says that something runs."""
+class EngineMetrics(Member):
+    """Reads the engine's own metrics. The engine counts as busy while it reports running requests."""
 
     def __init__(self, name: str, config: Config, url: str, session: HttpSession) -> None:
         self._name, self._meters = name, METERS[config.rollout.engine]
@@ -242,8 +246,14 @@ class Watch:
         self._seen_at = time.time()
         self._spans: list[BusySpan] = []
 
-    async def look(self) -> None:
-        """Once. An engine that does not answer is the clients' concern."""
+    async def keep_reading(self) -> None:
+        """Read the metrics every `ASK_EVERY_S` seconds."""
+        while True:
+            await self._read()
+            await asyncio.sleep(ASK_EVERY_S)
+
+    async def _read(self) -> None:
+        """Read the metrics once. An engine that does not answer is ignored: its clients notice that."""
         try:
             text = (await self._session.send("GET", self._url, "/metrics", timeout_s=ASK_EVERY_S * 4)).decode()
             families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -270,18 +280,3 @@ class Watch:
             counters={"tokens": self._tokens, "active": self._running},
             spans=spans,
         )
-
-
-@asynccontextmanager
-async def watching(watch: Watch) -> AsyncIterator[None]:
-    """Looks now and then for the length of the body."""
-
-    async def look() -> None:
-        while True:
-            await watch.look()
-            await asyncio.sleep(ASK_EVERY_S)
-
-    async with asyncio.TaskGroup() as tasks:
-        looking = tasks.create_task(look())
-        yield
-        looking.cancel()

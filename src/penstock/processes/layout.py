@@ -1,41 +1,47 @@
-"""Which processes a run has, and what lies in its directory before they start."""
+"""The processes of a run, and the files that its directory holds before they start."""
 
 from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from penstock.cluster.seats import Seating, seating
+from penstock.cluster.slot_assignments import SlotAssignments, assign_slots
 from penstock.config import Config
-from penstock.config.atropos import ATROPOS
+from penstock.config.environments import ATROPOS
 from penstock.model.tiny import write_tiny_model
-from penstock.ports import ProcessSpec
+from penstock.ports.process_launcher import ProcessSpec
+from penstock.supervisor.child import Child
 
+TRAINER = "trainer-0"
 TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads that wait for each other sleep: spinning ones slow every other process on a shared machine tenfold."""
-COMPUTE = ("rollout", "trainer", "ranks")
-"""Roles that use torch, or start who does."""
+"""OpenMP threads sleep while they wait for each other: spinning threads slow every other process on a shared machine
+tenfold."""
+KEYS = ("api_key", "admin_api_key")
+"""Keys of `config.rollout`."""
+COMPUTE = ("rollout", "trainer", "rank")
+"""Roles that use torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerNode:
-    """Where processes of the trainer compute."""
+    """A node on which processes of the trainer compute."""
 
     pool: str | None
-    """None: on the supervisor's machine."""
+    """Cluster pool of the node; None on the supervisor's machine."""
     numbers: range
-    """Of these processes; all are numbered by place, then by rank."""
+    """Numbers of these trainer processes. The trainer's processes are numbered by place, then by rank."""
 
 
 def stages(config: Config) -> list[list[ProcessSpec]]:
-    """Processes in start order; those of one stage start together."""
+    """Return the processes of a run in start order; the processes of one stage start together."""
     config = _with_keys(config)
 
-    def spec(role: str, number: int | None = None, pool: str | None = None, num_slots: int = 1) -> ProcessSpec:
+    def spec(role: str, number: int | None = None, pool: str | None = None, **more: Any) -> ProcessSpec:
         return ProcessSpec(
             name=role if number is None else f"{role}-{number}",
             role=role,
@@ -44,24 +50,51 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             grace_s=config.supervisor.grace_s,
             env=(TORCH_ENVIRONMENT if role in COMPUTE else {}) | _keys(config, role),
             pool=pool,
-            num_slots=num_slots,
-            saves="checkpoint" if role == "trainer" else "",
+            **more,
         )
 
     rollouts = [spec("rollout", number, _pool(config, "rollout")) for number in range(config.rollout.num_servers)]
     environments = [spec("env", number, _pool(config, "environment")) for number in range(config.env.workers)]
-    own, *others = trainer_nodes(config)
-    trainers = [spec("trainer", 0, own.pool, len(own.numbers))] if config.has_trainer else []
-    keepers = [spec("ranks", number, node.pool, len(node.numbers)) for number, node in enumerate(others, start=1)]
-    stages = [[spec("controller"), *keepers], [*rollouts, *trainers], environments]
-    if config.env.name == ATROPOS:  # they may be there before the rest is ready, and must find somebody to wait with
+    trainers = _trainers(config, spec) if config.has_trainer else []
+    stages = [[spec("controller")], [*rollouts, *trainers], environments]
+    if config.env.name == ATROPOS:  # these may connect before the rest is ready
         stages = [stages[0], stages[1] + environments]
     return [stage for stage in stages if stage]
 
 
+def _trainers(config: Config, spec: Callable[..., ProcessSpec]) -> list[ProcessSpec]:
+    """Return the trainer and its ranks, which are restarted together. On each node the first of them holds all
+    slots."""
+    names = rank_names(config)
+    together = {"restart_set": TRAINER if names else "", "saves": "checkpoint"}
+    own, *others = trainer_nodes(config)
+    found = [spec("trainer", 0, own.pool, num_slots=len(own.numbers), **together)]
+    for node in (own, *others):
+        leader = TRAINER if node is own else rank_name(node.numbers[0])
+        for number in node.numbers:
+            name = rank_name(number)
+            room = {"num_slots": len(node.numbers)} if name == leader else {"beside": leader}
+            if name in names:
+                found.append(spec("rank", number, node.pool, **room, **together))
+    return found
+
+
+def rank_name(number: int) -> str:
+    """Return the name of the trainer process with this number."""
+    return f"rank-{number}"
+
+
+def rank_names(config: Config) -> list[str]:
+    """Return the names of the trainer's rank processes. An actor with a single rank runs in the trainer process and has
+    none."""
+    return [rank_name(number) for number in range(int(config.num_ranks == 1), num_trainer_processes(config))]
+
+
 def places(config: Config) -> dict[str, list[str]]:
-    """The trainer's roles by where they are; what is together shares processes, one for each rank. What is in the
-    actor's pool comes first, then one pool after the other."""
+    """Return the trainer's roles by place. Roles of one place share processes, one for each rank.
+
+    Places in the actor's pool come first, then the places of one pool after the other.
+    """
     if config.pipeline != "train":
         return {"actor": ["actor"]}
     split, home = config.trainer.split, _pool(config, "actor")
@@ -70,13 +103,13 @@ def places(config: Config) -> dict[str, list[str]]:
 
 
 def num_trainer_processes(config: Config) -> int:
-    """That compute: of all ranks of all the trainer's roles."""
+    """Return the number of trainer processes that compute: all ranks of all places."""
     return config.num_ranks * len(places(config))
 
 
 def trainer_nodes(config: Config) -> list[TrainerNode]:
-    """The trainer's own, then those of each keeper, `ranks-1` and so on: places of one pool together on as few nodes as
-    have the slots."""
+    """Return the trainer's own node, then the nodes that have only ranks. The places of one pool share as few nodes as
+    have enough slots."""
     nodes: list[TrainerNode] = []
     first = 0
     for pool, together in groupby(places(config), key=lambda place: _pool(config, place)):
@@ -88,66 +121,83 @@ def trainer_nodes(config: Config) -> list[TrainerNode]:
 
 
 def _pool(config: Config, role: str) -> str | None:
-    """Where it has processes: a split role beside the actor's, unless a pool is its own. None: on the supervisor's
-    machine."""
+    """Return the cluster pool of a role's processes; None means the supervisor's machine.
+
+    A split role is in the actor's pool unless it has its own.
+    """
     if config.cluster.address is None:
         return None
     pool_of = config.cluster.pool_of
     return pool_of(role) or (pool_of("actor") if role in config.trainer.split else None)
 
 
-def seating_of(config: Config) -> Seating:
-    """Where everybody lives on the run's cluster. Raises `ConfigError`."""
+def slots_of(config: Config) -> SlotAssignments:
+    """Return the assignment of all processes to nodes of the cluster. Raises `ConfigError`."""
     specs = [spec for stage in stages(config) for spec in stage]
     in_turns = config.scheduler.mode == "colocated"
-    return seating(config.cluster, specs, split=config.trainer.split, in_turns=in_turns)
+    return assign_slots(config.cluster, specs, split=config.trainer.split, in_turns=in_turns)
 
 
 def num_servers_beside(config: Config, name: str) -> int:
-    """Rollout servers on the machine of this one, with it."""
+    """Return the number of rollout servers on the machine of process `name`; it counts itself if it is one of them."""
     machines = _machines(config)
     return sum(machines[f"rollout-{number}"] == machines[name] for number in range(config.rollout.num_servers))
 
 
 def are_together(config: Config, one: str, other: str) -> bool:
-    """Whether these processes are on the same machine."""
+    """Return whether the two processes are on the same machine."""
     machines = _machines(config)
     return machines[one] == machines[other]
 
 
 def _machines(config: Config) -> Mapping[str, tuple[str, int] | None]:
-    """By the name of a process: the pool and which of its nodes. None: the supervisor's machine."""
-    seats = seating_of(config).seats if config.cluster.address is not None else {}
-    return defaultdict(lambda: None, {name: (seat.pool, seat.node) for name, seat in seats.items()})
+    """Return the machine of each process by name: (pool, node number), or None for the supervisor's machine."""
+    slots = slots_of(config).by_process if config.cluster.address is not None else {}
+    return defaultdict(lambda: None, {name: (slot.pool, slot.node) for name, slot in slots.items()})
+
+
+def server_number(child: Child) -> int:
+    """Return the number of this rollout server, from 0 on."""
+    return int(child.name.rpartition("-")[2])
+
+
+def host_of(child: Child, config: Config) -> str:
+    """Return the host on which a rollout server listens: its machine's address, if there are several machines."""
+    return child.address or config.rollout.host
+
+
+def port_of(child: Child, config: Config) -> int:
+    """Return the port of this rollout server; 0 lets the system choose."""
+    return config.rollout.port + server_number(child) if config.rollout.port else 0
 
 
 def takes_turns(config: Config) -> bool:
-    """Whether rollout servers compute where the trainer does, while it does not."""
-    return config.scheduler.mode == "colocated" and num_servers_beside(config, "trainer-0") > 0
+    """Return whether rollout servers and the trainer take turns on the same devices."""
+    return config.scheduler.mode == "colocated" and num_servers_beside(config, TRAINER) > 0
 
 
 def _with_keys(config: Config) -> Config:
-    """What listens for other machines has keys: those that nobody gave are made here."""
+    """Return the configuration with random API keys in place of missing ones, if processes listen for other
+    machines."""
     rollout = config.rollout
     if config.cluster.address is None or rollout.urls:
         return config
-    made = {
-        "api_key": rollout.api_key or secrets.token_urlsafe(),
-        "admin_api_key": rollout.admin_api_key or secrets.token_urlsafe(),
-    }
+    made = {name: getattr(rollout, name) or secrets.token_urlsafe() for name in KEYS}
     return config.model_copy(update={"rollout": rollout.model_copy(update=made)})
 
 
 def without_keys(config: Config) -> Config:
-    """For who needs none, on whatever machine."""
-    rollout = config.rollout.model_copy(update={"api_key": None, "admin_api_key": None})
+    """Return the configuration without API keys, for processes that need none."""
+    rollout = config.rollout.model_copy(update=dict.fromkeys(KEYS))
     return config.model_copy(update={"rollout": rollout})
 
 
 def _keys(config: Config, role: str) -> dict[str, str]:
-    """Only who controls the servers, and they themselves, know the key for that, and a trainer that gives weights to
-    other machines; an empty one hides what a process would inherit."""
-    known = role in ("controller", "rollout") or (role == "trainer" and config.cluster.address is not None)
+    """Return the key variables of a role's environment. Only the controller and the servers get the admin key.
+
+    An empty value hides the variable that a process would inherit.
+    """
+    known = role in ("controller", "rollout")
     return {
         "PENSTOCK_API_KEY": config.rollout.api_key or "",
         "PENSTOCK_ADMIN_API_KEY": (config.rollout.admin_api_key or "") if known else "",
@@ -155,12 +205,12 @@ def _keys(config: Config, role: str) -> dict[str, str]:
 
 
 def model_dir(config: Config, run_dir: Path) -> Path:
-    """Where the policy's configuration and tokenizer lie."""
+    """Return the directory of the policy's configuration and tokenizer."""
     return run_dir / "model" if config.model.path == "tiny" else Path(config.model.path)
 
 
 def prepare(config: Config, run_dir: Path) -> None:
-    """Make what the processes expect to find: the pool's folder, and the tiny model if that is the policy."""
+    """Create the pool's folder, and the tiny model if that is the policy."""
     (run_dir / "pool").mkdir(parents=True, exist_ok=True)
     if config.model.path == "tiny":
         write_tiny_model(model_dir(config, run_dir), config.model.tiny, config.model.max_context)

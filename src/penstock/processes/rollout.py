@@ -1,4 +1,4 @@
-"""A rollout server's process: our own engine, or the keeper of a foreign one, which never imports torch."""
+"""The process of a rollout server: our own engine, or the manager of a foreign engine, which never imports torch."""
 
 from __future__ import annotations
 

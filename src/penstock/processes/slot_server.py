@@ -1,91 +1,239 @@
-"""A rollout server of our own: slot engine and HTTP server, with a seat on the bus for address and heartbeats."""
+"""Rollout servers with our own engine: a process of a run, or a server without a run that a user starts."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import secrets
+import signal
 import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
 
 import torch
+import uvloop
 
+from penstock.compat.openai import OpenAI
+from penstock.compat.sglang import SGLang
 from penstock.config import Config
-from penstock.processes.cores import num_threads
-from penstock.processes.devices import take_one
-from penstock.processes.layout import model_dir, num_servers_beside
-from penstock.processes.listening import bind, host_of, listening, number_of, port_of, url_of
-from penstock.processes.member import Telemetry, ask_nothing, first, membership
-from penstock.processes.serving import Weights, application, make_engine
-from penstock.rollout.claim import Claim
+from penstock.deadline import first
+from penstock.model.chat import ChatTokenizer
+from penstock.model.compute import CopyStream
+from penstock.model.files import read_json_if_present
+from penstock.model.load_policy import load_policy, resolve_device, resolve_dtype
+from penstock.processes.bus_client import Member, Telemetry, membership
+from penstock.processes.devices import num_threads, take_one
+from penstock.processes.layout import host_of, model_dir, num_servers_beside, port_of, server_number
+from penstock.rollout.app import ApiKeys
+from penstock.rollout.generator import EngineDead
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.server import Identity
+from penstock.rollout.server import Claim, Identity, create_app
+from penstock.rollout.slot_engine import SlotEngine
+from penstock.rollout.update import Receive, Tensors, WeightsUpdate
+from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
+from penstock.supervisor.procfs import boot_id
 from penstock.supervisor.runtime import runtime_dirs
+from penstock.trainer.checkpoint import STATE
+from penstock.types import NO_VERSION, WeightsHandle
+from penstock.weights.collective import Groups, max_bucket_bytes
+from penstock.weights.receiver import Receiver
+from penstock.weights.shared_memory import describe, fingerprint, layout
 
 RECEIVED = "received"
-"""Of the runtime directory: weights of other machines, in a folder of each server."""
+"""Folder of the runtime directory for weights from other machines, with a subfolder for each server."""
+
+Weights = Literal["published", "stored", "random"]
+"""Source of an engine's weights: sent by a trainer, stored in the model's directory, or random from a seed."""
+
+
+def make_engine(config: Config, directory: Path, *, weights: Weights) -> SlotEngine:
+    """Return the engine with the model in `directory`.
+
+    Stored weights are served under the policy_version of their checkpoint, or 0. Random weights are the same for the
+    same `seed`.
+    """
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, device)
+    stored = read_json_if_present(directory, STATE) if weights == "stored" else {}
+    return SlotEngine(
+        load_policy(directory, dtype=dtype, device=device, weights=weights == "stored", seed=config.seed),
+        num_slots=config.rollout.slots,
+        max_context=config.model.max_context,
+        policy_version=NO_VERSION if weights == "published" else stored.get("policy_version", 0),
+    )
+
+
+def make_update(runner: EngineRunner, receive: Receive) -> WeightsUpdate:
+    """Return a weights update that copies new weights to the engine's device while the engine generates.
+
+    So the pause of a commit lasts only as long as a copy within the device.
+    """
+    device = runner.engine.model.device
+    copy_stream = CopyStream(device)
+
+    def receive_there(handle: WeightsHandle) -> Tensors:
+        named = receive(handle)
+        with copy_stream():
+            return {name: tensor.to(device) for name, tensor in named.items()}
+
+    def fingerprint_of(tensors: Tensors) -> str:
+        with copy_stream():
+            return fingerprint(tensors)
+
+    return WeightsUpdate(runner, receive_there, fingerprint_of)
 
 
 async def serve(child: Child, config: Config) -> None:
+    """Serve as a process of a run."""
     stop = child.stop_event()
-    take_one(config, number_of(child))
+    take_one(config, server_number(child))
+    child.log_start(
+        model=config.model.path,
+        device=config.model.device,
+        dtype=config.model.dtype,
+        slots=config.rollout.slots,
+        max_context=config.model.max_context,
+        weights=weights_of(config),
+    )
     num_sharing = num_servers_beside(config, child.name)
     torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=num_sharing))
-    listener = listen(child, config)
-    directory = model_dir(config, child.run_dir)
-    runner = EngineRunner(make_engine(config, directory, weights=weights_of(config)), process=child.name)
-    runner.start()
-    identity = Identity(run_id=child.run_id, nonce=child.nonce)
+    listener = bind(host_of(child, config), port_of(child, config))  # before the model is loaded: the port may be busy
     url = url_of(host_of(child, config), listener)
-    try:
-        with application(
-            runner,
+    async with (
+        serving(
             config,
-            directory,
-            identity=identity,
+            model_dir(config, child.run_dir),
+            listener,
+            process=child.name,
+            weights=weights_of(config),
+            identity=Identity(run_id=child.run_id, nonce=child.nonce),
             model_name=config.model.path,
             scratch=child.runtime_dir / RECEIVED / child.name,
             neighbours=lambda: (path for each in runtime_dirs(child.run_id) for path in each.glob(f"{RECEIVED}/*")),
             claim=Claim(child.run_id, child.nonce),
-        ) as app:
-            async with (
-                listening(app, listener),
-                membership(
-                    child, config, role="rollout", handler=ask_nothing, telemetry=lambda: telemetry(runner), url=url
-                ),
-            ):
-                child.report_ready(url)
-                await first(stop.wait(), runner.failed.wait())
-                failure = runner.error
-                await runner.stop()  # while the server listens, so that whoever waits is told
+        ) as runner,
+        membership(child, config, role="rollout", member=EngineMember(runner), url=url),
+    ):
+        child.report_ready(url)
+        await first(stop.wait(), runner.failed.wait())
+
+
+def serve_alone(config: Config, model: Path, *, model_name: str) -> None:
+    """Serve the model in directory `model` without a run, until SIGINT or SIGTERM.
+
+    Raises `CannotListen` if the port is taken. Raises `ModelError`, OSError or ValueError if the directory has no
+    readable model. Raises `EngineDead` if the engine fails later.
+    """
+    uvloop.run(_serve_alone(config, model, model_name))
+
+
+async def _serve_alone(config: Config, model: Path, model_name: str) -> None:
+    torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=1))
+    listener, stop = bind(config.rollout.host, config.rollout.port), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    with TemporaryDirectory(prefix="penstock-serve-") as scratch:
+        async with serving(
+            config,
+            model,
+            listener,
+            process="rollout-0",
+            weights="stored",
+            identity=Identity(run_id="alone", nonce=secrets.token_hex(8)),
+            model_name=model_name,
+            scratch=Path(scratch),
+        ) as runner:
+            url = url_of(config.rollout.host, listener)
+            context = f"context {config.model.max_context} tokens (model.max_context=N for another)"
+            print(f"serving {model_name} at {url} (OpenAI: {url}/v1), {context}; Ctrl-C ends it", flush=True)
+            await first(stop.wait(), runner.failed.wait())
+
+
+@asynccontextmanager
+async def serving(
+    config: Config,
+    directory: Path,
+    listener: socket.socket,
+    *,
+    process: str,
+    weights: Weights,
+    identity: Identity,
+    model_name: str,
+    scratch: Path,
+    neighbours: Callable[[], Iterable[Path]] = tuple,
+    claim: Claim | None = None,
+) -> AsyncIterator[EngineRunner]:
+    """Serve the model in `directory` for the length of the body: our own routes, SGLang's and OpenAI's in front of one
+    engine. Yield the engine's runner. Raises `EngineDead` after the body if the engine has failed.
+
+    `scratch`: directory for weights that come from another machine. `neighbours`: the `scratch` directories of all
+    servers of this run on this machine.
+    """
+    runner = EngineRunner(make_engine(config, directory, weights=weights), process=process)
+    runner.start()
+    sglang: SGLang | None = None
+    try:
+        tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
+        update = make_update(runner, Receiver(expected, machine=boot_id(), directory=scratch, neighbours=neighbours))
+        sglang = SGLang(
+            runner,
+            update,
+            Groups(device=runner.engine.model.device, max_bytes=max_bucket_bytes(expected)),
+            describe=lambda path, version: describe(path, expected, policy_version=version),
+            model_path=str(directory),
+            model_name=model_name,
+        )
+        app = create_app(
+            runner,
+            identity=identity,
+            update=update,
+            tokenizer=tokenizer,
+            keys=ApiKeys.of(config.rollout),
+            claim=claim,
+            foreign=[OpenAI(runner, tokenizer, model_name=model_name), sglang],
+        )
+        gc.collect()
+        gc.freeze()  # later collections need not scan the model's objects while answers are made
+        async with listening(app, listener):
+            yield runner
+            failure = runner.error
+            await runner.stop()  # stop it while the server listens, so that waiting clients get an answer
         if failure is not None:
-            child.fail(f"the engine failed: {failure!r}")
+            raise EngineDead(f"the engine failed: {failure!r}; its traceback is above")
     finally:
+        if sglang is not None:
+            sglang.close()  # leaves its weight groups
         await runner.stop()
 
 
 def weights_of(config: Config) -> Weights:
-    """Without a trainer a server has them from the start, and so has one that was started anew."""
+    """Return the source of the server's weights. Without a trainer, the server has its weights from the start, also
+    after a restart."""
     if config.has_trainer:
         return "published"
     return "random" if config.model.path == "tiny" else "stored"
 
 
-def telemetry(runner: EngineRunner) -> Telemetry:
-    return Telemetry(
-        progress=runner.num_generated_tokens + runner.num_prompt_tokens,
-        doing="generation" if runner.engine.has_work else "",
-        busy_s=runner.busy_s,
-        counters={
-            "tokens": runner.num_generated_tokens,
-            "active": runner.engine.num_active,
-            **runner.costs.counters(),
-        },
-        spans=runner.drain_spans(),
-    )
+class EngineMember(Member):
+    """The server on the bus: it reports the work of its engine."""
 
+    def __init__(self, runner: EngineRunner) -> None:
+        self._runner = runner
 
-def listen(child: Child, config: Config) -> socket.socket:
-    """Bind before the model is loaded, so that a busy port is known at once."""
-    port = port_of(child, config)
-    try:
-        return bind(host_of(child, config), port)
-    except OSError as error:
-        child.fail(f"{child.name} cannot listen on {host_of(child, config)}:{port}: {error.strerror}")
+    def telemetry(self) -> Telemetry:
+        runner = self._runner
+        return Telemetry(
+            progress=runner.engine.num_generated_tokens + runner.num_prompt_tokens,
+            doing="generation" if runner.engine.has_work else "",
+            busy_s=runner.meter.busy_s,
+            counters={
+                "tokens": runner.engine.num_generated_tokens,
+                "active": runner.engine.num_active,
+                **runner.costs.counters(),
+            },
+            spans=runner.meter.drain(),
+        )

@@ -1,4 +1,4 @@
-"""Entry point of every child: arm the death pipe first, only then import the role and what it needs."""
+"""Entry point of every child process: watch for the supervisor's death first, then import the role."""
 
 from __future__ import annotations
 

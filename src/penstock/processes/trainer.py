@@ -1,117 +1,137 @@
-"""The trainer: behind the bus, one message at a time, the driver of the ranks that hold the models.
+"""The trainer process: executes one bus message at a time, by calls to the ranks that hold the models.
 
-A rank that is the only one lives in this process, on a thread of its own; several are processes of theirs, on other
-nodes too: see `places.py` and `ranks.py`. A rank that is lost ends the trainer: whoever restarts it begins with all of
-them anew.
+A single rank runs in this process, on its own thread. Several ranks are processes of the run, possibly on other nodes:
+see `role_placement.py` and `rank.py`. If a rank is lost, the trainer ends. The supervisor restarts all of them
+together.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from transformers.utils.logging import disable_progress_bar
+
 from penstock.config import Config, load_config
+from penstock.control import messages
 from penstock.control.bus import Peer
-from penstock.control.messages import (
-    Accumulate,
-    Accumulated,
-    AnyMessage,
-    AskSaved,
-    AskState,
-    Begin,
-    Begun,
-    FoundSaved,
-    HeldState,
-    HoldsNothing,
-    LearnerStateUpdate,
-    Publish,
-    Published,
-    Restore,
-    SaveCheckpoint,
-    Step,
-    Welcome,
-)
+from penstock.control.messages import AnyMessage
+from penstock.control.rank_channel import RankChannels
 from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
-from penstock.deadline import patient
+from penstock.deadline import first, warn_if_stalled
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import maker_by_tag
+from penstock.groups.backend import Backend
 from penstock.groups.errors import RemoteError
+from penstock.groups.remote import RemoteBackend
+from penstock.groups.role import Role
 from penstock.model.chat import ChatTokenizer
-from penstock.ports import TrainerState
-from penstock.processes.layout import model_dir, takes_turns
-from penstock.processes.member import Telemetry, membership
-from penstock.processes.places import trainer_roles
-from penstock.processes.pool import payloads_of
-from penstock.processes.publishing import Publications, publishing
-from penstock.processes.ranks import connected_ranks
+from penstock.observe.log_lines import Paced, pairs
+from penstock.ports.observer import BusySpan
+from penstock.ports.training import TrainerState
+from penstock.processes.bus_client import Member, Telemetry, membership
+from penstock.processes.layout import model_dir, rank_name, rank_names, takes_turns
+from penstock.processes.pool_access import payloads_of
+from penstock.processes.role_placement import trainer_roles
+from penstock.runtime.file_service import WEIGHTS
 from penstock.supervisor.child import Child
+from penstock.supervisor.procfs import boot_id
 from penstock.trainer import checkpoint
 from penstock.trainer.actor_critic import ActorCritic
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
-from penstock.types import BusySpan, GroupRef, LearnerState
+from penstock.types import GroupRef, LearnerState, WeightsHandle
+from penstock.weights.receiver import linked
 
-PATIENCE_S = 300.0
-"""With one message, before it is worth a report: whoever sent it has a deadline."""
+logger = logging.getLogger(__name__)
+
+FIND_SHARE = 0.75
+"""Share of the ready timeout in which all ranks must connect. The supervisor may have to start ranks again on another
+node."""
+STALL_WARNING_S = 300.0
+"""Seconds that one message may take before a stall is reported. The sender has its own deadline."""
 
 BEGINNING = "beginning"
-"""Of the run's directory: the policy, while it is handed to the roles that begin as it."""
+"""Folder of the run's directory that holds the policy while the critic and the reference load it to begin with."""
 
-COMPUTED = (Begin, Restore, Accumulate, Step)
-"""Messages that the ranks' devices are needed for. Where servers take turns on them, they are given up with every
-version that is published; a checkpoint is made of what waits in memory."""
+COMPUTED = (messages.Begin, messages.Restore, messages.Accumulate, messages.Step)
+"""Messages that need the ranks' devices.
+
+Where rollout servers take turns on the devices, the ranks release them with every published version. A checkpoint needs
+no device: it is made from copies in memory.
+"""
+
+LOGGED = ("loss", "entropy", "grad_norm", "staleness_mean", "samples", "tokens", "busy_s")
+"""Metrics of a step that its log line shows."""
 
 Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
 
 
-class TrainerProcess:
+class TrainerProcess(Member):
     """Executes trainer messages in order; the event loop stays free for heartbeats."""
 
     def __init__(self, config: Config, child: Child) -> None:
-        self._config, self._name, self._run_dir = config, child.name, child.run_dir
+        self._config, self._child = config, child
         self._model_dir = model_dir(config, child.run_dir)
         self._takes_turns = takes_turns(config)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._payloads = payloads_of(child)
         self._controllers_host = ""
-        self._spans: deque[BusySpan] = deque()  # the worker thread appends, the event loop takes
+        self._spans: deque[BusySpan] = deque()  # the worker thread appends, the event loop removes
         self._busy_s = self._busy_since_step_s = 0.0
         self._progress, self._doing = 0, ""
         self._begun = False
-        """The learner holds what the run is at; until then it may be anything."""
+        """Whether the learner holds the state of this run. Before that its state is meaningless."""
         self._num_steps = 0
+        self._step_log, self._published_log = Paced(logger), Paced(logger)
         self._latest: LearnerState | None = None
         self._trained: list[int] = []
         self._accumulated: list[int] = []
-        self._ranks = self._thread.submit(self._start_ranks, child).result()
-        self.published: Publications | None = None
-        """What other machines can have of it."""
+        self._channels = RankChannels(child.runtime_dir, rank_names(config), host=child.address)
+        try:
+            self._ranks = self._thread.submit(self._start_ranks).result()
+        except BaseException:
+            self._channels.close()
+            raise
 
-    def _start_ranks(self, child: Child) -> ActorCritic:
+    def _link(self, handle: WeightsHandle) -> WeightsHandle:
+        """Add a link for other machines, if there are any. Foreign engines instead read a directory that all machines
+        share."""
+        if not self._child.host or self._config.rollout.engine != "penstock":
+            return handle
+        return linked(handle, service=self._child.host, secret=self._child.nonce, machine=boot_id())
+
+    def _start_ranks(self) -> ActorCritic:
+        start_s, channels = self._config.supervisor.ready_timeout_s, self._channels
+
+        def start(together: Mapping[str, Role], numbers: Sequence[int]) -> Backend:
+            connections = [channels.channels[rank_name(number)] for number in numbers]
+            return RemoteBackend(together, connections, start_s=start_s)
+
+        channels.await_ranks(waiter=self._child.name, seconds=FIND_SHARE * start_s)
+        # Foreign engines on other machines read published weights themselves, in a folder that all machines share.
+        is_shared = self._config.rollout.engine != "penstock" and self._child.address is not None
+        weights_dir = (self._child.run_dir if is_shared else self._child.runtime_dir) / WEIGHTS
         with plainly():
-            roles = trainer_roles(
-                self._config,
-                model_dir=self._model_dir,
-                weights_dir=weights_dir(child, self._config),
-                elsewhere=connected_ranks(child, self._config),
-            )
+            roles = trainer_roles(self._config, start, model_dir=self._model_dir, weights_dir=weights_dir)
         return ActorCritic(roles, self._config.trainer)
 
-    async def welcomed(self, _: Peer, welcome: Welcome) -> None:
-        """The controller says where its pool is."""
+    async def welcomed(self, _: Peer, welcome: messages.Welcome) -> None:
+        """Store the address of the controller's host, which has the pool."""
         self._controllers_host = welcome.host
 
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
-        if isinstance(message, Accumulate):
+        if isinstance(message, messages.Accumulate):
             await self._payloads.fetch([group.ref for group in message.groups], host=self._controllers_host)
-        what = f"the end of {type(message).__name__}"
-        with patient(PATIENCE_S, waiter=self._name, resource=what, holder="its working thread"):
+        resource = f"the end of {type(message).__name__}"
+        with warn_if_stalled(STALL_WARNING_S, waiter=self._child.name, resource=resource, holder="its working thread"):
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, message)
 
     def _execute(self, message: AnyMessage) -> AnyMessage | None:
@@ -126,66 +146,72 @@ class TrainerProcess:
         if isinstance(message, COMPUTED):
             self._ranks.resume()
         match message:
-            case AskState():
-                return HeldState(state=self._state())
-            case AskSaved(directory=directory):
-                return FoundSaved(saved=checkpoint.saved_in(Path(directory)))
-            case Restore():
+            case messages.AskState():
+                state = TrainerState(
+                    begun=self._begun,
+                    step=self._num_steps,
+                    learner=self._latest,
+                    trained=self._trained,
+                    accumulated=self._accumulated,
+                )
+                return messages.HeldState(state=state)
+            case messages.AskSaved(directory=directory):
+                return messages.FoundSaved(saved=checkpoint.latest(Path(directory)))
+            case messages.Restore():
                 self._restore(message)
-            case Begin(policy_version=policy_version):
+            case messages.Begin(policy_version=policy_version):
                 self._ranks.policy_version = policy_version
                 metrics = self._warm_start()
-                self._ranks.begin(policy_version, self._run_dir / BEGINNING)
+                self._ranks.begin(policy_version, self._child.run_dir / BEGINNING)
                 self._begun = True
-                return Begun(metrics=metrics)
+                return messages.Metrics(metrics=metrics)
             case _ if not self._begun:
-                return HoldsNothing()
-            case Accumulate(groups=groups):
-                return Accumulated(metrics=self._accumulate(groups))
-            case Step():
+                return messages.HoldsNothing()
+            case messages.Accumulate(groups=groups):
+                return messages.Metrics(metrics=self._accumulate(groups))
+            case messages.Step():
                 return self._step()
-            case Publish():
-                with self._span("publish"):
+            case messages.Publish():
+                with self._span("publish") as start:
                     handle = self._ranks.publish()
                     if self._takes_turns:
                         self._ranks.release()
-                return Published(handle=handle if self.published is None else self.published.tell(handle))
-            case SaveCheckpoint(directory=directory, state=state):
-                with self._span("checkpoint"):
-                    target = Path(directory)
+                self._published_log.info(
+                    f"published the weights of policy_version {handle.policy_version}: {handle.num_bytes:,} bytes in "
+                    f"{time.time() - start:.3f} s"
+                )
+                return messages.Published(handle=self._link(handle))
+            case messages.SaveCheckpoint(directory=directory, state=saved):
+                with self._span("checkpoint") as start:
                     checkpoint.save(
-                        target.parent,
-                        int(state["step"]),
-                        self._ranks,
-                        state,
+                        Path(directory).parent,
+                        int(saved["step"]),
+                        self._ranks.write,
+                        policy_version=self._ranks.policy_version,
+                        extra=saved,
                         model_dir=self._model_dir,
                         keep=self._config.trainer.keep_checkpoints,
                     )
+                logger.info("saved the checkpoint %s in %.3f s", directory, time.time() - start)
         return None
 
-    def _state(self) -> TrainerState:
-        return TrainerState(
-            begun=self._begun,
-            step=self._num_steps,
-            learner=self._latest,
-            trained=self._trained,
-            accumulated=self._accumulated,
-        )
-
-    def _restore(self, point: Restore) -> None:
+    def _restore(self, point: messages.Restore) -> None:
         self._num_steps = point.step
-        with self._span("restore"):
+        with self._span("restore") as start:
             self._ranks.read(Path(point.directory), point.policy_version)
             self._begun = True
+        logger.info(
+            f"goes back to the checkpoint {point.directory}, now policy_version {point.policy_version}, in "
+            f"{time.time() - start:.3f} s"
+        )
 
     def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
         with self._span("train"):
-            # The whole group, members too old to train included: they count in its mean, the learner masks them.
+            # Read the whole group, even members too old to train: they count in its mean, and the learner masks them.
             samples = [sample for group in groups for sample in self._payloads.read(group.ref)]
+            config = self._config
             batch, skipped = prepare(
-                samples,
-                normalize=self._config.trainer.normalize_advantages,
-                max_context=self._config.model.max_context,
+                samples, normalize=config.trainer.normalize_advantages, max_context=config.model.max_context
             )
             sums = self._ranks.accumulate(batch)
         self._payloads.drop(group.ref for group in groups)
@@ -194,90 +220,95 @@ class TrainerProcess:
         self._busy_since_step_s += sums["busy_s"]
         return sums | {f"skipped_{reason}": float(count) for reason, count in skipped.items()}
 
-    def _step(self) -> LearnerStateUpdate:
+    def _step(self) -> messages.LearnerStateUpdate:
         with self._span("step"):
             state = self._ranks.step()
-        self._busy_s += state.metrics["busy_s"] - self._busy_since_step_s
+        busy_s = state.metrics["busy_s"]
+        self._busy_s += busy_s - self._busy_since_step_s
         self._busy_since_step_s = 0.0
         self._num_steps += 1
+        figures = {name: state.metrics[name] for name in LOGGED if name in state.metrics}
+        figures["tokens_per_busy_s"] = state.metrics.get("tokens", 0.0) / max(busy_s, 1e-9)
+        self._step_log.info(f"step {self._num_steps}: policy_version={state.policy_version} {pairs(figures)}")
         self._latest, self._trained, self._accumulated = state, self._accumulated, []
-        return LearnerStateUpdate(state=state)
+        return messages.LearnerStateUpdate(state=state)
 
     def _warm_start(self) -> dict[str, float]:
         settings = self._config.model.warm_start
         if not settings.steps:
             return {}
         with self._span("warm_start"):
-            result = warm_start(
+            return warm_start(
                 self._ranks.imitate,
                 self._demonstrations(),
                 steps=settings.steps,
                 batch_size=settings.batch_size,
                 learning_rate=settings.learning_rate,
             )
-        return {"steps": settings.steps, "seconds": result.seconds, "loss": result.loss}
 
     def _demonstrations(self) -> Iterator[tuple[list[int], list[int]]]:
         config, environments = self._config, self._config.environments
         source = open_tasks(config, seed=config.seed + 1)
         for example in demonstrations(
-            TaskStream(source, held_out=held_out_tasks(config)),
+            TaskStream(source, held_out=held_out_tasks(config)).next,
             make=maker_by_tag(config),
             max_turns=lambda task: environments.of_task(task).max_turns,
             chat=ChatTokenizer.load(self._model_dir),
             seed=config.seed,
+            noise=config.model.warm_start.noise,
         ):
             self._progress += 1
             yield example
 
     @contextmanager
-    def _span(self, kind: Kind) -> Iterator[None]:
+    def _span(self, kind: Kind) -> Iterator[float]:
+        """Record a span for the length of the body, and yield its start in seconds since the epoch."""
         start = time.time()
-        yield
-        end, version = time.time(), self._ranks.policy_version
-        self._spans.append(BusySpan(process=self._name, kind=kind, start=start, end=end, policy_version=version))
+        yield start
+        version, name = self._ranks.policy_version, self._child.name
+        self._spans.append(BusySpan(process=name, kind=kind, start=start, end=time.time(), policy_version=version))
 
     def telemetry(self) -> Telemetry:
         spans = [self._spans.popleft() for _ in range(len(self._spans))]
         return Telemetry(progress=self._progress, doing=self._doing, busy_s=self._busy_s, spans=spans)
 
     def close(self) -> None:
-        """What it has published stays, for servers that have not read it yet: it goes with the runtime directory."""
+        """Close the ranks and their connections. Published weights stay, because servers may not have read them yet.
+        They are removed with the runtime directory."""
         self._thread.shutdown(wait=True)
         self._ranks.close()
-        self._payloads.close()
+        self._channels.close()
 
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """What a rank raised is raised here as it was: how this process ends depends on it."""
+    """Raise the original error of a rank instead of `RemoteError`: the error decides how this process ends."""
     try:
         yield
     except RemoteError as error:
         if error.__cause__ is None:
             raise
-        if error.__cause__.__traceback__ is None:  # it was left on the way
+        if error.__cause__.__traceback__ is None:  # the traceback was lost between the processes
             error.__cause__.add_note(f"in {error.role}.{error.method} on rank {error.rank}:\n{error.remote_traceback}")
         raise error.__cause__ from None
 
 
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
-    stop = child.stop_event()
+    disable_progress_bar()  # each checkpoint would write a progress bar into the log
+    stop, settings = child.stop_event(), config.trainer
+    child.log_start(
+        model=config.model.path,
+        device=config.model.device,
+        objective=settings.objective.name,
+        learning_rate=settings.learning_rate,
+        ranks=config.num_ranks,
+        steps=settings.steps,
+        groups_per_step=settings.groups_per_step,
+    )
     process = await made(config, child, stop)
-    listens = child.address if config.rollout.engine == "penstock" else None
     try:
-        async with (
-            publishing(weights_dir(child, config), listens, config.rollout.control_key) as process.published,
-            membership(
-                child,
-                config,
-                role="trainer",
-                handler=process.handle,
-                telemetry=process.telemetry,
-                welcomed=process.welcomed,
-            ),
-        ):
+        async with membership(child, config, role="trainer", member=process):
             child.report_ready()
             await stop.wait()
     finally:
@@ -285,20 +316,10 @@ async def serve(child: Child) -> None:
 
 
 async def made(config: Config, child: Child, stop: asyncio.Event) -> TrainerProcess:
-    """With all its ranks. Who is stopped before has nothing to save, and does not wait for them."""
-    making, stopping = (
-        asyncio.ensure_future(asyncio.to_thread(TrainerProcess, config, child)),
-        asyncio.ensure_future(stop.wait()),
-    )
-    with patient(PATIENCE_S, waiter=child.name, resource="its ranks", holder="what they load"):
-        await asyncio.wait([making, stopping], return_when=asyncio.FIRST_COMPLETED)
+    """Return the trainer with all its ranks. If a stop comes first, end the process at once: it has nothing to save."""
+    making = asyncio.ensure_future(asyncio.to_thread(TrainerProcess, config, child))
+    with warn_if_stalled(STALL_WARNING_S, waiter=child.name, resource="its ranks", holder="the models that they load"):
+        await first(stop.wait(), asyncio.wait([making]))
     if not making.done():
         child.leave()
-    stopping.cancel()
     return making.result()
-
-
-def weights_dir(child: Child, config: Config) -> Path:
-    """In memory; but engines of others, on other machines, read files themselves, and all see the run's directory."""
-    foreign = config.rollout.engine != "penstock"
-    return (child.run_dir if foreign and child.address is not None else child.runtime_dir) / "weights"

@@ -1,8 +1,8 @@
-"""Which devices of its machine a rollout server sees, where it does not need them all.
+"""The devices of its machine that a rollout server sees, if it does not need all of them.
 
-The trainer's processes there have the first ones and servers the next, or the same ones where both take turns. What a
-process sees is said in its environment, in a variable that the devices' driver reads once. Never imports torch: see
-`penstock.processes.devices` for who does.
+The trainer's processes use the first devices and the servers the next ones, or the same ones if both take turns. An
+environment variable limits which devices a process sees; the device driver reads it once. Never imports torch;
+`penstock.processes.devices` does.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from penstock.config import Config, ConfigError
 from penstock.processes.layout import are_together, takes_turns, trainer_nodes
 
 VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""By kind of device, as torch calls it."""
+"""Environment variable for each device type, as torch names it."""
 PARALLEL = re.compile(r"--(tensor|pipeline|data)-parallel-size|--?([tpd])p|--([tpd])p-size")
-"""What vLLM and SGLang call the numbers of parts that a server is cut into, each on a device."""
+"""Options of vLLM and SGLang that set into how many parts a server is divided, with one device for each part."""
 WITHIN = "--enable-dp-attention"
-"""Of SGLang: the parts by data lie on the devices of the parts by tensor."""
+"""SGLang option: data-parallel parts share the devices of the tensor-parallel parts."""
 LIST_S = 10.0
-"""For the driver to list its devices: it may have to load first."""
+"""Limit of the wait for the driver to list its devices: it may have to load first."""
 
 
 def of_server(config: Config, number: int, seen: Sequence[str], *, needed: int = 1) -> str | None:
-    """Those of the devices `seen` that are for server `number`, as the variable's value; None if there are not more
-    than the `needed` ones. Once all are taken it goes on with the first ones."""
+    """Return the variable's value for server `number`: its share of the devices in `seen`. None if there are no more
+    than `needed`.
+
+    After the last device the assignment continues with the first ones.
+    """
     if len(seen) <= needed:
         return None
     first = _num_before(config, number) + number * needed
@@ -36,20 +39,25 @@ def of_server(config: Config, number: int, seen: Sequence[str], *, needed: int =
 
 
 def _num_before(config: Config, number: int) -> int:
-    """Devices of its machine that are the trainer's alone."""
+    """Return the number of devices on the server's machine that only the trainer uses."""
     has_trainer = config.has_trainer and are_together(config, f"rollout-{number}", "trainer-0")
     return len(trainer_nodes(config)[0].numbers) if has_trainer and not takes_turns(config) else 0
 
 
 def named(variable: str) -> list[str] | None:
-    """Devices that whoever started this process, a user or a cluster, wants it to see; None if nobody said."""
+    """Return the devices to which the environment (set by a user or a cluster) limits this process; None if it sets no
+    limit."""
     value = os.environ.get(variable)
     return value.split(",") if value is not None else None
 
 
 def of_foreign_server(config: Config, number: int) -> dict[str, str]:
-    """What its environment is to say; nothing if a device was chosen, or none can be counted. Raises `ConfigError`: it
-    would take what the trainer, or another one, has, and most of its memory."""
+    """Return the device variable for a foreign server's environment. Empty if the configuration names a device, or if
+    there are no more devices than the server needs.
+
+    Raises `ConfigError` if there are too few devices. The server would otherwise use a device of the trainer or of
+    another server, and take most of its memory.
+    """
     variable = VARIABLES.get("cuda" if config.model.device == "auto" else config.model.device)
     if variable is None:
         return {}
@@ -61,14 +69,15 @@ def of_foreign_server(config: Config, number: int) -> dict[str, str]:
     if chosen is not None and before + (number + 1) * needed > len(seen):
         raise ConfigError(
             f"rollout-{number}: there are {len(seen)} devices, the trainer has {before} of them, and each of "
-            f"rollout.servers ({config.rollout.servers}) needs {needed}: lower rollout.servers, or what rollout.args "
-            f"say of parallelism, or give them a pool of the cluster"
+            f"rollout.servers ({config.rollout.servers}) needs {needed}: lower rollout.servers or the parallelism in "
+            f"rollout.args, or give the servers a pool of the cluster"
         )
     return {} if chosen is None else {variable: chosen}
 
 
 def num_devices(words: Sequence[str]) -> int:
-    """Of a foreign engine with this command line. A value that is no number is for the engine to refuse."""
+    """Return the number of devices that a foreign engine with this command line needs. The engine itself rejects
+    invalid numbers."""
     sizes: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], ""], strict=False):
         option, _, value = word.replace("_", "-").partition("=")
@@ -81,7 +90,7 @@ def num_devices(words: Sequence[str]) -> int:
 
 
 def _num_listed() -> int:
-    """CUDA devices of this machine, as far as its driver tells."""
+    """Return the number of CUDA devices that the driver of this machine lists; 0 if it does not answer."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=LIST_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Requests waiting for slots: first come first served, a prompt computed as rarely as possible."""
+"""The first-come-first-served queue of requests that wait for slots. It computes each prompt as rarely as possible."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.rollout.rows import Running, Sequence
+from penstock.rollout.slot_rows import RunningRequest, SlotSequence
 
 PREFILL_TOKENS = 4096
-"""Prompt tokens that one step may add to its forward; bounds memory and the delay of running sequences."""
+"""Prompt tokens that one step may add to its forward. This bounds memory and the delay of running sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A prompt to compute and the samples that continue it."""
+    """A prompt to compute, and the samples that continue it."""
 
     prompt_ids: list[int]
-    sequences: list[Sequence]
+    sequences: list[SlotSequence]
 
 
-class WaitingLine:
+class AdmissionQueue:
     """The requests with samples that have no slot yet.
 
-    The first in line waits until a whole part of its samples fits, because each part computes the prompt again. A
-    part is at most an eighth of the slots, so that this never leaves more than that idle.
+    The samples of a request start in parts, and each part computes the prompt again. So the first request waits until a
+    whole part fits. A part is at most an eighth of the slots, so this wait leaves at most an eighth of them idle.
     """
 
     def __init__(self, *, num_slots: int, eos_ids: frozenset[int]) -> None:
         self._largest_part = max(num_slots // 8, 1)
         self._eos_ids = eos_ids
-        self._line: deque[Running] = deque()
-        self._returned: deque[Sequence] = deque()
-        """Samples that lost their slot and go before everyone else."""
+        self._line: deque[RunningRequest] = deque()
+        self._returned: deque[SlotSequence] = deque()
+        """Samples that lost their slot. They are admitted before all other samples."""
 
     @property
     def num_samples(self) -> int:
-        """Samples without a slot."""
-        return len(self._returned) + sum(running.num_waiting for running in tuple(self._line))  # asked from any thread
+        """Number of samples without a slot."""
+        return len(self._returned) + sum(running.num_waiting for running in tuple(self._line))  # read by any thread
 
     @property
     def num_returned(self) -> int:
-        """Of these, the ones that had one."""
+        """Number of waiting samples that had a slot and lost it."""
         return len(self._returned)
 
-    def add(self, running: Running) -> None:
-        """To the end of the line."""
+    def add(self, running: RunningRequest) -> None:
+        """Append a request to the queue."""
         self._line.append(running)
 
-    def give_back(self, sequences: Iterable[Sequence]) -> None:
-        """To the head of the line: samples whose keys and values are to be computed again, their answers so far being
+    def requeue(self, sequences: Iterable[SlotSequence]) -> None:
+        """Put samples at the head of the queue. Their keys and values are computed again. Their tokens so far count as
         part of the prompt."""
         self._returned.extend(sequences)
 
-    def leave(self, running: Running) -> list[Sequence]:
-        """Take a request out; returns its samples that have no slot."""
+    def remove(self, running: RunningRequest) -> list[SlotSequence]:
+        """Remove a request from the queue and return its samples that have no slot."""
         mine = [sequence for sequence in self._returned if sequence.running is running]
         if mine:
             self._returned = deque(sequence for sequence in self._returned if sequence.running is not running)
@@ -64,7 +64,7 @@ class WaitingLine:
         return mine
 
     def admit(self, free: int, *, new: bool = True) -> list[Admission]:
-        """What goes into `free` slots now, ordered by prompt length; unless `new`, only samples that had started."""
+        """Return admissions for `free` slots, ordered by prompt length. Without `new`, admit only started samples."""
         admissions: list[Admission] = []
         budget = PREFILL_TOKENS
         while self._returned and free:
@@ -90,8 +90,8 @@ class WaitingLine:
                 self._line.popleft()
         return sorted(admissions, key=lambda admission: len(admission.prompt_ids))
 
-    def _start(self, running: Running, num_samples: int) -> list[Sequence]:
+    def _start(self, running: RunningRequest, num_samples: int) -> list[SlotSequence]:
         first = running.num_started
-        started = [Sequence(running, index, self._eos_ids) for index in range(first, first + num_samples)]
+        started = [SlotSequence(running, index, self._eos_ids) for index in range(first, first + num_samples)]
         running.sequences += started
         return started

@@ -1,32 +1,74 @@
-"""The ASGI application: finds the route, asks for the key, answers errors in the route's own shape, keeps count.
+"""The ASGI application: finds the route, checks the API key, formats errors as the route does, counts responses.
 
-At hundreds of requests per second a web framework's routing, middleware and validation would be the larger part of the
-work; what is needed of them is this.
+At hundreds of requests per second, a web framework's routing, middleware and validation would be most of the work. This
+module implements only the parts that the server needs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.rollout.failures import Stopped
-from penstock.rollout.http import EXPECTED, Refused, Route, nowhere
-from penstock.rollout.keys import Keys
+from penstock.config.run_settings import RolloutConfig
+from penstock.rollout.generator import Stopped
+from penstock.rollout.http import EXPECTED, Access, Refused, Route, not_found
 
-NOWHERE = Route("/{rest}", [], nowhere, access="generation")
+NOT_FOUND = Route("/{rest}", [], not_found, access="generation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKeys:
+    """The keys that `Authorization: Bearer` must carry, with the same rules as SGLang.
+
+    Without an `admin` key, the `generation` key also allows control. With an `admin` key, control requires it, and it
+    allows every route. A route without a key is open."""
+
+    generation: str | None = field(default=None, repr=False)
+    admin: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> ApiKeys:
+        """Return the keys of a run's servers."""
+        return cls(generation=rollout.api_key or None, admin=rollout.admin_api_key or None)
+
+    def check(self, access: Access, request: Request) -> None:
+        """Check the key of a request. Raises Refused with status 401 if the key is missing or wrong."""
+        accepted = self.accepted(access)
+        if not accepted:
+            return
+        given = bearer(request.headers.get("authorization", "")).encode("latin-1")
+        if not any(hmac.compare_digest(given, key.encode()) for key in accepted):
+            which = "admin API key" if access == "control" and self.admin is not None else "API key"
+            raise Refused(401, f"the {which} is missing or wrong", {"WWW-Authenticate": "Bearer"})
+
+    def accepted(self, access: Access) -> list[str]:
+        """Return the keys that allow this access. The list is empty if no key is needed."""
+        if access == "public" or (access == "generation" and self.generation is None):
+            return []
+        control = self.admin if self.admin is not None else self.generation
+        keys = {control} if access == "control" else {self.generation, control}
+        return [key for key in keys if key is not None]
+
+
+def bearer(authorization: str) -> str:
+    """Return the key in an `Authorization` header, or "" if it carries none. The scheme is case-insensitive."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 class App:
-    """Serves `routes`. Errors that are nobody's fault outside are told without details, and logged by whoever calls."""
+    """Serves `routes`. For an internal defect, the client gets no details, and the HTTP server logs the traceback."""
 
-    def __init__(self, routes: Iterable[Route], keys: Keys) -> None:
+    def __init__(self, routes: Iterable[Route], keys: ApiKeys) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()
-        """By path, as its route has it, and status."""
+        """Number of responses by route path and status."""
         self._keys = keys
         self._exact: dict[str, list[Route]] = {}
         self._below: list[tuple[str, Route]] = []
@@ -49,17 +91,17 @@ class App:
         request, defect = Request(scope, receive), None
         try:
             self._keys.check(route.access, request)
-            if route.access == "control" and self._keys.open and "origin" in request.headers:
-                raise Refused(403, "a page in a browser may not control a server that has no key")
+            if route.access == "control" and "origin" in request.headers and not self._keys.accepted("control"):
+                raise Refused(403, "this server has no API key, so web pages may not control it")
             if route.methods and method not in route.methods:
                 methods = ", ".join(method for route in routes for method in route.methods)
-                raise Refused(405, f"{route.path} takes {methods}", {"Allow": methods})
+                raise Refused(405, f"{route.path} accepts only {methods}", {"Allow": methods})
             response = await route.endpoint(request)
         except EXPECTED as error:
             response = refuse(route, error)
-        except asyncio.CancelledError:  # the HTTP server has waited long enough for this to end
+        except asyncio.CancelledError:  # the HTTP server stops and no longer waits for this request
             response = refuse(route, Stopped("the server is shutting down"))
-        except Exception as error:  # a defect: its traceback goes into the log, and to the client that there was one
+        except Exception as error:  # a defect: the log gets the traceback, the client a plain 500
             response, defect = refuse(route, Refused(500, "internal error")), error
         self.responses[route.path, response.status_code] += 1
         await response(scope, receive, send)
@@ -67,16 +109,16 @@ class App:
             raise defect
 
     def _find(self, path: str) -> tuple[list[Route], str]:
-        """All routes of a path, at least one, and what follows theirs."""
+        """Return all routes of a path (at least one) and the part of the path that `{name}` stands for."""
         if routes := self._exact.get(path):
             return routes, ""
         found = ((above, route) for above, route in self._below if path.startswith(above))
-        above, route = next(found, ("", NOWHERE))
+        above, route = next(found, ("", NOT_FOUND))
         return [route], path[len(above) :]
 
 
 def refuse(route: Route, error: Exception) -> Response:
-    """The error in the route's shape."""
+    """Return the error as a response in the route's format."""
     response = route.refuse(error)
     if isinstance(error, Refused):
         response.headers.update(error.headers)

@@ -1,124 +1,190 @@
-"""The client of one of our own rollout servers; torch-free. Cancelling a `generate` closes its connection, which makes
-the server abort the request."""
+"""The clients of rollout servers: the base class for any engine, and the client of a Penstock server. Torch-free.
+
+Cancelling `generate` closes its connection. The server then aborts the request."""
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
-from penstock.rollout import wire
+from msgspec import Struct
+
+from penstock.deadline import deadline
+from penstock.rollout import bodies
 from penstock.rollout.session import HttpSession, RolloutError
-from penstock.types import (
-    FinishReason,
-    Sampling,
-    Segment,
-    SegmentGrant,
-    UpdateMode,
-    VersionSpan,
-    WeightsHandle,
-)
+from penstock.samples import Segment, VersionSpan
+from penstock.types import FinishReason, Sampling, SegmentGrant, UpdateMode, WeightsHandle
 
-T = TypeVar("T")
+UNKNOWN = "unknown"
+"""Label of weights that no policy_version describes: another run's, or those of a half-finished update."""
 
 PROBE_S = 2.0
-"""For an answer that needs no work."""
+"""Timeout for a call that needs no work from the server."""
 ANSWER_S = 6 * 3600.0
-"""For a generated one: whoever asks has a deadline of its own, and watches the server meanwhile."""
+"""Timeout for a generated answer. The caller has its own deadline and watches the server meanwhile."""
 BEGIN_S = 330.0
 COMMIT_S: dict[UpdateMode, float] = {"in_place": 90.0, "retract": 90.0, "drain": 1860.0}
-"""A little longer than the server gives itself."""
+"""Timeouts for staging (`BEGIN_S`) and committing weights, a little longer than the server's own deadlines."""
+RESUME_S = 10.0
+"""Timeout for continuing generation after a pause."""
+STAT_S = 30.0
+"""Timeout for a file's status, which may be on a slow shared file system."""
+
+FINISH_REASONS: dict[type, FinishReason] = {bodies.Stop: "stop", bodies.Length: "length", bodies.Abort: "abort"}
 
 
-class RolloutClient:
-    """`ports.PolicyClient` for one server, and that server's side of a weights transaction."""
+class ServedLabel(Struct):
+    """The label of the served weights, as SGLang and vLLM report it."""
 
-    def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode = "in_place") -> None:
-        """`update_mode`: what becomes of running answers when weights are committed."""
-        self.url = url
-        self._session, self._update_mode = session, update_mode
+    weight_version: str
+
+
+class ServerClient(ABC):
+    """The client of one server.
+
+    The methods that are not abstract suit engines that read published weights from a directory and manage their own
+    memory. Such an engine must see the same directory: shared memory on this host, or a shared file system. It
+    overwrites its weights in place. If an update fails halfway, the engine holds weights of no known version."""
+
+    update_mode: UpdateMode = "retract"
+    """How a commit treats running samples.
+
+    `retract` ends them with their tokens so far. The caller continues from these tokens, so the new weights compute all
+    keys and values."""
+    label_path: str
+    """Path of the route that reports the label of the served weights."""
+
+    def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> None:
+        self.url, self._session = url, session
+        self.update_mode = update_mode or self.update_mode
+
+    @abstractmethod
+    async def generate(
+        self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Segment]:
+        """Return one segment per grant."""
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Check that the server can be used. Raises RolloutError that names the missing feature."""
+
+    async def alive(self) -> None:
+        """Raise RolloutError or Stalled unless the server answers within seconds."""
+        await self._session.send("GET", self.url, "/health", timeout_s=PROBE_S)
+
+    async def served_version(self) -> int:
+        """Return the served policy_version within seconds. Raises RolloutError or Stalled unless the server can
+        generate with published weights."""
+        return read_version(self.url, (await self._label()).weight_version)
+
+    async def _label(self) -> ServedLabel:
+        return await self._session.call("GET", self.url, self.label_path, None, ServedLabel, timeout_s=PROBE_S)
+
+    async def claim(self, run_id: str, nonce: str, *, lease_s: float) -> None:  # noqa: B027
+        """Claim the server for a run; `lease_s` 0 releases it. Raises RolloutError 409 if another run holds it.
+
+        Only Penstock servers store claims. A second run on another engine shows up as policy_versions that this run has
+        not published."""
+
+    @abstractmethod
+    async def forget_weights(self) -> None:
+        """Reset version numbers, because a run takes over a server that another run may have used."""
+
+    async def begin_weights(self, handle: WeightsHandle) -> None:
+        """Stage and verify weights. The served weights do not change.
+
+        An engine that reads files stages nothing. So this checks the size of the file before generation pauses."""
+        path = Path(handle.path)
+        async with deadline(STAT_S, waiter="rollout client", resource=handle.path, holder="its storage"):
+            found = await asyncio.to_thread(lambda: path.stat().st_size if path.is_file() else -1)
+        if found != handle.num_bytes:
+            raise RolloutError(self.url, f"weights file {path} has {found} bytes, expected {handle.num_bytes}", 400)
+
+    @abstractmethod
+    async def commit_weights(self, handle: WeightsHandle) -> None:
+        """Serve the weights that `begin_weights` staged."""
+
+    async def abort_weights(self) -> None:  # noqa: B027 (an engine that stages nothing has nothing to drop)
+        """Drop the staged weights."""
+
+    async def release(self) -> None:
+        """Free the generation memory. Running requests end with their tokens so far, later requests without tokens."""
+        raise RolloutError(
+            self.url, "this engine cannot release its memory to the trainer: set rollout.engine to penstock", 400
+        )
+
+    async def resume(self) -> None:
+        """Allocate the generation memory again."""
+        await self.release()  # raises the same error
+
+    async def _post(self, path: str, body: object = None, *, timeout_s: float | None = None) -> None:
+        await self._session.send("POST", self.url, path, body, timeout_s=timeout_s)
+
+    def _segments(self, replies: Sequence[bodies.GenerateReply], count: int) -> list[Segment]:
+        if len(replies) != count:
+            raise RolloutError(self.url, f"returned {len(replies)} samples instead of {count}", 200)
+        return [read_segment(self.url, reply) for reply in replies]
+
+
+class RolloutClient(ServerClient):
+    """The client of a Penstock server. One request generates the samples of all grants."""
+
+    update_mode = "in_place"
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
-        """One segment per grant, all from one request."""
         limits = [grant.max_tokens for grant in grants]
-        body = wire.GenerateBody(
+        body = bodies.GenerateBody(
             input_ids=list(prompt_ids),
-            sampling_params=wire.SamplingBody(
+            sampling_params=sampling_body(
+                sampling,
                 n=len(grants),
                 max_new_tokens=limits[0] if len(set(limits)) == 1 else limits,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k or -1,
                 sampling_seed=list(seeds),
             ),
             return_logprob=True,
             return_text=False,
         )
-        if len(grants) == 1:
-            replies = [await self._generate(body, wire.GenerateReply)]
-        else:
-            replies = await self._generate(body, list[wire.GenerateReply])
-        if len(replies) != len(grants):
-            raise RolloutError(self.url, f"{len(replies)} samples came back instead of {len(grants)}", 200)
-        return [read_segment(self.url, reply) for reply in replies]
-
-    async def _generate(self, body: wire.GenerateBody, reply: type[T]) -> T:
-        return await self._session.call("POST", self.url, "/generate", body, reply, timeout_s=ANSWER_S)
+        kind = bodies.GenerateReply | list[bodies.GenerateReply]
+        reply: Any = await self._session.call("POST", self.url, "/generate", body, kind, timeout_s=ANSWER_S)  # type: ignore[arg-type]
+        return self._segments(reply if isinstance(reply, list) else [reply], len(grants))
 
     async def check(self) -> None:
-        """Raises RolloutError unless it is one of ours."""
         try:
             await self.ready()
         except RolloutError as error:
-            if error.status != 503:  # else it has no weights yet
+            if error.status != 503:  # 503: a Penstock server that is not ready yet
                 raise
 
-    async def ready(self) -> wire.Ready:
-        """Who answers and what it serves; RolloutError with status 503 before the first weights."""
-        return await self._session.call("GET", self.url, "/ready", None, wire.Ready, timeout_s=PROBE_S)
+    async def ready(self) -> bodies.Ready:
+        """Return the server's identity and state. Raises RolloutError with status 503 unless it is serving."""
+        return await self._session.call("GET", self.url, "/ready", None, bodies.Ready, timeout_s=PROBE_S)
 
     async def served_version(self) -> int:
         return (await self.ready()).policy_version
 
-    async def alive(self) -> None:
-        await self._session.send("GET", self.url, "/health", timeout_s=PROBE_S)
-
     async def claim(self, run_id: str, nonce: str, *, lease_s: float) -> None:
-        body = wire.ClaimBody(run_id=run_id, nonce=nonce, lease_s=lease_s)
-        await self._session.send("POST", self.url, "/claim", body, timeout_s=PROBE_S)
+        await self._post("/claim", bodies.ClaimBody(run_id=run_id, nonce=nonce, lease_s=lease_s), timeout_s=PROBE_S)
 
     async def forget_weights(self) -> None:
-        await self._session.send("POST", self.url, "/weights/forget", {})
+        await self._post("/weights/forget", {})
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
-        """Let the server map and verify `handle`."""
-        self._check_echo(handle, await self._weights("begin", handle, timeout_s=BEGIN_S))
+        await self._change_weights("begin", handle, handle, timeout_s=BEGIN_S)
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
-        """Let the server serve what `begin_weights` staged."""
-        body = wire.CommitBody(policy_version=handle.policy_version, mode=self._update_mode)
-        self._check_echo(handle, await self._weights("commit", body, timeout_s=COMMIT_S[self._update_mode]))
+        body = bodies.CommitBody(policy_version=handle.policy_version, mode=self.update_mode)
+        await self._change_weights("commit", body, handle, timeout_s=COMMIT_S[self.update_mode])
 
-    async def _weights(self, step: str, body: object, *, timeout_s: float) -> wire.WeightsReply:
+    async def _change_weights(self, step: str, body: object, handle: WeightsHandle, *, timeout_s: float) -> None:
+        """Raise RolloutError unless the server answers that it now holds exactly these weights."""
         path = f"/weights/{step}"
-        return await self._session.call("POST", self.url, path, body, wire.WeightsReply, timeout_s=timeout_s)
-
-    async def abort_weights(self) -> None:
-        """Let the server forget what is staged."""
-        await self._session.call("POST", self.url, "/weights/abort", {}, dict)
-
-    async def release(self) -> None:
-        """Let the server end running requests with what they have, later ones with nothing, and free its memory."""
-        await self._session.call("POST", self.url, "/release_memory_occupation", wire.MemoryBody(), wire.MemoryReply)
-
-    async def resume(self) -> None:
-        """Let the server take its generation memory back."""
-        await self._session.call("POST", self.url, "/resume_memory_occupation", wire.MemoryBody(), wire.MemoryReply)
-
-    def _check_echo(self, handle: WeightsHandle, reply: wire.WeightsReply) -> None:
-        expected = (handle.policy_version, handle.fingerprint)
-        if (reply.policy_version, reply.fingerprint) != expected:
+        reply = await self._session.call("POST", self.url, path, body, bodies.WeightsReply, timeout_s=timeout_s)
+        if (reply.policy_version, reply.fingerprint) != (handle.policy_version, handle.fingerprint):
             raise RolloutError(
                 self.url,
                 f"holds policy_version {reply.policy_version} with fingerprint {reply.fingerprint}, "
@@ -126,47 +192,63 @@ class RolloutClient:
                 200,
             )
 
+    async def abort_weights(self) -> None:
+        await self._post("/weights/abort", {})
 
-def read_segment(url: str, reply: wire.GenerateReply) -> Segment:
-    """Raises RolloutError unless every token came with its log-probability and the version that sampled it."""
+    async def release(self) -> None:
+        await self._post("/release_memory_occupation", {})
+
+    async def resume(self) -> None:
+        await self._post("/resume_memory_occupation", {})
+
+
+def sampling_body(sampling: Sampling, **own: Any) -> bodies.SamplingBody:
+    """Return `sampling_params` with the values of a run, and values of `own`."""
+    return bodies.SamplingBody(
+        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or -1, **own
+    )
+
+
+def read_segment(url: str, reply: bodies.GenerateReply) -> Segment:
+    """Return a reply as a segment. Raises RolloutError if a token lacks its log-probability or its policy_version."""
     meta = reply.meta_info
-    reason: FinishReason
-    match meta.finish_reason:
-        case wire.Stop():
-            reason = "stop"
-        case wire.Length():
-            reason = "length"
-        case wire.Abort():
-            reason = "abort"
     logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs or () if logprob is not None]
-    spans = [VersionSpan(read_version(url, span.version), span.start, span.end) for span in meta.weight_versions or ()]
-    return checked(url, Segment(token_ids=reply.output_ids, logprobs=logprobs, spans=spans, finish_reason=reason))
+    return make_segment(
+        url, reply.output_ids, logprobs, meta.weight_versions or (), FINISH_REASONS[type(meta.finish_reason)]
+    )
 
 
-def checked(url: str, segment: Segment) -> Segment:
-    """The segment, if it says of every token how likely and which policy_version it was."""
-    num_tokens = len(segment.token_ids)
-    if len(segment.logprobs) != num_tokens:
+def make_segment(
+    url: str,
+    token_ids: list[int],
+    logprobs: list[float],
+    labelled: Sequence[bodies.WeightSpan],
+    finish_reason: FinishReason,
+) -> Segment:
+    """Return a segment. Raises RolloutError if a token lacks its log-probability or its policy_version."""
+    spans = [VersionSpan(read_version(url, span.version), span.start, span.end) for span in labelled]
+    if len(logprobs) != len(token_ids):
         raise RolloutError(
             url,
-            "tokens came back without their log-probabilities, and nothing else can say how likely the policy that "
-            "sampled them found them: the server must honour return_logprob",
+            "returned tokens without their log-probabilities, which training needs: use an engine that honours "
+            "return_logprob",
             200,
         )
-    starts, ends = [span.start for span in segment.spans], [span.end for span in segment.spans]
-    if [*starts, num_tokens] != [0, *ends]:
+    if [*(span.start for span in spans), len(token_ids)] != [0, *(span.end for span in spans)]:
         raise RolloutError(
             url,
-            f"{num_tokens} tokens came back with the version spans {segment.spans}: which weights sampled each of them "
-            "is what a correction for stale data rests on; a newer release of the engine may tell",
+            f"returned {len(token_ids)} tokens with the version spans {spans}, which do not cover them; the correction "
+            "for stale data needs the policy_version of every token: try a newer release of the engine",
             200,
         )
-    return segment
+    return Segment(token_ids=token_ids, logprobs=logprobs, spans=spans, finish_reason=finish_reason)
 
 
 def read_version(url: str, label: str) -> int:
-    """A foreign label as a policy_version. RolloutError 503 if it is another one: the server's own, before the first
-    update or after one that failed."""
+    """Return an engine's weights label as a policy_version.
+
+    Raises RolloutError with status 503 for any other label. Engines have their own label before the first update. The
+    label is `UNKNOWN` after an update that failed."""
     if not label.isdecimal():
-        raise RolloutError(url, f"serves weights labelled {label!r}, which no trainer published", 503)
+        raise RolloutError(url, f"serves weights with the label {label!r}, which no trainer published", 503)
     return int(label)

@@ -1,86 +1,156 @@
-"""SGLang's `/generate`, in front of whoever generates: the engine, or one episode of an agent. Torch-free."""
+"""Answers to requested prompts for all HTTP protocols, and SGLang's `/generate` endpoint. Torch-free.
+
+The generator behind them is the engine, or one episode of an agent."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.rollout import wire
-from penstock.rollout.answers import Answers
+from penstock.rollout import bodies
 from penstock.rollout.convert import (
     Answer,
-    Asked,
+    GrowingSample,
+    PromptRequest,
     is_batch,
     read_requests,
-    sample_id,
     version_header,
-    write_growing,
     write_replies,
+    write_reply,
 )
-from penstock.rollout.generator import Generator
-from penstock.rollout.http import EXPECTED, LAST_EVENT, Route, answer, error_object, event, read_body, unless_gone
+from penstock.rollout.generator import Conflict, Generator, Increment, OnTokens, all_of
+from penstock.rollout.http import (
+    EXPECTED,
+    LAST_EVENT,
+    Refused,
+    Route,
+    answer,
+    error_object,
+    event,
+    read_body,
+    unless_disconnected,
+)
 from penstock.rollout.text import Tokenizer
+from penstock.samples import Segment
+from penstock.types import NO_VERSION
+
+
+class Answers:
+    """Checks requested prompts and asks the generator for their answers."""
+
+    def __init__(self, generator: Generator, tokenizer: Tokenizer | None) -> None:
+        self._generator = generator
+        self._tokenizer = tokenizer
+
+    def check(self, prompts: Sequence[PromptRequest]) -> None:
+        """Check all requests before any starts. Raises Refused, Conflict or ValueError if one cannot be served."""
+        if self._generator.policy_version == NO_VERSION:
+            raise Refused(503, "no weights have been loaded yet")
+        rids = [prompt.rid for prompt in prompts]
+        for rid, count in Counter(rids).items():
+            if count > 1:
+                raise ValueError(f"request {rid} is in the batch {count} times")
+            if self._generator.serves(rid):
+                raise Conflict(f"request {rid} is already being served")
+        for prompt in prompts:
+            if prompt.request is None:
+                self._generator.check_prompt(prompt.prompt_ids)
+            else:
+                self._generator.check(prompt.request)
+
+    async def give(self, prompts: Sequence[PromptRequest]) -> list[Answer]:
+        """Return one answer per prompt, in order."""
+        return await all_of(self._give(prompt) for prompt in prompts)
+
+    async def follow(self, prompts: Sequence[PromptRequest]) -> AsyncIterator[GrowingSample]:
+        """Yield each sample whenever it has grown, and once more at its end. Closing the iterator cancels all
+        requests."""
+        events: asyncio.Queue[tuple[int, list[Increment], Answer | Exception | None]] = asyncio.Queue()
+
+        async def generate(number: int, prompt: PromptRequest) -> None:
+            try:
+                answer = await self._give(prompt, lambda grown: events.put_nowait((number, grown, None)))
+                events.put_nowait((number, [], answer))
+            except Exception as error:  # `follow` raises it
+                events.put_nowait((number, [], error))
+
+        samples: list[list[GrowingSample]] = []
+        for prompt in prompts:
+            first = sum(map(len, samples))
+            samples.append([GrowingSample(prompt, n, first + n, self._tokenizer) for n in range(prompt.num_samples)])
+        tasks = [asyncio.create_task(generate(number, prompt)) for number, prompt in enumerate(prompts)]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                number, grown, end = await events.get()
+                for increment in grown:
+                    samples[number][increment.sample].add(increment)
+                    yield samples[number][increment.sample]
+                if isinstance(end, Exception):
+                    raise end
+                if end is not None:
+                    num_open -= 1
+                    for sample, segment in zip(samples[number], end.segments, strict=True):
+                        sample.answer = Answer(sample.prompt, [segment], end.prompt_logprobs, end.scored_by)
+                        yield sample
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _give(self, prompt: PromptRequest, on_tokens: OnTokens | None = None) -> Answer:
+        scores = (None, ()) if prompt.scored_from is None else await self._generator.score(prompt.prompt_ids)
+        if prompt.request is None:
+            nothing = Segment(token_ids=[], logprobs=[], spans=[], finish_reason="length")
+            return Answer(prompt, [nothing] * prompt.num_samples, *scores)
+        return Answer(prompt, await self._generator.generate(prompt.request, on_tokens), *scores)
 
 
 class Generation:
-    """The endpoint."""
+    """The `/generate` endpoint."""
 
     def __init__(self, generator: Generator, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._answers = Answers(generator, tokenizer)
 
     def routes(self) -> list[Route]:
-        return [
-            Route(
-                "/generate",
-                ["POST", "PUT"],
-                self.generate,
-                "generation",
-                body=wire.GenerateBody,
-                reply=wire.GenerateReply | list[wire.GenerateReply],
-                streams=True,
-            ),
-        ]
+        route = partial(Route, access="generation", body=bodies.GenerateBody, streams=True)
+        reply = bodies.GenerateReply | list[bodies.GenerateReply]
+        return [route("/generate", ["POST", "PUT"], self.generate, reply=reply)]
 
     async def generate(self, request: Request) -> Response:
-        """One reply per prompt and sample; a list if there can be several."""
+        """Generate samples. Return one reply per prompt and sample: a list for a batch or for several samples."""
         started = time.perf_counter()
-        body = await read_body(request, wire.GenerateBody)
-        asked = read_requests(body, self._tokenizer)
-        self._answers.check(asked)
+        body = await read_body(request, bodies.GenerateBody)
+        prompts = read_requests(body, self._tokenizer)
+        self._answers.check(prompts)
         if body.stream:
-            return StreamingResponse(self._stream(asked, started), media_type="text/event-stream")
-        answers = await unless_gone(request, self._answers.give(asked))
-        replies = [reply for each in answers for reply in self._told(each, started)]
+            return StreamingResponse(self._stream(prompts, started), media_type="text/event-stream")
+        answers = await unless_disconnected(request, self._answers.give(prompts))
+        latency_s = time.perf_counter() - started
+        replies = [reply for each in answers for reply in write_replies(each, self._tokenizer, latency_s=latency_s)]
         response = answer(replies if len(replies) > 1 or is_batch(body) else replies[0])
         response.headers.update(version_header(answers))
         return response
 
-    def _told(self, answer: Answer, started: float) -> list[wire.GenerateReply]:
-        return write_replies(answer, tokenizer=self._tokenizer, latency_s=time.perf_counter() - started)
-
-    async def _stream(self, asked: Sequence[Asked], started: float) -> AsyncIterator[bytes]:
-        """Each sample's text so far, cumulative as SGLang's is, and its whole reply at its end. What goes wrong once
-        the status is sent is the last event."""
-        several = sum(each.num_samples for each in asked) > 1
+    async def _stream(self, prompts: Sequence[PromptRequest], started: float) -> AsyncIterator[bytes]:
+        """Yield each sample's text so far, cumulative as in SGLang, and its whole reply when it has ended. An error
+        after the status was sent becomes the last event before `[DONE]`."""
+        several = sum(prompt.num_samples for prompt in prompts) > 1
         try:
-            async for sample in self._answers.follow(asked):
+            async for sample in self._answers.follow(prompts):
+                latency_s = time.perf_counter() - started
                 if sample.answer is None:
-                    reply = write_growing(
-                        sample.asked,
-                        sample.member,
-                        text=sample.text() if sample.asked.body.return_text else "",
-                        token_ids=sample.token_ids,
-                        logprobs=sample.logprobs,
-                        spans=sample.spans,
-                        latency_s=time.perf_counter() - started,
-                    )
+                    text = sample.text() if sample.prompt.body.return_text else ""
+                    reply = write_reply(sample.prompt, sample.member, sample, text=text, latency_s=latency_s)
                 else:
-                    (reply,) = self._told(sample.answer, started)
-                    reply.meta_info.id = sample_id(sample.asked, sample.member)
+                    (reply,) = write_replies(sample.answer, self._tokenizer, latency_s=latency_s, first=sample.member)
                 reply.index = sample.index if several else None
                 yield event(reply)
         except EXPECTED as error:

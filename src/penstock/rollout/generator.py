@@ -1,27 +1,48 @@
-"""What answers requests, seen from the HTTP surfaces: the engine's runner, or one episode of an agent. Torch-free."""
+"""The interface between HTTP routes and generation: the engine's runner, or one episode of an agent. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.rollout.request import GenerateRequest
-from penstock.types import Segment, VersionSpan
+from penstock.samples import Segment, VersionSpan
+
+T = TypeVar("T")
+
+
+class EngineDead(RuntimeError):
+    """The engine's thread has ended. `__cause__` gives the reason."""
+
+    self_explanatory = True
+
+
+class Stopped(EngineDead):
+    """The server is shutting down. Another server may answer."""
+
+
+class GenerationFailed(RuntimeError):
+    """The engine could not finish this request, but serves other requests."""
+
+
+class Conflict(ValueError):
+    """The call conflicts with the server's current state, for example an open weights update or another run's claim."""
 
 
 class Increment(NamedTuple):
-    """What a sample of a running request has grown by."""
+    """New tokens of one sample of a running request."""
 
     sample: int
     token_ids: list[int]
     logprobs: list[float]
     spans: list[VersionSpan]
-    """Of these tokens."""
+    """Version spans of these tokens. The first token has index 0."""
     top_logprobs: list[list[tuple[float, int]]] | None
 
 
-class Scored(NamedTuple):
-    """Log-probabilities of a prompt's tokens, and which versions computed the first and the last of them."""
+class PromptScores(NamedTuple):
+    """Log-probabilities of a prompt's tokens, and the policy_versions that computed the first and the last of them."""
 
     logprobs: list[float]
     versions: tuple[int, ...]
@@ -31,39 +52,37 @@ OnTokens = Callable[[list[Increment]], None]
 
 
 class Generator(Protocol):
-    """Answers requests."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it answers no more."""
-        ...
+    """Generates samples for requests."""
 
     @property
     def policy_version(self) -> int:
-        """NO_VERSION while there is nothing to answer with."""
-        ...
+        """The policy_version of the weights; NO_VERSION before the first weights."""
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer."""
-        ...
+        """Maximum number of tokens of prompt and answer together."""
 
     def serves(self, rid: str) -> bool:
-        """Whether somebody waits for this request."""
-        ...
+        """Return whether a request with this id is pending."""
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise ValueError if it cannot be served."""
-        ...
+        """Raise ValueError if the request cannot be served."""
 
     def check_prompt(self, prompt_ids: list[int]) -> None:
         """Raise ValueError for a prompt that cannot be scored."""
-        ...
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
-        """One segment per seed. `on_tokens` may hear of tokens before this returns."""
-        ...
+        """Return one segment per seed. `on_tokens` may receive tokens before this returns."""
 
-    async def score(self, prompt_ids: list[int]) -> Scored:
-        """Of every token of a prompt but the first."""
-        ...
+    async def score(self, prompt_ids: list[int]) -> PromptScores:
+        """Return the log-probability of every prompt token except the first."""
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of concurrent calls. The first failure cancels the other calls and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]

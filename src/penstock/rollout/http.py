@@ -1,4 +1,4 @@
-"""What every route of the rollout server shares: bodies in, bodies out, errors with their status."""
+"""Helpers for all routes of the rollout server: read bodies, write answers, and map errors to statuses."""
 
 from __future__ import annotations
 
@@ -11,155 +11,144 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from penstock.deadline import Stalled, deadline
-from penstock.ports import WeightsOutOfReach
-from penstock.rollout import wire
-from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed, Stopped
+from penstock.ports.inference import WeightsOutOfReach
+from penstock.rollout import bodies
+from penstock.rollout.generator import Conflict, EngineDead, GenerationFailed, Stopped
 
 MAX_BODY_BYTES = 16 * 2**20
 BODY_S = 30.0
-"""For a whole body to come, over a slow line too."""
+"""Time limit for a whole body to arrive, also over a slow connection."""
+HANG_UP = {"Connection": "close"}
+"""Header that closes the connection: the server does not wait for the end of a refused body."""
 HANDLE_FORMAT = (
-    "weights are announced by a JSON handle with policy_version, path, num_bytes and fingerprint, "
-    "where path names a safetensors file in shared memory or on disk; tensors in the body are not accepted"
+    "send a JSON handle with policy_version, path, num_bytes and fingerprint; `path` names a safetensors file in "
+    "shared memory or on disk; the server accepts no tensors in the body"
 )
-
 
 T = TypeVar("T")
 
-GONE = 499
-"""For the books only: the client left before its answer."""
-
 
 class Refused(Exception):
-    """A request turned down with `status`."""
+    """A request that the server refuses with `status`."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         self.status, self.headers = status, headers or {}
         super().__init__(message)
 
 
-EXPECTED: tuple[type[Exception], ...] = (
-    msgspec.DecodeError,
-    ValueError,
-    Refused,
-    Conflict,
-    WeightsOutOfReach,
-    EngineDead,
-    GenerationFailed,
-    Stalled,
-    ClientDisconnect,
-)
-"""What is answered with a status; anything else is a defect, logged with its traceback."""
+STATUSES: dict[type[Exception], int] = {
+    Conflict: 409,
+    ValueError: 400,
+    msgspec.DecodeError: 400,
+    WeightsOutOfReach: 424,
+    Stalled: 504,
+    Stopped: 503,
+    EngineDead: 500,
+    GenerationFailed: 500,
+    ClientDisconnect: 499,  # only metrics show it
+}
+"""HTTP status of each error. A subclass comes before its base class."""
+EXPECTED: tuple[type[Exception], ...] = (Refused, *STATUSES)
+"""Errors that are answered with their own status. Any other error is a defect, logged with its traceback."""
 
 
 def status_of(error: Exception) -> int:
-    """Of an `EXPECTED` error."""
-    match error:
-        case Refused():
-            return error.status
-        case Conflict():
-            return 409
-        case ValueError() | msgspec.DecodeError():
-            return 400
-        case WeightsOutOfReach():
-            return 424
-        case Stalled():
-            return 504
-        case Stopped():
-            return 503
-        case ClientDisconnect():
-            return GONE
-        case _:
-            return 500
+    """Return the HTTP status of an `EXPECTED` error."""
+    if isinstance(error, Refused):
+        return error.status
+    return next(status for kind, status in STATUSES.items() if isinstance(error, kind))
 
 
-def error_object(message: str) -> wire.ErrorReply:
-    """SGLang's shape."""
-    return wire.ErrorReply(error=wire.ErrorMessage(message=message))
+def error_object(message: str) -> bodies.ErrorReply:
+    """Return an error in SGLang's format."""
+    return bodies.ErrorReply(error=bodies.ErrorMessage(message=message))
 
 
 def answer_error(error: Exception) -> Response:
-    """In SGLang's shape for bad values, whatever is wrong; its own for a body that cannot be read is another."""
+    """Answer any error in SGLang's format for bad values. SGLang itself has another format for unreadable bodies."""
     return answer(error_object(str(error)), status_of(error))
 
 
-async def read_body(request: Request, kind: type[wire.T]) -> wire.T:
-    """The decoded body, refused as soon as it turns out too long."""
+async def read_body(request: Request, kind: type[bodies.T]) -> bodies.T:
+    """Return the decoded body. Raises Refused as soon as the body is too long."""
     body = await read_bytes(request)
-    found = wire.decode(body, kind)
-    wire.refuse_misspelt(body, kind)
+    found = bodies.decode(body, kind)
+    bodies.refuse_misspelt(body, kind)
     return found
 
 
 async def read_bytes(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The body as it came."""
+    """Return the raw body. Raises Refused if it is too long (413) or too slow (408)."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
-        raise Refused(413, f"the body exceeds {max_bytes} bytes")
+        raise Refused(413, f"the body exceeds {max_bytes} bytes", HANG_UP)
     body = bytearray()
     try:
         async with deadline(BODY_S, waiter="server", resource="the body of a request", holder="its client"):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
-                    raise Refused(413, f"the body exceeds {max_bytes} bytes")
+                    raise Refused(413, f"the body exceeds {max_bytes} bytes", HANG_UP)
     except Stalled:
-        raise Refused(408, f"the body was not there within {BODY_S:g} s") from None
+        raise Refused(408, f"the body did not arrive within {BODY_S:g} s", HANG_UP) from None
     return bytes(body)
 
 
 def answer(value: object, status: int = 200) -> Response:
-    """As JSON."""
-    return Response(wire.encode(value), status, media_type="application/json")
+    """Return a JSON response."""
+    return Response(bodies.encode(value), status, media_type="application/json")
 
 
 def event(value: object) -> bytes:
-    """One server-sent event."""
-    return b"data: " + wire.encode(value) + b"\n\n"
+    """Return one server-sent event."""
+    return b"data: " + bodies.encode(value) + b"\n\n"
 
 
 LAST_EVENT = b"data: [DONE]\n\n"
 
-Access = Literal["everybody", "generation", "control"]
-"""Whose key a route needs."""
+Access = Literal["public", "generation", "control"]
+"""The key that a route needs: none, the generation key, or the control key."""
 
 
 class Route(NamedTuple):
-    """One path of a server. A path that ends in `{name}` stands for whatever follows, slashes included; one without
-    methods refuses what lies below it and does not exist."""
+    """One path of a server.
+
+    A path that ends in `{name}` matches any continuation, including slashes. A route without methods refuses paths
+    below it that do not exist."""
 
     path: str
     methods: list[str]
     endpoint: Callable[[Request], Awaitable[Response]]
     access: Access = "control"
     body: Any = None
-    """Type of the JSON it reads; None if it reads none."""
+    """Type of the JSON request body; None if the route reads none."""
     reply: Any = Any
-    """Type of the JSON it answers with; None if that is plain text."""
+    """Type of the JSON reply; None for plain text."""
     query: Mapping[str, Any] = {}
-    """Names and types of what may follow the question mark."""
+    """Names and types of the query parameters."""
     streams: bool = False
-    """Whether it can answer with server-sent events too."""
+    """Whether the route can also answer with server-sent events."""
     refuse: Callable[[Exception], Response] = answer_error
-    """An error in the route's own shape."""
-    error: Any = wire.ErrorReply
-    """Type of that."""
+    """Function that formats an error as this route does."""
+    error: Any = bodies.ErrorReply
+    """Type of the JSON error reply."""
 
 
 class Surface(Protocol):
-    """A family of paths."""
+    """A group of routes."""
 
     def routes(self) -> list[Route]: ...
 
 
-async def nowhere(request: Request) -> Response:
-    """A path that does not exist."""
-    raise Refused(404, f"there is no {request.url.path}")
+async def not_found(request: Request) -> Response:
+    """Refuse a path that does not exist."""
+    raise Refused(404, f"the path {request.url.path} does not exist on this server")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; cancelled when the client leaves. The body is read, so that all that can still arrive is the
-    news of its departure."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Cancel `work` and raise ClientDisconnect if the client disconnects.
+
+    The body must be read before, so that only the disconnect message can still arrive."""
     caller, left = asyncio.current_task(), False
     assert caller is not None
 

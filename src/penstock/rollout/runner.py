@@ -1,8 +1,8 @@
-"""Runs the slot engine in a thread of its own and lets asyncio code await its results.
+"""Runs the slot engine in its own thread and lets asyncio code await its results.
 
-Everything that touches the engine is a command executed between two steps by the engine's thread; an idle thread
-blocks on the command queue. Results of a step reach the event loop in one call. If a step raises, the engine is
-dead: every pending request fails with that error, and so does every later one.
+Every access that changes the engine is a command. The engine's thread executes commands between two steps, and blocks
+on the command queue when idle. The results of a step reach the event loop in one call. If a step raises, the engine is
+dead: all pending requests and all later requests fail with that error.
 """
 
 from __future__ import annotations
@@ -19,138 +19,127 @@ from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
 
 import torch
+from prometheus_client import Histogram
 
-from penstock.deadline import patient
+from penstock.deadline import warn_if_stalled
 from penstock.model.compute import compute_seconds
-from penstock.rollout.busy import BusyMeter
+from penstock.rollout.busy_meter import BusyMeter
 from penstock.rollout.costs import StepCosts
-from penstock.rollout.durations import Durations
-from penstock.rollout.engine import Finished, SlotEngine
-from penstock.rollout.failures import Conflict, EngineDead, GenerationFailed, Stopped
-from penstock.rollout.generator import Increment, OnTokens, Scored
+from penstock.rollout.generator import (
+    Conflict,
+    EngineDead,
+    GenerationFailed,
+    Increment,
+    OnTokens,
+    PromptScores,
+    Stopped,
+)
 from penstock.rollout.request import GenerateRequest
-from penstock.rollout.rows import Sequence as Sample
-from penstock.types import BusySpan, Segment, UpdateMode, VersionSpan
+from penstock.rollout.slot_engine import Finished, SlotEngine
+from penstock.rollout.slot_rows import SlotSequence
+from penstock.samples import Segment, VersionSpan
+from penstock.types import UpdateMode
 
 PauseMode = Literal["abort", "in_place", "retract"]
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
-"""For a step to end; a thread stuck in the device longer than that is left behind."""
+"""Time limit for a step to end. A thread that is stuck in the device for longer is abandoned."""
 
-PATIENCE_S = 600.0
-"""With the engine, before it is worth a report: a long answer, or all that run when one drains, takes its time."""
+STALL_WARNING_S = 600.0
+"""Wait for the engine before a stall is reported. It is long, because long answers and drains take time."""
+
+DURATIONS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+"""Bounds of the buckets of the histograms of durations."""
 
 T = TypeVar("T")
-Command = Callable[[], None]
+Command = Callable[[], object]
+Done = asyncio.Future[None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A request someone waits for."""
+    """A pending request."""
 
     request: GenerateRequest
     result: asyncio.Future[list[Segment]]
     on_tokens: OnTokens | None
-    asked_at: float
-    """On the performance counter."""
+    requested_at: float
+    """Time of the request, in seconds of `time.perf_counter`."""
 
 
 class EngineRunner:
-    """Owns the engine's thread. All methods but `drain_spans` belong to the event loop that called `start`."""
+    """Owns the engine's thread. All methods belong to the event loop that called `start`."""
 
     def __init__(self, engine: SlotEngine, *, process: str) -> None:
         self.engine = engine
+        self.max_context = engine.max_context
+        self.check, self.check_prompt = engine.check, engine.check_prompt
         self.error: BaseException | None = None
         self.failed = asyncio.Event()
-        """The engine's thread ended, and nobody had asked it to."""
+        """Set when the engine's thread ended with an error."""
         self.costs = StepCosts()
-        self.latencies, self.first_tokens = Durations(), Durations()
-        """From a request to its whole answer, and to its first token."""
+        self.latencies = _histogram("e2e_request_latency_seconds", "Seconds from a request to its whole answer.")
+        self.first_tokens = _histogram("time_to_first_token_seconds", "Seconds from a request to its first token.")
         self.num_prompt_tokens = self.num_weight_updates = self.num_aborted = 0
-        """Prompt tokens computed, weights loaded, requests that were ended early: so far."""
+        """Counts so far: prompt tokens computed, weights loaded, requests ended early."""
         self.num_pauses = 0
-        """How often a pause was asked for: tells one from the next."""
-        self._meter = BusyMeter(process, partial(compute_seconds, engine.model.device))
+        """Number of pauses so far. It identifies the current pause."""
+        self.meter = BusyMeter(process, partial(compute_seconds, engine.model.device))
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._requests: dict[str, Pending] = {}
-        self._actions: set[asyncio.Future[None]] = set()
-        self._followed: dict[str, tuple[GenerateRequest, list[int]]] = {}
-        """Requests whose growth somebody follows, and the tokens told of each sample. The engine's thread's own."""
-        self._when_drained: list[tuple[Command, asyncio.Future[None]]] = []
-        """For when nothing runs any more; until then nobody is admitted. The engine's thread's own."""
-        self._scores: deque[tuple[Iterator[None], asyncio.Future[None]]] = deque()
-        """Prompts to be scored, a part of one of them after every step. The engine's thread's own."""
+        self._actions: set[Done] = set()
+        self._followed: dict[str, tuple[Pending, list[int]]] = {}
+        """Streamed requests, and the number of tokens reported per sample. Only the engine's thread uses it."""
+        self._when_drained: list[tuple[Command, Done]] = []
+        """Commands that wait until no sample runs; until then, none is admitted. Only the engine's thread uses it."""
+        self._scores: deque[tuple[Iterator[None], Done]] = deque()
+        """Prompts to score. After every step, a part of one prompt is scored. Only the engine's thread uses it."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop
 
     @property
     def policy_version(self) -> int:
-        """NO_VERSION until weights have been loaded."""
+        """The policy_version of the served weights; NO_VERSION until weights have been loaded."""
         return self.engine.policy_version
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds of useful model compute so far."""
-        return self._meter.busy_s
-
-    @property
-    def num_generated_tokens(self) -> int:
-        """Since the engine was built."""
-        return self.engine.num_generated_tokens
-
-    @property
-    def max_context(self) -> int:
-        """Tokens of prompt and answer."""
-        return self.engine.max_context
-
-    def check(self, request: GenerateRequest) -> None:
-        """Raise ValueError if the request cannot be served."""
-        self.engine.check(request)
-
-    def check_prompt(self, prompt_ids: list[int]) -> None:
-        """Raise ValueError for a prompt that cannot be computed."""
-        self.engine.check_prompt(prompt_ids)
-
-    def drain_spans(self) -> list[BusySpan]:
-        """Busy intervals since the last call."""
-        return self._meter.drain()
-
     def start(self) -> None:
-        """Start the engine's thread; results go to the running event loop."""
+        """Start the engine's thread. Results go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after its current step; pending calls and later ones fail with Stopped."""
-        self._commands.put(self._request_stop)
+        """End the thread after its current step. Pending calls and later calls fail with Stopped."""
+        self._commands.put(partial(setattr, self, "_stopping", True))
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
         self._end(Stopped("the server is shutting down"))
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
-        """One segment per seed; while the engine is released, empty ones at once. ValueError for a bad request;
-        cancelling this call aborts the request. `on_tokens` hears of every token before this returns."""
+        """Return one segment per seed. While the engine is released, the segments are empty and return at once.
+
+        Raises ValueError for a bad request. Cancelling this call aborts the request. `on_tokens` receives every token
+        before this call returns."""
         self._check_alive()
         self.engine.check(request)
         if request.rid in self._requests:
             raise ValueError(f"request {request.rid} is already being served")
-        pending = Pending(
-            request=request, result=self._loop.create_future(), on_tokens=on_tokens, asked_at=time.perf_counter()
-        )
+        result: asyncio.Future[list[Segment]] = self._loop.create_future()
+        pending = Pending(request=request, result=result, on_tokens=on_tokens, requested_at=time.perf_counter())
         self._requests[request.rid] = pending
 
         def submit() -> None:
             if on_tokens is not None:
-                self._followed[request.rid] = (request, [0] * len(request.seeds))
-            self._post_one(self.engine.submit(request))
+                self._followed[request.rid] = (pending, [0] * len(request.seeds))
+            self._post(self.engine.submit(request))
 
         self._commands.put(submit)
         try:
-            with patient(PATIENCE_S, waiter=f"request {request.rid}", resource="its answer", holder="the engine"):
-                segments = await pending.result
-            self.latencies.add(time.perf_counter() - pending.asked_at)
+            waiter = f"request {request.rid}"
+            with warn_if_stalled(STALL_WARNING_S, waiter=waiter, resource="its answer", holder="the engine"):
+                segments = await result
+            self.latencies.observe(time.perf_counter() - pending.requested_at)
             return segments
         except asyncio.CancelledError:
             self.abort(request.rid)
@@ -159,82 +148,87 @@ class EngineRunner:
             self._requests.pop(request.rid, None)
 
     def serves(self, rid: str) -> bool:
-        """Whether somebody waits for this request."""
+        """Return whether a request with this id is pending."""
         return rid in self._requests
 
     def abort(self, rid: str) -> bool:
-        """End a request early: its `generate` returns what there is. False if there is no such request."""
+        """End a request early: its `generate` returns the tokens so far. Return False if there is no such request."""
         if rid not in self._requests:
             return False
-        self._commands.put(lambda: self._post_one(self.engine.abort(rid)))
+        self._commands.put(lambda: self._post(self.engine.abort([rid])))
         return True
 
     def abort_all(self, prefix: str = "") -> int:
-        """End all requests early whose ids begin so; returns how many there were."""
+        """End all requests early that have this id prefix. Return their number."""
         return sum(self.abort(rid) for rid in list(self._requests) if rid.startswith(prefix))
 
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor], policy_version: int, *, mode: UpdateMode = "in_place"
-    ) -> None:
-        """Replace the weights between two steps. ValueError, with nothing changed, if they do not fit. `in_place`:
-        running samples go on with their keys and values; `retract`: these are computed again; `drain`: running samples
-        end first, and nobody joins them until then."""
+    ) -> float:
+        """Replace the weights between two steps. Return the seconds that generation paused.
+
+        `in_place`: running samples continue with their keys and values. `retract`: their keys and values are computed
+        again. `drain`: running samples end first, and no sample starts until then. Raises ValueError, with nothing
+        changed, if the weights do not fit the model."""
+
+        pause_s = 0.0
 
         def load() -> None:
-            with self._meter.measure("update_weights", policy_version):
+            nonlocal pause_s
+            start = time.perf_counter()
+            with self.meter.measure("update_weights", policy_version):
                 self.engine.load_weights(tensors, policy_version)
                 self.num_weight_updates += 1
                 if mode == "retract":
                     self.engine.retract()
+            pause_s = time.perf_counter() - start
 
         await self._between_steps(load, drained=mode == "drain")
+        return pause_s
 
     async def stop_draining(self) -> None:
-        """Whatever waits until nothing runs is refused with `Conflict`, and has not happened; samples join again."""
+        """Refuse all waiting drain commands with `Conflict`. They change nothing, and samples are admitted again."""
 
         def stop() -> None:
             for _, done in self._when_drained:
-                refusal = Conflict("given up while running answers were to end first: nothing has changed")
-                self._loop.call_soon_threadsafe(_resolve, done, None, refusal)
+                self._settle(done, Conflict("another call stopped the wait for running answers; nothing has changed"))
             self._when_drained = []
 
         await self._between_steps(stop)
 
     async def forget_weights(self) -> None:
-        """End every request with what it has; later ones are refused until the next weights, of whatever version."""
+        """End every request with its tokens so far. Until the next weights, of any version, later requests end at once.
+        Pending scores fail with ValueError."""
 
         def forget() -> None:
             self._post(self.engine.forget_weights())
             while self._scores:
                 _, done = self._scores.popleft()
-                self._loop.call_soon_threadsafe(_resolve, done, None, ValueError("the weights have been taken away"))
+                self._settle(done, ValueError("the weights were withdrawn before the prompt was scored"))
 
         await self._between_steps(forget)
 
     async def rename_weights(self, policy_version: int) -> None:
-        """What is held is `policy_version`. ValueError if that is older than what it was called so far."""
+        """Name the current weights `policy_version`. Raises ValueError if it is older than their present version."""
         await self._between_steps(partial(self.engine.rename_weights, policy_version))
 
     async def first_rows(self, name: str, count: int) -> torch.Tensor:
-        """A copy of the first rows of a parameter, as it is between two steps. KeyError if there is none."""
+        """Copy the first rows of a parameter between two steps. Raises KeyError if the parameter does not exist."""
         parameter = self.engine.parameters()[name].detach()
         found: list[torch.Tensor] = []
         await self._between_steps(lambda: found.append((parameter[:count] if parameter.ndim else parameter).clone()))
         return found[0]
 
     async def drained(self, timeout_s: float) -> bool:
-        """Whether every request of now has ended, at the latest after so long."""
+        """Wait until all current requests have ended, at most `timeout_s`. Return whether they have."""
         results = [pending.result for pending in self._requests.values()]
         if results:
             await asyncio.wait(results, timeout=timeout_s)
         return all(result.done() for result in results)
 
-    async def score(self, prompt_ids: list[int]) -> Scored:
-        """Log-probability of every token of a prompt but the first. ValueError for a bad prompt."""
-        self.engine.check_prompt(prompt_ids)
-        self._check_alive()
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._actions.add(done)
+    async def score(self, prompt_ids: list[int]) -> PromptScores:
+        """Return the log-probability of every prompt token except the first. Raises ValueError for a bad prompt."""
+        self.check_prompt(prompt_ids)
         found, versions = list[float](), list[int]()
 
         def parts() -> Iterator[None]:
@@ -243,17 +237,14 @@ class EngineRunner:
                 versions.append(self.engine.policy_version)
                 yield
 
-        self._commands.put(lambda: self._scores.append((parts(), done)))
-        try:
-            with patient(PATIENCE_S, waiter="a prompt", resource="its score", holder="the engine"):
-                await done
-        finally:
-            self._actions.discard(done)
-        return Scored(found, (versions[0], versions[-1]) if versions else ())
+        await self._execute(lambda done: self._scores.append((parts(), done)), "the score of a prompt")
+        return PromptScores(found, (versions[0], versions[-1]) if versions else ())
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating between two steps; what comes later waits. `abort` ends all requests with what they have,
-        `in_place` keeps their keys and values, `retract` has them computed again later."""
+        """Stop generating between two steps. Later requests wait.
+
+        `abort` ends all requests with their tokens so far. `in_place` keeps their keys and values. `retract` computes
+        their keys and values again later."""
         self.num_pauses += 1
 
         def pause() -> None:
@@ -265,48 +256,55 @@ class EngineRunner:
 
         await self._between_steps(pause)
 
-    async def go_on(self) -> None:
+    async def continue_generation(self) -> None:
         """End a pause."""
-
-        def go_on() -> None:
-            self.engine.paused = False
-
-        await self._between_steps(go_on)
+        await self._between_steps(partial(setattr, self.engine, "paused", False))
 
     async def release(self) -> None:
-        """Free the generation memory. Running requests return what they have first, later ones nothing."""
+        """Free the generation memory. Running requests first return their tokens so far; later requests return none."""
         await self._between_steps(lambda: self._post(self.engine.release()))
 
     async def resume(self) -> None:
-        """Take the generation memory back."""
+        """Allocate the generation memory again."""
         await self._between_steps(self.engine.resume)
 
     async def _between_steps(self, action: Command, *, drained: bool = False) -> None:
-        """Let the engine's thread act, `drained` once nothing runs. A ValueError of `action` is raised here, any other
-        error ends the engine."""
+        """Run `action` in the engine's thread between two steps; with `drained`, once no sample runs. A ValueError of
+        `action` is raised here. Any other error ends the engine."""
+
+        def execute(done: Done) -> None:
+            if drained:
+                self._when_drained.append((action, done))
+            else:
+                self._act(action, done)
+
+        await self._execute(execute, "a moment between two steps")
+
+    async def _execute(self, command: Callable[[Done], None], resource: str) -> None:
+        """Pass `command` to the engine's thread, and wait until the thread settles the future that the command gets."""
         self._check_alive()
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: Done = self._loop.create_future()
         self._actions.add(done)
-        act = partial(self._act, action, done)
-        self._commands.put(partial(self._put_off, act, done) if drained else act)
+        self._commands.put(partial(command, done))
         try:
-            with patient(PATIENCE_S, waiter="server", resource="a moment between two steps", holder="the engine"):
+            with warn_if_stalled(STALL_WARNING_S, waiter="server", resource=resource, holder="the engine"):
                 await done
         finally:
             self._actions.discard(done)
 
-    def _put_off(self, act: Command, done: asyncio.Future[None]) -> None:
-        self._when_drained.append((act, done))
-
-    def _act(self, action: Command, done: asyncio.Future[None]) -> None:
+    def _act(self, action: Command, done: Done) -> None:
         if done.done():
-            return  # whoever asked for it gave up, and was told that nothing happened
-        refusal = None
+            return  # the caller was cancelled, and reported that nothing changed
         try:
             action()
         except ValueError as error:
-            refusal = error
-        self._loop.call_soon_threadsafe(_resolve, done, None, refusal)
+            self._settle(done, error)
+        else:
+            self._settle(done)
+
+    def _settle(self, done: Done, error: Exception | None = None) -> None:
+        """Resolve the future of a command from the engine's thread."""
+        self._loop.call_soon_threadsafe(_resolve, done, None, error)
 
     def _run(self) -> None:
         try:
@@ -316,63 +314,64 @@ class EngineRunner:
                     self._post(self._step())
                 if self._scores:
                     self._score_a_part()
-        except BaseException as error:  # the boundary of the thread: logged, and handed to everyone who waits
+        except BaseException as error:  # the thread's boundary: logged, and raised in all waiting calls
             logger.exception("the engine failed")
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _score_a_part(self) -> None:
-        """Of the prompt that has waited longest, unless nobody waits for it any more."""
+        """Score a part of the prompt that has waited longest. Drop the prompt if its call was cancelled."""
         parts, done = self._scores[0]
         try:
             if not done.done():
                 next(parts)
                 return
         except StopIteration:
-            self._loop.call_soon_threadsafe(_resolve, done, None, None)
+            self._settle(done)
         self._scores.popleft()
 
     def _step(self) -> list[Finished]:
-        engine, busy_s = self.engine, self._meter.busy_s
-        with self._meter.measure("generate", engine.policy_version):
+        engine, busy_s = self.engine, self.meter.busy_s
+        with self.meter.measure("generate", engine.policy_version):
             finished = engine.step()
         if self._followed:
-            self._tell_growth(finished)
+            self._report_growth(finished)
         if engine.num_prefilled:
             self.num_prompt_tokens += engine.num_prefilled
             now = time.perf_counter()
             for rid in engine.begun:
                 if (pending := self._requests.get(rid)) is not None:
-                    self.first_tokens.add(now - pending.asked_at)
+                    self.first_tokens.observe(now - pending.requested_at)
         self.costs.add(
             decoded=engine.num_decoded,
             context=engine.num_context,
             prefilled=engine.num_prefilled,
-            seconds=self._meter.busy_s - busy_s,
+            seconds=self.meter.busy_s - busy_s,
         )
         return finished
 
-    def _tell_growth(self, finished: list[Finished]) -> None:
+    def _report_growth(self, finished: list[Finished]) -> None:
         ended = {each.request.rid: each for each in finished}
-        for rid, (request, told) in self._followed.items():
-            parts: Sequence[Segment | Sample] = ended[rid].segments if rid in ended else self.engine.sequences(rid)
+        for rid, (pending, reported) in self._followed.items():
+            parts: Sequence[Segment | SlotSequence] = (
+                ended[rid].segments if rid in ended else self.engine.sequences(rid)
+            )
             grown = []
             for index, part in enumerate(parts):
-                if len(part.token_ids) > told[index]:
-                    new = slice(told[index], None)
+                num_tokens, new = len(part.token_ids), slice(reported[index], None)
+                if num_tokens > reported[index]:
                     tops = None if part.top_logprobs is None else part.top_logprobs[new]
-                    spans = [VersionSpan(self.engine.policy_version, 0, len(part.token_ids) - told[index])]
+                    spans = [VersionSpan(self.engine.policy_version, 0, num_tokens - reported[index])]
                     grown.append(Increment(index, part.token_ids[new], part.logprobs[new], spans, tops))
-                    told[index] = len(part.token_ids)
+                    reported[index] = num_tokens
             if grown:
-                self._loop.call_soon_threadsafe(self._deliver_growth, request, grown)
+                self._loop.call_soon_threadsafe(self._deliver_growth, pending, grown)
 
-    def _deliver_growth(self, request: GenerateRequest, grown: list[Increment]) -> None:
-        pending = self._requests.get(request.rid)
-        if pending is not None and pending.request is request and pending.on_tokens is not None:
+    def _deliver_growth(self, pending: Pending, grown: list[Increment]) -> None:
+        if self._requests.get(pending.request.rid) is pending and pending.on_tokens is not None:
             pending.on_tokens(grown)
 
     def _execute_commands(self) -> None:
-        """All that are there; waits for one if the engine has nothing to do."""
+        """Execute all queued commands. Wait for one if the engine has no work."""
         if not self.engine.has_work and not self._scores:
             self._commands.get()()
         while not self._stopping:
@@ -381,19 +380,13 @@ class EngineRunner:
             except Empty:
                 break
             command()
-        # Whoever gave up waiting no longer holds anything back.
-        self._when_drained = [(act, done) for act, done in self._when_drained if not done.done()]
+        # A drain command that its caller gave up no longer blocks admission.
+        self._when_drained = [(action, done) for action, done in self._when_drained if not done.done()]
         if self._when_drained and not self.engine.num_started:
-            for act, _ in self._when_drained:
-                act()
+            for action, done in self._when_drained:
+                self._act(action, done)
             self._when_drained = []
         self.engine.admitting = not self._when_drained
-
-    def _request_stop(self) -> None:
-        self._stopping = True
-
-    def _post_one(self, finished: Finished | None) -> None:
-        self._post([finished] if finished else [])
 
     def _post(self, finished: list[Finished]) -> None:
         for each in finished:
@@ -405,7 +398,7 @@ class EngineRunner:
     def _deliver(self, finished: list[Finished]) -> None:
         for each in finished:
             pending = self._requests.get(each.request.rid)
-            # A rid is free as soon as its owner gave up, so an old result may meet the rid's next request.
+            # A request id is free once its caller gave up, so an old result may meet a new request with this id.
             if pending is not None and pending.request is each.request:
                 _resolve(pending.result, each.segments, GenerationFailed(each.error) if each.error else None)
 
@@ -414,7 +407,7 @@ class EngineRunner:
         self.failed.set()
 
     def _end(self, error: BaseException) -> None:
-        """Fail whoever waits and whoever comes."""
+        """Fail all pending calls and all later calls."""
         self.error = self.error or error
         for pending in self._requests.values():
             _resolve(pending.result, [], self._dead())
@@ -428,13 +421,17 @@ class EngineRunner:
     def _dead(self) -> EngineDead:
         if isinstance(self.error, Stopped):
             return Stopped(str(self.error))
-        dead = EngineDead(f"the engine is dead: {self.error}")
+        dead = EngineDead(f"the engine has failed: {self.error}")
         dead.__cause__ = self.error
         return dead
 
 
+def _histogram(name: str, text: str) -> Histogram:
+    return Histogram(f"penstock_{name}", text, buckets=DURATIONS_S, registry=None)
+
+
 def _resolve(future: asyncio.Future[T], result: T, error: Exception | None) -> None:
-    """Settle a future unless its owner has given up."""
+    """Set the result or error of a future, unless it is already done."""
     if future.done():
         return
     if error is None:

@@ -1,10 +1,16 @@
-"""All rollout servers of a run as one: the least loaded answers, an episode stays where it was, and what a dead server
-was generating is asked of another.
+"""All rollout servers of a run behind one client.
 
-A server is lost when it gives no answer or fails by itself (5xx), or when nothing has come from it for a while and it
-does not say that it lives, while others could be asked instead, or weights are to be served. It is asked again, after a
-while, whether it serves; until then others are used. While all of them are gone, a call waits for the first that is
-back: its caller's deadline bounds that.
+The least loaded server answers, and an episode stays on its server. Requests of a dead server go to another one.
+
+A server counts as lost in three cases:
+
+* It gives no answer.
+* It fails by itself (5xx).
+* It has been silent for a while and fails its probes. A weights update then gives up on it. A generation request gives
+  up on it only if other servers are usable.
+
+The client probes a lost server after a while, and uses the other servers until it serves again. While all servers are
+lost, a call waits for the first server to come back. The caller's deadline limits this wait.
 """
 
 from __future__ import annotations
@@ -13,145 +19,77 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
-from penstock.deadline import Stalled, holding, patient, report
-from penstock.ports import TrainerLost
-from penstock.rollout.client import BEGIN_S, COMMIT_S, RolloutClient
+from penstock.deadline import Stalled, holding, report, warn_if_stalled
+from penstock.ports.training import TrainerLost
+from penstock.rollout.client import BEGIN_S, COMMIT_S, RolloutClient, ServerClient
 from penstock.rollout.session import HttpSession, RolloutError
-from penstock.rollout.sglang import SGLangClient
-from penstock.rollout.vllm import VllmClient
-from penstock.types import NO_VERSION, EpisodeId, Sampling, Segment, SegmentGrant, UpdateMode, WeightsHandle
+from penstock.rollout.sglang_client import SGLangClient
+from penstock.rollout.vllm_client import VllmClient
+from penstock.samples import Segment
+from penstock.types import NO_VERSION, EpisodeId, Sampling, SegmentGrant, UpdateMode, WeightsHandle
 
 T = TypeVar("T")
 Engine = Literal["penstock", "sglang", "vllm"]
 
 RETRY_S = 5.0
-"""Until a lost server is asked again."""
-PATIENCE_S = 0.5
-"""Between two looks for a server that is back, while all are lost."""
+"""Pause before a lost server is probed again."""
+POLL_S = 0.5
+"""Pause between two checks for a usable server, while all are lost."""
 ALL_LOST_S = 20.0
-"""All of them, before it is worth a report: one that was killed is back by then."""
+"""Time with all servers lost before a stall is reported. A killed server is back by then."""
 SILENCE_S = 10.0
-"""Without an answer, after which a server is asked whether it lives: one that hangs would cost a whole deadline."""
-LEAVE_S = 10.0
-"""For a call that is given up to undo what it has begun, before another begins."""
-MISSED = 2
-"""Times in a row that it did not say so."""
-FAILED = 500
-"""Status of a request that a server cannot serve. If the server says that it lives, waiting would be in vain."""
-UNHEARD = 408
-"""Status of a request that did not come in time: the line is slow, or the server was held up."""
+"""Silence after which the client probes a server. Without the probe, a hung server would cost a whole deadline."""
+CLEANUP_S = 10.0
+"""Time limit for a cancelled call to clean up before the next call begins."""
+MAX_FAILED_PROBES = 2
+"""Consecutive failed probes after which a server counts as not alive."""
 CONFLICT = 409
-"""Status of a commit of what is not staged, and of a claim on what is another run's."""
-OUT_OF_REACH = 424
-"""Status of an update with weights that the server cannot get from where they lie."""
-SLACK = 32
-"""Samples by which an episode's server may be busier than the least loaded one: a cached prefix is worth that much."""
+"""Status of a commit of weights that are not staged, and of a claim on a server that another run holds."""
+UNREACHABLE_WEIGHTS = 424
+"""Status of an update with weights that the server cannot fetch from their location."""
+LOAD_SLACK = 32
+"""Samples that an episode's server may have in excess of the least loaded server. A cached prefix is worth this
+much."""
 REMEMBERED_EPISODES = 16384
-BACK_S = 300.0
-"""For a server to be back, while an update of weights finds none; longer than a restart with its pauses."""
-UPDATE_S = BACK_S + BEGIN_S + max(COMMIT_S.values())
-"""An update of weights takes no longer."""
+RECOVERY_S = 300.0
+"""How long a weights update waits for a server if all are lost. It is longer than a restart with its pauses."""
+UPDATE_S = RECOVERY_S + BEGIN_S + max(COMMIT_S.values())
+"""Upper bound on the duration of a weights update."""
 
 
-class ServerClient(Protocol):
-    """One server, whatever its engine."""
+ClientCall = Callable[[ServerClient], Coroutine[Any, Any, None]]
 
-    url: str
-
-    async def generate(
-        self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Segment]: ...
-
-    async def check(self) -> None:
-        """Raises RolloutError that names what it lacks to be used at all."""
-        ...
-
-    async def alive(self) -> None:
-        """Raises unless it answers; bounded by seconds."""
-        ...
-
-    async def served_version(self) -> int:
-        """Raises unless it can generate with published weights; bounded by seconds."""
-        ...
-
-    async def claim(self, run_id: str, nonce: str, *, lease_s: float) -> None:
-        """This run's from now on, unless it is another one's (RolloutError 409); `lease_s` 0 gives it up."""
-        ...
-
-    async def forget_weights(self) -> None:
-        """Versions begin anew: a run takes over a server that another one may have used."""
-        ...
-
-    async def begin_weights(self, handle: WeightsHandle) -> None:
-        """Stage and verify; what is served does not change."""
-        ...
-
-    async def commit_weights(self, handle: WeightsHandle) -> None:
-        """Serve what was staged."""
-        ...
-
-    async def abort_weights(self) -> None:
-        """Forget what was staged."""
-        ...
-
-    async def release(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-
-CLIENTS: dict[Engine, Callable[..., ServerClient]] = {
-    "penstock": RolloutClient,
-    "sglang": SGLangClient,
-    "vllm": VllmClient,
-}
+CLIENTS: dict[Engine, type[ServerClient]] = {"penstock": RolloutClient, "sglang": SGLangClient, "vllm": VllmClient}
 
 
 def connect(engine: Engine, url: str, session: HttpSession, update_mode: UpdateMode | None = None) -> ServerClient:
-    """The client of one server. `update_mode` None leaves it to the client."""
-    how = {} if update_mode is None else {"update_mode": update_mode}
-    return CLIENTS[engine](url.rstrip("/"), session, **how)
+    """Return the client of one server. With `update_mode` None, the client's default applies."""
+    return CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
 
 
 @dataclass(slots=True, eq=False)
-class Member:
-    """A server as this process sees it."""
+class ServerState:
+    """The state of a server, as this process sees it."""
 
     client: ServerClient
     load: int = 0
-    """Our samples in flight."""
+    """Number of this process's samples that the server is generating."""
     lost_at: float | None = None
-    heard_at: float = 0.0
-    """When it answered last."""
+    answered_at: float = 0.0
+    """Time of the server's last answer."""
     probing: bool = False
-    missed: int = 0
-    """Times in a row that it did not say that it lives."""
+    failed_probes: int = 0
+    """Number of consecutive failed probes."""
     newest: int = NO_VERSION
-    """Version it has answered with; one that is back with an older one has been started anew."""
-
-
-@dataclass(slots=True)
-class Homes:
-    """Which server an episode was on last."""
-
-    _places: OrderedDict[EpisodeId, Member] = field(default_factory=OrderedDict)
-
-    def get(self, episode: EpisodeId) -> Member | None:
-        return self._places.get(episode)
-
-    def set(self, episodes: Sequence[EpisodeId], member: Member) -> None:
-        for episode in episodes:
-            self._places[episode] = member
-            self._places.move_to_end(episode)
-        while len(self._places) > REMEMBERED_EPISODES:
-            self._places.popitem(last=False)
+    """Version of its last answer. A server that comes back with an older version was restarted."""
 
 
 class Servers:
-    """`ports.PolicyClient` and `ports.RolloutServers`. `lost` hears the url of a server and why it counts as lost."""
+    """`ports.PolicyClient` and `ports.RolloutServers` for all servers of a run."""
 
     def __init__(
         self,
@@ -163,250 +101,258 @@ class Servers:
         timeout_s: float = 120.0,
         lost: Callable[[str, str], object] = lambda url, why: None,
     ) -> None:
-        """`update_mode` None leaves it to the engine's client."""
+        """`lost` is called with the URL of a lost server and the reason. With `update_mode` None, the engine client's
+        default applies."""
         self._session = HttpSession(api_key=api_key, timeout_s=timeout_s)
         self._connect = partial(connect, engine, session=self._session, update_mode=update_mode)
-        self._members = [Member(self._connect(url)) for url in urls]
-        self._homes = Homes()
-        self._tell_lost = lost
+        self._servers = [ServerState(self._connect(url)) for url in urls]
+        self._last_server: OrderedDict[EpisodeId, ServerState] = OrderedDict()
+        """The last server of each recent episode."""
+        self._on_lost = lost
         self._updating = asyncio.Lock()
         self._latest: WeightsHandle | None = None
         self._released = False
 
-    def _alone(self) -> AbstractAsyncContextManager[None]:
-        """One update of weights at a time."""
+    def _exclusive(self) -> AbstractAsyncContextManager[None]:
+        """Return a context manager that admits one weights update at a time."""
         return holding(
-            self._updating, UPDATE_S, waiter="rollout client", resource="a weights update", holder="another one"
+            self._updating, UPDATE_S, waiter="rollout client", resource="a weights update", holder="another update"
         )
 
     def set_urls(self, urls: Sequence[str]) -> None:
-        """The servers there are now. A new one is used once it serves weights; one that is gone is asked no more."""
-        known = {member.client.url: member for member in self._members}
+        """Set the current servers. A new server is used once it serves weights. A removed one gets no more calls."""
+        known = {server.client.url: server for server in self._servers}
         now = asyncio.get_running_loop().time()
-        self._members = [
-            known.get(url.rstrip("/")) or Member(self._connect(url), lost_at=now - RETRY_S) for url in urls
+        self._servers = [
+            known.get(url.rstrip("/")) or ServerState(self._connect(url), lost_at=now - RETRY_S) for url in urls
         ]
 
     async def bring_up(self, url: str) -> None:
-        """Give a server that was started anew the weights that the others serve. Raises RolloutError or Stalled if it
-        is gone again."""
-        async with self._alone():
-            member = next((member for member in self._members if member.client.url == url.rstrip("/")), None)
-            if member is None:
-                raise RolloutError(url, "was replaced by another one before it had weights")
+        """Give a restarted server the weights that the other servers serve. Raises RolloutError or Stalled if the
+        server is gone again."""
+        async with self._exclusive():
+            server = next((server for server in self._servers if server.client.url == url.rstrip("/")), None)
+            if server is None:
+                raise RolloutError(url, "was replaced by another server before it received weights")
             if self._latest is not None:
-                await self._tell(member, partial(_restage, handle=self._latest))
+                await self._call(server, partial(_restage, handle=self._latest))
             if self._released:
-                await self._tell(member, lambda client: client.release())
-            self._find(member)
+                await self._call(server, lambda client: client.release())
+            self._mark_usable(server)
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
-        """On the episode's own server or the least loaded one; if that is lost meanwhile, on another, from the same
-        tokens. Raises at once what is the request's own fault, and what all servers say that live and still fail."""
-        tried: list[Member] = []
+        """Generate on the episode's last server or on the least loaded one. Return one segment per grant.
+
+        If the server is lost meanwhile, another server gets the same request. An error that the request caused is
+        raised at once. If every server has failed and the last one answered 500 but is alive, its error is raised."""
+        tried: list[ServerState] = []
         while True:
-            member = await self._choose(grants[0].episode, tried)
+            server = await self._choose_server(grants[0].episode, tried)
             try:
-                segments = await self._ask(member, prompt_ids, grants, sampling, seeds)
+                call = server.client.generate(prompt_ids, grants, sampling, seeds)
+                segments = await self._generate_on(server, grants, call)
             except (RolloutError, Stalled) as error:
                 if not _is_lost(error):
                     raise
-                self._lose(member, error)
-                tried.append(member)
-                if all(each in tried for each in self._members):
-                    if isinstance(error, RolloutError) and error.status == FAILED and await _lives(member):
+                self._mark_lost(server, error)
+                tried.append(server)
+                if all(each in tried for each in self._servers):
+                    if isinstance(error, RolloutError) and error.status == 500 and await _is_alive(server):
                         raise
                     tried.clear()
             else:
-                if len(self._members) > 1:
-                    self._homes.set([grant.episode for grant in grants], member)
+                for grant in grants:
+                    self._last_server[grant.episode] = server
+                    self._last_server.move_to_end(grant.episode)
+                while len(self._last_server) > REMEMBERED_EPISODES:
+                    self._last_server.popitem(last=False)
                 return segments
 
-    async def _ask(
-        self,
-        member: Member,
-        prompt_ids: Sequence[int],
-        grants: Sequence[SegmentGrant],
-        sampling: Sampling,
-        seeds: Sequence[int],
+    async def _generate_on(
+        self, server: ServerState, grants: Sequence[SegmentGrant], call: Coroutine[Any, Any, list[Segment]]
     ) -> list[Segment]:
-        """The answer, as long as its server lives."""
-        asked = member.client.generate(prompt_ids, grants, sampling, seeds)
-        member.load += len(grants)
+        """Return the server's answer, and watch the server meanwhile."""
+        server.load += len(grants)
         try:
-            segments = await self._answer(member, asked, partial(self._despair, member, grants[0].episode))
+            segments = await self._watch(server, call, partial(self._on_unresponsive, server, grants[0].episode))
             versions = (span.policy_version for segment in segments for span in segment.spans[-1:])
-            member.newest = max(versions, default=member.newest)
+            server.newest = max(versions, default=server.newest)
             return segments
         except asyncio.CancelledError:
-            if member.missed:  # whoever waited gave up on it
-                self._lose(member, RolloutError(member.client.url, "was given up by whoever waited for it"))
+            if server.failed_probes:  # the caller's deadline passed while the server failed probes
+                self._mark_lost(
+                    server, RolloutError(server.client.url, "did not answer before the deadline of the request")
+                )
             raise
         finally:
-            member.load -= len(grants)
+            server.load -= len(grants)
 
-    async def _answer(self, member: Member, asked: Coroutine[Any, Any, T], despair: Callable[[float], None]) -> T:
-        """What `asked` comes to; `despair` is called with the seconds that it has lasted each time that its server does
-        not say that it lives."""
+    async def _watch(
+        self, server: ServerState, call: Coroutine[Any, Any, T], on_unresponsive: Callable[[float], None]
+    ) -> T:
+        """Return the result of `call`. After each silence in which the server has failed `MAX_FAILED_PROBES` probes in
+        a row, call `on_unresponsive` with the seconds since the call began."""
         now = asyncio.get_running_loop().time
-        asked_at, task = now(), asyncio.ensure_future(asked)
+        started_at, task = now(), asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
-                if now() - max(asked_at, member.heard_at) >= SILENCE_S:
-                    await self._probe(member)
-                if member.missed >= MISSED and not task.done():
-                    despair(now() - asked_at)
-            member.heard_at, member.missed = now(), 0
+                if now() - max(started_at, server.answered_at) >= SILENCE_S:
+                    await self._probe(server)
+                if server.failed_probes >= MAX_FAILED_PROBES and not task.done():
+                    on_unresponsive(now() - started_at)
+            server.answered_at, server.failed_probes = now(), 0
             return task.result()
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait([task], timeout=LEAVE_S)
+                await asyncio.wait([task], timeout=CLEANUP_S)
 
-    def _despair(self, member: Member, episode: EpisodeId, waited_s: float) -> None:
-        """Of a server that does not say that it lives: raises if there are others, or if it is none of this run any
-        more. Else it may yet come to itself."""
-        if self._has_others(member) or member not in self._members:
-            _give_up(member, waited_s)
-        report(waiter=str(episode), resource="an answer", holder=member.client.url, seconds=waited_s)
+    def _on_unresponsive(self, server: ServerState, episode: EpisodeId, waited_s: float) -> None:
+        """Handle a server that has failed its probes.
 
-    async def _probe(self, member: Member) -> None:
-        """Whether it lives, asked by one of those who wait."""
-        if member.probing:
+        Raises RolloutError if another server is usable, or if this server no longer belongs to the run. Otherwise the
+        server may recover, so only report the stall."""
+        if self._has_other_usable(server) or server not in self._servers:
+            _raise_unresponsive(server, waited_s)
+        report(waiter=str(episode), resource="an answer", holder=server.client.url, seconds=waited_s)
+
+    async def _probe(self, server: ServerState) -> None:
+        """Probe a server and count failed probes. Only one of the waiting calls probes it at a time."""
+        if server.probing:
             return
-        member.probing = True
+        server.probing = True
         try:
-            if await _lives(member):
-                member.heard_at, member.missed = asyncio.get_running_loop().time(), 0
+            if await _is_alive(server):
+                server.answered_at, server.failed_probes = asyncio.get_running_loop().time(), 0
             else:
-                member.missed += 1
+                server.failed_probes += 1
         finally:
-            member.probing = False
+            server.probing = False
 
-    def _has_others(self, member: Member) -> bool:
-        return any(other.lost_at is None for other in self._members if other is not member)
+    def _has_other_usable(self, server: ServerState) -> bool:
+        return any(other.lost_at is None for other in self._servers if other is not server)
 
-    async def _choose(self, episode: EpisodeId, tried: Sequence[Member]) -> Member:
-        with patient(ALL_LOST_S, waiter=str(episode), resource="a server that serves", holder=self._names):
+    async def _choose_server(self, episode: EpisodeId, tried: Sequence[ServerState]) -> ServerState:
+        with warn_if_stalled(ALL_LOST_S, waiter=str(episode), resource="a server that serves", holder=self._names):
             while True:
-                left = [member for member in self._members if member not in tried]
-                usable = [member for member in left if member.lost_at is None or await self._is_back(member)]
+                left = [server for server in self._servers if server not in tried]
+                usable = [server for server in left if server.lost_at is None or await self._is_back(server)]
                 if usable or tried:
                     break
-                await asyncio.sleep(PATIENCE_S)
+                await asyncio.sleep(POLL_S)
         usable = usable or left
-        least = min(usable, key=lambda member: member.load)
-        home = self._homes.get(episode)
-        return home if home in usable and home.load <= least.load + SLACK else least
+        least = min(usable, key=lambda server: server.load)
+        last = self._last_server.get(episode)
+        return last if last in usable and last.load <= least.load + LOAD_SLACK else least
 
     def _names(self) -> str:
-        return ", ".join(member.client.url for member in self._members) or "nobody: there is none"
+        return ", ".join(server.client.url for server in self._servers) or "no server: the run has none"
 
-    async def _is_back(self, member: Member) -> bool:
-        """Whether a lost server serves again; asked by one call at a time, and not too often."""
+    async def _is_back(self, server: ServerState) -> bool:
+        """Return whether a lost server serves again. One call at a time probes it, at most every `RETRY_S`."""
         now = asyncio.get_running_loop().time()
-        if member.lost_at is None or now - member.lost_at < RETRY_S:
-            return member.lost_at is None
-        member.lost_at = now
+        if server.lost_at is None or now - server.lost_at < RETRY_S:
+            return server.lost_at is None
+        server.lost_at = now
         try:
-            if await member.client.served_version() < member.newest:
+            if await server.client.served_version() < server.newest:
                 return False
         except (RolloutError, Stalled):
             return False
-        self._find(member)
+        self._mark_usable(server)
         return True
 
-    def _find(self, member: Member) -> None:
-        member.lost_at, member.missed = None, 0
+    def _mark_usable(self, server: ServerState) -> None:
+        server.lost_at, server.failed_probes = None, 0
 
-    def _lose(self, member: Member, error: Exception) -> None:
-        if member.lost_at is None:
-            self._tell_lost(member.client.url, str(error))
-        member.lost_at = asyncio.get_running_loop().time()
+    def _mark_lost(self, server: ServerState, error: BaseException) -> None:
+        if server.lost_at is None:
+            self._on_lost(server.client.url, str(error))
+        server.lost_at = asyncio.get_running_loop().time()
 
     async def forget_weights(self) -> None:
-        """This run numbers the versions from now on. For servers that were there before it; raises unless all heard."""
-        await asyncio.gather(*(member.client.forget_weights() for member in self._members))
+        """Reset version numbers on all servers, which may have served an earlier run. Raises RolloutError or Stalled if
+        a call fails."""
+        await asyncio.gather(*(server.client.forget_weights() for server in self._servers))
 
     async def update_weights(self, handle: WeightsHandle) -> None:
-        """Stage everywhere, then commit everywhere. If staging is refused anywhere, no server changes. A server that
-        does not answer is left behind; it gets the next weights if it is back by then. If none answers, the first that
-        is back gets these; after `BACK_S` that raises what the last one said. `TrainerLost` if nobody who answers can
-        get at them."""
-        async with self._alone():
-            limit = asyncio.get_running_loop().time() + BACK_S
+        """Stage weights on all servers, then commit on all servers.
+
+        If any server refuses staging, no server changes. A server that does not answer is skipped. It gets the next
+        weights if it is back by then. If no server answers, the first server that comes back gets these weights. After
+        `RECOVERY_S` without a server, the last error is raised. Raises `TrainerLost` if no answering server can fetch
+        the weights."""
+        async with self._exclusive():
+            limit = asyncio.get_running_loop().time() + RECOVERY_S
             while True:
                 try:
                     await self._update_weights(handle)
                     break
                 except (RolloutError, Stalled) as error:
-                    if isinstance(error, RolloutError) and error.status == OUT_OF_REACH:
+                    if isinstance(error, RolloutError) and error.status == UNREACHABLE_WEIGHTS:
                         raise TrainerLost(str(error)) from None
                     if not _is_lost(error) or asyncio.get_running_loop().time() > limit:
                         raise
-                await asyncio.sleep(PATIENCE_S)
+                await asyncio.sleep(POLL_S)
             self._latest = handle
 
     async def _update_weights(self, handle: WeightsHandle) -> None:
-        lost = [member for member in self._members if member.lost_at is not None]
-        back = await asyncio.gather(*(member.client.alive() for member in lost), return_exceptions=True)
-        gone = {id(member) for member, error in zip(lost, back, strict=True) if error is not None}
-        members: Sequence[Member] = [member for member in self._members if id(member) not in gone] or self._members
+        lost = [server for server in self._servers if server.lost_at is not None]
+        back = await asyncio.gather(*(server.client.alive() for server in lost), return_exceptions=True)
+        gone = {id(server) for server, error in zip(lost, back, strict=True) if error is not None}
+        servers: Sequence[ServerState] = [server for server in self._servers if id(server) not in gone] or self._servers
         try:
-            members = await self._each(members, lambda client: client.begin_weights(handle))
+            servers = await self._call_all(servers, lambda client: client.begin_weights(handle))
         except (RolloutError, TimeoutError):
-            aborted = (self._tell(member, lambda client: client.abort_weights()) for member in members)
+            aborted = (self._call(server, lambda client: client.abort_weights()) for server in servers)
             await asyncio.gather(*aborted, return_exceptions=True)
             raise
-        for member in await self._each(members, lambda client: _commit(client, handle)):
-            self._find(member)
+        for server in await self._call_all(servers, lambda client: _commit(client, handle)):
+            self._mark_usable(server)
 
     async def release(self) -> None:
-        """Every server gives way to the trainer; one that is lost holds nothing."""
-        self._released = True
-        await self._each_that_lives(lambda client: client.release())
+        """Make every server free its memory for the trainer. A lost server holds no memory."""
+        await self._change_memory(lambda client: client.release(), released=True)
 
     async def resume(self) -> None:
-        """Every server generates again; one that is lost does so once it is brought up."""
-        self._released = False
-        await self._each_that_lives(lambda client: client.resume())
+        """Make every server generate again. A lost server does so once `bring_up` has restored it."""
+        await self._change_memory(lambda client: client.resume(), released=False)
+
+    async def _change_memory(self, call: ClientCall, *, released: bool) -> None:
+        """Call every server. It is no error if all servers are lost."""
+        self._released = released
+        try:
+            await self._call_all(self._servers, call)
+        except (RolloutError, Stalled) as error:
+            if not _is_lost(error):
+                raise
 
     async def close(self) -> None:
         """Close the connections."""
         await self._session.close()
 
-    async def _each_that_lives(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
-        """Even if that is none."""
-        try:
-            await self._each(self._members, call)
-        except (RolloutError, Stalled) as error:
-            if not _is_lost(error):
-                raise
+    async def _call(self, server: ServerState, call: ClientCall) -> None:
+        """Call one server while it is alive. Raises RolloutError or Stalled."""
+        await self._watch(server, call(server.client), partial(_raise_unresponsive, server))
 
-    async def _tell(self, member: Member, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
-        """Call it, as long as it lives. Raises RolloutError, Stalled."""
-        await self._answer(member, call(member.client), partial(_give_up, member))
-
-    async def _each(
-        self, members: Sequence[Member], call: Callable[[ServerClient], Coroutine[Any, Any, None]]
-    ) -> Sequence[Member]:
-        """Call all of them and wait for all; returns those that did it. Raises the first refusal, or, if nobody is
-        left, why."""
-        outcomes = await asyncio.gather(*(self._tell(member, call) for member in members), return_exceptions=True)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        for member, outcome in zip(members, outcomes, strict=True):
-            if isinstance(outcome, Exception) and _is_lost(outcome):
-                self._lose(member, outcome)
-        refusals = [failure for failure in failures if not (isinstance(failure, Exception) and _is_lost(failure))]
-        if refusals or len(failures) == len(members):
+    async def _call_all(self, servers: Sequence[ServerState], call: ClientCall) -> Sequence[ServerState]:
+        """Call all servers and wait for all. Return the servers that succeeded. Raises the first refusal, or the first
+        failure if no server succeeded."""
+        outcomes = await asyncio.gather(*(self._call(server, call) for server in servers), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        refusals = [failure for failure in failures if not _is_lost(failure)]
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if outcome is not None and _is_lost(outcome):
+                self._mark_lost(server, outcome)
+        if refusals or len(failures) == len(servers):
             raise (refusals or failures)[0]
-        return [member for member, outcome in zip(members, outcomes, strict=True) if outcome is None]
+        return [server for server, outcome in zip(servers, outcomes, strict=True) if outcome is None]
 
 
 async def _commit(client: ServerClient, handle: WeightsHandle) -> None:
-    """Also on a server that was started anew since it staged them."""
+    """Commit weights. A server that restarted since staging stages them again first."""
     try:
         await client.commit_weights(handle)
     except RolloutError as error:
@@ -420,21 +366,24 @@ async def _restage(client: ServerClient, handle: WeightsHandle) -> None:
     await client.commit_weights(handle)
 
 
-def _give_up(member: Member, waited_s: float) -> NoReturn:
-    raise RolloutError(member.client.url, f"has been silent for {waited_s:.0f} s")
+def _raise_unresponsive(server: ServerState, waited_s: float) -> NoReturn:
+    raise RolloutError(server.client.url, f"has not answered for {waited_s:.0f} s")
 
 
-async def _lives(member: Member) -> bool:
-    """Whether it says so."""
+async def _is_alive(server: ServerState) -> bool:
+    """Return whether the server confirms that it is alive."""
     try:
-        await member.client.alive()
+        await server.client.alive()
     except (RolloutError, Stalled):
         return False
     return True
 
 
-def _is_lost(error: Exception) -> bool:
-    """Whether it is the server that failed, and not the request."""
+def _is_lost(error: BaseException) -> bool:
+    """Return whether the server caused the error, and not the request.
+
+    408: the request did not arrive in time, because the connection is slow or the server was busy. 424: the server
+    cannot fetch the weights. Stalled: it did not answer in time."""
     if isinstance(error, RolloutError):
-        return error.status is None or error.status >= 500 or error.status in (UNHEARD, OUT_OF_REACH)
+        return error.status is None or error.status >= 500 or error.status in (408, UNREACHABLE_WEIGHTS)
     return isinstance(error, Stalled)

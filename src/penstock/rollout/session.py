@@ -1,5 +1,6 @@
-"""Calls to rollout servers over HTTP, whatever protocol they speak; torch-free. Nothing is retried here: a failed call
-is one clear error."""
+"""HTTP calls to rollout servers of any protocol. Torch-free.
+
+This module retries nothing: a failed call raises one clear error."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import aiohttp
 import msgspec
 
 from penstock.deadline import deadline
-from penstock.rollout import wire
+from penstock.rollout import bodies
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ class RolloutError(RuntimeError):
 
 
 class HttpSession:
-    """One aiohttp session for any number of servers, opened on first use; every call has a deadline."""
+    """One aiohttp session for any number of servers. It opens on first use. Every call has a deadline."""
 
     def __init__(self, *, api_key: str | None = None, timeout_s: float = 120.0) -> None:
         self._headers = {"Content-Type": "application/json"}
@@ -39,25 +40,23 @@ class HttpSession:
     async def call(
         self, method: str, url: str, path: str, body: object, reply: type[T], *, timeout_s: float | None = None
     ) -> T:
-        """One round trip. Raises RolloutError, or Stalled when the time is up."""
-        answer = await self._round_trip(method, url, path, body, timeout_s)
+        """Send a request and return the decoded reply. Raises RolloutError, or Stalled at the deadline."""
+        answer = await self.send(method, url, path, body, timeout_s=timeout_s)
         try:
-            return wire.decode(answer, reply)
+            return bodies.decode(answer, reply)
         except msgspec.DecodeError as error:
-            raise RolloutError(url, f"{method} {path} answered with something else: {error}", 200) from error
+            raise RolloutError(url, f"{method} {path} returned an unexpected body: {error}", 200) from error
 
     async def send(
         self, method: str, url: str, path: str, body: object = None, *, timeout_s: float | None = None
     ) -> bytes:
-        """One round trip, whatever the answer is. Raises like `call`."""
-        return await self._round_trip(method, url, path, body, timeout_s)
-
-    async def _round_trip(self, method: str, url: str, path: str, body: object, timeout_s: float | None) -> bytes:
-        data = None if body is None else wire.encode(body)
+        """Send a request and return the raw reply. Raises the same errors as `call`."""
+        data = None if body is None else bodies.encode(body)
         seconds = timeout_s or self._timeout_s
+        self._session = self._session or open_session(self._headers)
         async with deadline(seconds, waiter="rollout client", resource=f"{method} {path}", holder=url):
             try:
-                async with self._open().request(method, url + path, data=data) as response:
+                async with self._session.request(method, url + path, data=data) as response:
                     answer = await response.read()
             except (aiohttp.ClientError, OSError) as error:
                 raise RolloutError(url, f"{method} {path} got no answer: {_reason(error)}") from error
@@ -66,21 +65,16 @@ class HttpSession:
         return answer
 
     async def close(self) -> None:
-        """Close the connections; a later call opens new ones."""
+        """Close the connections. A later call opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = open_session(self._headers)
-        return self._session
-
 
 def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """With as many connections as are needed, and without deadlines of its own."""
+    """Return a session with unlimited connections and no timeout of its own."""
     return aiohttp.ClientSession(
-        # Shorter than uvicorn's 5 s, so that no request is sent into a connection the server is closing.
+        # Shorter than the server's keep-alive (uvicorn's default: 5 s), so that no request meets a closing connection.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
         timeout=aiohttp.ClientTimeout(total=None),
         headers=headers,
@@ -88,13 +82,13 @@ def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 
 
 def _reason(error: Exception) -> str:
-    """What the system says of a connection that failed; else what the error does."""
+    """Return the system's message for the error number if there is one, otherwise the error's own message."""
     number = getattr(error, "errno", None)
     return os.strerror(number) if number is not None and number > 0 else str(error) or type(error).__name__
 
 
 def _message(answer: bytes) -> str:
-    """The error message inside a reply, whatever its shape."""
+    """Return the error message inside a reply of any format."""
     try:
         body: Any = msgspec.json.decode(answer)
         error = body.get("error", body)

@@ -1,8 +1,8 @@
-"""KV slots: preallocated keys and values of every layer, one slot per sequence that is being generated.
+"""KV slots: preallocated keys and values of every layer. Each sequence that is being generated has one slot.
 
-Active sequences occupy slots 0..n-1 without holes, so that a step touches nothing else. `Regrouping` also keeps
-sequences of similar length together: attention pads a group of rows to its longest, and with long-tailed lengths
-padding to the longest of all would dominate the step.
+Active sequences occupy slots 0..n-1 without holes, so a step reads no other slot. `regroup` also keeps sequences of
+similar length together. Attention pads a group of rows to its longest row. With long-tailed lengths, padding all rows
+to the longest of all would dominate the step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 
 GROUP_ROWS = 32
 """Rows that share one attention call: small enough to keep padding low, large enough to keep calls few."""
@@ -26,31 +27,26 @@ class LayerSlots(NamedTuple):
 
 
 class SlotCache:
-    """Keys and values of all layers, each `[layers, S, K, C, D]` (dimensions as in `attention`)."""
+    """Keys and values of all layers, each `[layers, S, K, C, D]` (dimensions as in `slot_attention`)."""
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_context: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._shape = (num_layers, num_slots, num_kv_heads, max_context, head_dim)
-        self.num_kv_heads, self.max_context, self.head_dim = num_kv_heads, max_context, head_dim
-        self.dtype, self.device = dtype, device
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_context: int) -> None:
+        """Allocate slots with the model's shape, dtype and device, and on CUDA one more slot that padding is written
+        to."""
+        config = model.config.get_text_config()
+        self.num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.max_context, self.dtype, self.device = max_context, model.dtype, model.device
+        num_slots += self.device.type == "cuda"
+        self._shape = (config.num_hidden_layers, num_slots, self.num_kv_heads, max_context, self.head_dim)
         self.allocate()
 
     def allocate(self) -> None:
-        """Take the memory; everything in it is forgotten."""
-        # Zeros, not empty: masked positions are multiplied by 0, which uninitialised NaNs would survive.
+        """Allocate the memory, filled with zeros."""
+        # Zeros, not empty: masked positions are multiplied by 0, and 0 times an uninitialised NaN is NaN.
         self._keys, self._values = (torch.zeros(self._shape, dtype=self.dtype, device=self.device) for _ in range(2))
 
     def free(self) -> None:
-        """Give the memory back to the system; nothing may be read or written before the next `allocate`."""
+        """Free the memory. Slots must not be read or written before the next `allocate`."""
         self._keys = self._values = torch.empty(0, dtype=self.dtype, device=self.device)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
@@ -64,23 +60,23 @@ class SlotCache:
         self._values[:, target, :, :length] = self._values[:, source, :, :length]
 
     def erase(self, slot: int) -> None:
-        """Forget a slot whose sequence went non-finite, so that it cannot poison the slot's next user."""
+        """Zero a slot after non-finite values, so that the slot's next sequence gets no NaN."""
         self._keys[:, slot] = 0
         self._values[:, slot] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouping:
-    """Slot moves: `source[i]` goes to `target[i]`, all at once."""
+    """Slot moves: `source[i]` is copied to `target[i]`, all at once."""
 
     source: npt.NDArray[np.int64]
     target: npt.NDArray[np.int64]
 
 
 def regroup(lengths: npt.NDArray[np.int64], live: npt.NDArray[np.bool_]) -> Regrouping:
-    """Close the holes left by rows that are not `live`, longest rows to the front, at group granularity.
+    """Return moves that close the holes of rows that are not `live` and put groups of longer rows first.
 
-    A row whose group is already right stays where it is, so one departure moves at most one row per group.
+    A row that is already in the right group stays in place. So one ended row causes at most one move per group.
     """
     rows = np.flatnonzero(live)
     longest_first = rows[np.argsort(-lengths[rows], kind="stable")]

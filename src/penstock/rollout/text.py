@@ -1,4 +1,4 @@
-"""Between tokens and text while tokens arrive: stop strings, and text that only ever grows."""
+"""Conversion of arriving tokens to text: stop strings, and text that only grows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer makes of the first bytes of a character."""
+"""A tokenizer decodes an incomplete character to this."""
 
 
 class Tokenizer(Protocol):
-    """What `text` needs."""
+    """The tokenizer methods that this module uses."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -20,38 +20,38 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stops:
-    """Where an answer ends besides at the model's own end: at a string, or at a token that is not part of its text."""
+    """Additional ends of an answer: stop strings, and stop tokens that are not part of the text."""
 
     strings: tuple[str, ...] = ()
     tokens: frozenset[int] = frozenset()
     keep: bool = False
-    """Leave what matched in the text."""
+    """Keep the matched stop string or stop token in the text."""
 
     def end(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> bool:
-        """Whether a stop string has just become complete. Looks only as far back as one can begin: a character has at
-        most four bytes, each perhaps a token of its own."""
+        """Return whether a stop string has just become complete.
+
+        It decodes only the last tokens that can contain a stop string. A character has at most four bytes, and each
+        byte may be a separate token."""
         window = 4 * max(map(len, self.strings)) + 4
         text = tokenizer.decode(token_ids[-window:])
         return any(string in text for string in self.strings)
 
-    def spoken(self, token_ids: list[int]) -> list[int]:
-        """`token_ids` without a stop token at their end."""
+    def without_stop_token(self, token_ids: list[int]) -> list[int]:
+        """Return `token_ids` without a stop token at the end."""
         return token_ids[:-1] if not self.keep and token_ids and token_ids[-1] in self.tokens else token_ids
 
     def matched(self, text: str) -> str | None:
-        """The stop string that comes first in `text`."""
+        """Return the stop string that occurs first in `text`, or None."""
         found = [(at, string) for string in self.strings if (at := text.find(string)) >= 0]
         return min(found)[1] if found else None
 
     def cut(self, text: str) -> str:
-        """`text` up to the first stop string."""
+        """Return `text` up to the first stop string."""
         matched = self.matched(text)
-        if matched is None or self.keep:
-            return text
-        return text[: text.find(matched)]
+        return text if matched is None or self.keep else text[: text.find(matched)]
 
-    def settled(self, text: str) -> str:
-        """`text` without an end that may yet turn out to begin a stop string."""
+    def without_partial_stop(self, text: str) -> str:
+        """Return `text` without an end that may be the beginning of a stop string."""
         if self.keep:
             return text
         starts = (
@@ -64,13 +64,13 @@ class Stops:
 
 
 class GrowingText:
-    """The text of an answer whose tokens arrive bit by bit; decodes only what is new, with a few tokens before it."""
+    """The growing text of an answer. Each call decodes only the new tokens, with a few tokens before them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._done = self._context = 0
-        """Tokens whose text is settled; tokens before those that are decoded along, for their influence on spaces."""
+        """Number of tokens with final text; start of the context, which is decoded again because it affects spaces."""
         self.text = ""
 
     @property
@@ -78,7 +78,7 @@ class GrowingText:
         return len(self._ids)
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The whole text so far; of a character that is not complete nothing yet."""
+        """Add tokens and return the whole text so far, without an incomplete character at the end."""
         if not token_ids:
             return self.text
         self._ids += token_ids

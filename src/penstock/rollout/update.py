@@ -1,95 +1,127 @@
-"""Weights updates as transactions: the new is staged and verified while generation goes on, then committed or dropped.
+"""Weights updates as transactions: new weights are staged and verified during generation, then committed or dropped.
 
-It comes whole, as a handle (`begin`), or in parts that accumulate (`chunk`, `add`) until every weight of the model is
-there, or until its bracket ends (`finish`). Calls under a policy_version may be repeated. Nothing is served that was
-not verified, parts of two senders never meet in one model, the served weights stay whole until a commit, and a
-policy_version never goes back. What nobody goes on with is dropped when its lease ends, or when its group is joined
-anew or destroyed; a pause that it was made under ends then too, since whoever paused is gone.
+An update arrives whole, as a handle (`begin`), or in parts (`add`). Parts accumulate until every weight of the model
+has arrived, or until the sender ends its bracket (`finish`). Calls with the same policy_version may be repeated.
+
+Invariants: Only verified weights are served. Parts of two senders never mix in one model. The served weights stay
+complete until a commit. A policy_version never decreases, except after `forget`.
+
+An abandoned update is dropped when its lease ends. It is also dropped when its process group is joined again or
+destroyed. A pause during which it was staged ends then too, because the client that paused is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from penstock.deadline import deadline, holding
-from penstock.rollout.failures import Conflict
+from penstock.observe.log_lines import Paced
+from penstock.rollout.generator import Conflict
+from penstock.rollout.model_check import fit_tensors
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.served import fit_tensors
-from penstock.rollout.staged import Served, Staged
-from penstock.types import NO_VERSION, DeviceTensors, GroupTensors, UpdateMode, WeightsHandle
+from penstock.types import NO_VERSION, UpdateMode, WeightsHandle
+
+logger = logging.getLogger(__name__)
 
 RECEIVE_TIMEOUT_S = 300.0
-"""For mapping and verifying one set of weights, from a cold disk if need be; or for one chunk."""
+"""Time limit for mapping and verifying one set of weights, also from a cold disk."""
 LOAD_TIMEOUT_S = 60.0
-"""For the engine to end its step and copy."""
+"""Time limit for the engine to end its step and copy the weights."""
 LEASE_S = 600.0
-"""Between two calls of an update."""
+"""Maximum time between two calls of an update."""
 DRAIN_TIMEOUT_S = 1800.0
-"""For running samples to end."""
+"""Time limit for running samples to end."""
 
 MAX_VERSION = 2**31 - 1
 """Trajectories keep versions as 32-bit integers."""
 
 Tensors = Mapping[str, torch.Tensor]
-Chunk = GroupTensors | DeviceTensors
 Receive = Callable[[WeightsHandle], Tensors]
-ReceiveChunk = Callable[[Chunk], Tensors]
 Fingerprint = Callable[[Tensors], str]
 
 
-def refuse_chunks(chunk: Chunk) -> Tensors:
-    """A server without transports."""
-    raise ValueError("this server takes weights by handle only")
+class CommittedWeights(NamedTuple):
+    """The weights that a commit put in place."""
+
+    policy_version: int
+    fingerprint: str
+
+
+@dataclass(slots=True, eq=False)
+class StagedWeights:
+    """The received part of an open update. All of it comes from one sender."""
+
+    policy_version: int | None = None
+    """None until a call gives the update a version."""
+    sender: str | None = None
+    """The process group that broadcasts the weights; None for a handle."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    fingerprint: str | None = None
+    """The fingerprint of the handle. The weights were verified against it."""
+    bracketed: bool = False
+    """The update is served when its sender ends the bracket, not as soon as it is complete."""
+    refused: str | None = None
+    """The reason why a part of the update was refused, or None."""
+    pause: int | None = None
+    """Number of the pause during which the update was staged (`EngineRunner.num_pauses`), or None."""
+    begun_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no sender has sent any weights yet."""
+        return not self.tensors and self.sender is None
+
+    def accepts_parts_of(self, sender: str | None) -> bool:
+        """Return whether tensors of `sender` may join this update."""
+        return self.untouched or (self.fingerprint is None and self.sender == sender)
 
 
 class WeightsUpdate:
-    """The state of the one update a server may have open. A later handle or bracket replaces whatever is open; a part
-    joins its own sender's only."""
+    """The single weights update that a server may have open.
 
-    def __init__(
-        self,
-        runner: EngineRunner,
-        receive: Receive,
-        fingerprint: Fingerprint,
-        receive_chunk: ReceiveChunk = refuse_chunks,
-    ) -> None:
-        """`fingerprint`: of named weights, as publishers compute it."""
+    A later handle or bracket replaces the open update. A part joins only an update of the same sender."""
+
+    def __init__(self, runner: EngineRunner, receive: Receive, fingerprint: Fingerprint) -> None:
+        """`fingerprint` computes the fingerprint of named weights, as publishers do."""
         self._runner = runner
         self._receive = receive
-        self._receive_chunk = receive_chunk
         self._fingerprint = fingerprint
+        self._log = Paced(logger)
         self._lock = asyncio.Lock()
         self._draining = False
-        """A commit waits for running answers to end."""
-        self._staged: Staged | None = None
+        """True while a commit waits for running samples to end."""
+        self.staged: StagedWeights | None = None
+        """The received part of the open update, or None."""
         self._lease: asyncio.TimerHandle | None = None
         self._lease_s = LEASE_S
         self._ending_pause: asyncio.Task[None] | None = None
-        self._served: Served | None = None
+        self._served: CommittedWeights | None = None
 
-    def _alone(self) -> AbstractAsyncContextManager[None]:
-        """One call at a time."""
+    def _exclusive(self) -> AbstractAsyncContextManager[None]:
+        """Return a context manager that admits one call at a time."""
         return holding(
-            self._lock, RECEIVE_TIMEOUT_S, waiter="server", resource="the weights update", holder="another call of it"
+            self._lock, RECEIVE_TIMEOUT_S, waiter="server", resource="the weights update", holder="another update call"
         )
 
-    @property
-    def staged(self) -> Staged | None:
-        """What is there of the open update."""
-        return self._staged
-
     async def begin(
-        self, handle: WeightsHandle, *, lease_s: float = LEASE_S, bracket: Staged | None = None
+        self, handle: WeightsHandle, *, lease_s: float = LEASE_S, bracket: StagedWeights | None = None
     ) -> WeightsHandle:
-        """Map and verify `handle` in a thread; inside a `bracket`, if one is given. Conflict unless it is newer than
-        what is served. What is not committed within the lease is forgotten, as if it had been aborted."""
+        """Map and verify `handle` in a thread; inside a `bracket`, if one is given.
+
+        Raises Conflict unless the handle is newer than the served weights, and if the `bracket` is closed or has parts.
+        Raises ValueError if the file cannot be read. An update that is not committed within the lease is dropped, as
+        by `abort`."""
         if not self._is_known(handle):
             await self._stop_draining()
-        async with self._alone():
+        async with self._exclusive():
             if self._is_known(handle):
                 return handle
             self._check_newer(handle.policy_version)
@@ -99,9 +131,9 @@ class WeightsUpdate:
                 raise Conflict("the update is no longer open")
             elif bracket.fingerprint is None and not bracket.untouched:
                 raise self._open_already(bracket)
+            staged = StagedWeights() if bracket is None else bracket
             async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=handle.path, holder="its storage"):
                 tensors = dict(await asyncio.to_thread(self._map, handle))
-            staged = Staged(None) if bracket is None else bracket
             staged.policy_version, staged.tensors = handle.policy_version, tensors
             staged.fingerprint = handle.fingerprint
             self._stage(staged, lease_s)
@@ -110,7 +142,7 @@ class WeightsUpdate:
     def _is_known(self, handle: WeightsHandle) -> bool:
         known = (handle.policy_version, handle.fingerprint)
         return known == self._served or (
-            self._staged is not None and known == (self._staged.policy_version, self._staged.fingerprint)
+            self.staged is not None and known == (self.staged.policy_version, self.staged.fingerprint)
         )
 
     def _map(self, handle: WeightsHandle) -> Tensors:
@@ -119,50 +151,32 @@ class WeightsUpdate:
         except OSError as error:
             raise ValueError(f"cannot read the weights: {error}") from error
 
-    async def chunk(self, policy_version: int, seq: int, source: Chunk) -> Staged:
-        """Receive one part of `policy_version`, in a thread, unless it is there already. Conflict unless that is newer
-        than what is served, and nobody else's update is open. What a group broadcasts is received whatever is wrong
-        with it, so that its ranks stay in step. Returns the update."""
-        sender = source.group_name if isinstance(source, GroupTensors) else None
-        received = None if sender is None else await self._received(seq, source)
-        async with self._alone():
-            self._check_newer(policy_version)
-            self._check_sender(sender, chunked=True)
-            staged = self._staged
-            if staged is None or staged.policy_version != policy_version:
-                staged = Staged(policy_version, sender)
-            if seq not in staged.chunks:
-                if received is None:
-                    received = await self._received(seq, source)
-                staged.tensors |= await self._fit(received)
-                staged.chunks.add(seq)
-            self._stage(staged)
-            return staged
-
-    async def _received(self, seq: int, source: Chunk) -> Tensors:
-        async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=f"chunk {seq}", holder="its sender"):
-            return await asyncio.to_thread(self._receive_chunk, source)
-
-    async def open(self, *, lease_s: float = LEASE_S) -> Staged:
-        """An update whose parts come by `add`, and which is served at `finish`."""
+    async def open(self, *, lease_s: float = LEASE_S) -> StagedWeights:
+        """Open a bracket and return its update. `add` adds its parts, and `finish` serves it."""
         await self._stop_draining()
-        async with self._alone():
-            staged = Staged(None, bracketed=True)
+        async with self._exclusive():
+            staged = StagedWeights(bracketed=True)
             self._stage(staged, lease_s)
             return staged
 
-    async def add(self, tensors: Tensors, *, sender: str | None = None, policy_version: int | None = None) -> Staged:
-        """Part of the open update, or of one that is opened here and whole as soon as every weight is there. Such a one
-        starts over when a weight comes again or its policy_version changes: its sender has. Conflict if what it leaves
-        behind was not whole, though the new one is begun then; and if somebody else's is open. Returns the update."""
-        async with self._alone():
+    async def add(
+        self, tensors: Tensors, *, sender: str | None = None, policy_version: int | None = None
+    ) -> StagedWeights:
+        """Add tensors to the open update, or to a new one if none is open. Return the update.
+
+        An update without a bracket is complete once every weight has arrived. It starts over if a weight arrives again
+        or the policy_version changes, because its sender has started over. If the old update was incomplete, this
+        raises Conflict, but the new update is open. Raises Conflict too if another sender's update is open, or if
+        `policy_version` is not newer than the served one. Raises ValueError if a tensor does not fit the model."""
+        async with self._exclusive():
             if policy_version is not None:
                 self._check_newer(policy_version)
-            self._check_sender(sender)
+            staged, left = self.staged, None
+            if staged is not None and not staged.accepts_parts_of(sender):
+                raise self._open_already(staged)
             fitted = await self._fit(tensors)
-            staged, left = self._staged, None
             if staged is None or self._starts_over(staged, fitted, policy_version):
-                staged, left = Staged(None), staged
+                staged, left = StagedWeights(), staged
             staged.sender = sender
             if policy_version is not None:
                 staged.policy_version = policy_version
@@ -170,28 +184,29 @@ class WeightsUpdate:
             self._stage(staged)
             if left is not None and (missing := self.missing(left)):
                 raise Conflict(
-                    f"an update starts over, but {len(missing)} weights of the one before never came, the first is "
-                    f"{missing[0]}: it was not served; inside a bracket, what does not come stays as it is"
+                    f"a new update starts over; the update before it was not served, because {len(missing)} weights "
+                    f"did not arrive, the first is {missing[0]}: send all weights, or open a bracket first"
                 )
             return staged
 
     def spoil(self, sender: str | None, reason: str) -> None:
-        """A part that `sender` meant for the open update was not taken: it must not be served as if it were whole."""
-        if self._staged is not None and self._staged.sender in (sender, None):
-            self._staged.refused = self._staged.refused or reason
+        """Mark the open update of `sender`, or one without a sender, as refused in part: it must not be served as if it
+        were complete."""
+        if self.staged is not None and self.staged.sender in (sender, None):
+            self.staged.refused = self.staged.refused or reason
 
     async def drop(self, sender: str) -> None:
-        """Forget what this group staged, and a bracket into which nobody has sent anything: its trainer begins anew, or
-        is gone. The pause that it was made under ends."""
-        if self._staged is not None and self._staged.sender == sender:
+        """Drop the update of a process group after its trainer restarted or ended. Drop an empty bracket too. The pause
+        during which the update was staged ends."""
+        if self.staged is not None and self.staged.sender == sender:
             await self._stop_draining()
-        async with self._alone():
-            staged = self._staged
+        async with self._exclusive():
+            staged = self.staged
             if staged is not None and (staged.sender == sender or staged.untouched):
                 self._stage(None)
                 self._end_pause_of(staged)
 
-    def _starts_over(self, staged: Staged, fitted: Tensors, policy_version: int | None) -> bool:
+    def _starts_over(self, staged: StagedWeights, fitted: Tensors, policy_version: int | None) -> bool:
         if staged.bracketed:
             return False
         renamed = policy_version is not None and staged.policy_version not in (None, policy_version)
@@ -202,30 +217,25 @@ class WeightsUpdate:
         async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a comparison of weights", holder="a thread"):
             return await asyncio.to_thread(fit_tensors, engine.parameters(), engine.tied_names(), tensors)
 
-    def missing(self, staged: Staged) -> list[str]:
-        """The weights that have not come yet."""
+    def missing(self, staged: StagedWeights) -> list[str]:
+        """Return the names of the weights that have not arrived yet."""
         return sorted(self._runner.engine.parameters().keys() - staged.tensors.keys())
 
-    def _check_sender(self, sender: str | None, *, chunked: bool = False) -> None:
-        """Conflict if what is open is somebody else's, or comes another way."""
-        staged = self._staged
-        if staged is None or (staged.untouched and not chunked):
-            return
-        if staged.fingerprint is not None or staged.sender != sender or bool(staged.chunks) != chunked:
-            raise self._open_already(staged)
+    def _open_already(self, staged: StagedWeights) -> Conflict:
+        owner = "another client" if staged.sender is None else f"group {staged.sender!r}"
+        return Conflict(f"{owner} has an open update: commit it first, or drop it with /weights/abort")
 
-    def _open_already(self, staged: Staged) -> Conflict:
-        return Conflict(f"an update of {staged.owner} is open: serve it first, or drop it with /weights/abort")
+    def is_open(self, staged: StagedWeights | None) -> bool:
+        """Return whether this update is still open: it was not committed, replaced or dropped."""
+        return staged is not None and staged is self.staged
 
-    def is_open(self, staged: Staged | None) -> bool:
-        """Whether this update has neither been committed, replaced nor dropped."""
-        return staged is not None and staged is self._staged
+    async def finish(self, staged: StagedWeights) -> CommittedWeights | None:
+        """Serve the open update and close it, even on failure. Return the committed weights; None for an empty update.
 
-    async def finish(self, staged: Staged) -> Served | None:
-        """Serve the open update, under the next policy_version unless it has one; None if there is nothing in it. What
-        a bracket did not bring stays as it is. Whatever the outcome, it is closed then. Conflict if it is not open, not
-        whole, or not all of what came was taken."""
-        async with self._alone():
+        An update without a policy_version gets the next one. A bracket keeps the served values of weights that it did
+        not send. Raises Conflict if the update is not open or not complete. A bracket is incomplete if weights are
+        missing after a part was refused."""
+        async with self._exclusive():
             if not self.is_open(staged):
                 raise Conflict("the update is no longer open")
             try:
@@ -234,32 +244,22 @@ class WeightsUpdate:
                 if staged.policy_version is None:
                     staged.policy_version = self._runner.policy_version + 1
                     _check_bound(staged.policy_version)
-                if staged.bracketed:
-                    self._keep_the_rest(staged)
+                if staged.bracketed and staged.refused is None and self._runner.policy_version != NO_VERSION:
+                    staged.tensors = self._runner.engine.parameters() | staged.tensors  # for example frozen layers
                 return await self._commit(staged, staged.policy_version, "in_place")
             finally:
                 self._stage(None)
 
-    def _keep_the_rest(self, staged: Staged) -> None:
-        """What did not come is what is served already, if anything is: frozen layers. Conflict if it was refused."""
-        missing = self.missing(staged)
-        if missing and staged.refused is not None:
-            raise Conflict(
-                f"the update lacks {len(missing)} weights, the first is {missing[0]}, and part of it was refused: "
-                f"{staged.refused}"
-            )
-        if self._runner.policy_version != NO_VERSION:
-            parameters = self._runner.engine.parameters()
-            staged.tensors |= {name: parameters[name] for name in missing}
-
     async def commit(
         self, policy_version: int, *, mode: UpdateMode = "in_place", fingerprint: str | None = None
-    ) -> Served:
-        """Serve what is staged from the next decode step on, or when what runs has ended (`drain`). What came in chunks
-        must be whole; whatever came must have the `fingerprint` if one is given. Returns what is served, with the
-        fingerprint of what the engine really holds. While one drains, whoever replaces or drops the update ends it with
-        Conflict."""
-        async with self._alone():
+    ) -> CommittedWeights:
+        """Serve the staged weights from the next decode step on, or once all running samples have ended (`drain`).
+
+        Return the served weights, with the fingerprint of the engine's actual weights. An update in parts must be
+        complete. If `fingerprint` is given, the staged weights must have it. Raises Conflict otherwise, or if
+        `policy_version` is not staged. Raises Conflict too if another call replaces or drops the update while this one
+        drains."""
+        async with self._exclusive():
             if self._served is not None and self._served.policy_version == policy_version:
                 if fingerprint not in (None, self._served.fingerprint):
                     raise Conflict(
@@ -267,36 +267,43 @@ class WeightsUpdate:
                         f"{self._served.fingerprint}, not {fingerprint}"
                     )
                 return self._served
-            if self._staged is None or self._staged.policy_version != policy_version:
-                version = "nothing" if self._staged is None else f"policy_version {self._staged.policy_version}"
+            if self.staged is None or self.staged.policy_version != policy_version:
+                version = "nothing" if self.staged is None else f"policy_version {self.staged.policy_version}"
                 raise Conflict(f"commit of policy_version {policy_version}, but {version} is staged")
             if fingerprint is not None:
-                await self._verify(self._staged, fingerprint)
-            served = await self._commit(self._staged, policy_version, mode)
+                found = self.staged.fingerprint or await self._fingerprint_of(self.staged.tensors)
+                if found != fingerprint:
+                    raise Conflict(
+                        f"the staged weights have fingerprint {found}, not {fingerprint}: a part is missing or differs"
+                    )
+            served = await self._commit(self.staged, policy_version, mode)
             self._stage(None)
             return served
 
-    async def _verify(self, staged: Staged, fingerprint: str) -> None:
-        found = staged.fingerprint or await self._fingerprint_of(staged.tensors)
-        if found != fingerprint:
-            raise Conflict(f"what is staged has fingerprint {found}, not {fingerprint}: a chunk is missing or differs")
-
-    async def _commit(self, staged: Staged, policy_version: int, mode: UpdateMode) -> Served:
+    async def _commit(self, staged: StagedWeights, policy_version: int, mode: UpdateMode) -> CommittedWeights:
         if missing := self.missing(staged):
-            raise Conflict(f"the update lacks {len(missing)} weights, the first is {missing[0]}")
+            reason = "" if staged.refused is None else f", and part of it was refused: {staged.refused}"
+            raise Conflict(f"the update lacks {len(missing)} weights, the first is {missing[0]}{reason}")
         if mode == "drain" and self._runner.engine.paused:
-            raise Conflict("generation is paused: what runs cannot end; continue, or commit in another mode")
-        if self._runner.policy_version != policy_version:  # else an earlier commit ran out of time, but took effect
+            raise Conflict(
+                "generation is paused, so running answers cannot end: continue it, or commit in another mode"
+            )
+        if self._runner.policy_version != policy_version:  # if equal, an earlier commit took effect after its deadline
             self._draining = mode == "drain"
             seconds = DRAIN_TIMEOUT_S if self._draining else LOAD_TIMEOUT_S
             try:
                 async with deadline(seconds, waiter="server", resource="a weights update", holder="the engine"):
-                    await self._runner.load_weights(staged.tensors, policy_version, mode=mode)
+                    pause_s = await self._runner.load_weights(staged.tensors, policy_version, mode=mode)
             finally:
                 self._draining = False
-        # Beside the engine's thread, which generates on: only a commit writes weights, and this one holds the lock.
+            num_bytes = sum(tensor.nbytes for tensor in staged.tensors.values())
+            self._log.info(
+                f"serves the weights of policy_version {policy_version}: {num_bytes:,} bytes, received and loaded in "
+                f"{time.monotonic() - staged.begun_at:.3f} s, generation paused for {pause_s:.3f} s"
+            )
+        # This runs in parallel with generation. Only a commit writes weights, and this commit holds the lock.
         found = await self._fingerprint_of(self._runner.engine.parameters())
-        self._served = Served(policy_version, found)
+        self._served = CommittedWeights(policy_version, found)
         return self._served
 
     async def _fingerprint_of(self, tensors: Tensors) -> str:
@@ -304,14 +311,14 @@ class WeightsUpdate:
             return await asyncio.to_thread(self._fingerprint, tensors)
 
     async def rename(self, policy_version: int) -> None:
-        """What came last is `policy_version`: the open bracket if there is one, else what is served. Conflict if it
-        would go back."""
+        """Give the latest weights the name `policy_version`: the open bracket if there is one, otherwise the served
+        weights. Raises Conflict if the version would decrease."""
         _check_bound(policy_version)
-        async with self._alone():
+        async with self._exclusive():
             current = self._runner.policy_version
-            if self._staged is not None and self._staged.bracketed:
+            if self.staged is not None and self.staged.bracketed:
                 self._check_newer(policy_version)
-                self._staged.policy_version = policy_version
+                self.staged.policy_version = policy_version
                 return
             if current == NO_VERSION:
                 raise Conflict("no weights have been loaded yet")
@@ -323,25 +330,25 @@ class WeightsUpdate:
                 self._served = self._served._replace(policy_version=policy_version)
 
     async def forget(self) -> None:
-        """Somebody else numbers the versions from now on: what is served and staged counts no more, a pause ends, and
-        released memory is taken back."""
+        """Reset the server for a new owner with its own version numbers. Served and staged weights are dropped, a pause
+        ends, and released memory is allocated again."""
         await self._stop_draining()
-        async with self._alone():
+        async with self._exclusive():
             self._stage(None)
             async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="a new owner", holder="the engine"):
                 await self._runner.forget_weights()
                 self._served = None
                 await self._runner.resume()
-                await self._runner.go_on()
+                await self._runner.continue_generation()
 
     async def abort(self) -> None:
-        """Forget what is staged, even if it only waits for running answers to end; the served weights stay."""
+        """Drop the staged weights, even during a drain. The served weights stay."""
         await self._stop_draining()
-        async with self._alone():
+        async with self._exclusive():
             self._stage(None)
 
     async def _stop_draining(self) -> None:
-        """A commit that waits for running answers to end, perhaps for long, is refused: whoever calls goes first."""
+        """Refuse a commit that waits for running samples to end, because the new call takes precedence."""
         if self._draining:
             async with deadline(LOAD_TIMEOUT_S, waiter="server", resource="the end of a drain", holder="the engine"):
                 await self._runner.stop_draining()
@@ -354,9 +361,9 @@ class WeightsUpdate:
             )
         _check_bound(policy_version)
 
-    def _stage(self, staged: Staged | None, lease_s: float | None = None) -> None:
-        """Keep this, and for how long from now on."""
-        self._staged = staged
+    def _stage(self, staged: StagedWeights | None, lease_s: float | None = None) -> None:
+        """Set the open update (None for no update) and restart its lease."""
+        self.staged = staged
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
@@ -368,19 +375,19 @@ class WeightsUpdate:
             self._lease_s = LEASE_S
 
     def _expire(self) -> None:
-        staged = self._staged
+        staged = self.staged
         if staged is None:
             return
-        if self._lock.locked():  # it is being committed or replaced: see again later
+        if self._lock.locked():  # it is being committed or replaced: check again later
             self._lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire)
             return
-        self._staged = None
+        self.staged = None
         self._end_pause_of(staged)
 
-    def _end_pause_of(self, staged: Staged) -> None:
-        """Unless it has ended, or somebody has paused again since."""
+    def _end_pause_of(self, staged: StagedWeights) -> None:
+        """End the pause during which `staged` was staged, unless it has ended or another pause has begun since."""
         if staged.pause == self._runner.num_pauses and self._runner.engine.paused:
-            self._ending_pause = asyncio.get_running_loop().create_task(self._runner.go_on())
+            self._ending_pause = asyncio.get_running_loop().create_task(self._runner.continue_generation())
 
 
 def _check_bound(policy_version: int) -> None:

@@ -1,9 +1,10 @@
-"""Does what is trained look like the data? Compares the response lengths of trained episodes with those of all that
-were admitted, and with those of all that were played.
+"""Length bias: compares the response lengths of trained episodes with those of all admitted and all played episodes.
 
-Order, filters, staleness and over-sampling all favour some lengths: discarding late work under-trains slow, mostly hard
-tasks (tinker-cookbook PR 822; Magistral, arXiv 2506.10910: the trained length distribution must match the data's). Of a
-group that is not played yet, as of one that starves, the predicted length stands in for the real ones.
+Dispatch order, filters, staleness and over-sampling all favour some lengths. For example, discarding late work
+under-trains slow tasks, which are mostly hard (tinker-cookbook PR 822). The trained length distribution must match that
+of the data (Magistral, arXiv 2506.10910). The predicted length stands in for the real lengths of a group until the
+group is complete; so a group that never starts counts too. A group of equal rewards does not count as admitted: it has
+no gradient, so that dropping it favours no length.
 """
 
 from __future__ import annotations
@@ -17,41 +18,47 @@ import numpy as np
 import numpy.typing as npt
 
 MIN_LENGTHS = 64
-"""Below this many on either side a distance says nothing."""
+"""Fewest lengths on each side for a meaningful distance."""
 CRITICAL = math.sqrt(-math.log(0.01 / 2) / 2)
-"""Two-sample Kolmogorov-Smirnov test at 1 %: c = sqrt(-ln(alpha / 2) / 2), times sqrt((n + m) / (n m))."""
+"""c = sqrt(-ln(alpha / 2) / 2) at alpha = 1 %. The critical distance of the two-sample Kolmogorov-Smirnov test is
+c * sqrt((n + m) / (n m))."""
 
 
 class LengthBias:
-    """Over the latest `window` episodes of each kind. The `look_ahead` newest groups are not held against the order:
-    they have had no turn yet."""
+    """Lengths of the latest `window` admitted, played and trained episodes. The `look_ahead` newest groups do not count
+    as admitted: they may still wait for their turn."""
 
     def __init__(self, *, group_size: int, look_ahead: int, window: int = 2048) -> None:
         self._group_size, self._look_ahead = group_size, look_ahead
         self._num_groups = max(window // group_size, 1)
         self._admitted: OrderedDict[int, Sequence[float]] = OrderedDict()
-        """Lengths by group in the order of admission; empty while nothing is known."""
+        """Lengths by group, in the order of admission; empty if a group has neither lengths nor a prediction."""
         self._played: deque[float] = deque(maxlen=window)
         self._trained: deque[float] = deque(maxlen=window)
 
     def admitted(self, group: int, predicted_tokens: float | None) -> None:
-        """A group was taken in; what it is expected to take, if anything is."""
+        """Record an admitted group. `predicted_tokens` is the expected length of its episodes; None without a
+        prediction."""
         self._admitted[group] = () if predicted_tokens is None else (predicted_tokens,) * self._group_size
         while len(self._admitted) > self._num_groups + self._look_ahead:
             self._admitted.popitem(last=False)
 
     def played(self, group: int, lengths: Sequence[int]) -> None:
-        """A group was played to its end, whatever became of it then."""
+        """Record the lengths of a completed group, whether it is trained later or not."""
         self._played.extend(lengths)
         if group in self._admitted:
             self._admitted[group] = lengths
 
+    def equal_rewards(self, group: int) -> None:
+        """Remove a group from the admitted ones: its rewards are equal, so that training on it would change nothing."""
+        self._admitted.pop(group, None)
+
     def trained(self, lengths: Iterable[int]) -> None:
-        """Episodes that an optimizer step used."""
+        """Record the lengths of episodes that an optimizer step used."""
         self._trained.extend(lengths)
 
     def report(self) -> dict[str, float | None]:
-        """Percentiles and Kolmogorov-Smirnov distances; None where there is too little to tell."""
+        """Return percentiles and Kolmogorov-Smirnov distances; None where there are too few lengths."""
         trained, played, admitted = np.sort(self._trained), np.sort(self._played), np.sort(self._population())
         return {
             "length_p50_trained": _percentile(trained, 50),
@@ -63,8 +70,11 @@ class LengthBias:
         }
 
     def alarm(self, threshold: float = 0.1) -> str | None:
-        """Why the trained lengths are not the data's; None unless the distance is over `threshold` and over what chance
-        explains at 1 %, the members of a group counting as one."""
+        """Return how the trained lengths differ from the data's; None while the difference is small.
+
+        The difference is large if the distance exceeds both `threshold` and the critical distance at 1 %. The test
+        counts the members of a group as one observation.
+        """
         found = self.report()
         distance = found["length_ks"]
         n, m = (size / self._group_size for size in (len(self._trained), len(self._population())))
@@ -85,11 +95,12 @@ def _percentile(ordered: npt.NDArray[np.float64], percent: float) -> float | Non
     return float(np.percentile(ordered, percent)) if len(ordered) else None
 
 
+def ks_distance(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
+    """Return the largest difference between the empirical distribution functions of two sorted arrays."""
+    points = np.concatenate((one, other))
+    shares = (np.searchsorted(side, points, side="right") / len(side) for side in (one, other))
+    return float(np.abs(np.subtract(*shares)).max())
+
+
 def _distance(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float | None:
-    """Largest difference between two empirical distribution functions; both sorted."""
-    if min(len(one), len(other)) < MIN_LENGTHS:
-        return None
-    steps = np.concatenate((one, other))
-    below = np.searchsorted(one, steps, side="right") / len(one)
-    other_below = np.searchsorted(other, steps, side="right") / len(other)
-    return float(np.abs(below - other_below).max())
+    return ks_distance(one, other) if min(len(one), len(other)) >= MIN_LENGTHS else None

@@ -1,11 +1,15 @@
-"""What moves the trigger's thresholds as training goes on: the policy's entropy, time, or the gradient noise scale.
+"""Feedback: a signal moves the trigger's thresholds during training.
 
-Once per optimizer step a signal says which factor of N_min and T_max it wants. A change is followed by `hold_steps`
-steps without another, whatever the signal (after a change the signal must first show its effect). The trigger clamps
-what comes out. How strongly `sjf` prefers short answers follows entropy whatever the signal is.
+The signal is the policy's entropy, time, or the gradient noise scale. After each optimizer step it gives the factor
+by which it wants to multiply N_min and T_max. The trigger clamps the results. After a change, the factor stays for
+`hold_steps` steps, so that the change first takes effect. Under every signal, entropy decides how strongly `sjf`
+prefers short answers.
 
-Entropy as a driver is the design note's rule and unvalidated; the schedule over time and the noise scale (arXiv
-1812.06162) are what it has to be compared with.
+Raw entropy shifts with temperature, answer length and task mix. It also falls almost monotonically early in training
+(arXiv 2505.22617). So only the ratio of entropy to a running reference is informative.
+
+The entropy signal is the rule of the design note. It is not validated: it must be compared with the schedule over time
+and with the noise scale (arXiv 1812.06162).
 """
 
 from __future__ import annotations
@@ -13,75 +17,103 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from penstock.config.scheduling import FeedbackConfig, TriggerConfig
-from penstock.scheduler.entropy import Average, RunningReference, preference
 from penstock.types import LearnerState
 
-Level = Literal["low", "normal", "high"]
+FLOOR = 1e-3
+"""Nats per token. Entropies below it count as equal, so that a nearly deterministic policy does not look volatile."""
+WEAKEST, STRONGEST = 0.25, 4.0
+"""Bounds of `preference`."""
+
+
+class Average(msgspec.Struct):
+    """An exponential average over about `steps` values. It is the plain mean at first, so that it starts unbiased."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float, *, steps: int) -> None:
+        self.count = min(self.count + 1, steps)
+        self.value += (value - self.value) / self.count
+
+
+class RunningReference(Average):
+    """The exponential average of entropy in nats per token, and the ratio of entropy to it."""
+
+    ratio: float = 1.0
+    """Latest ratio of entropy to the reference."""
+
+    def observe(self, entropy: float, *, steps: int) -> None:
+        """Compute the ratio of `entropy` to the reference, then update the reference.
+
+        A negative or infinite entropy, or NaN, changes nothing.
+        """
+        if not math.isfinite(entropy) or entropy < 0:
+            return
+        if self.count:
+            self.ratio = max(entropy, FLOOR) / max(self.value, FLOOR)
+        self.add(entropy, steps=steps)
+
+
+def preference(ratio: float, gain: float) -> float:
+    """Return ratio ** gain, clamped to [0.25, 4]. `sjf` weighs predicted lengths by it: more at a higher entropy."""
+    if ratio <= 0:
+        return WEAKEST if gain > 0 else 1.0
+    exponent = gain * math.log(ratio)  # in logarithms: a power of two large numbers overflows
+    limit = math.log(STRONGEST)
+    return min(max(math.exp(min(max(exponent, -limit), limit)), WEAKEST), STRONGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
-    """What is in force until the next optimizer step."""
+    """The settings that hold until the next optimizer step."""
 
-    samples_factor: float
-    wait_factor: float
+    factor: float
+    """Multiplies N_min and T_max."""
     preference: float
     """How strongly `sjf` counts predicted lengths."""
-    level: Level
-    """Of entropy, or what the other signals amount to: `high` is thresholds below the configured ones, `low` above."""
     reason: str
     inputs: dict[str, float]
-    changed: bool
-    """The factors are not those of the step before."""
 
 
 class Setting(NamedTuple):
-    """Where a signal wants the thresholds."""
+    """The factor of the thresholds that a signal wants, and the level of the entropy behind it."""
 
-    level: Level
+    level: Literal["low", "normal", "high"]
     factor: float
 
 
 NORMAL = Setting("normal", 1.0)
 
 
-class Signal(Protocol):
-    """Says where the thresholds should be; keeps what it must remember in `state_dict`."""
+class NoState(msgspec.Struct):
+    """The state of a signal without memory."""
+
+
+class Signal:
+    """A rule for the thresholds. This one keeps the configured thresholds."""
+
+    state: msgspec.Struct = NoState()
+    """The state that a resumed run needs."""
 
     def initial(self) -> Setting:
-        """Before the first optimizer step."""
-        ...
-
-    def wanted(self, current: Setting, ratio: float, metrics: Mapping[str, float]) -> tuple[Setting, str]:
-        """After one more optimizer step, entropy being `ratio` times its reference; and why."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Fixed:
-    """Thresholds as configured."""
-
-    def initial(self) -> Setting:
+        """Return the setting before the first optimizer step."""
         return NORMAL
 
     def wanted(self, current: Setting, ratio: float, metrics: Mapping[str, float]) -> tuple[Setting, str]:
+        """Return the setting after one more optimizer step, and why. Entropy is `ratio` times its reference."""
         return NORMAL, "thresholds are fixed"
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to remember."""
+class EntropyLevel(Signal):
+    """Three levels of entropy.
 
-
-class EntropyLevel(Fixed):
-    """Three levels: entered beyond the band around the reference, left at half of it."""
+    The level becomes `high` or `low` outside a band around the reference, and `normal` again within half the band.
+    """
 
     def __init__(self, config: FeedbackConfig) -> None:
         self._config = config
@@ -97,134 +129,131 @@ class EntropyLevel(Fixed):
         return setting, f"entropy is {setting.level}: {ratio:.3f} times its reference"
 
 
-class Schedule:
-    """Geometrically from `factor_high` in the first step to `factor_low` in the last, in stairs of hold_steps + 1."""
+class StepCount(msgspec.Struct):
+    num_steps: int = 0
+
+
+class Schedule(Signal):
+    """A geometric schedule from `factor_high` at the first step to `factor_low` at the last.
+
+    The factor is constant over each hold_steps + 1 steps.
+    """
+
+    state: StepCount
 
     def __init__(self, config: FeedbackConfig, *, total_steps: int) -> None:
-        self._config, self._total, self._num_steps = config, total_steps, 0
+        self._config, self._total, self.state = config, total_steps, StepCount()
 
     def initial(self) -> Setting:
         return self._at(0)
 
     def wanted(self, current: Setting, ratio: float, metrics: Mapping[str, float]) -> tuple[Setting, str]:
-        self._num_steps += 1
-        setting = self._at(self._num_steps)
-        return setting, f"{self._num_steps} of {self._total} steps are done: factor {setting.factor:.3g}"
+        self.state.num_steps += 1
+        setting = self._at(self.state.num_steps)
+        return setting, f"{self.state.num_steps} of {self._total} steps are done: factor {setting.factor:.3g}"
 
     def _at(self, steps_done: int) -> Setting:
         stride = self._config.hold_steps + 1
         last = (self._total - 1) // stride
         share = min(steps_done // stride / last, 1.0) if last else 0.0
-        return _setting(self._config.factor_high ** (1 - share) * self._config.factor_low**share)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self._num_steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._num_steps = int(state["num_steps"])
+        return Setting("normal", self._config.factor_high ** (1 - share) * self._config.factor_low**share)
 
 
-class NoiseScale:
-    """N_min at the gradient noise scale B_simple = tr(S) / |G|^2 (arXiv 1812.06162), moved when it leaves the band.
+class NoiseAverages(msgspec.Struct):
+    trace: Average = msgspec.field(default_factory=Average)
+    signal: Average = msgspec.field(default_factory=Average)
 
-    Numerator and denominator are averaged apart, since the ratio of two noisy numbers is biased; a denominator that is
-    still not positive says that the signal drowns in noise so far, and nothing moves.
+
+class NoiseScale(Signal):
+    """Sets N_min to the gradient noise scale B_simple = tr(S) / |G|^2 (arXiv 1812.06162).
+
+    N_min changes only if the scale leaves a band around the current N_min. Numerator and denominator have separate
+    averages, since the ratio of two noisy numbers is biased. While an average is not positive, noise still dominates,
+    and N_min does not change.
     """
 
-    def __init__(self, config: FeedbackConfig, *, min_samples: int) -> None:
-        self._band, self._min_samples = config.band, min_samples
-        self._trace, self._signal = Average(config.reference_steps), Average(config.reference_steps)
+    state: NoiseAverages
 
-    def initial(self) -> Setting:
-        return NORMAL
+    def __init__(self, config: FeedbackConfig, *, min_samples: int) -> None:
+        self._config, self._min_samples, self.state = config, min_samples, NoiseAverages()
 
     def wanted(self, current: Setting, ratio: float, metrics: Mapping[str, float]) -> tuple[Setting, str]:
         trace, signal = metrics.get("noise_trace", math.nan), metrics.get("noise_signal", math.nan)
         if math.isfinite(trace) and math.isfinite(signal):
-            self._trace.add(trace)
-            self._signal.add(signal)
-        if self._trace.value <= 0 or self._signal.value <= 0:
+            self.state.trace.add(trace, steps=self._config.reference_steps)
+            self.state.signal.add(signal, steps=self._config.reference_steps)
+        if self.state.trace.value <= 0 or self.state.signal.value <= 0:
             return current, "no gradient noise scale yet"
-        samples = self._trace.value / self._signal.value
+        samples = self.state.trace.value / self.state.signal.value
         factor = samples / self._min_samples
-        if not math.isfinite(factor) or factor <= 0 or abs(factor / current.factor - 1) <= self._band:
+        if not math.isfinite(factor) or factor <= 0 or abs(factor / current.factor - 1) <= self._config.band:
             return current, f"gradient noise scale {samples:.4g} samples: within the band"
-        return _setting(factor), f"gradient noise scale {samples:.4g} samples: {factor:.3g} times N_min"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"trace": self._trace.state_dict(), "signal": self._signal.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._trace.load_state_dict(state["trace"])
-        self._signal.load_state_dict(state["signal"])
+        return Setting("normal", factor), f"gradient noise scale {samples:.4g} samples: {factor:.3g} times N_min"
 
 
 class Feedback:
-    """A signal, the hold after each change, and the preference that entropy gives."""
+    """A signal, the hold after each change, and the `sjf` preference that follows from entropy."""
 
     def __init__(self, name: str, signal: Signal, config: FeedbackConfig, *, entropy_gain: float) -> None:
         self._name, self._signal = name, signal
-        self._hold_steps, self._entropy_gain = config.hold_steps, entropy_gain
-        self._reference = RunningReference(config.reference_steps)
+        self._config, self._entropy_gain = config, entropy_gain
+        self._reference = RunningReference()
         self._setting = signal.initial()
         self._held = 0
-        """Steps for which there is still no change."""
+        """Number of further steps without a change."""
 
     @property
     def adjustment(self) -> Adjustment:
-        """What is in force before the first step, or after a resume."""
-        return self._adjustment("in force since the start", {}, changed=False)
+        """The settings before the first step, or after a resume."""
+        return self._adjustment("in force since the start", {})
 
     def observe(self, learner: LearnerState) -> Adjustment:
-        """Once per optimizer step: what is in force until the next."""
-        trained = learner.metrics.get("tokens", 1.0) > 0
+        """Take in the report of an optimizer step. Returns the settings until the next step."""
         reference = self._reference.value
-        ratio = self._reference.observe(learner.entropy) if trained else self._reference.ratio
+        if learner.metrics.get("tokens", 1.0) > 0:
+            self._reference.observe(learner.entropy, steps=self._config.reference_steps)
+        ratio = self._reference.ratio
         wanted, reason = self._signal.wanted(self._setting, ratio, learner.metrics)
         changed = wanted != self._setting and self._held == 0
         if self._held:
             reason += f"; held for {self._held} more steps"
         if changed:
             self._setting = wanted
-        self._held = self._hold_steps if changed else max(self._held - 1, 0)
+        self._held = self._config.hold_steps if changed else max(self._held - 1, 0)
         inputs = {"entropy": learner.entropy, "reference": reference, "ratio": ratio, "wanted_factor": wanted.factor}
         inputs |= {name: learner.metrics[name] for name in ("noise_signal", "noise_trace") if name in learner.metrics}
-        return self._adjustment(reason, inputs, changed=changed)
+        return self._adjustment(reason, inputs)
 
-    def _adjustment(self, reason: str, inputs: dict[str, float], *, changed: bool) -> Adjustment:
+    def _adjustment(self, reason: str, inputs: dict[str, float]) -> Adjustment:
         return Adjustment(
-            samples_factor=self._setting.factor,
-            wait_factor=self._setting.factor,
+            factor=self._setting.factor,
             preference=preference(self._reference.ratio, self._entropy_gain),
-            level=self._setting.level,
             reason=reason,
             inputs={name: value for name, value in inputs.items() if math.isfinite(value)},
-            changed=changed,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the state as plain JSON values."""
         return {
             "name": self._name,
-            "reference": self._reference.state_dict(),
-            "signal": self._signal.state_dict(),
+            "reference": msgspec.to_builtins(self._reference),
+            "signal": msgspec.to_builtins(self._signal.state),
             "setting": list(self._setting),
             "held": self._held,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; one of another signal gives only the entropy's reference."""
-        self._reference.load_state_dict(state["reference"])
+        """Restore a saved state. If it is from another signal, restore only the reference entropy."""
+        self._reference = msgspec.convert(state["reference"], RunningReference)
         if state["name"] != self._name:
             return
-        self._signal.load_state_dict(state["signal"])
+        self._signal.state = msgspec.convert(state["signal"], type(self._signal.state))
         self._setting, self._held = Setting(*state["setting"]), int(state["held"])
 
 
 def feedback(config: TriggerConfig, *, entropy_gain: float, total_steps: int, min_samples: int) -> Feedback:
-    """The feedback that `scheduler.trigger.feedback` asks for. `min_samples` is what its factors multiply (N_min)."""
-    settings = config.feedback
-    signal: Signal
+    """Return the feedback that `scheduler.trigger.feedback` configures. Its factors multiply `min_samples` (N_min)."""
+    settings, signal = config.feedback, Signal()
     match settings.signal:
         case "entropy":
             signal = EntropyLevel(settings)
@@ -232,11 +261,4 @@ def feedback(config: TriggerConfig, *, entropy_gain: float, total_steps: int, mi
             signal = Schedule(settings, total_steps=total_steps)
         case "noise_scale":
             signal = NoiseScale(settings, min_samples=min_samples)
-        case "none":
-            signal = Fixed()
     return Feedback(settings.signal, signal, settings, entropy_gain=entropy_gain)
-
-
-def _setting(factor: float) -> Setting:
-    level: Level = "high" if factor < 1 else "low" if factor > 1 else "normal"
-    return Setting(level, factor)

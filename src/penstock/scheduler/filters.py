@@ -1,4 +1,4 @@
-"""Whole groups that are not worth training are dropped before they cost training time, each with a reason.
+"""Group filters drop groups that are not worth training. Each drop has a reason.
 
 A filter is one class with one method:
 
@@ -6,10 +6,9 @@ A filter is one class with one method:
         def __init__(self, *, above: float = 0.9): ...            # options of the configuration
         def decide(self, group: FinishedGroup) -> Keep | Drop: ...
 
-It sees a group once all its members have been played, none of them failed. It may keep state: what `state_dict()`
-returns (plain values) is saved with checkpoints, and given to `load_state_dict` when a run goes on from one. A filter
-that raises, or answers something else, fails the run: what it would have dropped cannot be known. A dropped group gives
-its place to another one.
+The scheduler calls it once all members of a group have ended and none failed. A filter may keep state: checkpoints save
+the plain values that `state_dict()` returns, and a resumed run passes them to `load_state_dict`. If a filter raises, or
+returns neither Keep nor Drop, the run fails, because the decision is missing. Another group replaces a dropped group.
 """
 
 from __future__ import annotations
@@ -20,32 +19,34 @@ from typing import Any, Protocol, get_args
 
 import msgspec
 
+from penstock.alarms import HopelessError
 from penstock.config import ConfigError, GroupFilterConfig
 from penstock.config.imports import import_named
 from penstock.types import EpisodeSummary, StopReason, Task
 
 KEY = "scheduler.group_filter"
+ZERO_VARIANCE = "zero_variance"
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """Train it."""
+    """Train the group."""
 
 
 class Drop(msgspec.Struct, frozen=True, kw_only=True):
-    """Do not train it, because of `reason`. Drops are counted by it: leave out what differs from group to group."""
+    """Do not train the group. Drops are counted by `reason`, so leave out details that differ between groups."""
 
     reason: str
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):
-    """Which filter dropped a group, and why."""
+    """The name of the filter that dropped a group, and its reason."""
 
     name: str
     reason: str
 
 
 class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a filter sees: a group whose members were all played to an end."""
+    """A group for a filter to judge. All its members have ended."""
 
     task: Task
     episodes: Sequence[EpisodeSummary]
@@ -55,15 +56,12 @@ class GroupFilter(Protocol):
     def decide(self, group: FinishedGroup) -> Keep | Drop: ...
 
 
-class FilterFailed(RuntimeError):
-    """A filter raised, or did not answer; the message names it."""
-
-    self_explanatory = True
-    hopeless = True
+class FilterFailed(HopelessError):
+    """A filter raised, or returned neither Keep nor Drop. The message names the filter."""
 
 
 class ZeroVariance:
-    """Drops groups whose rewards are all equal: every advantage is zero (DAPO's dynamic sampling, arXiv 2503.14476)."""
+    """Drops groups with equal rewards: every advantage is zero (dynamic sampling of DAPO, arXiv 2503.14476)."""
 
     def decide(self, group: FinishedGroup) -> Keep | Drop:
         rewards = {episode.reward for episode in group.episodes}
@@ -83,13 +81,15 @@ class OverLong:
 
 
 class StoppedBecause:
-    """Drops groups in which more than `max_share` of the members stopped for one of `reasons` (see
-    `types.StopReason`): answers that were cut, by default."""
+    """Drops groups in which more than `max_share` of the members stopped for one of `reasons`.
+
+    `types.StopReason` lists the reasons. By default, the filter drops groups of truncated answers.
+    """
 
     def __init__(self, *, reasons: Collection[str] = ("max_length",), max_share: float = 0.5) -> None:
         known = get_args(StopReason)
         if unknown := set(reasons) - set(known):
-            raise ValueError(f"nothing stops for the reason {', '.join(unknown)}: there are {', '.join(known)}")
+            raise ValueError(f"unknown stop reason {', '.join(unknown)}: use {', '.join(known)}")
         self._reasons, self._max_share = reasons, max_share
 
     def decide(self, group: FinishedGroup) -> Keep | Drop:
@@ -99,7 +99,7 @@ class StoppedBecause:
 
 
 class ScoreRange:
-    """Drops groups whose mean reward is not within `low` and `high`: too hard for this policy, or too easy."""
+    """Drops groups with a mean reward below `low` (too hard for this policy) or above `high` (too easy)."""
 
     def __init__(self, *, low: float = float("-inf"), high: float = float("inf")) -> None:
         self._low, self._high = low, high
@@ -112,7 +112,7 @@ class ScoreRange:
 
 
 BUILT_IN: Mapping[str, type[GroupFilter]] = {
-    "zero_variance": ZeroVariance,
+    ZERO_VARIANCE: ZeroVariance,
     "over_long": OverLong,
     "stop_reason": StoppedBecause,
     "score_range": ScoreRange,
@@ -120,26 +120,29 @@ BUILT_IN: Mapping[str, type[GroupFilter]] = {
 
 
 class FilterChain:
-    """All filters of a run; the first that drops a group decides."""
+    """All filters of a run, in order. The first filter that drops a group decides."""
 
     def __init__(self, configs: Sequence[GroupFilterConfig]) -> None:
-        """Raises `ConfigError` for a filter that there is not, or whose options do not fit it."""
+        """Create the filters. Raises `ConfigError` for an unknown filter, or for options that do not fit a filter."""
         self._filters = {config.name: _make(config) for config in configs}
 
     def decide(self, group: FinishedGroup) -> Dropped | None:
-        """Who drops the group; None if all keep it. Raises `FilterFailed`."""
+        """Return the filter that drops the group, and its reason; None if all filters keep the group.
+
+        Raises `FilterFailed` if a filter raises or returns neither Keep nor Drop.
+        """
         for name, each in self._filters.items():
-            verdict = _ask(name, each, group)
+            verdict = _decide(name, each, group)
             if isinstance(verdict, Drop):
                 return Dropped(name=name, reason=verdict.reason)
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Of those that have one."""
+        """Return the states of the filters that have one."""
         return {name: each.state_dict() for name, each in self._filters.items() if hasattr(each, "state_dict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved state."""
+        """Restore saved states of filters."""
         for name, each in self._filters.items():
             if name in state and hasattr(each, "load_state_dict"):
                 each.load_state_dict(state[name])
@@ -158,15 +161,15 @@ def _make(config: GroupFilterConfig) -> GroupFilter:
         ) from None
     if not callable(getattr(found, "decide", None)):
         raise ConfigError(f"{KEY} {name!r} has no decide(group)")
-    filter_: GroupFilter = found
-    return filter_
+    made: GroupFilter = found
+    return made
 
 
-def _ask(name: str, asked: GroupFilter, group: FinishedGroup) -> Keep | Drop:
+def _decide(name: str, each: GroupFilter, group: FinishedGroup) -> Keep | Drop:
     try:
-        verdict: object = asked.decide(group)
+        verdict: object = each.decide(group)
     except Exception as error:
         raise FilterFailed(f"{KEY} {name} raised {type(error).__name__} on {group.task.task_id}: {error}") from error
     if not isinstance(verdict, Keep | Drop):
-        raise FilterFailed(f"{KEY} {name} answered {verdict!r} for {group.task.task_id}, neither Keep nor Drop")
+        raise FilterFailed(f"{KEY} {name} returned {verdict!r} for {group.task.task_id}: return Keep or Drop")
     return verdict

@@ -1,42 +1,53 @@
-"""What a worker is handed: leases, first grants and seeds for members of a group. Pure."""
+"""Work for workers: leases, first grants and seeds for members of a group. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 
 import msgspec
 
 from penstock.config import Config, Environments
-from penstock.ports import SavedEpisode, Work
-from penstock.scheduler.live import LiveGroup
-from penstock.scheduler.seeds import Seeds
+from penstock.ports.work import Work
+from penstock.scheduler.active_group import ActiveGroup
 from penstock.scheduler.segments import SegmentPolicy
-from penstock.types import EpisodeId, Purpose, Sampling, SegmentGrant
+from penstock.seeding import stable_seed
+from penstock.types import Purpose, Sampling, SegmentGrant, Task
+
+COLLIDES = (
+    "env.seeds arithmetic gives different tasks the same seed (seed + group + episode: 1 + 2 = 2 + 1); "
+    "hashed seeds do not collide"
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Terms:
-    """On which the tasks of a tag are played."""
-
-    segments: SegmentPolicy
-    first_grant: int
-    """Tokens."""
-    sampling: Sampling
+def env_seed(config: Config, task: Task) -> int:
+    """Return the seed of the task's environment. All members and all attempts of a group share it."""
+    if config.env.seeds == "arithmetic":
+        episode, group = divmod(task.index, config.trainer.groups_per_step)
+        return config.seed + group + episode
+    return stable_seed(config.seed, task.purpose, task.tag, task.index)
 
 
 class Leases:
-    """Makes work for workers. Members of a group share the environment's seed. An attempt after a failure samples
-    differently; one after a loss (of a worker, of the trainer) samples the same again."""
+    """Creates work and grants for workers.
+
+    Seeds depend only on the configuration and the task. Members of a group share the environment's seed, and have
+    different sampling seeds. An attempt after a failure has a new sampling seed. An attempt after the loss of a worker
+    or of the trainer reproduces the same samples.
+    """
 
     def __init__(self, config: Config) -> None:
-        self._deadline_s, self._seeds = config.env.episode_timeout_s, Seeds(config)
-        self._terms = cache(partial(_terms, config, config.environments))
+        self._config = config
+        self._limits = cache(partial(_limits, config, config.environments))
 
-    def work(self, group: LiveGroup, members: Sequence[int]) -> Work:
-        """`members` of `group`, those that were saved from where they were."""
-        task, terms = group.task, self._terms_of(group)
+    def work(self, group: ActiveGroup, members: Sequence[int]) -> Work:
+        """Return work for `members` of `group`. Members with partial rollouts continue from them."""
+        task = group.task
+        _, sampling = self._limits(task.tag, task.purpose)
+        sampling_seed = stable_seed(
+            self._config.seed, "sampling", task.purpose, task.tag, task.index, group.num_failures
+        )
+        saved = [(member, group.partial_rollouts[member]) for member in members if member in group.partial_rollouts]
         return Work(
             task=task,
             group=group.number,
@@ -44,49 +55,31 @@ class Leases:
             group_size=group.size - group.redundancy,
             redundancy=group.redundancy,
             members=tuple(members),
-            max_tokens=self._first_grants(group, members),
-            env_seed=self._seeds.of_environment(task),
-            sampling_seed=self._seeds.of_sampling(task, group.num_failures),
-            deadline_s=self._deadline_s,
-            sampling=terms.sampling,
-            saved=self._saved(group, members) if group.saved else (),
+            max_tokens=tuple(self._max_tokens(group, member) for member in members),
+            env_seed=env_seed(self._config, task),
+            sampling_seed=sampling_seed,
+            deadline_s=self._config.env.episode_timeout_s,
+            sampling=sampling,
+            saved=tuple(msgspec.structs.replace(each, episode=group.episode_id(member)) for member, each in saved),
             keep_text=task.purpose == "eval",
         )
 
-    def grant(self, group: LiveGroup, member: int) -> SegmentGrant:
-        """The next generate call of a member: what is left of its budget, up to a segment."""
-        return SegmentGrant(episode=self._episode(group, member), max_tokens=self._max_tokens(group, member))
+    def grant(self, group: ActiveGroup, member: int) -> SegmentGrant:
+        """Return the grant for the next generate call of `member`: its remaining budget, at most one segment."""
+        return SegmentGrant(episode=group.episode_id(member), max_tokens=self._max_tokens(group, member))
 
-    def _terms_of(self, group: LiveGroup) -> _Terms:
-        return self._terms(group.task.tag, group.task.purpose)
-
-    def _first_grants(self, group: LiveGroup, members: Sequence[int]) -> tuple[int, ...]:
-        if not group.num_tokens:
-            return (self._terms_of(group).first_grant,) * len(members)
-        return tuple(self._max_tokens(group, member) for member in members)
-
-    def _max_tokens(self, group: LiveGroup, member: int) -> int:
-        segments = self._terms_of(group).segments
+    def _max_tokens(self, group: ActiveGroup, member: int) -> int:
+        segments, _ = self._limits(group.task.tag, group.task.purpose)
         return max(1, segments.grant_tokens(num_tokens=group.num_tokens.get(member, 0)))
 
-    @staticmethod
-    def _episode(group: LiveGroup, member: int) -> EpisodeId:
-        return EpisodeId(group.task.tag, group.number, member, group.attempt)
 
-    @classmethod
-    def _saved(cls, group: LiveGroup, members: Sequence[int]) -> tuple[SavedEpisode, ...]:
-        """What is saved of `members`, under the names they go on with."""
-        mine = [(member, group.saved[member]) for member in members if member in group.saved]
-        return tuple(msgspec.structs.replace(saved, episode=cls._episode(group, member)) for member, saved in mine)
-
-
-def _terms(config: Config, environments: Environments, tag: str, purpose: Purpose) -> _Terms:
+def _limits(config: Config, environments: Environments, tag: str, purpose: Purpose) -> tuple[SegmentPolicy, Sampling]:
+    """Return token limits and sampling parameters for the tasks of one tag."""
     env, settings = config.env, environments.find(tag, purpose)
-    segments = SegmentPolicy.from_config(config, settings)
     if purpose == "eval":
         sampling = Sampling(temperature=settings.eval_temperature, max_new_tokens=settings.max_new_tokens)
     else:
         sampling = Sampling(
             temperature=env.temperature, top_p=env.top_p, top_k=env.top_k, max_new_tokens=settings.max_new_tokens
         )
-    return _Terms(segments=segments, first_grant=segments.grant_tokens(num_tokens=0), sampling=sampling)
+    return SegmentPolicy.from_config(config, settings), sampling

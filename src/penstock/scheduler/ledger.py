@@ -3,8 +3,8 @@
     admitted = pending + leased + unfinished + rewarding + ready + training
              + trained + collected + filtered + discarded(stale | surplus) + failed + cancelled
 
-Live episodes are held one by one; finished ones only as counts, so memory does not grow with the run.
-A group's state is derived from its episodes'. Pure: no clock, no tasks, no logging.
+The ledger holds live episodes one by one, and ended episodes only as counts, so that memory does not grow with the run.
+The states of a group's episodes define the state of the group. Pure: no clock, no tasks, no logging.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ NEXT: Mapping[S, frozenset[S]] = {
     | _LEAVES,
     S.TRAINING: frozenset({S.TRAINED, S.READY}) | _LEAVES,
 }
-"""Legal transitions. LEASED, UNFINISHED, REWARDING or READY -> PENDING reissues a lost, failed or restarted attempt;
-UNFINISHED -> READY: an agent did not wait for the rest of an answer; TRAINING -> READY rewinds a lost trainer."""
+"""Legal transitions.
+
+LEASED, UNFINISHED, REWARDING or READY -> PENDING: a new attempt starts after a lost, failed or restarted one.
+UNFINISHED -> READY: an agent ended before its answer was complete.
+TRAINING -> READY: the trainer was lost.
+"""
 
 
 class LedgerError(RuntimeError):
-    """A transition that would break conservation; always a bug, never user input."""
+    """A change that would break the sum of states. It is always a bug, never an error of the user."""
 
 
 class Ledger:
-    """Counts of all episodes by state, and the states of the live ones by group."""
+    """Counts of all episodes by state, and the states of live episodes by group."""
 
     def __init__(self) -> None:
         self._live: dict[int, list[S]] = {}
@@ -44,25 +48,25 @@ class Ledger:
         self.num_admitted = 0
 
     def admit(self, group: int, size: int) -> None:
-        """`size` new episodes of `group`, all pending."""
+        """Add `size` pending episodes of `group`."""
         if group in self._live:
             raise LedgerError(f"group {group} is already in the ledger")
         self._live[group] = [S.PENDING] * size
         self._counts[S.PENDING] += size
         self.num_admitted += size
 
-    def remember(self, counts: Mapping[S, int]) -> None:
-        """Episodes of a group that ended in an earlier life of this ledger, by final state."""
+    def add_counts(self, counts: Mapping[S, int]) -> None:
+        """Count episodes that ended under an earlier controller, by final state."""
         self._counts.update(counts)
         self.num_admitted += sum(counts.values())
 
-    def revive(self, counts: Mapping[S, int]) -> None:
-        """Those of an ended group are to be admitted again: what became of them is lost."""
+    def remove_counts(self, counts: Mapping[S, int]) -> None:
+        """Remove the counts of an ended group, before the group is admitted again."""
         self._counts.subtract(counts)
         self.num_admitted -= sum(counts.values())
 
     def move(self, group: int, episodes: Iterable[int], to: S) -> None:
-        """Move members of `group`; all of them or, on an illegal transition, none."""
+        """Move members of `group` to state `to`. Raises `LedgerError`, and moves none, if a transition is illegal."""
         states, moved = self._group(group), set(episodes)
         if not moved:
             return
@@ -84,37 +88,39 @@ class Ledger:
         if to in FINAL and FINAL.issuperset(states):
             del self._live[group]
 
-    def shed(self, group: int, kept: Sequence[int]) -> None:
-        """The group is made of these members, `ready` ones, from now on numbered as they stand here; the others are
-        surplus."""
+    def keep_members(self, group: int, kept: Sequence[int]) -> None:
+        """Discard all members except `kept` as surplus.
+
+        The `kept` members are ready. They get the numbers from 0 on, in this order.
+        """
         states = self._group(group)
         self.move(group, set(range(len(states))).difference(kept), S.DISCARDED_SURPLUS)
         states[:] = [states[member] for member in kept]
 
     def state(self, group: int, episode: int) -> S:
-        """State of a live group's member."""
+        """Return the state of a live group's member."""
         return self._group(group)[episode]
 
     def members(self, group: int, *states: S) -> tuple[int, ...]:
-        """Members of a live group that are in one of `states` (all members if none is named)."""
+        """Return the members of a live group that are in one of `states`; all members without `states`."""
         held = self._group(group)
         if not states or held.count(held[0]) == len(held):
             return tuple(range(len(held))) if not states or held[0] in states else ()
         return tuple(i for i, state in enumerate(held) if state in states)
 
     def __contains__(self, group: int) -> bool:
-        """Is the group still live?"""
+        """Return whether the group has members that have not ended."""
         return group in self._live
 
     def count(self, *states: S) -> int:
         return sum(self._counts[state] for state in states)
 
     def counts(self) -> dict[str, int]:
-        """Every state's count, and `admitted`."""
+        """Return the count of every state, and `admitted`."""
         return {"admitted": self.num_admitted} | {state.value: self._counts[state] for state in S}
 
     def check(self) -> None:
-        """Raise `LedgerError` unless the law holds."""
+        """Raise `LedgerError` unless the states add up to the number of admitted episodes."""
         if any(count < 0 for count in self._counts.values()):
             raise LedgerError(f"negative count in {self.counts()}")
         if sum(self._counts.values()) != self.num_admitted:
@@ -132,7 +138,7 @@ class Ledger:
 
 
 def _by_state(states: Sequence[S], moved: Collection[int]) -> Mapping[S, int]:
-    """How many of `moved` are in each state. All of a group mostly are in one."""
+    """Count `moved` by state. The usual case is fast: all members of the group are in one state."""
     if states.count(states[0]) == len(states):
         return {states[0]: len(moved)}
     return Counter([states[episode] for episode in moved])

@@ -1,12 +1,13 @@
-"""The order of what waits: shortest or longest first, softened by aging, within a window of the oldest.
+"""A queue that orders entries by length (shortest or longest first) and by age.
 
     score = sign * factor * tokens / scale + since / aging_s          lowest first; scale is the mean of `tokens`
 
-Aging is linear and the same for all, so a score never changes while its entry waits and a heap of scores is enough.
-With factor 0 the order is that of `since`. Equal scores, and equal ages, go by `number`.
+Aging is linear and equal for all entries. So a score never changes while its entry waits, and a heap of scores is
+enough. With factor 0, the order is that of `since`. `number` breaks ties between equal scores and between equal ages.
 
-Only the `look_ahead` oldest entries, the window, compete; the others move up as entries leave. Heaps may hold entries
-that have left the window: they are skipped, and swept when they are the majority.
+Only the `look_ahead` oldest entries compete; they are the window. Other entries wait in the backlog, and enter the
+window as entries leave it. The heaps may hold entries that have left the window. The queue skips them, and removes them
+once they are the majority.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-SCALE_WINDOW = 1024  # pushes the running mean of `tokens` remembers, roughly
-SCALE_TOLERANCE = 0.2  # relative drift of the mean that is worth new scores
-SWEEP_SLACK = 1024  # entries a heap may hold in excess of twice the window
+SCALE_WINDOW = 1024  # approximate number of pushes in the running mean of `tokens`
+SCALE_TOLERANCE = 0.2  # relative drift of the mean after which scores are computed again
+SWEEP_SLACK = 1024  # a heap may hold twice the window and this many entries more
 
 
 class Waiting(NamedTuple, Generic[T]):
-    """An entry; compares by age. `serial` is unique, so that comparison never reaches what follows it."""
+    """An entry; entries compare by age. `serial` is unique, so a comparison never reaches `tokens` and `item`."""
 
     since: float
     number: int
@@ -33,7 +34,7 @@ class Waiting(NamedTuple, Generic[T]):
 
 
 class Order(Generic[T]):
-    """Entries that wait, and which of them is next."""
+    """The waiting entries, and the next of them."""
 
     def __init__(self, *, sign: int, aging_s: float, max_wait_s: float, look_ahead: int) -> None:
         """`sign` is 1 for shortest first, -1 for longest first, 0 for oldest first."""
@@ -41,7 +42,7 @@ class Order(Generic[T]):
         self._factor, self._mean, self._scale, self._weight = 1.0, 0.0, 0.0, 0.0
         self._num_pushed = 0
         self._window: dict[int, Waiting[T]] = {}
-        self._youngest: Waiting[T] | None = None  # no entry of the window is younger
+        self._youngest: Waiting[T] | None = None  # youngest entry that is or was in the window
         self._ages: list[Waiting[T]] = []  # heap
         self._scores: list[tuple[float, Waiting[T]]] = []  # heap
         self._backlog: list[Waiting[T]] = []  # heap; empty unless the window is full
@@ -53,7 +54,7 @@ class Order(Generic[T]):
         return self._scale
 
     def push(self, item: T, *, number: int, since: float, tokens: float) -> None:
-        """`item` waits since `since`."""
+        """Add `item`. Its waiting time starts at `since`."""
         self._num_pushed += 1
         waiting = Waiting(since, number, self._num_pushed, tokens, item)
         self._mean += (tokens - self._mean) / min(self._num_pushed, SCALE_WINDOW)
@@ -67,7 +68,7 @@ class Order(Generic[T]):
             self._outdated = True
 
     def next(self, now: float) -> tuple[Waiting[T], bool] | None:
-        """The entry to take next, and whether that is so only because it has waited `max_wait_s`."""
+        """Return the next entry, and True if it is next because it has waited `max_wait_s`; None without entries."""
         oldest = self.oldest()
         if oldest is None:
             return None
@@ -78,7 +79,7 @@ class Order(Generic[T]):
         return self._scores[0][1], False
 
     def oldest(self) -> Waiting[T] | None:
-        """The entry that has waited longest."""
+        """Return the entry that has waited longest; None without entries."""
         if self._outdated or max(len(self._ages), len(self._scores)) > 2 * len(self._window) + SWEEP_SLACK:
             self._rebuild()
         while self._ages and self._ages[0].serial not in self._window:
@@ -86,13 +87,13 @@ class Order(Generic[T]):
         return self._ages[0] if self._ages else None
 
     def take(self, waiting: Waiting[T]) -> None:
-        """Take out what `next` returned."""
+        """Remove the entry that `next` returned."""
         del self._window[waiting.serial]
         if self._backlog:
             self._enter(heappop(self._backlog))
 
     def adapt(self, factor: float) -> None:
-        """Let lengths count `factor` times from now on."""
+        """Multiply the weight of lengths by `factor` from now on. Raises `ValueError` unless it is >= 0."""
         if not factor >= 0:
             raise ValueError(f"lengths cannot count {factor} times")
         if self._sign and factor != self._factor:
@@ -100,23 +101,16 @@ class Order(Generic[T]):
             self._outdated = True
 
     def revise(self, tokens: Mapping[int, float]) -> None:
-        """New `tokens` for the entries with these numbers."""
-        for waiting in self.waiting():
-            if waiting.number in tokens:
-                self._replace(waiting, waiting._replace(tokens=tokens[waiting.number]))
-        if len(self):
-            self._mean = sum(waiting.tokens for waiting in self.waiting()) / len(self)
-        self._outdated = True
+        """Replace the `tokens` of entries; the mapping is by `number`."""
+        revised = [waiting._replace(tokens=tokens.get(waiting.number, waiting.tokens)) for waiting in self.waiting()]
+        self._window, self._backlog = {waiting.serial: waiting for waiting in revised}, []
+        if revised:
+            self._mean = sum(waiting.tokens for waiting in revised) / len(revised)
+        self._outdated = True  # `_rebuild` moves the youngest entries back to the backlog
 
     def waiting(self) -> list[Waiting[T]]:
-        """All entries, in no order."""
+        """Return all entries, in arbitrary order."""
         return [*self._window.values(), *self._backlog]
-
-    def _replace(self, old: Waiting[T], new: Waiting[T]) -> None:
-        if old.serial in self._window:
-            self._window[old.serial] = new
-        else:
-            self._backlog[self._backlog.index(old)] = new  # its age is the same: still a heap
 
     def __len__(self) -> int:
         return len(self._window) + len(self._backlog)
@@ -132,7 +126,7 @@ class Order(Generic[T]):
         return self._weight * waiting.tokens + waiting.since / self._aging_s
 
     def _rebuild(self) -> None:
-        """Window, backlog and scores anew: the scale or the factor moved, or an old entry came late."""
+        """Rebuild window, backlog and scores, after the scale or the factor changed or an old entry arrived late."""
         self._scale = self._mean
         self._weight = self._sign * self._factor / self._scale if self._scale > 0 else 0.0
         entries = sorted([*self._window.values(), *self._backlog])

@@ -1,39 +1,61 @@
-"""How many new groups may start now, so that no more is in flight than the staleness bound can train in steps of N_min.
+"""Pacing: how many new groups may start now.
 
-It paces; it never drops. The sweep and the token mask are the guarantee; pacing only saves the compute of work that
-would be swept. A filtered or failed group leaves flight and is replaced, so that no mode waits for a batch that cannot
-fill: with nothing playing, less than a batch ready and nothing unserved, something may start.
+Pacing bounds the groups in flight to those that the trainer can use, in steps of N_min, within the staleness bound. It
+never drops groups. The sweep (`supply.py`) and the learner's token mask guarantee the bound. Pacing only saves the
+compute for work that the sweep would drop.
 
-A trigger of use `step` that T_max lets fire below N_min makes versions faster than pacing reckons with: then the sweep
-discards, and the scheduler raises an alarm that says so.
+A filtered or failed group is no longer in flight, and another group replaces it. So no mode waits for a batch that
+cannot fill: a group may start if no group is playing, less than a batch is ready, and no group is unserved.
+
+`asynchronous`: at most (max_staleness + 1) * B groups are in flight, where B is the number of groups of a step. A group
+is in flight from its start until the weights that it trained are served, or until it is filtered, failed or discarded.
+This equals AReaL's capacity (eta + v + 1) * B - (accepted + running) (`areal/infra/staleness_manager.py`), with
+accepted = v * B + the groups that wait for training. It does not need the version v. So there is nothing to reset
+after a resume, and versions that a rewind skips cannot start a burst of groups.
+
+`one_step_off`: groups start in rounds of B. A round starts when no group is playing and the round before the last one
+is served. Groups in flight are full rounds; new groups replace groups that a round has lost.
+
+`synchronous`, `colocated`: groups start in rounds of B * over_sampling. No group starts while a batch is complete or
+its weights are unserved. With leftovers `restart`, a full batch of leftovers makes its own round, without
+over-sampling. So short answers do not cut off long answers again (RollPacker, arXiv 2509.21009).
+
+All modes except `asynchronous` rely on a learner that takes full batches of B groups.
+
+With `trigger.use` set to `step`, T_max can make the trigger fire below N_min. Policy versions then grow faster than
+pacing assumes. The sweep discards stale groups, and the scheduler raises an alarm about them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
-from penstock.config import Config
-from penstock.config.scheduling import Mode, SchedulerConfig
+from penstock.config.scheduling import SchedulerConfig
 
 
 class PacingState(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of groups."""
 
-    num_in_flight: int
-    """Between their start and the moment the weights they trained are served; the unserved included."""
+    groups_per_step: int
+    """Least number of groups in the next optimizer step."""
     num_playing: int
-    """Started, and not yet ready, filtered or failed; cut ones that wait for their next grant included."""
+    """Groups that have started, and are not ready, filtered or failed yet. Includes groups with episodes that wait for
+    their next grant."""
     num_ready: int
     num_unserved: int
-    """In training, or trained into weights that no server serves yet."""
+    """Groups in training, or trained into weights that no server serves yet."""
     num_leftovers: int
-    """Left over by a round that does not resume them, waiting to start again. Not in flight."""
+    """Leftovers of an earlier round that wait to restart. They are not in flight."""
     playing_leftovers: bool = False
-    """Some of those playing are leftovers of an earlier round."""
+    """Whether some of the playing groups are leftovers of an earlier round."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Return the number of groups between their start and the moment when servers have the weights that they
+        trained."""
+        return self.num_playing + self.num_ready + self.num_unserved
 
 
 class PacingDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,101 +63,58 @@ class PacingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     num_groups: int
     leftovers_only: bool
-    """Take them from the leftovers, not from the data."""
+    """Start leftovers instead of new groups."""
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PacingPolicy:
-    """One rule per mode.
+def pace(config: SchedulerConfig | None, state: PacingState) -> PacingDecision:
+    """Return how many groups may start.
 
-    `asynchronous`: at most (max_staleness + 1) * B groups in flight, B being `groups_per_step`. This is AReaL's
-    capacity (eta + v + 1) * B - (accepted + running) (`areal/infra/staleness_manager.py`) with accepted = v * B + the
-    groups that wait for training, written without the version: a group is in flight from its start until the weights it
-    trained are served, or until it is filtered, failed or discarded. Nothing to reset after a resume, and versions
-    skipped by a rewind cannot open a burst.
-
-    `one_step_off`: rounds of B, the next one when the last has been played and the one before it is served. What is in
-    flight is whole rounds but for the groups a round has lost, and those are replaced.
-
-    `synchronous`, `colocated`: rounds of B * over_sampling, none while a batch is whole or its weights are unserved.
-    With leftovers `restart`, a whole batch of leftovers makes a round of its own, without over-sampling, so that long
-    answers are not cut off again by short ones (RollPacker, arXiv 2509.21009).
-
-    All but `asynchronous` rely on a learner that takes whole batches of B.
+    `config` is None in a run without a trainer. No group becomes stale there, so only slots and workers bound it.
     """
-
-    mode: Mode
-    max_staleness: int
-    over_sampling: float
-    leftovers: Literal["resume", "restart"]
-    groups_per_step: int
-
-    @classmethod
-    def from_config(cls, config: SchedulerConfig, groups_per_step: int) -> PacingPolicy:
-        return cls(
-            mode=config.mode,
-            max_staleness=config.max_staleness,
-            over_sampling=config.over_sampling,
-            leftovers=config.leftovers,
-            groups_per_step=groups_per_step,
-        )
-
-    def decide(self, state: PacingState, *, groups_per_step: int | None = None) -> PacingDecision:
-        """`groups_per_step` stands in for the configured one where the step's size varies."""
-        batch = groups_per_step or self.groups_per_step
-        match self.mode:
-            case "asynchronous":
-                capacity = (self.max_staleness + 1) * batch
-                reason = f"{state.num_in_flight} of {capacity} groups in flight"
-                return _start(capacity - state.num_in_flight, reason)
-            case "one_step_off":
-                return self._one_step_off(state, batch)
-            case "synchronous" | "colocated":
-                return self._alternating(state, batch)
-
-    def _one_step_off(self, state: PacingState, batch: int) -> PacingDecision:
-        flying = state.num_in_flight
-        counts = f"{flying} groups in flight, {state.num_playing} of them playing, rounds of {batch}"
-        if flying >= 2 * batch:
-            return _start(0, f"the round before is not served yet: {counts}")
-        if lost := -flying % batch:
-            return _start(lost, f"the round lacks {lost}: {counts}")
-        if state.num_playing:
-            return _start(0, f"a round is being played: {counts}")
-        return _start(batch, f"a new round: {counts}")
-
-    def _alternating(self, state: PacingState, batch: int) -> PacingDecision:
-        if state.num_unserved:
-            return _start(0, f"the weights of {state.num_unserved} groups are not served yet")
-        if state.num_ready >= batch:
-            return _start(0, f"the batch is whole: {state.num_ready} of {batch} groups ready")
-        if self.leftovers == "restart" and (state.playing_leftovers or state.num_leftovers >= batch):
-            return self._round_of_leftovers(state, batch)
-        size = math.ceil(self.over_sampling * batch - 1e-9)  # 1.1 * 10 is 11, not 11.000000000000002
-        started = state.num_playing + state.num_ready
-        return _start(size - started, f"{started} of {size} groups of the round started, {state.num_ready} ready")
-
-    def _round_of_leftovers(self, state: PacingState, batch: int) -> PacingDecision:
-        started = state.num_playing + state.num_ready
-        reason = f"a round of leftovers: {started} of {batch} started, {state.num_leftovers} wait"
-        if not state.num_leftovers:
-            return _start(batch - started, f"{reason}; others take the place of those lost")
-        return _start(min(batch - started, state.num_leftovers), reason, leftovers_only=True)
-
-
-class Unpaced:
-    """Where nothing is trained nothing grows old: slots and workers are the only bounds."""
-
-    def decide(self, state: PacingState, *, groups_per_step: int | None = None) -> PacingDecision:
+    if config is None:
         return _start(1, f"nothing is trained: {state.num_playing} groups playing")
+    match config.mode:
+        case "asynchronous":
+            capacity = (config.max_staleness + 1) * state.groups_per_step
+            return _start(capacity - state.num_in_flight, f"{state.num_in_flight} of {capacity} groups in flight")
+        case "one_step_off":
+            return _one_step_off(state)
+        case "synchronous" | "colocated":
+            return _alternating(config, state)
 
 
-def pacing(config: Config) -> PacingPolicy | Unpaced:
-    """What the run needs."""
-    if not config.has_trainer:
-        return Unpaced()
-    return PacingPolicy.from_config(config.scheduler, config.trainer.groups_per_step)
+def _one_step_off(state: PacingState) -> PacingDecision:
+    flying, batch = state.num_in_flight, state.groups_per_step
+    counts = f"{flying} groups in flight, {state.num_playing} of them playing, rounds of {batch}"
+    if flying >= 2 * batch:
+        return _start(0, f"the round before is not served yet: {counts}")
+    if lost := -flying % batch:
+        return _start(lost, f"the round lacks {lost}: {counts}")
+    if state.num_playing:
+        return _start(0, f"a round is being played: {counts}")
+    return _start(batch, f"a new round: {counts}")
+
+
+def _alternating(config: SchedulerConfig, state: PacingState) -> PacingDecision:
+    batch = state.groups_per_step
+    if state.num_unserved:
+        return _start(0, f"the weights of {state.num_unserved} groups are not served yet")
+    if state.num_ready >= batch:
+        return _start(0, f"the batch is whole: {state.num_ready} of {batch} groups ready")
+    if config.leftovers == "restart" and (state.playing_leftovers or state.num_leftovers >= batch):
+        return _round_of_leftovers(state)
+    size = math.ceil(config.over_sampling * batch - 1e-9)  # 1.1 * 10 is 11, not 11.000000000000002
+    started = state.num_playing + state.num_ready
+    return _start(size - started, f"{started} of {size} groups of the round started, {state.num_ready} ready")
+
+
+def _round_of_leftovers(state: PacingState) -> PacingDecision:
+    started, batch = state.num_playing + state.num_ready, state.groups_per_step
+    reason = f"a round of leftovers: {started} of {batch} started, {state.num_leftovers} wait"
+    if not state.num_leftovers:
+        return _start(batch - started, f"{reason}; new groups replace lost leftovers")
+    return _start(min(batch - started, state.num_leftovers), reason, leftovers_only=True)
 
 
 def _start(room: int, reason: str, *, leftovers_only: bool = False) -> PacingDecision:

@@ -1,8 +1,12 @@
-"""Segments: how many tokens a grant allows, and what becomes of an answer when one ends.
+"""Segments: how many tokens a grant allows, and the state of an answer when a segment ends.
 
-Three cases. Finished: the answer ended by itself, it is experience. Cut: it is unfinished and first in the next
-dispatch. Truncated: it used up what its turn or its episode may have, it is experience cut short (UloRL, arXiv
-2507.19766). Budgets are cumulative: neither a resume nor a server that gave way grants a full one again.
+There are three cases (UloRL, arXiv 2507.19766):
+
+* finished: the answer ended by itself, and is experience;
+* cut: the answer is unfinished, and the next dispatch starts with it;
+* truncated: the answer used up the budget of its turn or its episode, and is truncated experience.
+
+Budgets are cumulative: an answer does not get a new budget after a resume, or after a server aborted it.
 """
 
 from __future__ import annotations
@@ -13,18 +17,13 @@ from typing import Literal
 from penstock.config import Config, EnvironmentConfig
 from penstock.types import FinishReason
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentDecision:
-    """What an answer is after a segment."""
-
-    case: Literal["finished", "cut", "truncated"]
-    reason: str
+AnswerState = Literal["finished", "cut", "truncated"]
+"""The state of an answer after a segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentPolicy:
-    """The bounds on a grant, a turn and an episode, in tokens. None does not bound."""
+    """The bounds on a grant, a turn and an episode, in tokens. None means no bound."""
 
     segment_length: int | None
     max_segment_count: int | None
@@ -37,7 +36,7 @@ class SegmentPolicy:
 
     @classmethod
     def from_config(cls, config: Config, environment: EnvironmentConfig) -> SegmentPolicy:
-        """For one environment of the run."""
+        """Return the bounds for one environment of the run."""
         settings = config.scheduler
         return cls(
             segment_length=settings.segment_length,
@@ -49,22 +48,22 @@ class SegmentPolicy:
 
     @property
     def max_turn_tokens(self) -> int:
-        """Most tokens of one turn."""
+        """Return the most tokens that one turn may generate."""
         if self.segment_length is None or self.max_segment_count is None:
             return self.max_new_tokens
         return min(self.max_new_tokens, self.segment_length * self.max_segment_count)
 
     @property
     def max_episode_tokens(self) -> int:
-        """Most tokens of an episode, over all its turns."""
+        """Return the most tokens that an episode may generate, over all its turns."""
         turns = self.max_turns * self.max_turn_tokens
         return turns if self.global_max_length is None else min(turns, self.global_max_length)
 
     def grant_tokens(self, *, num_tokens: int, turn_tokens: int = 0) -> int:
-        """What the next grant may generate; at least 1 while something is left.
+        """Return the tokens that the next grant may generate; 0 if the budget is used up.
 
-        `num_tokens` is what the episode has generated so far, `turn_tokens` what its open turn has. Who does not know
-        the latter leaves it out; then who plays the turn keeps to `max_turn_tokens`.
+        The episode has generated `num_tokens` so far, `turn_tokens` of them in its open turn. A caller that does not
+        know `turn_tokens` leaves it out. Then the worker must keep the turn within `max_turn_tokens`.
         """
         left = [self.max_turn_tokens - turn_tokens]
         if self.segment_length is not None:
@@ -75,28 +74,23 @@ class SegmentPolicy:
 
     def after(
         self, *, finish_reason: FinishReason, turn_tokens: int, episode_tokens: int, turn_segments: int
-    ) -> SegmentDecision:
-        """What the answer is now. `turn_segments` counts its segments that were cut for length: an abort by a server
-        that gave way is a cut that does not count."""
-        if finish_reason == "stop":
-            return SegmentDecision(case="finished", reason=f"ended by itself after {turn_tokens} tokens")
-        if self.global_max_length is not None and episode_tokens >= self.global_max_length:
-            return self._truncated(f"{episode_tokens} tokens in all, global_max_length is {self.global_max_length}")
-        if turn_tokens >= self.max_new_tokens:
-            return self._truncated(f"{turn_tokens} tokens in this turn, max_new_tokens is {self.max_new_tokens}")
-        if self.max_segment_count is not None and turn_segments >= self.max_segment_count:
-            return self._truncated(f"{turn_segments} segments, max_segment_count is {self.max_segment_count}")
-        if turn_tokens >= self.max_turn_tokens:
-            return self._truncated(f"{turn_tokens} tokens in this turn, its segments allow {self.max_turn_tokens}")
-        why = "the server gave way" if finish_reason == "abort" else f"segment {turn_segments} was full"
-        return SegmentDecision(case="cut", reason=f"{why} after {turn_tokens} tokens")
+    ) -> AnswerState:
+        """Return the state of the answer after a segment.
 
-    @staticmethod
-    def _truncated(reason: str) -> SegmentDecision:
-        return SegmentDecision(case="truncated", reason=reason)
+        `turn_segments` counts the segments of the turn that were cut for length. It does not count segments that a
+        server aborted.
+        """
+        if finish_reason == "stop":
+            return "finished"
+        is_used_up = (
+            turn_tokens >= self.max_turn_tokens
+            or (self.max_segment_count is not None and turn_segments >= self.max_segment_count)
+            or (self.global_max_length is not None and episode_tokens >= self.global_max_length)
+        )
+        return "truncated" if is_used_up else "cut"
 
 
 def max_trained_tokens(config: Config) -> int:
-    """Most tokens of an episode of any environment that is trained."""
+    """Return the most tokens that an episode of any training environment may generate."""
     environments = config.environments.train.values()
     return max(SegmentPolicy.from_config(config, each).max_episode_tokens for each in environments)

@@ -1,31 +1,30 @@
-"""What the trainer is supplied with: whole groups that are ready, in training, or trained and not yet served."""
+"""The trainer's supply: groups that are READY, TRAINING, or trained into weights that no server serves yet."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
 
 from penstock.config import Config
+from penstock.scheduler.active_group import ActiveGroup, Stage
+from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.bias import LengthBias
-from penstock.scheduler.feedback import Adjustment, feedback
-from penstock.scheduler.live import LiveGroup
-from penstock.scheduler.staleness import StalenessPolicy
+from penstock.scheduler.feedback import feedback
 from penstock.scheduler.trigger import Thresholds, Trigger, TriggerDecision, TriggerState
 from penstock.types import NO_VERSION, EpisodeState, GroupRef, LearnerState
 
 
 class Supply:
-    """Groups between ready and served; asks the trigger, and listens to the learner on its behalf."""
+    """The groups for the trainer, the trigger that decides when to train, and its feedback from the learner."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, groups: ActiveGroups) -> None:
         settings = config.scheduler
+        self._groups = groups
         self.trained_version = 0
-        """Version the learner is training."""
+        """Version that the learner is training."""
         self._first_version = 0
-        """That this learner trained under this controller. What was made before, and is too old by now, did not grow
-        old: the count of versions jumped, or time went by while there was none to count."""
+        """First version that this learner trained under this controller. Older tokens aged at once, in a restart."""
         self.bias = LengthBias(group_size=config.env.group_size, look_ahead=config.look_ahead)
-        self._trigger = Trigger.from_config(
+        self._trigger = Trigger(
             settings.trigger.model_copy(update={"use": settings.trigger_use}),
             group_size=config.env.group_size,
             groups_per_step=config.trainer.groups_per_step,
@@ -36,139 +35,128 @@ class Supply:
             total_steps=config.trainer.steps,
             min_samples=self._trigger.min_samples,
         )
-        self._adjustment = self.feedback.adjustment
-        self._staleness = StalenessPolicy(max_staleness=settings.max_staleness)
-        self._ready: dict[int, tuple[LiveGroup, float]] = {}
-        """In the order they became so, with the time."""
-        self._training: list[LiveGroup] = []
+        self.adjustment = self.feedback.adjustment
+        """The settings that follow from the learner's report, until the next optimizer step."""
+        self._max_staleness = settings.max_staleness
         self._unserved: dict[int, int] = {}
-        """Versions that no server serves yet, with the number of groups trained into each."""
+        """Number of groups trained into each version that no server serves yet."""
 
     @property
     def num_ready(self) -> int:
-        return len(self._ready)
+        return self._groups.count(Stage.READY)
 
     @property
     def num_unserved(self) -> int:
-        """Groups in training, or trained into weights that no server serves yet."""
-        return len(self._training) + sum(self._unserved.values())
+        """Return the number of groups in training, or trained into weights that no server serves yet."""
+        return self._groups.count(Stage.TRAINING) + sum(self._unserved.values())
 
     @property
     def groups_per_step(self) -> int:
-        """How many groups the next optimizer step takes at least."""
+        """Return the least number of groups in the next optimizer step."""
         return self.thresholds.min_groups if self._trigger.use == "step" else self._trigger.groups_per_step
 
     @property
     def thresholds(self) -> Thresholds:
-        """N_min and T_max now in force."""
+        """Return the current N_min and T_max."""
         return self._trigger.thresholds(self._state)
 
     @property
     def _state(self) -> TriggerState:
+        oldest = self._groups.first(Stage.READY)
         return TriggerState(
-            num_ready=len(self._ready),
-            num_accumulated=len(self._training),
-            waiting_since=next(iter(self._ready.values()))[1] if self._ready else None,
-            samples_factor=self._adjustment.samples_factor,
-            wait_factor=self._adjustment.wait_factor,
+            num_ready=self.num_ready,
+            num_accumulated=self._groups.count(Stage.TRAINING),
+            waiting_since=oldest.ready_at if oldest else None,
+            factor=self.adjustment.factor,
         )
 
-    @property
-    def preference(self) -> float:
-        """How strongly short answers are preferred, by the learner's entropy."""
-        return self._adjustment.preference
-
-    def add(self, group: LiveGroup, *, now: float) -> int:
-        """A whole group is ready; returns how many of its members are too old to train, and discarded."""
-        self._ready[group.number] = group, now
-        return self._discard_stale(group)
-
     def decide(self, *, now: float) -> TriggerDecision:
-        """What to train now."""
+        """Return the decision of the trigger."""
         return self._trigger.decide(self._state, now=now)
 
-    def take(self, num_groups: int) -> tuple[GroupRef, ...]:
-        """The oldest ready groups; they are `training` now."""
-        return tuple(self._take(number) for number in list(islice(self._ready, num_groups)))
+    def add_ready(self, group: ActiveGroup, *, now: float) -> None:
+        """Add a complete group."""
+        group.ready_at = now
+        self._groups.move(group, Stage.READY)
 
-    def _take(self, number: int) -> GroupRef:
-        group, _ = self._ready.pop(number)
-        members = group.ledger.members(number, EpisodeState.READY)
-        group.ledger.move(number, members, EpisodeState.TRAINING)
-        self._training.append(group)
+    def take_ready(self, num_groups: int) -> tuple[GroupRef, ...]:
+        """Move the `num_groups` oldest ready groups to TRAINING, and return them."""
+        return tuple(self._start_training(group) for group in self._groups.at(Stage.READY)[:num_groups])
+
+    def _start_training(self, group: ActiveGroup) -> GroupRef:
+        members = group.members(EpisodeState.READY)
+        group.move_members(members, EpisodeState.TRAINING)
+        self._groups.move(group, Stage.TRAINING)
         if group.ref is None:
-            raise RuntimeError(f"group {number} is ready without a payload")
-        return GroupRef(group=number, task_id=group.task.task_id, ref=group.ref, episodes=members)
+            raise RuntimeError(f"group {group.number} is ready without a payload")
+        return GroupRef(group=group.number, task_id=group.task.task_id, ref=group.ref, episodes=members)
 
-    def learned(self, learner: LearnerState) -> tuple[list[LiveGroup], list[tuple[LiveGroup, int]], Adjustment]:
-        """The learner made a new version from everything in training: (groups trained; groups of which members grew too
-        old meanwhile, and how many; what its state changes)."""
-        trained, self._training = self._training, []
+    def complete_step(self, learner: LearnerState) -> list[ActiveGroup]:
+        """Move all groups in training to TRAINED, and return them. Adapts the settings to the learner's report."""
+        trained = self._groups.at(Stage.TRAINING)
         for group in trained:
-            members = group.ledger.members(group.number, EpisodeState.TRAINING)
+            members = group.members(EpisodeState.TRAINING)
             self.bias.trained([group.summaries[member].response_tokens for member in members])
-            group.ledger.move(group.number, members, EpisodeState.TRAINED)
+            group.move_members(members, EpisodeState.TRAINED)
         self.trained_version = learner.policy_version
         self._unserved[learner.policy_version] = len(trained)
-        self._adjustment = self.feedback.observe(learner)
-        ready = [group for group, _ in self._ready.values() if not self.has_outlived(group)]
-        aged = [(group, count) for group in ready if (count := self._discard_stale(group))]
-        return trained, aged, self._adjustment
+        self.adjustment = self.feedback.observe(learner)
+        return trained
 
-    def learner_at(self, version: int, accumulated: Collection[int]) -> None:
-        """A learner of which nothing was known trains `version`, and has these groups accumulated."""
+    def discard_aged(self) -> list[tuple[ActiveGroup, int]]:
+        """Discard ready members that became too old. Returns pairs (group, number of discarded members).
+
+        It leaves out groups that will be replayed.
+        """
+        fresh = [group for group in self._groups.at(Stage.READY) if not self.is_stale_after_rewind(group)]
+        return [(group, count) for group in fresh if (count := self.discard_stale(group))]
+
+    def attach_learner(self, version: int, accumulated: Collection[int]) -> None:
+        """Adapt to a learner that trains `version` and has accumulated the groups `accumulated`."""
         self.trained_version = self._first_version = version
-        for number in [number for number in self._ready if number in accumulated]:
-            self._discard_stale(self._ready[number][0])
-            if number in self._ready:
-                self._take(number)
+        for group in [group for group in self._groups.at(Stage.READY) if group.number in accumulated]:
+            self.discard_stale(group)
+            if not group.has_ended:
+                self._start_training(group)
 
     def rewind(self, trained_version: int, *, now: float) -> None:
-        """The learner is another one: it holds nothing of what was in training."""
-        for group in self._training:
-            members = group.ledger.members(group.number, EpisodeState.TRAINING)
-            group.ledger.move(group.number, members, EpisodeState.READY)
-        self._ready = {group.number: (group, now) for group in self._training} | self._ready
-        self._training = []
+        """Make all groups in training ready again, ahead of the ready groups, after the loss of the learner."""
+        training, ready = self._groups.at(Stage.TRAINING), self._groups.at(Stage.READY)
+        for group in training:
+            group.move_members(group.members(EpisodeState.TRAINING), EpisodeState.READY)
+            group.ready_at = now
+        for group in (*training, *ready):
+            self._groups.move(group, Stage.READY)
         self._unserved = {}
         self.trained_version = self._first_version = trained_version
 
-    def put(self, group: LiveGroup, *, now: float) -> None:
-        """A whole group that was ready before is so again, however old."""
-        self._ready[group.number] = group, now
-
-    def take_outlived(self) -> list[LiveGroup]:
-        """Ready groups that `has_outlived`; they are not ready any more."""
-        found = [group for group, _ in self._ready.values() if self.has_outlived(group)]
-        for group in found:
-            del self._ready[group.number]
-        return found
-
-    def has_outlived(self, group: LiveGroup) -> bool:
-        """A whole group from before this learner, or this controller, has members too old to train now."""
-        before = any(NO_VERSION < summary.version_max < self._first_version for summary in group.summaries)
-        return before and not group.num_stale and bool(self._stale(group))
-
-    def published(self, version: int) -> None:
-        """All that was trained into `version`, and into those before, is served."""
+    def mark_served(self, version: int) -> None:
+        """Count all groups trained into `version`, or an earlier version, as served."""
         self._unserved = {unserved: num for unserved, num in self._unserved.items() if unserved > version}
 
-    def clear(self) -> None:
-        """Nothing of this will be trained."""
-        self._ready.clear()
-        self._training.clear()
+    def is_stale_after_rewind(self, group: ActiveGroup) -> bool:
+        """Return whether a complete group from before this learner has members too old to train.
 
-    def _discard_stale(self, group: LiveGroup) -> int:
-        too_old = self._stale(group)
-        if not too_old:
+        The scheduler replays such a group instead of discarding it, because the group did not age by waiting.
+        """
+        before = any(NO_VERSION < summary.version_max < self._first_version for summary in group.summaries)
+        return before and not group.num_stale and bool(self._stale_members(group))
+
+    def discard_stale(self, group: ActiveGroup) -> int:
+        """Discard the ready members of `group` that are too old to train. Returns their number."""
+        if not (too_old := self._stale_members(group)):
             return 0
-        ready = group.ledger.members(group.number, EpisodeState.READY)
+        ready = group.members(EpisodeState.READY)
         stale = [member for member in too_old if member in ready]
-        group.ledger.move(group.number, stale, EpisodeState.DISCARDED_STALE)
+        group.move_members(stale, EpisodeState.DISCARDED_STALE)
         group.num_stale += len(stale)
-        if group.number not in group.ledger:
-            del self._ready[group.number]
         return len(stale)
 
-    def _stale(self, group: LiveGroup) -> list[int]:
-        return self._staleness.stale(group.summaries, trained_version=self.trained_version)
+    def _stale_members(self, group: ActiveGroup) -> list[int]:
+        """Return the members without trainable tokens: even their newest token is too old.
+
+        This sweep and the learner's token mask guarantee the staleness bound: version being trained - version that
+        sampled the token <= max_staleness.
+        """
+        oldest = self.trained_version - self._max_staleness
+        return [number for number, each in enumerate(group.summaries) if NO_VERSION != each.version_max < oldest]

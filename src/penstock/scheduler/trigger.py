@@ -1,16 +1,18 @@
-"""When the learner gets work, and how much: N_min samples (whole groups), or T_max with at least one group ready.
+"""The trigger: when the learner gets groups, and how many.
 
-`compute` accumulates gradients as groups arrive and steps at a stable batch of `groups_per_step`;
-`step` makes every trigger an optimizer step (the design note's literal form);
-`batch` waits for a whole step's groups and knows no T_max (the fixed-batch baseline).
-Feedback scales N_min and T_max within hard bounds; without feedback they are what the user typed.
+The trigger fires at N_min ready samples (in complete groups), or when the oldest ready group has waited T_max. It has
+three uses:
+
+* `compute` accumulates gradients as groups arrive, and steps at a fixed batch of `groups_per_step` groups;
+* `step` makes every firing an optimizer step (the literal form of the design note);
+* `batch` waits for `groups_per_step` ready groups and has no T_max (the fixed-batch baseline).
+
+Feedback scales N_min and T_max within hard bounds. Without feedback they are the configured values.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -18,21 +20,23 @@ from penstock.config.scheduling import TriggerConfig
 
 
 class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trigger sees."""
+    """Inputs of the trigger."""
 
     num_ready: int
-    """Whole groups ready to train."""
+    """Complete groups, ready to train."""
     num_accumulated: int
     """Groups already accumulated towards the next step."""
     waiting_since: float | None
-    """When the oldest ready group became ready; None if there is none."""
-    samples_factor: float = 1.0
-    wait_factor: float = 1.0
-    """Of N_min and T_max, as feedback decided them."""
+    """Time at which the oldest ready group became ready; None if there is no such group."""
+    factor: float = 1.0
+    """Feedback multiplies N_min and T_max by it."""
 
 
 class TriggerDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Train `num_groups` now and then `step`; or, if neither, look again at `look_again_at` or on an event."""
+    """Train `num_groups` now, then take an optimizer step if `step`.
+
+    Without either, decide again at the time `look_again_at` or on an event.
+    """
 
     num_groups: int
     step: bool
@@ -45,54 +49,35 @@ class TriggerDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
-    """N_min in whole groups, T_max in seconds (infinite where nothing but the count fires)."""
+    """N_min in groups, and T_max in seconds (infinite if only N_min fires)."""
 
     min_groups: int
     max_wait_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
     """Fires at N_min ready groups, or when the oldest one has waited T_max."""
 
-    use: Literal["compute", "step", "batch"]
-    min_samples: int
-    max_wait_s: float
-    group_size: int
-    groups_per_step: int
-    adapts: bool
-    """Feedback is on: the bounds below hold."""
-    fewest_samples: int
-    most_samples: int
-    shortest_wait_s: float
-    longest_wait_s: float
-
-    @classmethod
-    def from_config(cls, config: TriggerConfig, *, group_size: int, groups_per_step: int) -> Trigger:
-        feedback, whole = config.feedback, group_size * groups_per_step
-        return cls(
-            use=config.use,
-            min_samples=config.samples_of(whole),
-            max_wait_s=config.max_wait_s,
-            group_size=group_size,
-            groups_per_step=groups_per_step,
-            adapts=feedback.signal != "none",
-            fewest_samples=feedback.fewest_samples,
-            most_samples=min(feedback.most_samples or whole, whole),
-            shortest_wait_s=feedback.shortest_wait_s,
-            longest_wait_s=feedback.longest_wait_s,
-        )
+    def __init__(self, config: TriggerConfig, *, group_size: int, groups_per_step: int) -> None:
+        whole = group_size * groups_per_step
+        self.use, self.min_samples, self._max_wait_s = config.use, config.samples_of(whole), config.max_wait_s
+        self._group_size, self.groups_per_step = group_size, groups_per_step
+        self._feedback = config.feedback
+        self._most_samples = min(config.feedback.most_samples or whole, whole)
 
     def thresholds(self, state: TriggerState) -> Thresholds:
-        """N_min and T_max under the state's factors. N_min is clamped in samples, then rounded up to whole groups."""
+        """Return N_min and T_max times the factor of `state`.
+
+        N_min is clamped in samples, then rounded up to complete groups.
+        """
         if self.use == "batch":
             return Thresholds(min_groups=self.groups_per_step, max_wait_s=math.inf)
-        samples, wait_s = float(self.min_samples), self.max_wait_s
-        if self.adapts:
-            samples = min(max(samples * state.samples_factor, self.fewest_samples), self.most_samples)
-            wait_s = min(max(wait_s * state.wait_factor, self.shortest_wait_s), self.longest_wait_s)
-        # 33.000000000000004 samples, the product of two rounded numbers, are 33
-        min_groups = max(math.ceil(samples / self.group_size - 1e-9), 1)
+        samples, wait_s, feedback = float(self.min_samples), self._max_wait_s, self._feedback
+        if feedback.signal != "none":
+            samples = min(max(samples * state.factor, feedback.fewest_samples), self._most_samples)
+            wait_s = min(max(wait_s * state.factor, feedback.shortest_wait_s), feedback.longest_wait_s)
+        # floating point: a product of 33.000000000000004 samples means 33
+        min_groups = max(math.ceil(samples / self._group_size - 1e-9), 1)
         return Thresholds(min_groups=min_groups, max_wait_s=wait_s)
 
     def decide(self, state: TriggerState, *, now: float) -> TriggerDecision:

@@ -1,19 +1,20 @@
-"""Waiting inside the scheduler: one signal per loop, one clock of the last change for all of them."""
+"""Waits inside the scheduler: one signal per loop, and one time of the last change for all loops."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 from penstock.deadline import report, stalled
 
 REPORTED_AFTER = 0.25
-"""Of the time after which nothing more is hoped for."""
+"""The waits are reported after this share of `stall_s` without any change."""
 
 
 class Signal(asyncio.Event):
-    """Wakes the one loop that waits for it."""
+    """An event that wakes the one loop that waits for it."""
 
     def __init__(self, waiter: str, resource: str, holder: str) -> None:
         super().__init__()
@@ -21,8 +22,10 @@ class Signal(asyncio.Event):
 
 
 class Progress:
-    """Bounds every wait: a report once nothing at all has changed for a quarter of `stall_s`, and `Stalled` in the end.
-    One timer watches over all."""
+    """Bounds on all waits of the scheduler. One timer watches all waits.
+
+    It reports the waits if no change came for a quarter of `stall_s`. The waits raise `Stalled` after `stall_s`.
+    """
 
     def __init__(self, *, now: Callable[[], float], stall_s: float) -> None:
         self._now, self._stall_s = now, stall_s
@@ -31,27 +34,28 @@ class Progress:
         self._waiting: list[Signal] = []
         self._watch: asyncio.TimerHandle | None = None
         self.hopeless: Exception | None = None
-        """Why the run cannot go on; raised by whoever waits."""
+        """Error that ends the run; every wait raises it."""
 
     def signal(self, waiter: str, *, resource: str, holder: str) -> Signal:
-        """A new signal: `waiter` waits for `resource`, held by `holder`."""
+        """Return a new signal. In reports, `waiter` waits for `resource`, held by `holder`."""
         signal = Signal(waiter, resource, holder)
         self._signals.append(signal)
         return signal
 
     def changed(self, *signals: Signal) -> None:
-        """Something happened that those who wait for `signals` must look at."""
+        """Wake the loops that wait for `signals`, because inputs of their decisions have changed."""
         self._changed_at = self._now()
         for signal in signals:
             signal.set()
 
-    def give_up(self, reason: Exception) -> None:
-        """The run cannot go on: wake everybody."""
-        self.hopeless = reason
-        self.changed(*self._signals)
+    def give_up(self, reason: Exception | None) -> None:
+        """Make every waiting loop raise `reason`, unless it is None."""
+        if reason is not None:
+            self.hopeless = reason
+            self.changed(*self._signals)
 
     async def wait(self, signal: Signal, *, until: float = math.inf) -> None:
-        """Until `signal` is set, or until the time `until`. Raises what makes the run hopeless."""
+        """Wait until `signal` is set, or until the time `until`. Raises `self.hopeless` if it is set, or `Stalled`."""
         if self.hopeless is None and not signal.is_set():
             self._waiting.append(signal)
             if self._watch is None:
@@ -67,12 +71,11 @@ class Progress:
 
     @property
     def _left_s(self) -> float:
-        """Seconds until all who wait have waited too long."""
+        """Return the seconds until the waits raise `Stalled`, if no change comes."""
         return self._changed_at + self._stall_s - self._now()
 
     def _look(self) -> None:
-        """Wake everybody if nothing has changed for too long; else look again when that may be so, or is worth a
-        report."""
+        """Wake every loop if the last change is `stall_s` ago. Otherwise set the timer for the report or that time."""
         self._watch = None
         if not self._waiting:
             return
@@ -80,25 +83,17 @@ class Progress:
             for signal in self._signals:
                 signal.set()
             return
-        quiet_s, worth_telling_s = self._now() - self._changed_at, REPORTED_AFTER * self._stall_s
-        wait_s = worth_telling_s - quiet_s
-        if quiet_s > 0.99 * worth_telling_s:  # timers of a late clock are rounded
-            self._tell(quiet_s)
+        quiet_s, report_after_s = self._now() - self._changed_at, REPORTED_AFTER * self._stall_s
+        wait_s = report_after_s - quiet_s
+        if quiet_s > 0.99 * report_after_s:  # the timer may fire slightly early: clocks are rounded
+            for signal in self._waiting:
+                report(waiter=signal.waiter, resource=signal.resource, holder=signal.holder, seconds=quiet_s)
             wait_s = self._left_s
         self._watch = asyncio.get_running_loop().call_later(wait_s, self._look)
 
-    def _tell(self, quiet_s: float) -> None:
-        for signal in self._waiting:
-            report(waiter=signal.waiter, resource=signal.resource, holder=signal.holder, seconds=quiet_s)
-
 
 async def _wait_for(signal: Signal, seconds: float | None) -> None:
-    """Until `signal` is set, or `seconds` have passed."""
-    if seconds is None:
-        await signal.wait()
-        return
-    try:
+    """Wait until `signal` is set, or `seconds` have passed."""
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await signal.wait()
-    except TimeoutError:
-        return

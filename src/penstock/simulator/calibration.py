@@ -1,9 +1,9 @@
-"""`penstock simulate --calibrate RUN`: fit the models to a run, simulate that run, and say how far off that is.
+"""`penstock simulate --calibrate RUN`: fit the models to a run, simulate that run, and report the error.
 
-Engine: least squares over its decode steps (sums the servers keep), stretched from the clock of those sums to the
-seconds that steps took in the end. Trainer: least squares over optimizer steps, plus what lies between two calls even
-when nobody waits. Whatever episodes took beyond that becomes `latency_s`, so that simulated episodes last as long as
-the measured ones.
+Engine: least squares over the decode steps (from sums that the servers keep). The fit is then scaled from the clock of
+those sums to the wall time of the generation spans. Trainer: least squares over optimizer steps, plus the time between
+two calls even when no request waits. The remaining time of episodes becomes `latency_s`, so that simulated episodes
+last as long as the measured ones.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ import numpy.typing as npt
 from penstock.config import Config, EngineModelConfig, SimulatorConfig, TrainerModelConfig, WorkloadConfig
 from penstock.rollout.costs import TERMS
 from penstock.simulator.measures import Measures
-from penstock.simulator.recorded import RecordedRun, read
-from penstock.simulator.report import predict
+from penstock.simulator.prediction import predict
+from penstock.simulator.run_log import RecordedRun, read
 
 MAX_STEPS = 100
-"""Optimizer steps simulated; the rates of a longer run settle long before."""
+"""Maximum number of simulated optimizer steps; the rates settle long before."""
 LATENCY_TRIES, LATENCY_TOLERANCE = 4, 0.01
 NARROW = 0.2
-"""Below this relative spread of active sequences, the cost of a step and that of a sequence are hard to tell apart."""
+"""Smallest relative spread of active sequences at which the cost of a step and the cost of a sequence can be told
+apart."""
 LATENCY_SHOWS = 0.3
-"""Least share of an added latency by which episodes must become longer."""
+"""Smallest growth of an episode's duration, as a share of the added latency, that counts as an effect."""
 ADMIT_SHARE, ADMIT_TOKENS = 0.125, 4096
-"""How the engine fills its slots; see `rollout/admission.py`."""
+"""The values with which the engine fills its slots; see `rollout/admission.py`."""
 FIGURES = ("samples_per_s", "generator_busy", "trainer_busy", "episode_s")
 
 Floats = npt.NDArray[np.float64]
@@ -41,22 +42,22 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The run against its simulation."""
+    """Measured figures of a run beside those of its simulation."""
 
     config: Config
-    """The run's, with the fitted `simulator` section."""
+    """The run's configuration with the fitted `simulator` section."""
     measured: dict[str, float]
     predicted: dict[str, float]
     caveat: str | None
-    """What the run did not show, and the fit had to guess."""
+    """A warning about values that the run does not determine and the fit had to guess; None without such values."""
 
     def error(self, figure: str) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Return the error of the prediction, relative to the measured value."""
         measured = self.measured[figure]
         return (self.predicted[figure] - measured) / measured if measured else 0.0
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the comparison as plain values for JSON."""
         return {
             "measured": self.measured,
             "predicted": self.predicted,
@@ -67,19 +68,21 @@ class Comparison:
 
 
 def calibrate(run_dir: Path) -> SimulatorConfig:
-    """The `simulator` section that fits a finished run. Raises `ConfigError` if the run does not tell enough."""
+    """Return the `simulator` section that fits a finished run. Raises `ConfigError` if the run's files do not hold
+    enough data."""
     return _fit(read(run_dir))[0].simulator
 
 
 def compare(run_dir: Path) -> Comparison:
-    """Calibrate, simulate the run's own configuration, and put measured and predicted side by side."""
+    """Calibrate, simulate the run's own configuration, and return measured and predicted figures."""
     run = read(run_dir)
     config, measures = _fit(run)
     return Comparison(config=config, measured=measured(run), predicted=predicted(measures), caveat=_caveat(run))
 
 
 def _caveat(run: RecordedRun) -> str | None:
-    """Steps with much the same number of sequences cannot tell what a step takes from what each sequence adds."""
+    """Return a warning if nearly all steps had the same number of sequences. Such steps cannot separate the cost of a
+    step from the cost of each sequence."""
     mean = _sum(run, "n", "b") / _sum(run, "n", "n")
     spread = math.sqrt(max(_sum(run, "b", "b") / _sum(run, "n", "n") - mean * mean, 0.0))
     if spread >= NARROW * mean:
@@ -91,7 +94,7 @@ def _caveat(run: RecordedRun) -> str | None:
 
 
 def measured(run: RecordedRun) -> dict[str, float]:
-    """What the run did after its first tenth."""
+    """Return the run's figures after its first tenth."""
     first, last = run.metrics[_warmup(len(run.metrics)) - 1], run.metrics[-1]
     start, end = first["time"], last["time"]
     servers = run.config.rollout.num_servers
@@ -104,7 +107,7 @@ def measured(run: RecordedRun) -> dict[str, float]:
 
 
 def predicted(measures: Measures) -> dict[str, float]:
-    """The same of a simulation."""
+    """Return the same figures of a simulation."""
     return {
         "samples_per_s": measures.samples_per_s,
         "generator_busy": 1 - measures.generator_idle,
@@ -119,7 +122,7 @@ def _simulated(config: Config) -> Measures:
 
 
 def _fit(run: RecordedRun) -> tuple[Config, Measures]:
-    """The run's configuration with the fitted section, and its simulation."""
+    """Return the run's configuration with the fitted section, and its simulation."""
     steps = min(len(run.metrics), MAX_STEPS)
     simulator = SimulatorConfig(
         engine=fit_engine(run),
@@ -138,7 +141,7 @@ def _warmup(steps: int) -> int:
 
 
 def fit_engine(run: RecordedRun) -> EngineModelConfig:
-    """Seconds of a step as a linear function of active sequences, the tokens they hold, and prompt tokens."""
+    """Fit the seconds of a step as a linear function of active sequences, the tokens they hold, and prompt tokens."""
     *terms, seconds = TERMS
     matrix = np.array([[_sum(run, one, other) for other in terms] for one in terms])
     step_s, sequence_s, context_s, prefill_s = non_negative(matrix, np.array([_sum(run, t, seconds) for t in terms]))
@@ -156,12 +159,12 @@ def fit_engine(run: RecordedRun) -> EngineModelConfig:
 
 
 def _sum(run: RecordedRun, one: str, other: str) -> float:
-    """Of the products of two terms over the run's decode steps."""
+    """Return the sum of the products of two terms over the run's decode steps."""
     return run.sums.get(one + other) or run.sums.get(other + one, 0.0)
 
 
 def fit_trainer(run: RecordedRun) -> TrainerModelConfig:
-    """Seconds of an optimizer step's gradients as a linear function of calls and tokens."""
+    """Fit the seconds of an optimizer step's gradients as a linear function of calls and tokens."""
     rows = np.array([row[:2] for row in run.training()], dtype=np.float64).reshape(-1, 2)
     seconds = np.array([row[2] for row in run.training()], dtype=np.float64)
     call_s, token_s = non_negative(rows.T @ rows, rows.T @ seconds)
@@ -175,7 +178,8 @@ def fit_trainer(run: RecordedRun) -> TrainerModelConfig:
 
 
 def non_negative(matrix: Floats, vector: Floats) -> list[float]:
-    """argmin x'Mx - 2v'x over x >= 0, by trying every set of unknowns that may be positive: there are four at most."""
+    """Return argmin x'Mx - 2v'x over x >= 0. The function tries every set of unknowns that may be positive; there are
+    at most four unknowns."""
     best, found = 0.0, np.zeros(len(vector))
     scale = np.sqrt(np.maximum(np.diag(matrix), 1e-300))
     scaled, target = matrix / np.outer(scale, scale), vector / scale
@@ -191,8 +195,8 @@ def non_negative(matrix: Floats, vector: Floats) -> list[float]:
 
 
 def _with_latency(config: Config, episode_s: float, grants: float) -> tuple[Config, Measures]:
-    """Raise latency_s until simulated episodes take as long as measured ones. Where slots are short it shows in no
-    episode: then there is none to be found, and none is assumed."""
+    """Raise latency_s until simulated episodes take as long as measured ones. If slots are scarce, latency does not
+    lengthen episodes; it cannot be measured then, and stays as it is."""
     measures = _simulated(config)
     for _ in range(LATENCY_TRIES):
         missing_s = episode_s - measures.episode_s
@@ -214,7 +218,7 @@ def _later(config: Config, added_s: float) -> Config:
 
 
 def _grants_per_episode(run: RecordedRun) -> float:
-    """One per turn, or per segment of one."""
+    """Return the mean number of grants per episode: one per turn, or one per segment of a turn."""
     length = run.config.scheduler.segment_length or math.inf
     episodes = [episode for group in run.groups for episode in group.episodes]
     grants = [e.num_turns * max(math.ceil(e.response_tokens / max(e.num_turns, 1) / length), 1) for e in episodes]

@@ -1,7 +1,7 @@
-"""An asyncio event loop whose time jumps: whenever nothing is ready, the clock moves to the next timer.
+"""An asyncio event loop with a virtual clock: when nothing is ready, the clock jumps to the next timer.
 
-Code that uses only `asyncio` waits and `loop.time()` runs on it unchanged, deterministically, as fast as the
-CPU allows.
+Code that uses only `asyncio` waits and `loop.time()` runs on it unchanged, deterministically, and as fast as the CPU
+allows.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Deadlock(RuntimeError):
 
 
 POLL_EVERY = 64
-"""Turns of the loop between two looks at the real world: a system call each would be most of the cost of a turn."""
+"""Turns of the loop between two polls of real file descriptors. One system call per turn would be most of its cost."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of sleeping for `timeout`, moves the loop's clock on by it."""
+    """A selector that advances the loop's clock by `timeout` instead of sleeping."""
 
     now = 0.0
     moved: Callable[[float], None]
-    """Told of every jump."""
+    """Called with the new time after every jump."""
     _turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -44,7 +44,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at time 0."""
+    """An event loop on a virtual clock that starts at time 0."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -52,8 +52,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jumping.moved = self._keep_resolution
 
     def _keep_resolution(self, now: float) -> None:
-        """asyncio runs timers up to its clock's resolution ahead of time: a nanosecond, which late moments cannot tell
-        from nothing. Then a timer that is due would never run, and time stand still."""
+        """Set asyncio's clock resolution to at least two floating-point steps at `now`. asyncio runs timers up to one
+        resolution (a nanosecond) ahead of time. At large times a nanosecond is lost in rounding; a due timer would
+        never run and time would stand still."""
         self._clock_resolution = max(1e-9, 2 * math.ulp(now))
 
     def time(self) -> float:
@@ -61,6 +62,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on a virtual clock."""
+    """Run `main` like `asyncio.run`, on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

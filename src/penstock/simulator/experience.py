@@ -1,66 +1,54 @@
-"""What was played and what became of it: `ports.Pool` of a simulated run, and the counts behind its report."""
+"""Finished groups and their fate: `ports.Pool` of a simulated run, and the counts behind its report."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from penstock.ports import EndedGroup, GroupRecord, Shard
-from penstock.simulator.engine import Request
+from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
+from penstock.simulator.server_model import Request
 from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, GroupRef, PayloadRef, Task
 
 REF = PayloadRef(file="simulated", offset=0, length=0, crc32=0)
-"""Of every group: there are no tokens to point to."""
+"""Payload reference of every group; a simulation has no tokens to point to."""
 
 Piece = tuple[Request, int]
-"""A generate call of an episode: the request, and which of its sequences."""
+"""A generate call of an episode: the request, and the index of the episode's sequence in it."""
 
 
-class Pieces(Protocol):
-    """Of each member of a group."""
-
-    def __getitem__(self, member: int, /) -> Sequence[Piece]: ...
-
-
-class OneRequest:
-    """`Pieces` of a group that was answered at once."""
-
-    __slots__ = ("_request",)
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    def __getitem__(self, member: int) -> Sequence[Piece]:
-        return ((self._request, member),)
+Pieces = Request | Sequence[Sequence[Piece]]
+"""The generate calls of a group: of each member, or one request that answered all members."""
 
 
 class Held(NamedTuple):
-    """What is needed of a played group until it is trained or dropped; read off while its summaries are at hand."""
+    """Data of a finished group that is needed until the group is trained or dropped; copied while its summaries are
+    available."""
 
     lengths: array[int]
     """Response tokens of each member."""
     oldest: Sequence[int]
     """Policy version of each member's oldest token."""
     prompt_tokens: int
-    """Of all members."""
+    """Prompt tokens of all members."""
     pieces: Pieces
 
 
 class Cost(NamedTuple):
-    """What a group costs the learner."""
+    """Token counts that give a group's training cost."""
 
     tokens: int
-    """Prompt and response, of all members."""
+    """Prompt and response tokens of all members."""
     response_tokens: int
-    """Of the members that are trained."""
+    """Response tokens of the trained members."""
     masked_tokens: int
     """Response tokens too old to train."""
 
 
 class Experience:
-    """The groups in play at the learner's side. `add` finds the pieces that the workers left under `pieces`."""
+    """Finished groups until they are trained or dropped. `add_group` takes the generate calls that the workers left
+    under `pieces`."""
 
     def __init__(self, *, max_staleness: int) -> None:
         self._max_staleness = max_staleness
@@ -68,17 +56,18 @@ class Experience:
         self.pieces: dict[int, Pieces] = {}
         self.played_lengths, self.trained_lengths = array("l"), array("l")
         self.staleness: Counter[int] = Counter()
-        """Episodes trained, by (version being trained - version of the oldest of their tokens that is trained)."""
+        """Number of trained episodes, by staleness: the version being trained - the version of the oldest token that is
+        trained."""
         self.tokens: Counter[str] = Counter()
-        """Response tokens by what became of them: trained, masked, or the final state of their group."""
+        """Response tokens by their fate: trained, masked, or the final state of their group."""
         self.num_samples = self.num_groups = self.num_filtered = 0
         self.played_s = 0.0
-        """Sum over all episodes of the time they took."""
+        """Total duration of all episodes, in seconds."""
 
-    def admit(self, groups: Sequence[tuple[int, Task]]) -> None:
-        """What is not played yet is nothing to this side."""
+    def admit_groups(self, groups: Sequence[tuple[int, Task]]) -> None:
+        """Do nothing: the simulation counts only finished groups."""
 
-    def add(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
+    def add_group(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
         lengths = array("l", [episode.response_tokens for episode in episodes])
         oldest = [episode.version_min for episode in episodes]
         prompt_tokens = sum([episode.prompt_tokens for episode in episodes])
@@ -87,7 +76,7 @@ class Experience:
         self.played_s += sum([episode.seconds for episode in episodes])
         self.num_groups += 1
 
-    def end(self, groups: Sequence[EndedGroup]) -> None:
+    def end_groups(self, groups: Sequence[EndedGroup]) -> None:
         for each in groups:
             held = self._held.pop(each.group, None)
             if held is None or each.trained_in is not None:
@@ -96,7 +85,8 @@ class Experience:
             self.tokens[each.state] += sum(held.lengths)
 
     def train(self, ref: GroupRef, version: int) -> Cost:
-        """The learner at `version` takes the members of `ref`; it reads the whole group."""
+        """Count the members of `ref` as trained at `version`, and return the cost. The learner reads the whole group,
+        even if it trains only some members."""
         held = self._held[ref.group]
         lengths, oldest = held.lengths, held.oldest
         whole = response = sum(lengths)
@@ -111,23 +101,24 @@ class Experience:
         if min(oldest, default=version) < oldest_allowed:
             for member, made in zip(ref.episodes, oldest, strict=True):
                 if NO_VERSION != made < oldest_allowed:
-                    masked += sum(request.num_older(s, oldest_allowed) for request, s in held.pieces[member])
+                    pieces = [(held.pieces, member)] if isinstance(held.pieces, Request) else held.pieces[member]
+                    masked += sum(request.num_older(sequence, oldest_allowed) for request, sequence in pieces)
         self.num_samples += len(ref.episodes)
         self.tokens["trained"] += response - masked
         self.tokens["masked"] += masked
         self.tokens[EpisodeState.DISCARDED_STALE] += whole - response
         return Cost(whole + held.prompt_tokens, response, masked)
 
-    def revive(self, groups: Sequence[int]) -> None:
-        """Nobody dies here."""
+    def revive_groups(self, groups: Sequence[int]) -> None:
+        """Do nothing. Never called, because a simulation loses no data."""
 
-    def covered(self, policy_version: int, *, keep: Collection[int] = ()) -> None:
-        """There is no disk to free."""
+    def free_covered(self, policy_version: int, *, keep: Collection[int] = ()) -> None:
+        """Do nothing: there is no disk to free."""
 
     def records(self) -> Iterator[GroupRecord]:
         return iter(())
 
-    def get(self, groups: Sequence[int]) -> list[GroupRecord]:
+    def get_groups(self, groups: Sequence[int]) -> list[GroupRecord]:
         return []
 
     def shards(self) -> list[Shard]:
@@ -141,10 +132,10 @@ class Experience:
         return NO_VERSION
 
     def raise_version(self, policy_version: int) -> None:
-        """The learner counts."""
+        """Do nothing: the learner counts the versions."""
 
     def sync(self) -> None:
-        """Nothing is durable here."""
+        """Do nothing: no data is stored."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: no file is open."""

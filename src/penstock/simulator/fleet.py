@@ -1,5 +1,5 @@
-"""All modelled servers: `ports.RolloutServers`, and requests to the least loaded of them. One timer for all of them:
-for the next moment at which a request is complete."""
+"""All modelled servers: `ports.RolloutServers`, with requests sent to the least loaded server. One timer serves all
+servers; it is set for the next moment at which a request is complete."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
 from penstock.config import EngineModelConfig
-from penstock.simulator.engine import Request, ServerModel, Totals
+from penstock.simulator.server_model import Request, ServerModel, Totals
 from penstock.types import WeightsHandle
 
 
 class Fleet:
-    """Lives on the running event loop's clock."""
+    """The modelled servers, on the clock of the running event loop."""
 
     def __init__(self, model: EngineModelConfig, *, num_servers: int, num_slots: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
         self._servers = [ServerModel(model, num_slots) for _ in range(num_servers)]
         self._due: list[tuple[float, int]] = []
-        """Heap of when a request of a server is complete, and outdated entries."""
+        """Heap of (time at which a request is complete, server number), with outdated entries."""
         self._armed: list[float | None] = [None] * num_servers
-        """The entry of each server that is not outdated."""
+        """The current heap entry of each server; None if the server has none."""
         self._timer: asyncio.TimerHandle | None = None
         self._touched: dict[int, None] = {}
-        """Servers whose next moment may have changed; looked at once for all that happens in one moment."""
+        """Servers with a next completion time that may have changed; checked once for all events of one moment."""
         self._load = [0] * num_servers
         self._by_load = [(0, number) for number in range(num_servers)]
-        """Heap with an entry for each present load, and outdated ones."""
+        """Heap of (load, server number) with the current entry of each server, and outdated entries."""
         self.served_at: list[float] = []
-        """When every server served new weights."""
+        """Times at which all servers had the new weights."""
         self._number = {server: number for number, server in enumerate(self._servers)}
 
     def submit(self, request: Request) -> None:
@@ -45,7 +45,7 @@ class Fleet:
         self._touch(number)
 
     def cancel(self, requests: Iterable[Request]) -> int:
-        """Nobody waits for these any more; returns the tokens they had generated."""
+        """Cancel requests. Return the number of tokens they had generated."""
         generated = 0
         by_server: dict[int, set[Request]] = {}
         for request in requests:
@@ -58,30 +58,31 @@ class Fleet:
         return generated
 
     async def update_weights(self, handle: WeightsHandle) -> None:
-        """Every server pauses, at its own next step boundary."""
+        """Update all servers; each pauses at its own next step boundary."""
         now = self._loop.time()
         ends = [server.update(handle.policy_version, now, self._model.update_s) for server in self._servers]
         await self._until(max(ends))
         self.served_at.append(self._loop.time())
 
     async def release(self) -> None:
-        """What runs ends early."""
+        """End all running requests early, and return once every server has stopped."""
         now = self._loop.time()
         await self._until(max(server.release(now) for server in self._servers))
 
     async def resume(self) -> None:
-        """Serve again."""
+        """Serve requests again."""
         for server in self._servers:
             server.resume(self._loop.time())
         self._arm_all()
 
     def totals(self) -> Totals:
-        """Sums over all servers so far."""
+        """Return sums over all servers so far."""
         now = self._loop.time()
         return Totals(*map(sum, zip(*(server.totals(now) for server in self._servers), strict=True)))
 
     async def _until(self, time: float) -> None:
-        """What completes on the way is reported on the way, and what completes then before this returns."""
+        """Sleep until `time`. Requests that complete before `time` are reported on the way; those that complete at
+        `time` are reported before this returns."""
         self._arm_all()
         await asyncio.sleep(max(time - self._loop.time(), 0.0))
         self._arm_touched()
@@ -114,7 +115,7 @@ class Fleet:
                 self._set_timer()
 
     def _set_timer(self) -> None:
-        """For the first moment that is not outdated."""
+        """Set the timer for the first entry that is not outdated."""
         while self._due and self._due[0][0] != self._armed[self._due[0][1]]:
             heappop(self._due)
         due = self._due[0][0] if self._due else None
@@ -134,11 +135,11 @@ class Fleet:
             if due == self._armed[number] and number not in self._touched:
                 self._report(number)
             elif due == self._armed[number]:
-                self._armed[number] = None  # it is looked at anew in this moment
+                self._armed[number] = None  # checked again at this moment
         self._set_timer()
 
     def _report(self, number: int) -> None:
-        """Requests of a server are complete."""
+        """Report the complete requests of a server."""
         self._armed[number] = None
         complete = self._servers[number].take()
         self._change_load(number, -sum(len(request.lengths) for request in complete))

@@ -1,5 +1,5 @@
-"""The numbers of one simulated run. Rates and shares are those of its steady part: after the warm-up steps, up to the
-last one."""
+"""Measured figures of one simulated run. Rates and shares are those of its steady part: from the end of the warm-up
+steps to the last step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import Config
+from penstock.scheduler.bias import ks_distance
 from penstock.scheduler.segments import SegmentPolicy
-from penstock.simulator.limits import limit
-from penstock.simulator.simulation import Outcome, StepMark
+from penstock.simulator.simulated_run import Simulation, StepMark
 from penstock.simulator.workload import Population, Workload, population
 from penstock.types import EpisodeState
 
@@ -21,61 +22,64 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """All times in simulated seconds; None where there was nothing to measure."""
+    """Figures of one run. All times are in simulated seconds; None if there was nothing to measure."""
 
     samples_per_s: float
-    """Trained."""
+    """Samples trained per second."""
     limit_samples_per_s: float
-    """X*; see `limits.py`."""
+    """X*, the upper bound for any scheduler; see `limits`."""
     limit_generation: float
     limit_training: float
     efficiency: float
     """samples_per_s / limit_samples_per_s."""
     generator_bubble: float
-    """Share of the servers' slot-time in which no token was made; on shared devices, of the time the learner left."""
+    """Share of the servers' slot-time in which no token was generated. On shared devices, the share of the time that
+    training left."""
     generator_idle: float
-    """Share of the servers' time without any step."""
+    """Share of the servers' time in which no step ran."""
     trainer_idle: float
-    """Share of the time in which the learner did nothing; on shared devices that is when the servers had them."""
+    """Share of the time in which the learner was idle. On shared devices the servers had the devices then."""
     staleness_mean: float
     staleness_max: int
     staleness_histogram: dict[int, int]
-    """Episodes trained, by the age of their oldest token in policy versions."""
+    """Number of trained episodes, by the age of their oldest token in policy versions."""
     wait_p50_s: float
-    """Between a group's admission and its start."""
+    """Waiting time between a group's admission and its start."""
     wait_p99_s: float
     wait_max_s: float
     tokens_generated: int
     wasted_discarded: float
-    """Shares of the tokens generated: of episodes too old to train."""
+    """Share of the generated tokens in episodes that were too old to train. The other `wasted_` figures are shares of
+    the generated tokens too."""
     wasted_filtered: float
     wasted_restarted: float
     wasted_surplus: float
-    """Of redundant members, once their groups were whole."""
+    """Tokens of redundant members, unused because their groups were complete."""
     wasted_masked: float
-    """Of tokens too old to train in episodes that were trained."""
+    """Tokens that were too old to train, in episodes that were trained."""
     filtered_groups: float
-    """Share of the groups played."""
+    """Share of the finished groups that a filter dropped."""
     length_ks_trained_played: float
-    """Kolmogorov-Smirnov distance between response lengths of trained and of played episodes."""
+    """Kolmogorov-Smirnov distance between the response lengths of trained episodes and of all finished episodes."""
     length_ks_trained_population: float
-    """The same against all episodes of the tasks admitted."""
+    """Kolmogorov-Smirnov distance between the response lengths of trained episodes and of all episodes of the admitted
+    tasks (the population)."""
     length_p50_ratio: float
-    """Trained / population."""
+    """Trained / population; the other `ratio` figures too."""
     length_p90_ratio: float
     length_mean_ratio: float
-    """Below 1 in a run too short for long answers to have come in: then a rate in samples flatters, and so does
-    `efficiency`; the product of the two does not."""
+    """Trained / population. It is below 1 if the run was too short for long answers to finish. A rate in samples is
+    then too favourable, and so is `efficiency`; the product of `efficiency` and this ratio is not."""
     length_mean: float
-    """Of the population."""
+    """Mean response length of the population."""
     first_groups_s: float | None
-    """Until as many groups were whole as an optimizer step takes."""
+    """Time until as many groups were complete as an optimizer step takes."""
     first_samples_s: float | None
-    """Until a quarter of the samples of a step had their last token."""
+    """Time until a quarter of the samples of a step had their last token."""
     first_samples_length_ratio: float | None
-    """Mean length of the groups whole by `first_groups_s` / population: the price of an early start."""
+    """Mean response length of the groups complete by `first_groups_s` / population: the bias of an early start."""
     refill_s: float | None
-    """Mean time from the moment new weights are served until the next groups of an optimizer step are whole."""
+    """Mean time from the moment new weights are served until all groups of the next optimizer step are complete."""
     episode_s: float
     """Mean time between the start of an episode and its answer."""
     step_s: float
@@ -84,47 +88,83 @@ class Measures:
     simulated_s: float
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures as plain values for JSON."""
         return asdict(self)
 
 
-def measure(outcome: Outcome, workload: Workload, *, shares_devices: bool) -> Measures:
-    """What `outcome` comes to."""
-    experience, config = outcome.experience, outcome.config
+def measure(run: Simulation, workload: Workload, *, shares_devices: bool) -> Measures:
+    """Compute the figures of a simulated run."""
+    experience, config = run.experience, run.config
     longest = SegmentPolicy.from_config(config, config.env).max_episode_tokens
-    people = population(workload, outcome.num_tasks, longest=longest)
+    people = population(workload, run.num_tasks, longest=longest)
     filtered = experience.num_filtered / max(experience.num_groups, 1)
     kept_tokens = float(np.mean(experience.trained_lengths)) if experience.num_filtered else people.mean_tokens
-    bound = limit(config, people, kept=1 - filtered, kept_tokens=kept_tokens, shares_devices=shares_devices)
-    first, last = outcome.marks[config.simulator.warmup_steps], outcome.marks[-1]
+    bounds = limits(config, people, kept=1 - filtered, kept_tokens=kept_tokens, shares_devices=shares_devices)
+    first, last = run.marks[config.simulator.warmup_steps], run.marks[-1]
     rate = (last.num_samples - first.num_samples) / max(last.time - first.time, 1e-12)
-    whole, batch = np.sort(np.asarray(outcome.whole_at)), config.trainer.groups_per_step
-    ended = np.sort(np.asarray(outcome.ended_at))
+    whole, batch = np.sort(np.asarray(run.workers.whole_at)), config.trainer.groups_per_step
+    ended = np.sort(np.asarray(run.workers.ended_at))
     return Measures(
         samples_per_s=rate,
-        limit_samples_per_s=bound.samples_per_s,
-        limit_generation=bound.generation,
-        limit_training=bound.training,
-        efficiency=rate / bound.samples_per_s,
-        **_idleness(outcome, first, last, shares_devices=shares_devices),
-        **_staleness(outcome),
-        **_waits(outcome.waits),
-        **_waste(outcome, last),
+        **bounds,
+        efficiency=rate / bounds["limit_samples_per_s"],
+        **_idleness(run, first, last, shares_devices=shares_devices),
+        **_staleness(run),
+        **_waits(run.waits),
+        **_waste(run, last),
         filtered_groups=filtered,
-        **_bias(outcome, people),
+        **_bias(run, people),
         first_groups_s=_nth(whole, batch),
         first_samples_s=_nth(ended, max(batch * config.env.group_size // 4, 1)),
-        first_samples_length_ratio=_early_lengths(outcome, people),
-        refill_s=refill(whole, outcome.served_at, batch, since=first.time),
+        first_samples_length_ratio=_early_lengths(run, people),
+        refill_s=refill(whole, run.fleet.served_at, batch, since=first.time),
         episode_s=experience.played_s / max(len(experience.played_lengths), 1),
-        step_s=(last.time - first.time) / max(len(outcome.marks) - 1 - config.simulator.warmup_steps, 1),
-        steps=len(outcome.marks) - 1,
+        step_s=(last.time - first.time) / max(len(run.marks) - 1 - config.simulator.warmup_steps, 1),
+        steps=len(run.marks) - 1,
         simulated_s=last.time,
     )
 
 
-def _idleness(outcome: Outcome, first: StepMark, last: StepMark, *, shares_devices: bool) -> dict[str, Any]:
-    config = outcome.config
+def limits(
+    config: Config, population: Population, *, kept: float, kept_tokens: float, shares_devices: bool
+) -> dict[str, Any]:
+    """Return the samples per second that the modelled machines allow: the upper bound X* for any scheduler, and its
+    parts.
+
+        generation = kept * servers / (E[L] * d(K, c) / K + E[P] * prefill_token_s)
+        training   = 1 / (token_s * (E[L'] + E[prompt]) + (call_s + step_s + publish_s) / samples per step)
+        X*         = min(generation, training),   or 1 / (1 / generation + 1 / training) on shared devices
+
+    K: the slots of a server, or as many sequences as its memory holds at mean length.
+    c: the tokens that K sequences hold; for each sequence, the mean context before a token, over all tokens.
+    L: the response tokens of an episode. L': the same for episodes that the filter keeps (`kept_tokens`).
+    P: the prompt and context tokens of an episode that must be computed.
+    kept: the share of finished groups that the filter keeps.
+    """
+    generation = kept * _generation(config, population)
+    training = _training(config, population.prompt_tokens + kept_tokens)
+    both = 1 / (1 / generation + 1 / training) if shares_devices else min(generation, training)
+    return {"limit_samples_per_s": both, "limit_generation": generation, "limit_training": training}
+
+
+def _generation(config: Config, population: Population) -> float:
+    engine, slots = config.simulator.engine, float(config.rollout.slots)
+    if engine.kv_tokens is not None:
+        slots = min(slots, max(engine.kv_tokens / (population.prompt_tokens + population.mean_tokens), 1.0))
+    token_s = (engine.step_s + engine.sequence_s * slots) / slots + engine.context_token_s * population.mean_context
+    sample_s = population.mean_tokens * token_s + population.prefill_tokens * engine.prefill_token_s
+    return config.rollout.num_servers / sample_s
+
+
+def _training(config: Config, tokens: float) -> float:
+    """Return the training rate for samples with `tokens` tokens, prompt included."""
+    times, batch = config.simulator.trainer, config.trainer.groups_per_step * config.env.group_size
+    sample_s = times.token_s * tokens + (times.call_s + times.step_s + times.publish_s) / batch
+    return 1 / max(sample_s, 1e-12)
+
+
+def _idleness(run: Simulation, first: StepMark, last: StepMark, *, shares_devices: bool) -> dict[str, Any]:
+    config = run.config
     engine, servers = config.simulator.engine, config.rollout.num_servers
     seconds = max(last.time - first.time, 1e-12)
     training = last.trainer_busy_s - first.trainer_busy_s
@@ -139,8 +179,8 @@ def _idleness(outcome: Outcome, first: StepMark, last: StepMark, *, shares_devic
     }
 
 
-def _staleness(outcome: Outcome) -> dict[str, Any]:
-    histogram = dict(sorted(outcome.experience.staleness.items()))
+def _staleness(run: Simulation) -> dict[str, Any]:
+    histogram = dict(sorted(run.experience.staleness.items()))
     number = max(sum(histogram.values()), 1)
     mean = sum(age * count for age, count in histogram.items()) / number
     return {"staleness_mean": mean, "staleness_max": max(histogram, default=0), "staleness_histogram": histogram}
@@ -151,8 +191,8 @@ def _waits(waits: Sequence[float]) -> dict[str, Any]:
     return {"wait_p50_s": float(p50), "wait_p99_s": float(p99), "wait_max_s": float(most)}
 
 
-def _waste(outcome: Outcome, last: StepMark) -> dict[str, Any]:
-    tokens = outcome.experience.tokens
+def _waste(run: Simulation, last: StepMark) -> dict[str, Any]:
+    tokens = run.experience.tokens
     assert last.totals is not None
     generated = max(last.totals.b, 1)
     return {
@@ -165,26 +205,17 @@ def _waste(outcome: Outcome, last: StepMark) -> dict[str, Any]:
     }
 
 
-def _bias(outcome: Outcome, people: Population) -> dict[str, Any]:
-    trained, played = (
-        _sorted(lengths) for lengths in (outcome.experience.trained_lengths, outcome.experience.played_lengths)
-    )
+def _bias(run: Simulation, people: Population) -> dict[str, Any]:
+    trained, played = (_sorted(lengths) for lengths in (run.experience.trained_lengths, run.experience.played_lengths))
     ratios = np.percentile(trained, [50, 90]) / np.percentile(people.lengths, [50, 90])
     return {
-        "length_ks_trained_played": distance(trained, played),
-        "length_ks_trained_population": distance(trained, people.lengths),
+        "length_ks_trained_played": ks_distance(trained, played),
+        "length_ks_trained_population": ks_distance(trained, people.lengths),
         "length_p50_ratio": float(ratios[0]),
         "length_p90_ratio": float(ratios[1]),
         "length_mean_ratio": float(np.mean(trained)) / people.mean_tokens,
         "length_mean": people.mean_tokens,
     }
-
-
-def distance(one: Floats, other: Floats) -> float:
-    """Largest difference between two empirical distribution functions; both ascending."""
-    points = np.concatenate((one, other))
-    shares = (np.searchsorted(side, points, side="right") / len(side) for side in (one, other))
-    return float(np.abs(np.subtract(*shares)).max())
 
 
 def _sorted(values: Sequence[int]) -> Floats:
@@ -196,17 +227,18 @@ def _nth(ascending: Floats, number: int) -> float | None:
 
 
 def refill(whole: Floats, served_at: Sequence[float], batch: int, *, since: float) -> float | None:
-    """Mean time from a moment of `served_at` until `batch` more are whole; `whole` is ascending. What the run ended too
-    soon for does not count."""
+    """Return the mean time from a moment of `served_at` until `batch` more groups are complete; `whole` is ascending.
+    Moments after which the run ended too soon do not count."""
     served = np.asarray([moment for moment in served_at if moment >= since])
     last = np.searchsorted(whole, served, side="right") + batch - 1
     filled = last < len(whole)
     return float((whole[last[filled]] - served[filled]).mean()) if filled.any() else None
 
 
-def _early_lengths(outcome: Outcome, people: Population) -> float | None:
-    """Groups enter `played_lengths` in the order in which they become whole."""
-    config = outcome.config
+def _early_lengths(run: Simulation, people: Population) -> float | None:
+    """Return the length ratio of the first groups. Groups enter `played_lengths` in the order in which they are
+    complete."""
+    config = run.config
     number = config.trainer.groups_per_step * config.env.group_size
-    lengths = outcome.experience.played_lengths[:number]
+    lengths = run.experience.played_lengths[:number]
     return sum(lengths) / number / people.mean_tokens if len(lengths) == number else None

@@ -1,37 +1,38 @@
-"""The strategies that are compared, as configurations: a name becomes what a user would have to write down."""
+"""The compared strategies as configurations: each name becomes the settings that a user would write."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from penstock.config import Config, ConfigError
-from penstock.config.simulation import Strategy
+from penstock.config.simulated_cluster import OnAllDevices, Strategy
+from penstock.config.yaml_file import merged
 from penstock.simulator.workload import Workload
 
 TAIL_BATCHING = 1.25
 """RollPacker's over-sampling of prompts (arXiv 2509.21009)."""
 NO_DEADLINE_S = 1e9
-"""Modelled environments never hang, and a virtual clock makes long waits cheap."""
+"""Deadline that is never reached. Modelled environments never hang, and a virtual clock makes long waits cheap."""
 
-ON_ALL_DEVICES = frozenset({"colocated", "over_sampling", "tail_batching"})
+ON_ALL_DEVICES = frozenset(get_args(OnAllDevices))
 OVERLAPPING = frozenset({"asynchronous", "segments"})
-"""Only these let a trigger take less than a whole batch."""
+"""Strategies that may train less than a whole batch at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """One thing to simulate."""
+    """A strategy, an order of dispatch and a trigger, with the configuration to simulate."""
 
     strategy: Strategy
     dispatch: str
     trigger: str
     config: Config
-    """Complete: the engine's and the learner's times are those of this strategy's devices."""
+    """The complete configuration; the engine's and the learner's times are those of this strategy's devices."""
 
     @property
     def name(self) -> str:
@@ -42,14 +43,14 @@ class Combination:
 
     @property
     def shares_devices(self) -> bool:
-        """Generation and training take turns on the same devices."""
+        """Return whether generation and training take turns on the same devices."""
         return self.strategy in ON_ALL_DEVICES or (
             self.strategy == "configured" and self.config.scheduler.mode == "colocated"
         )
 
 
 def combinations(config: Config, workload: Workload) -> list[Combination]:
-    """Every strategy with every order of dispatch and, where it means something, every trigger."""
+    """Return every strategy with every order of dispatch and, where triggers matter, every trigger."""
     return [
         _combine(config, workload, strategy, dispatch, trigger)
         for strategy in dict.fromkeys(config.simulator.strategies)
@@ -69,10 +70,10 @@ def _variants(config: Config, strategy: Strategy) -> Iterator[tuple[str, str]]:
 def _combine(config: Config, workload: Workload, strategy: Strategy, dispatch: str, trigger: str) -> Combination:
     changes: dict[str, Any] = {} if strategy == "configured" else _scheduler(config, workload, strategy)
     settings: dict[str, Any] = {"use": trigger} | ({"feedback": {"signal": "none"}} if trigger == "batch" else {})
-    changes = _merge(changes, {"dispatch": {"policy": dispatch}, "trigger": settings})
-    tree = _merge(config.model_dump(), {"scheduler": changes, **_surroundings(config, workload, strategy)})
+    changes = merged(changes, {"dispatch": {"policy": dispatch}, "trigger": settings})
+    tree = merged(config.model_dump(), {"scheduler": changes, **_surroundings(config, workload, strategy)})
     if strategy in ON_ALL_DEVICES:
-        tree = _merge(tree, _all_devices(config))
+        tree = merged(tree, _all_devices(config))
     try:
         complete = Config.model_validate(tree)
     except ValidationError as error:
@@ -82,7 +83,7 @@ def _combine(config: Config, workload: Workload, strategy: Strategy, dispatch: s
 
 
 def closed_set(config: Config, workload: Workload, policy: str, num_groups: int) -> Config:
-    """One round of `num_groups`, all there from the start and none of them dropped."""
+    """Return a configuration for one round of `num_groups` groups, all available from the start and none dropped."""
     simulator = config.simulator.model_copy(update={"steps": 1, "warmup_steps": 0})
     trainer = config.trainer.model_copy(update={"groups_per_step": num_groups})
     dispatch = config.scheduler.dispatch.model_copy(update={"look_ahead": None})
@@ -92,7 +93,7 @@ def closed_set(config: Config, workload: Workload, policy: str, num_groups: int)
 
 
 def _scheduler(config: Config, workload: Workload, strategy: Strategy) -> dict[str, Any]:
-    """What a strategy is, in terms of the scheduler section."""
+    """Return the scheduler settings of a strategy."""
     user = config.scheduler
     plain = {"over_sampling": 1.0, "segment_length": None, "max_segment_count": None}
     match strategy:
@@ -116,34 +117,27 @@ def _scheduler(config: Config, workload: Workload, strategy: Strategy) -> dict[s
 
 
 def _surroundings(config: Config, workload: Workload, strategy: Strategy) -> dict[str, Any]:
-    """No evaluation, no deadline, and room for the longest answer unless the user's own bounds are to hold."""
+    """Return settings without evaluation and deadline. They leave room for the longest answer, except for `configured`,
+    which keeps the user's bounds."""
     env: dict[str, Any] = {"episode_timeout_s": NO_DEADLINE_S}
-    model: dict[str, Any] = {}
+    max_context = config.model.max_context
     if strategy != "configured":
         env |= {"max_new_tokens": workload.max_tokens, "max_turns": workload.max_turns}
-        model["max_context"] = workload.max_tokens + 1
+        max_context = workload.max_tokens + 1
     steps = config.simulator.steps
     return {
         "env": env,
-        "model": model,
+        "model": {"max_context": max_context},
         "data": {"eval_tasks": 0},
         "trainer": {"steps": steps, "total_samples": None, "checkpoint_every": steps + 1},
     }
 
 
 def _all_devices(config: Config) -> dict[str, Any]:
-    """Every device generates, then every device trains."""
+    """Return settings in which all devices generate, then all devices train."""
     simulator = config.simulator
     devices = config.rollout.num_servers + simulator.trainer_devices
     share = simulator.trainer_devices / devices
     times = simulator.trainer
     trainer = {"token_s": times.token_s * share, "call_s": times.call_s * share, "step_s": times.step_s * share}
     return {"rollout": {"servers": devices}, "simulator": {"trainer": trainer, "trainer_devices": devices}}
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged

@@ -1,4 +1,4 @@
-"""The report as a table for people."""
+"""Tables of a simulation's report for the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from penstock.simulator.calibration import FIGURES, Comparison
-from penstock.simulator.report import Report, Result
+from penstock.simulator.prediction import Report, Result
 
 WASTE = ("wasted_discarded", "wasted_filtered", "wasted_restarted", "wasted_surplus", "wasted_masked")
 
@@ -15,7 +15,7 @@ COLUMNS = ("samples/s", "of X*", "bubble", "trainer idle", "staleness", "wait p9
 
 
 def table(report: Report) -> Table:
-    """A line per combination."""
+    """Return a table with one line per combination."""
     lines = Table(title="Simulated", title_justify="left", header_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
     lines.caption_justify = "left"
     lines.add_column("strategy", no_wrap=True)
@@ -31,7 +31,7 @@ def table(report: Report) -> Table:
 
 
 def makespans(report: Report) -> Table | None:
-    """A line per order of dispatch, if closed sets were played."""
+    """Return a table with one line per order of dispatch; None if no closed set was simulated."""
     if not report.makespans:
         return None
     lines = Table(title="Makespan of a closed set", title_justify="left", header_style="bold", box=SIMPLE)
@@ -43,7 +43,7 @@ def makespans(report: Report) -> Table | None:
 
 
 def comparison(found: Comparison) -> Table:
-    """A run against its simulation."""
+    """Return a table of a run's figures beside those of its simulation."""
     lines = Table(title="Calibrated", title_justify="left", header_style="bold", box=SIMPLE)
     for column in ("", "measured", "simulated", "error"):
         lines.add_column(column, justify="right" if column else "left")

@@ -1,13 +1,15 @@
-"""Workloads from what was really played: a trace file (.jsonl, .csv, .parquet), or the pool of a run of Penstock.
+"""Workloads from recorded episodes: a trace file (.jsonl, .csv, .parquet), or the pool of a Penstock run.
 
-A file has a row per answer: `task_id` and `response_tokens`, and if it knows them `prompt_tokens`, `turn` (rising
-within an episode, whose rows follow each other), `tool_s` (after the turn) and `reward`.
+A file has one row per answer: `task_id` and `response_tokens`, and optionally `prompt_tokens`, `turn`, `tool_s` (after
+the turn) and `reward`. `turn` rises within an episode, and the rows of an episode follow each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,22 @@ import numpy as np
 
 from penstock.config import ConfigError, WorkloadConfig
 from penstock.simulator.workload import LogNormalWorkload, Plan, Repeats, Turn, Workload
+from penstock.store.index import read_groups
 
+SETTING = "simulator.workload.path"
+READERS = {
+    ".jsonl": ("pyarrow.json", "read_json"),
+    ".csv": ("pyarrow.csv", "read_csv"),
+    ".parquet": ("pyarrow.parquet", "read_table"),
+}
+"""Suffix of a trace file -> the module and function that read it."""
 NEEDED = ("task_id", "response_tokens")
 NUMBERS = ("response_tokens", "prompt_tokens", "turn", "tool_s", "reward")
 
 
 @dataclass(slots=True, kw_only=True)
-class Played:
-    """An episode of the past."""
+class RecordedEpisode:
+    """A recorded episode."""
 
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
@@ -33,20 +43,20 @@ class Played:
 
 
 @dataclass(slots=True, kw_only=True)
-class PlayedTask:
-    """A task of the past and its episodes."""
+class RecordedTask:
+    """A recorded task and its episodes."""
 
     task_id: str
     prompt_tokens: int
-    episodes: list[Played] = field(default_factory=list)
+    episodes: list[RecordedEpisode] = field(default_factory=list)
 
 
-class PastWorkload:
-    """Tasks of the past again and again, in an order of its own each time; where a task has not as many episodes as a
-    group has members, some come twice."""
+class RecordedWorkload:
+    """A workload that repeats recorded tasks, in a new random order each time. If a task has fewer episodes than a
+    group has members, some episodes occur twice."""
 
     def __init__(
-        self, tasks: Sequence[PlayedTask], *, group_size: int, seed: int, reward: float, in_order_first: bool
+        self, tasks: Sequence[RecordedTask], *, group_size: int, seed: int, reward: float, in_order_first: bool
     ) -> None:
         self._tasks = list(tasks)
         self._group_size, self._seed, self._reward = group_size, seed, reward
@@ -75,12 +85,12 @@ class PastWorkload:
 
 
 def open_workload(config: WorkloadConfig, *, group_size: int, seed: int) -> Workload:
-    """The workload of `simulator.workload`. Raises `ConfigError` for a trace or run that cannot be used."""
+    """Return the workload of `simulator.workload`. Raises `ConfigError` for a trace or run that cannot be used."""
     if config.source == "lognormal":
         return LogNormalWorkload(config, group_size=group_size, seed=seed)
     assert config.path is not None
     tasks = _read_trace(Path(config.path), config) if config.source == "trace" else _read_run(Path(config.path))
-    return PastWorkload(
+    return RecordedWorkload(
         tasks,
         group_size=group_size,
         seed=seed,
@@ -89,115 +99,75 @@ def open_workload(config: WorkloadConfig, *, group_size: int, seed: int) -> Work
     )
 
 
-def _read_trace(path: Path, config: WorkloadConfig) -> list[PlayedTask]:
-    columns = _columns(path)
-    present = ", ".join(columns) or "nothing"
-    for name in NEEDED:
-        if name not in columns:
-            raise ConfigError(f"simulator.workload.path: {path} has no column {name}; it has {present}")
-    numbers = {name: _numbers(path, name, columns[name]) for name in NUMBERS if name in columns}
-    if not columns["task_id"]:
-        raise ConfigError(f"simulator.workload.path: {path} has no rows, only columns {present}")
-    tasks: dict[str, PlayedTask] = {}
-    for row, task_id in enumerate(columns["task_id"]):
-        if task_id is None:
-            raise ConfigError(f"simulator.workload.path: {path}, row {row + 1}: column task_id is empty")
-        of_row = {name: values[row] for name, values in numbers.items()}
-        _add(
-            tasks,
-            str(task_id),
-            of_row,
-            new_episode=_begins(columns["task_id"], numbers.get("turn"), row),
-            config=config,
-        )
+def _read_trace(path: Path, config: WorkloadConfig) -> list[RecordedTask]:
+    tasks: dict[str, RecordedTask] = {}
+    before: Mapping[str, Any] = {}
+    for number, row in enumerate(_rows(path), start=1):
+        _check(row, f"{SETTING}: {path}, row {number}")
+        name, prompt_tokens = str(row["task_id"]), int(row.get("prompt_tokens", config.prompt_tokens))
+        task = tasks.setdefault(name, RecordedTask(task_id=name, prompt_tokens=prompt_tokens))
+        if "turn" not in row or row["task_id"] != before.get("task_id") or row["turn"] <= before["turn"]:
+            task.episodes.append(RecordedEpisode())
+        episode = task.episodes[-1]
+        episode.turns.append(Turn(max(int(row["response_tokens"]), 1), float(row.get("tool_s", 0.0))))
+        episode.reward = row.get("reward", episode.reward)
+        before = row
     return list(tasks.values())
 
 
-def _begins(task_ids: Sequence[object], turns: Sequence[float] | None, row: int) -> bool:
-    """Whether a new episode begins with this row."""
-    return turns is None or row == 0 or task_ids[row] != task_ids[row - 1] or turns[row] <= turns[row - 1]
-
-
-def _add(
-    tasks: dict[str, PlayedTask], task_id: str, row: Mapping[str, float], *, new_episode: bool, config: WorkloadConfig
-) -> None:
-    prompt_tokens = int(row.get("prompt_tokens", config.prompt_tokens))
-    task = tasks.setdefault(task_id, PlayedTask(task_id=task_id, prompt_tokens=prompt_tokens))
-    if new_episode:
-        task.episodes.append(Played())
-    episode = task.episodes[-1]
-    episode.turns.append(Turn(max(int(row["response_tokens"]), 1), row.get("tool_s", 0.0)))
-    episode.reward = row.get("reward", episode.reward)
-
-
-def _numbers(path: Path, name: str, values: Sequence[object]) -> list[float]:
-    for row, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            raise ConfigError(
-                f"simulator.workload.path: {path}, row {row + 1}: column {name} is {value!r}, not a number"
-            )
+def _check(row: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` for a value that cannot be used."""
+    if row["task_id"] is None:
+        raise ConfigError(f"{where}: column task_id is empty")
+    for name in NUMBERS:
+        value = row.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{where}: column {name} is {value!r}, not a number")
         if value < 0 and name != "reward":
-            raise ConfigError(f"simulator.workload.path: {path}, row {row + 1}: column {name} is negative ({value})")
-    return [float(value) for value in values]  # type: ignore[arg-type]
+            raise ConfigError(f"{where}: column {name} is negative ({value})")
 
 
-def _columns(path: Path) -> dict[str, list[Any]]:
-    """The file's columns, as plain values."""
-    import pyarrow as pa
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a trace file. Raises `ConfigError` if the file cannot be read or has no such rows."""
+    import pyarrow
 
+    if path.suffix not in READERS:
+        raise ConfigError(f"{SETTING}: {path} is none of {', '.join(READERS)}")
+    module, function = READERS[path.suffix]
     try:
-        table = _reader(path)(path)
+        table = getattr(import_module(module), function)(str(path))
     except FileNotFoundError:
-        raise ConfigError(f"simulator.workload.path: {path} does not exist") from None
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"simulator.workload.path: {path} cannot be read: {' '.join(str(error).split())}") from None
-    return {name: table.column(name).to_pylist() for name in table.column_names}
+        raise ConfigError(f"{SETTING}: {path} does not exist") from None
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{SETTING}: {path} cannot be read: {' '.join(str(error).split())}") from None
+    present = ", ".join(table.column_names) or "nothing"
+    for name in NEEDED:
+        if name not in table.column_names:
+            raise ConfigError(f"{SETTING}: {path} has no column {name}; it has {present}")
+    rows: list[dict[str, Any]] = table.to_pylist()
+    if not rows:
+        raise ConfigError(f"{SETTING}: {path} has no rows, only columns {present}")
+    return rows
 
 
-def _reader(path: Path) -> Callable[[Path], Any]:
-    match path.suffix:
-        case ".jsonl":
-            from pyarrow import json
-
-            return lambda path: json.read_json(str(path))
-        case ".csv":
-            from pyarrow import csv
-
-            return lambda path: csv.read_csv(str(path))
-        case ".parquet":
-            from pyarrow import parquet
-
-            return lambda path: parquet.read_table(str(path))
-    raise ConfigError(f"simulator.workload.path: {path} is none of .jsonl, .csv, .parquet")
-
-
-def _read_run(run_dir: Path) -> list[PlayedTask]:
-    """The training groups of a run, in the order they were started."""
-    tasks = list(_groups(run_dir))
+def _read_run(run_dir: Path) -> list[RecordedTask]:
+    """Return the training groups of a run, in the order in which they were started."""
+    tasks = []
+    for record in read_groups(run_dir, setting=SETTING):
+        episodes = [e for e in record.episodes if e.status != "failed" and e.response_tokens > 0]
+        if episodes:
+            prompt_tokens = sum(e.prompt_tokens for e in episodes) // len(episodes)
+            recorded = [
+                RecordedEpisode(turns=_even_turns(e.response_tokens, e.num_turns), reward=e.reward) for e in episodes
+            ]
+            tasks.append(RecordedTask(task_id=record.task_id, prompt_tokens=prompt_tokens, episodes=recorded))
     if not tasks:
-        raise ConfigError(f"simulator.workload.path: no group was played in run {run_dir}")
+        raise ConfigError(f"{SETTING}: run {run_dir} has no completed group")
     return tasks
 
 
-def _groups(run_dir: Path) -> Iterator[PlayedTask]:
-    from penstock.store.index import PoolIndex
-
-    if not (run_dir / "pool" / "index").is_dir():
-        raise ConfigError(f"simulator.workload.path: {run_dir} is no run of Penstock: it has no pool/index")
-    index = PoolIndex(run_dir / "pool")
-    try:
-        for record in index:
-            summaries = [s for s in record.episodes if s.status != "failed" and s.response_tokens > 0]
-            if summaries:
-                prompts = [summary.prompt_tokens for summary in summaries]
-                played = [Played(turns=_even_turns(s.response_tokens, s.num_turns), reward=s.reward) for s in summaries]
-                yield PlayedTask(task_id=record.task_id, prompt_tokens=sum(prompts) // len(prompts), episodes=played)
-    finally:
-        index.close()
-
-
 def _even_turns(tokens: int, num_turns: int) -> list[Turn]:
-    """The index knows only how many turns there were: equal ones, and tools that take no time."""
+    """Return equal turns with tools that take no time; the index records only the number of turns."""
     if num_turns <= 1:
         return [Turn(tokens, 0.0)]
     bounds = np.linspace(0, tokens, max(min(num_turns, tokens), 1) + 1).astype(int)

@@ -1,35 +1,36 @@
-"""What there is to play: for every task, how long its members' answers truly are, and what they earn.
+"""The simulated tasks: for every task, the true lengths of its members' answers and their rewards.
 
-Nothing of that is in the task the scheduler sees: its text is a fixed jumble per task, the same whenever a task comes
-again, so that what similar tasks took can be learned and nothing can be read off.
+The task that the scheduler sees holds none of these. Its text is a fixed random string per task, the same whenever the
+task repeats. A predictor can therefore learn from the lengths of the same task, but cannot read a length from the text.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.config import WorkloadConfig
-from penstock.types import Task, stable_seed
+from penstock.seeding import stable_seed
+from penstock.types import Task
 
 BLOCK = 512
-"""Tasks drawn at a time."""
+"""Number of tasks drawn at a time."""
 MAX_BLOCKS = 64
-"""Blocks kept; a task played again later than that is drawn again, to the same lengths."""
+"""Number of blocks kept. A task that is needed again after its block was removed is drawn again, with the same
+lengths."""
 
 Floats = npt.NDArray[np.float64]
-T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """One answer of an episode, and what a tool takes before the next."""
+    """One answer of an episode, and the seconds that a tool takes before the next answer."""
 
     tokens: int
     tool_s: float
@@ -37,38 +38,36 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a group's episodes will turn out to be."""
+    """The planned outcome of a group's episodes."""
 
     prompt_tokens: int
     lengths: Sequence[int]
     """Response tokens of each member, over all turns."""
     rewards: Sequence[float]
     turns: Sequence[Sequence[Turn]] | None = None
-    """Of each member; None if all have one."""
+    """Turns of each member; None if all members have one turn."""
 
     def turns_of(self, member: int) -> Sequence[Turn]:
         return self.turns[member] if self.turns is not None else (Turn(self.lengths[member], 0.0),)
 
 
 class Workload(Protocol):
-    """Deterministic by seed, task index, member and attempt."""
+    """Source of planned groups; deterministic by seed, task index, member and attempt."""
 
     max_tokens: int
-    """No episode has more."""
+    """Upper bound of the tokens of an episode."""
     max_turns: int
 
     def plan(self, index: int, attempt: int) -> Plan:
-        """The episodes of task `index`; each attempt meets other answers."""
-        ...
+        """Return the episodes of task `index`; each attempt has other answers."""
 
     def task_id(self, index: int) -> str:
-        """Equal for the same task at another index."""
-        ...
+        """Return the id of the task at `index`; equal for the same task at another index."""
 
 
 class Repeats:
-    """Which of `num_tasks` tasks comes at an index: all of them once, in an order of its own, then again; or, with
-    None, always a new one."""
+    """Order of the tasks. All `num_tasks` tasks occur once in a random order, then again in another order. With None,
+    every index is a new task."""
 
     def __init__(self, num_tasks: int | None, *, seed: int, in_order_first: bool = False) -> None:
         self._num_tasks, self._seed, self._in_order_first = num_tasks, seed, in_order_first
@@ -86,14 +85,15 @@ class Repeats:
 
 
 class LogNormalWorkload:
-    """log L = log(median) + N(0, between) per task + N(0, within) per member; runaways and caps."""
+    """Lengths with log L = log(median) + N(0, between) per task + N(0, within) per member; with runaway answers and a
+    cap."""
 
     def __init__(self, config: WorkloadConfig, *, group_size: int, seed: int) -> None:
         self.max_tokens, self.max_turns = config.max_tokens, config.turns
         self._config, self._group_size, self._seed = config, group_size, seed
         self._repeats = Repeats(config.tasks, seed=seed)
-        self._traits = _Blocks(self._draw_traits)
-        self._plans = _Blocks(self._draw_plans)
+        self._traits = lru_cache(MAX_BLOCKS)(self._draw_traits)
+        self._plans = lru_cache(MAX_BLOCKS)(self._draw_plans)
 
     def task_id(self, index: int) -> str:
         return f"task/{self._repeats.task(index)}"
@@ -101,10 +101,12 @@ class LogNormalWorkload:
     def plan(self, index: int, attempt: int) -> Plan:
         if attempt:
             return self._draw(np.random.default_rng([self._seed, 2, index, attempt]), [index])[0]
-        return self._plans[index]
+        block, position = divmod(index, BLOCK)
+        return self._plans(block)[position]
 
     def _draw_traits(self, block: int) -> list[tuple[float, float]]:
-        """Of each task: its mean log length above the median, and the chance that an episode earns a reward."""
+        """Draw the traits of each task: its mean log length above the median, and the probability that an episode earns
+        a reward."""
         rng, mean = np.random.default_rng([self._seed, 3, block]), self._config.reward_probability
         above = rng.normal(0.0, self._config.between_sigma, BLOCK)
         chance = rng.beta(2 * mean, 2 * (1 - mean), BLOCK) if 0 < mean < 1 else np.full(BLOCK, mean)
@@ -116,24 +118,25 @@ class LogNormalWorkload:
 
     def _draw(self, rng: np.random.Generator, indexes: Sequence[int]) -> list[Plan]:
         config, shape = self._config, (len(indexes), self._group_size)
-        traits = np.array([self._traits[self._repeats.task(index)] for index in indexes])
+        places = [divmod(self._repeats.task(index), BLOCK) for index in indexes]
+        traits = np.array([self._traits(block)[position] for block, position in places])
         logs = np.log(config.median_tokens) + traits[:, :1] + rng.normal(0.0, config.within_sigma, shape)
         lengths = np.clip(np.rint(np.exp(logs)), 1, config.max_tokens).astype(np.int64)
         lengths[rng.random(shape) < config.runaway_share] = config.max_tokens
         rewards = (rng.random(shape) < traits[:, 1:]) & (lengths < config.max_tokens)
         rows = zip(lengths.tolist(), rewards.astype(np.float64).tolist(), strict=True)
         return [
-            Plan(prompt_tokens=config.prompt_tokens, lengths=row, rewards=earned, turns=self._split(rng, row))
+            Plan(
+                prompt_tokens=config.prompt_tokens,
+                lengths=row,
+                rewards=earned,
+                turns=[self._split(rng, length) for length in row] if config.turns > 1 else None,
+            )
             for row, earned in rows
         ]
 
-    def _split(self, rng: np.random.Generator, lengths: Sequence[int]) -> list[list[Turn]] | None:
-        """Cut each answer at random into one to `turns` turns."""
-        if self._config.turns == 1:
-            return None
-        return [self._split_one(rng, length) for length in lengths]
-
-    def _split_one(self, rng: np.random.Generator, length: int) -> list[Turn]:
+    def _split(self, rng: np.random.Generator, length: int) -> list[Turn]:
+        """Cut an answer at random into one to `turns` turns."""
         config = self._config
         num_turns = min(int(rng.integers(1, config.turns, endpoint=True)), length)
         cuts = sorted((rng.choice(length - 1, num_turns - 1, replace=False) + 1).tolist())
@@ -142,25 +145,8 @@ class LogNormalWorkload:
         return [Turn(count, tool_s) for count, tool_s in zip(tokens, tools.tolist(), strict=True)]
 
 
-class _Blocks(Generic[T]):
-    """Items drawn a block at a time, the latest kept."""
-
-    def __init__(self, draw: Callable[[int], list[T]]) -> None:
-        self._draw = draw
-        self._kept: OrderedDict[int, list[T]] = OrderedDict()
-
-    def __getitem__(self, index: int) -> T:
-        block, position = divmod(index, BLOCK)
-        found = self._kept.get(block)
-        if found is None:
-            found = self._kept[block] = self._draw(block)
-            if len(self._kept) > MAX_BLOCKS:
-                self._kept.popitem(last=False)
-        return found[position]
-
-
 class Tasks:
-    """`TaskSource` of a workload."""
+    """The `TaskSource` of a workload."""
 
     def __init__(self, workload: Workload, *, seed: int, size: int | None = None) -> None:
         self._workload, self._seed, self._size = workload, seed, size
@@ -175,12 +161,13 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """The first tasks of a workload, whatever was played of them."""
+    """Statistics of the first tasks of a workload, whether or not they were run."""
 
     lengths: Floats
     """Response tokens per episode, ascending."""
     prefill_tokens: float
-    """Least that must be computed, mean per episode: the prompt once per group, every later turn's whole context."""
+    """Smallest number of tokens to prefill, mean per episode: the prompt once per group, and the whole context of every
+    later turn."""
     prompt_tokens: float
 
     @property
@@ -189,12 +176,13 @@ class Population:
 
     @property
     def mean_context(self) -> float:
-        """Tokens before a token, prompt included, mean over all tokens: long answers count for their length."""
+        """Mean number of tokens before a token, prompt included. The mean is over all tokens, so long answers weigh
+        more."""
         return self.prompt_tokens + float((self.lengths**2).mean() / self.lengths.mean() - 1) / 2
 
 
 def population(workload: Workload, num_tasks: int, *, longest: float = math.inf) -> Population:
-    """Of the first `num_tasks` tasks, their answers cut at `longest` tokens."""
+    """Return statistics of the first `num_tasks` tasks, with answers cut at `longest` tokens."""
     lengths: list[int] = []
     prompts = prefills = 0
     for index in range(num_tasks):
@@ -202,19 +190,12 @@ def population(workload: Workload, num_tasks: int, *, longest: float = math.inf)
         lengths.extend(plan.lengths)
         prompts += plan.prompt_tokens * len(plan.lengths)
         prefills += plan.prompt_tokens
-        if plan.turns is not None:
-            prefills += sum(_later_contexts(plan.prompt_tokens, turns) for turns in plan.turns)
+        for turns in plan.turns or ():
+            _, *later = accumulate((turn.tokens for turn in turns[:-1]), initial=plan.prompt_tokens)
+            prefills += sum(later)
     number = max(len(lengths), 1)
     return Population(
         lengths=np.sort(np.minimum(np.asarray(lengths, dtype=np.float64), longest)),
         prefill_tokens=prefills / number,
         prompt_tokens=prompts / number,
     )
-
-
-def _later_contexts(prompt_tokens: int, turns: Sequence[Turn]) -> int:
-    total, context = 0, prompt_tokens
-    for turn in turns[:-1]:
-        context += turn.tokens
-        total += context
-    return total

@@ -1,7 +1,7 @@
-"""The experience pool's index: what became of every group, in LMDB, written by the controller alone.
+"""The index of the experience pool: the state of every group, in LMDB. Only the controller writes it.
 
-Keys are big-endian group numbers. Commits reach the page cache at once (they survive any process) and the disk at
-`sync` (called with every checkpoint).
+Keys are big-endian group numbers. A commit reaches the page cache at once, where it survives the death of any process.
+It reaches the disk at `sync`, which is called with every checkpoint.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
 import msgspec
 
-from penstock.ports import GroupRecord, Shard
+from penstock.alarms import HopelessError
+from penstock.config import ConfigError
+from penstock.ports.group_records import GroupRecord, Shard
 from penstock.types import NO_VERSION
 
 _encoder = msgspec.msgpack.Encoder()
@@ -25,21 +28,20 @@ _shard_decoder = msgspec.msgpack.Decoder(Shard)
 HIGHEST_VERSION = b"highest_version"
 
 
-class PoolUnreadable(RuntimeError):
+class PoolUnreadable(HopelessError):
     """The index is damaged."""
-
-    self_explanatory = True
-    hopeless = True
 
 
 class PoolIndex:
-    """Group number -> `GroupRecord`; the highest policy_version there ever was; what the dump is made of."""
+    """Map of group number -> `GroupRecord`, with the highest policy_version so far and the shards of the dump."""
 
     def __init__(self, directory: Path, *, map_bytes: int = 16 << 30, readonly: bool = False) -> None:
-        """`readonly`: of a run that may be going on, in whatever process. Raises `PoolUnreadable`, or
-        OSError for want of room."""
+        """`readonly`: for the index of a run that another process may still write.
+
+        Raises `PoolUnreadable`, or OSError if the disk is full.
+        """
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / "index"
+        self._directory, self._path = directory, directory / "index"
         self._readonly = readonly
         how = {"readonly": True} if readonly else {"sync": False, "metasync": False}
         try:
@@ -51,16 +53,15 @@ class PoolIndex:
             raise _full_disk(error) or self._unreadable(error) from error
 
     def put(self, records: Sequence[GroupRecord]) -> None:
-        """Add or replace, in one transaction. The highest version is kept with them."""
+        """Add or replace records, and update the highest version, in one transaction."""
         with self._env.begin(write=True) as txn:
             for record in records:
                 txn.put(_key(record.group), _encoder.encode(record), db=self._groups)
             versions = [record.trained_in for record in records if record.trained_in is not None]
-            if versions and max(versions) > self._highest(txn):
-                txn.put(HIGHEST_VERSION, str(max(versions)).encode(), db=self._facts)
+            self._raise_version(txn, max(versions, default=NO_VERSION))
 
-    def get(self, groups: Sequence[int]) -> list[GroupRecord]:
-        """Those of `groups` that are known."""
+    def get_groups(self, groups: Sequence[int]) -> list[GroupRecord]:
+        """Return the records of those `groups` that are known."""
         with self._env.begin() as txn:
             found = [txn.get(_key(group), db=self._groups) for group in groups]
         return [_decoder.decode(data) for data in found if data is not None]
@@ -71,27 +72,30 @@ class PoolIndex:
             txn.put(shard.name.encode(), _encoder.encode(shard), db=self._shards)
 
     def shards(self) -> list[Shard]:
-        """Of the dump, by name."""
+        """Return the shards of the dump, sorted by name."""
         with self._env.begin() as txn:
             return [_shard_decoder.decode(data) for _, data in txn.cursor(self._shards)]
 
     @property
     def highest_version(self) -> int:
-        """That anything was ever trained into; `NO_VERSION` if nothing was."""
+        """Return the highest policy version ever recorded; `NO_VERSION` if there is none."""
         with self._env.begin() as txn:
             return self._highest(txn)
 
     def raise_version(self, policy_version: int) -> None:
-        """There is such a version now, though nothing was trained into it yet."""
+        """Record that this version exists, even if no group was trained into it yet."""
         with self._env.begin(write=True) as txn:
-            if policy_version > self._highest(txn):
-                txn.put(HIGHEST_VERSION, str(policy_version).encode(), db=self._facts)
+            self._raise_version(txn, policy_version)
+
+    def _raise_version(self, txn: lmdb.Transaction, policy_version: int) -> None:
+        if policy_version > self._highest(txn):
+            txn.put(HIGHEST_VERSION, str(policy_version).encode(), db=self._facts)
 
     def _highest(self, txn: lmdb.Transaction) -> int:
         return int(txn.get(HIGHEST_VERSION, db=self._facts) or NO_VERSION)
 
-    def __iter__(self) -> Iterator[GroupRecord]:
-        """In the order of their numbers. Raises `PoolUnreadable`."""
+    def records(self) -> Iterator[GroupRecord]:
+        """Yield all records in the order of group numbers. Raises `PoolUnreadable`."""
         try:
             with self._env.begin() as txn:
                 for _, data in txn.cursor(self._groups):
@@ -101,12 +105,12 @@ class PoolIndex:
 
     def _unreadable(self, error: Exception) -> PoolUnreadable:
         return PoolUnreadable(
-            f"{self._path} cannot be read ({error}): move it away, and the run goes on from its newest checkpoint "
-            "without what was played and not yet trained"
+            f"{self._path} cannot be read ({error}): move it away. The run then continues from its newest checkpoint, "
+            "without the groups that were completed and not yet trained"
         )
 
-    def sync(self) -> None:
-        """Make everything so far durable."""
+    def sync_index(self) -> None:
+        """Flush all commits to disk. May be called from a thread."""
         self._env.sync(True)
 
     def close(self) -> None:
@@ -115,8 +119,19 @@ class PoolIndex:
         self._env.close()
 
 
+def read_groups(run_dir: Path, *, setting: str) -> Iterator[GroupRecord]:
+    """Yield the records of a run's groups; another process may still write them. `setting` names the run in errors.
+
+    Raises `ConfigError` if the run has no index, and `PoolUnreadable`.
+    """
+    if not (run_dir / "pool" / "index").is_dir():
+        raise ConfigError(f"{setting}: {run_dir} is not the directory of a run: it has no pool/index")
+    with closing(PoolIndex(run_dir / "pool", readonly=True)) as index:
+        yield from index.records()
+
+
 def _full_disk(error: lmdb.Error) -> OSError | None:
-    """What LMDB says in words, if that is it; nothing is damaged then."""
+    """Return an LMDB error as OSError if it means a full disk, else None. A full disk does not damage the index."""
     numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     number = next((number for number in numbers if str(error).endswith(os.strerror(number))), None)
     return None if number is None else OSError(number, str(error))

@@ -1,80 +1,83 @@
-"""The child's side of supervision: the first thing every process of a run imports (standard library only).
+"""The child's side of supervision. Every process of a run imports this module first (standard library only).
 
-`Child.from_environment()` arms the death pipe before anything slow is imported, asyncio included. The pipe's write end
-lives in the supervisor alone, so end-of-file means that the supervisor is gone, and then this process ends its whole
-group. Whatever else goes wrong here is left behind as an error file with a timestamp, from which the supervisor tells
-cause from effect. SIGUSR1 makes it write the stacks of all its threads into its log.
+`Child.from_environment()` arms the death pipe before the process imports anything slow. Only the
+supervisor holds the pipe's write end, so end-of-file means that the supervisor is gone. Then this process kills its
+whole process group. Any other error is written to an error file with a timestamp. The supervisor compares these times
+to find the cause of a failure. On SIGUSR1 the process writes the stacks of all its threads to its log, its stderr.
 """
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
-import json
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    import asyncio
+from penstock.observe import jsonl, log_lines
+
+logger = logging.getLogger(__name__)
 
 FAILED = 1
 CONFIG_ERROR = 2
 GAVE_UP = 3
-"""Of a run that cannot go on, whoever tries."""
+"""Exit code of a process that found that no restart can save the run."""
 HEARTBEAT_S = "PENSTOCK_HEARTBEAT_S"
-"""Environment variable: seconds between two heartbeats."""
+"""Environment variable: seconds between two heartbeats; 1 by default."""
 ADDRESS = "PENSTOCK_ADDRESS"
-"""Environment variable of a run on several machines: where this one is reached by the others."""
+"""Environment variable, set in runs on several machines: the address at which other machines reach this machine."""
 HOST = "PENSTOCK_HOST"
-"""Environment variable of a run on several machines: the name of whoever started this process here."""
+"""Environment variable, set in runs on several machines: the URL of this machine's file service."""
 BEAT_BYTES = 256
-"""A heartbeat is written over the one before, a predecessor's too: that takes no space, so a full disk does not silence
-a process."""
+"""Size of a heartbeat. Each heartbeat overwrites the one before, also that of an earlier process of the same name. This
+takes no new space, so a full disk does not stop the heartbeats."""
 JANITOR_FIRST_S = 1.0
-"""The janitor kills a family as a whole as long as it is one: a parent that went first would leave orphans nobody can
-tell from strangers. So the death pipe is only the second insurance."""
+"""Pause between end-of-file on the death pipe and the end of this process. In this time the janitor kills the whole
+process tree. If a parent ended first, the janitor could not recognize its orphans. So the death pipe is only a second
+safeguard."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Child:
-    """Who this process is within its run, and how it talks to the supervisor. Made once, by `from_environment`."""
+    """The identity of this process within its run, and its reports to the supervisor. `from_environment` makes it,
+    once per process."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        run_dir: Path,
-        runtime_dir: Path,
-        run_id: str,
-        nonce: str,
-        address: str | None = None,
-        host: str = "",
-    ) -> None:
-        """`address` and `host`: of a run on several machines; see `ADDRESS` and `HOST`."""
-        self.name = name
-        self.run_dir = run_dir
-        self.runtime_dir = runtime_dir
-        self.run_id = run_id
-        self.nonce = nonce
-        self.address, self.host = address, host
-        self._reported = False
-        self._progress, self._doing = 0, ""
+    name: str
+    run_dir: Path
+    runtime_dir: Path
+    run_id: str
+    nonce: str
+    address: str | None = None
+    """See `ADDRESS`."""
+    host: str = ""
+    """See `HOST`."""
+    totals: Mapping[str, float] = field(default_factory=dict)
+    """Totals over the life of this process, for its last log line."""
+    _reported: bool = False
+    _progress: int = 0
+    _doing: str = ""
+    _begun_at: float = field(default_factory=time.monotonic)
+    _end_reason: str = "its work is done"
 
     @classmethod
     def from_environment(cls, argv: Sequence[str] | None = None) -> Child:
-        """Read `--run-dir`, `--name` and the environment; from here on the child outlives its supervisor no more."""
+        """Read `--run-dir`, `--name` and the environment. From here on this process ends when its supervisor ends."""
         words = list(sys.argv[1:] if argv is None else argv)
         options = dict(zip(words[::2], words[1::2], strict=False))
         if "--run-dir" not in options or "--name" not in options or "PENSTOCK_NONCE" not in os.environ:
             sys.exit("this process belongs to a run: start it with `penstock train`")
         if fd := os.environ.pop("PENSTOCK_DEATH_FD", None):
-            _arm(int(fd))
+            os.set_inheritable(int(fd), False)
+            threading.Thread(target=_end_with_supervisor, args=(int(fd),), name="death-pipe", daemon=True).start()
         child = cls(
             name=options["--name"],
             run_dir=Path(options["--run-dir"]),
@@ -85,41 +88,50 @@ class Child:
             host=os.environ.get(HOST, ""),
         )
         sys.excepthook = child._uncaught
+        log_lines.log_to_stderr(child.name)
         faulthandler.register(signal.SIGUSR1)
         return child
 
+    def log_start(self, **settings: object) -> None:
+        """Log that this process starts, with versions and the settings that matter to it."""
+        shown = f": {log_lines.pairs(settings)}" if settings else ""
+        logger.info("starts (%s; pid %d)%s", log_lines.versions(), os.getpid(), shown)
+
     def report_ready(self, url: str | None = None) -> None:
-        """Tell the supervisor that this process serves, and where."""
+        """Tell the supervisor that this process is ready, and the `url` at which it serves, if any."""
+        logger.info("is ready%s", "" if url is None else f" at {url}")
         record = {"nonce": self.nonce, "pid": os.getpid()}
         self._publish("ready", record if url is None else record | {"url": url})
 
     def pulse(self, progress: int, doing: str) -> None:
-        """How far this process is, in whatever it counts, and what it is doing; empty if it has nothing to do. Goes out
-        with the next heartbeat: who does something for long and gets no further is taken for hung."""
+        """Set the progress count (in any unit) and the current activity (empty while idle) for the next heartbeat. The
+        supervisor takes a process for hung if it is busy for long and neither value changes."""
         self._progress, self._doing = progress, doing
 
     def stop_event(self) -> asyncio.Event:
-        """An event that SIGTERM or SIGINT sets; call it inside the running loop."""
-        import asyncio
-
+        """Return an event that SIGTERM or SIGINT sets. Call this inside the running event loop."""
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def request_stop(name: str) -> None:
+            self._end_reason = f"it received {name}"
+            stop.set()
+
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, stop.set)
+            loop.add_signal_handler(signum, request_stop, signum.name)
         return stop
 
     def leave(self) -> NoReturn:
-        """End at once, whatever other threads are doing: for who has nothing to lose."""
+        """End the process at once, without waiting for other threads. For processes that have nothing to save."""
         os._exit(0)
 
     def fail(self, message: str, code: int = FAILED) -> NoReturn:
-        """End with an error people can act upon: no traceback, one message."""
+        """End the process with one message that a user can act upon, without a traceback."""
         self._report(message)
-        with suppress(OSError):  # the disk with the log may be full: then the supervisor still knows why
-            print(f"error: {message}", file=sys.stderr, flush=True)
+        logger.error("ends: %s", message)
         sys.exit(code)
 
     def run(self, main: Callable[[], object]) -> NoReturn:
-        """Run `main` (plain or async) to the end of the process; every error is recorded before the exit."""
+        """Run `main` (plain or async), then end the process. Record every error before the exit."""
         try:
             result = main()
             if isinstance(result, Coroutine):
@@ -129,43 +141,36 @@ class Child:
         except Exception as error:
             cause = leaf(error)
             if getattr(cause, "self_explanatory", False):
-                self.fail(" ".join(str(cause).split()), _code_of(cause))
+                code = GAVE_UP if getattr(cause, "hopeless", False) else FAILED
+                self.fail(" ".join(str(cause).split()), getattr(cause, "exit_code", code))
             self._uncaught(type(error), error, error.__traceback__)
             sys.exit(FAILED)
+        times = {"lived_s": time.monotonic() - self._begun_at, "cpu_s": time.process_time()}
+        logger.info("ends because %s: %s", self._end_reason, log_lines.pairs({**times, **self.totals}))
         sys.exit(0)
 
     async def _living(self, work: Coroutine[Any, Any, object]) -> None:
-        """`work`, and heartbeats as long as the event loop turns, if anybody wants them."""
-        import asyncio
-
-        if HEARTBEAT_S not in os.environ:
-            await work
-            return
-        beating = asyncio.create_task(self._beat(float(os.environ[HEARTBEAT_S])))
+        """Run `work`. Meanwhile write heartbeats from the event loop."""
+        beating = asyncio.create_task(self._beat(float(os.environ.get(HEARTBEAT_S, 1.0))))
         try:
             await work
         finally:
             beating.cancel()
 
     async def _beat(self, period_s: float) -> None:
-        import asyncio
-
         directory = self.runtime_dir / "heartbeats"
         directory.mkdir(exist_ok=True)
         file = os.open(directory / f"{self.name}.json", os.O_WRONLY | os.O_CREAT, 0o600)
         while True:
             beat = {"pid": os.getpid(), "time": time.monotonic(), "progress": self._progress, "doing": self._doing}
-            with suppress(OSError):  # the first one needs room
-                os.pwrite(file, json.dumps(beat).encode().ljust(BEAT_BYTES), 0)
+            with suppress(OSError):  # the first heartbeat needs disk space
+                os.pwrite(file, jsonl.dumps(beat).encode().ljust(BEAT_BYTES), 0)
             await asyncio.sleep(period_s)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        import traceback
-
         if not issubclass(kind, KeyboardInterrupt):
             self._report(describe(error))
-        with suppress(OSError):
-            traceback.print_exception(kind, error, trace)
+        logger.error("ends: %s", describe(error), exc_info=(kind, error, trace))
 
     def _report(self, message: str) -> None:
         if not self._reported:
@@ -176,36 +181,21 @@ class Child:
     def _publish(self, folder: str, record: dict[str, object]) -> None:
         directory = self.runtime_dir / folder
         directory.mkdir(exist_ok=True)
-        temporary = directory / f".{self.name}.tmp"
-        temporary.write_text(json.dumps(record))
-        temporary.replace(directory / f"{self.name}.json")
+        jsonl.write_json(directory / f"{self.name}.json", record)
 
 
 def leaf(error: BaseException) -> BaseException:
-    """The exception itself; of a group, its first leaf."""
+    """Return the exception itself, or the first leaf of an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def describe(error: BaseException) -> str:
-    """One line for an exception."""
+    """Return one line of text for an exception."""
     error = leaf(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _code_of(error: BaseException) -> int:
-    """Of the process that ends with it. Whoever raised a ConfigError has imported it; nobody else should have to."""
-    module = sys.modules.get("penstock.config.errors")
-    if module is not None and isinstance(error, module.ConfigError):
-        return CONFIG_ERROR
-    return GAVE_UP if getattr(error, "hopeless", False) else FAILED
-
-
-def _arm(fd: int) -> None:
-    os.set_inheritable(fd, False)
-    threading.Thread(target=_end_with_supervisor, args=(fd,), name="death-pipe", daemon=True).start()
 
 
 def _end_with_supervisor(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""How processes end, and why a run failed, in words: which was the cause, and how it ended."""
+"""How processes end, and why a run failed: the process that caused the failure, and a text about it."""
 
 from __future__ import annotations
 
@@ -6,38 +6,35 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from penstock.ports.process_launcher import Report
 from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 
-if TYPE_CHECKING:  # the janitor knows the standard library only
-    from penstock.ports import Report
-
 DISK_FULL = ("No space left on device", "File too large")
-"""How ENOSPC and EFBIG read, in every language's messages."""
+"""Messages of ENOSPC and EFBIG; programs in all languages show them."""
 
 
 class ExitKind(StrEnum):
-    """What an end means."""
+    """The meaning of a process's end."""
 
     OK = "ok"
     CONFIG_ERROR = "config_error"
     GAVE_UP = "gave_up"
-    """It found that the run cannot go on, whoever tries."""
+    """The process found that no restart can save the run."""
     OOM_HOST = "oom_host"
-    """The kernel killed it for lack of memory."""
+    """The kernel killed the process for lack of memory."""
     OOM_GPU = "oom_gpu"
     DISK_FULL = "disk_full"
     CRASHED = "crashed"
     HUNG = "hung"
-    """It did not get on, and was killed for that."""
+    """The process made no progress, and the supervisor killed it for that."""
     LOST = "lost"
-    """Its supervisor died first, or the machine it was on is gone: nobody knows."""
+    """Unknown: the supervisor died before the process ended, or the process's machine is gone."""
     KILLED_BY_SUPERVISOR = "killed_by_supervisor"
 
 
 KINDS = {0: ExitKind.OK, CONFIG_ERROR: ExitKind.CONFIG_ERROR, GAVE_UP: ExitKind.GAVE_UP}
-"""Of the exit codes that say what they mean."""
+"""Meanings of exit codes; all others mean a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +42,19 @@ class Exit:
     """A process ended, or could not even be started."""
 
     time: float
-    """When it was noticed (seconds since the epoch)."""
+    """When the supervisor noticed the end (seconds since the epoch)."""
     returncode: int | None
     kind: ExitKind
     reason: str
-    """How, in words."""
+    """How the process ended, as text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """The process in which the trouble began: it said so, or it ended, or both."""
-
-    name: str
-    report: Report | None
-    exit: Exit | None
-
-
-def classify(returncode: int, said: str, *, is_out_of_memory: bool) -> ExitKind:
-    """What an exit code means, together with what the process `said` last and whether the kernel has just killed
-    somebody for lack of memory."""
-    if "OutOfMemoryError" in said:
+def classify(returncode: int, message: str, *, is_out_of_memory: bool) -> ExitKind:
+    """Return the meaning of an exit code. `message` is the error that the process reported. `is_out_of_memory`: the
+    kernel has just killed a process for lack of memory."""
+    if "OutOfMemoryError" in message:
         return ExitKind.OOM_GPU
-    if any(words in said for words in DISK_FULL):
+    if any(words in message for words in DISK_FULL):
         return ExitKind.DISK_FULL
     if returncode == -signal.SIGKILL and is_out_of_memory:
         return ExitKind.OOM_HOST
@@ -74,7 +62,7 @@ def classify(returncode: int, said: str, *, is_out_of_memory: bool) -> ExitKind:
 
 
 def describe_code(returncode: int) -> str:
-    """`exit code 1`, `killed by SIGSEGV`, ..."""
+    """Return `exit code 1`, `killed by SIGSEGV`, ..."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -83,19 +71,19 @@ def describe_code(returncode: int) -> str:
         return f"killed by signal {-returncode}"
 
 
-def root_cause(exits: Mapping[str, Exit], reports: Mapping[str, Report]) -> Cause:
-    """The earliest of all failures; the others followed from it."""
+def first_failed(exits: Mapping[str, Exit], reports: Mapping[str, Report]) -> str:
+    """Return the process that failed first: it reported an error, or it ended, or both. Later failures follow from
+    it."""
 
     def began(name: str) -> float:
         return min(found[name].time for found in (reports, exits) if name in found)
 
-    first = min(sorted(exits.keys() | reports.keys()), key=began)
-    return Cause(name=first, report=reports.get(first), exit=exits.get(first))
+    return min(sorted(exits.keys() | reports.keys()), key=began)
 
 
-def explain(cause: Cause, *, phase: str) -> str:
-    """What failed, when, why and how, in one line."""
-    ending = f" ({cause.exit.reason})" if cause.exit else ""
-    said = f": {cause.report.message}" if cause.report else ""
-    verb = "ended" if cause.exit and cause.exit.kind is ExitKind.OK else "failed"
-    return f"{cause.name} {verb} {phase}{said}{ending}"
+def explain(name: str, exit_: Exit | None, report: Report | None, *, phase: str) -> str:
+    """Return one line about a failure: which process failed, in which `phase`, its message, and how it ended."""
+    ending = f" ({exit_.reason})" if exit_ else ""
+    message = f": {report.message}" if report else ""
+    verb = "ended" if exit_ and exit_.kind is ExitKind.OK else "failed"
+    return f"{name} {verb} {phase}{message}{ending}"

@@ -1,9 +1,9 @@
-"""Starts the processes of a run on this machine, and sees to it that none outlives it.
+"""The launcher of processes on this machine. It makes sure that no process outlives the run.
 
 Every child gets a session of its own, the read end of the death pipe (see `child`), and the run's nonce in its
-environment; the janitor holds the other insurance. Orphans of children are re-parented to the supervisor (a
-"subreaper"), where the sweep finds them even if they left their session and forgot their environment. An exit is an
-event on a pidfd. Where the system lacks one of these (they are Linux's), the others still hold.
+environment. The janitor is a second safeguard. The kernel gives orphans of children to the supervisor (a "subreaper").
+So the sweep finds them even if they left their session and cleared their environment. The launcher learns of an exit
+from a pidfd. Only Linux has these features; if a system lacks one of them, the remaining ones still work.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from penstock.ports import End, Look, ProcessHandle, ProcessSpec
+from penstock.observe import jsonl
+from penstock.ports.process_launcher import Beat, End, Look, ProcessSpec, Report
 from penstock.supervisor import procfs
 from penstock.supervisor.janitor import NONCE, RUNTIME_DIR, Janitor, marks_of
-from penstock.supervisor.reports import read_beat, read_ready, read_report
 from penstock.supervisor.runtime import claim
-
-if TYPE_CHECKING:
-    import aiohttp
 
 PR_SET_CHILD_SUBREAPER = 36
 NAME = "PENSTOCK_PROCESS"
-"""Environment variable: which process of the run it is, or was started by."""
+"""Environment variable: name of the process of the run; its descendants inherit it."""
 HEALTH_S = 2.0
 SWEEP_ROUNDS = 10
 
 _reserved: set[int] = set()
-"""Children that have an owner in this process who will collect their exit code, and those that were there before the
-launcher (of a shell, say, that became this process). All other dead children are orphans."""
+"""Pids of children with an owner in this process, which collects their exit codes. Also children from before the
+launcher, for example of a shell that replaced itself with this process. All other dead children are orphans."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class LocalProcess:
-    """One child. Its pid stays its own until the exit code is collected, which only the launcher does."""
+    """One child. The kernel does not reuse its pid before the exit code is collected, and only the launcher collects
+    it."""
 
     spec: ProcessSpec
     popen: subprocess.Popen[bytes]
     identity: procfs.Identity | None
     num_oom_kills: int
-    """That there had been when it was started."""
+    """Count of the kernel's out-of-memory kills when this child was started."""
+    runtime_dir: Path
+    nonce: str
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     end: End | None = None
 
@@ -63,127 +63,129 @@ class LocalProcess:
     def facts(self) -> dict[str, Any]:
         return asdict(self.identity) if self.identity else {"pid": self.pid}
 
+    async def probe(self) -> str | None:
+        ready = self._read("ready")
+        if ready.get("nonce") != self.nonce:
+            return "it is still starting"
+        return await _check_health(ready["url"]) if "url" in ready else None
 
+    async def look(self) -> Look:
+        beat = self._read("heartbeats")
+        known = Beat(time=beat["time"], progress=beat["progress"], doing=beat["doing"]) if beat else None
+        return Look(beat=known, report=self.report())
+
+    def report(self) -> Report | None:
+        """Return the error that the process reported."""
+        error = self._read("errors")
+        return Report(time=error["time"], message=error["message"]) if error else None
+
+    async def signal(self, signum: int) -> None:
+        if self.end is None and procfs.identify(self.pid) == self.identity:
+            _signal_group(self.pid, signum)
+
+    async def wait(self) -> End:
+        await self.ended.wait()
+        assert self.end is not None
+        return self.end
+
+    def _read(self, folder: str) -> dict[str, Any]:
+        """Return what exactly this process wrote into its file in `folder` (see `child`); empty if it wrote nothing.
+        The file of an earlier process with the same name does not count."""
+        written = jsonl.read_json(self.runtime_dir / folder / f"{self.spec.name}.json")
+        return written if written.get("pid") == self.pid else {}
+
+
+@dataclass(eq=False, kw_only=True)
 class LocalLauncher:
-    """`ports.Launcher` for processes of this machine. An async context manager: leaving it leaves nothing."""
+    """`ports.Launcher` for processes on this machine. An async context manager: its exit ends all its processes."""
 
-    def __init__(
-        self,
-        *,
-        run_dir: Path,
-        runtime_dir: Path,
-        run_id: str,
-        nonce: str | None = None,
-        environment: Mapping[str, str] | None = None,
-        keeps_record: bool = True,
-    ) -> None:
-        """`keeps_record`: it starts processes for the supervisor of the run, which is this very process. Else that is
-        on another machine, and what this one leaves behind is no news of the run."""
-        self._run_dir = run_dir
-        self._runtime_dir = runtime_dir
-        self._nonce = nonce or secrets.token_hex(16)
-        self._keeps_record = keeps_record
-        self._environment = {
-            **os.environ,
-            **(environment or {}),
-            "PENSTOCK_RUN_ID": run_id,
-            NONCE: self._nonce,
-            RUNTIME_DIR: str(runtime_dir),
-            "PYTHONUNBUFFERED": "1",
-        }
-        self._processes: dict[int, LocalProcess] = {}
-        self._session: aiohttp.ClientSession | None = None
+    run_dir: Path
+    runtime_dir: Path
+    run_id: str
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of all processes."""
+    keeps_journal: bool = True
+    """This process is the supervisor of the run. Otherwise the supervisor runs on another machine, and the janitor of
+    this machine does not touch the run's journal."""
+    _started: set[str] = field(default_factory=set)
+    """Names of all processes that were started."""
 
     async def __aenter__(self) -> Self:
-        self._environment |= claim(self._runtime_dir, run_dir=self._run_dir, nonce=self._nonce)
-        (self._run_dir / "logs").mkdir(exist_ok=True)
+        self._environment = {
+            **os.environ,
+            **self.environment,
+            "PENSTOCK_RUN_ID": self.run_id,
+            NONCE: self.nonce,
+            RUNTIME_DIR: str(self.runtime_dir),
+            "PYTHONUNBUFFERED": "1",
+            **claim(self.runtime_dir, run_dir=self.run_dir, nonce=self.nonce),
+        }
+        (self.run_dir / "logs").mkdir(exist_ok=True)
         self._death_read, self._death_write = os.pipe()
         _reserved.update(stat.pid for stat in procfs.children())
-        _become_subreaper()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, _reap_orphans)
-        self._janitor = Janitor(
-            run_dir=self._run_dir, runtime_dir=self._runtime_dir, nonce=self._nonce, keeps_record=self._keeps_record
-        )
-        _reserved.add(self._janitor.pid)
+        self._janitor = Janitor(self.run_dir, self.runtime_dir, self.nonce, keeps_journal=self.keeps_journal)
+        _reserved.add(self._janitor.process.pid)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.sweep()
-        if self._session:
-            await self._session.close()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         os.close(self._death_write)
         os.close(self._death_read)
         await asyncio.to_thread(self._janitor.release)
-        _reserved.discard(self._janitor.pid)
+        _reserved.discard(self._janitor.process.pid)
 
     async def spawn(self, spec: ProcessSpec) -> LocalProcess:
-        """What a predecessor of the same name left behind (memory of a device, ports) is ended first."""
-        if any(process.spec.name == spec.name for process in self._processes.values()):
+        """Start a process. First kill what an earlier process of the same name left running, to free device memory and
+        ports."""
+        if spec.name in self._started:
             await asyncio.to_thread(self._kill_escapees, spec.name)
         num_oom_kills, popen = procfs.num_oom_kills(), self._fork(spec)
-        identity = procfs.identify(popen.pid)
-        process = LocalProcess(spec=spec, popen=popen, identity=identity, num_oom_kills=num_oom_kills)
+        process = LocalProcess(
+            spec=spec,
+            popen=popen,
+            identity=procfs.identify(popen.pid),
+            num_oom_kills=num_oom_kills,
+            runtime_dir=self.runtime_dir,
+            nonce=self.nonce,
+        )
         _reserved.add(process.pid)
-        self._processes[process.pid] = process
-        self._janitor.watch(process.pid)
+        self._started.add(spec.name)
+        self._janitor.order(watch=process.pid)
         self._await_exit(process)
         return process
 
-    async def probe(self, process: ProcessHandle) -> str | None:
-        report = read_ready(self._runtime_dir, process.spec.name)
-        if report is None:
-            return "it has not reported ready"
-        if report.get("nonce") != self._nonce or report.get("pid") != process.pid:
-            return "the readiness report was written by another process"
-        return await self._check_health(report["url"]) if "url" in report else None
-
-    async def look(self, process: ProcessHandle) -> Look:
-        name, pid = process.spec.name, process.pid
-        return Look(beat=read_beat(self._runtime_dir, name, pid), report=read_report(self._runtime_dir, name, pid))
-
-    async def signal(self, process: ProcessHandle, signum: int) -> None:
-        local = self._processes[process.pid]
-        if local.end is None and procfs.identify(local.pid) == local.identity:
-            _signal_group(local.pid, signum)
-
-    async def wait(self, process: ProcessHandle) -> End:
-        local = self._processes[process.pid]
-        await local.ended.wait()
-        assert local.end is not None
-        return local.end
-
     async def sweep(self) -> list[str]:
-        """End children, their descendants and orphans; remove the runtime directory; say what resisted."""
+        """Kill children, descendants and orphans, and remove the runtime directory. Returns what is still there."""
         remaining = await asyncio.to_thread(self._kill_remaining)
         _reap_orphans()
-        await asyncio.to_thread(shutil.rmtree, self._runtime_dir, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self.runtime_dir, ignore_errors=True)
         leftovers = [f"process {stat.pid} (state {stat.state})" for stat in remaining]
-        return leftovers + ([str(self._runtime_dir)] if self._runtime_dir.exists() else [])
+        return leftovers + ([str(self.runtime_dir)] if self.runtime_dir.exists() else [])
 
     def _kill_escapees(self, name: str) -> None:
-        marks = marks_of(self._nonce, self._runtime_dir) | {f"{NAME}={name}".encode()}
-        procfs.kill_family(
-            lambda stat: marks <= set(procfs.environment(stat.pid)), spare={os.getpid()}, rounds=SWEEP_ROUNDS
-        )
+        marks = marks_of(self.nonce, self.runtime_dir) | {f"{NAME}={name}".encode()}
+        procfs.kill_family(lambda stat: marks.issubset(procfs.environment(stat.pid)), rounds=SWEEP_ROUNDS)
 
     def _kill_remaining(self) -> list[procfs.Stat]:
-        marks = marks_of(self._nonce, self._runtime_dir)
+        marks = marks_of(self.nonce, self.runtime_dir)
 
         def belongs(stat: procfs.Stat) -> bool:
             entries = procfs.environment(stat.pid)
             is_marked = any(entry.startswith(f"{NONCE}=".encode()) for entry in entries)
-            return marks <= set(entries) if is_marked else _is_orphan(stat)
+            return marks.issubset(entries) if is_marked else _is_orphan(stat)
 
-        return procfs.kill_family(belongs, spare={os.getpid()}, rounds=SWEEP_ROUNDS)
+        return procfs.kill_family(belongs, rounds=SWEEP_ROUNDS)
 
     def _fork(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
-        with (self._run_dir / "logs" / f"{spec.name}.log").open("ab") as log:
+        with (self.run_dir / "logs" / f"{spec.name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", spec.module, "--run-dir", str(self._run_dir), "--name", spec.name],
+                [sys.executable, "-m", spec.module, "--run-dir", str(self.run_dir), "--name", spec.name],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -192,70 +194,63 @@ class LocalLauncher:
                 start_new_session=True,
             )
 
-    async def _check_health(self, url: str) -> str | None:
-        import aiohttp
-
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HEALTH_S))
-        try:
-            async with self._session.get(f"{url}/health") as reply:
-                return None if reply.status == 200 else f"GET {url}/health answered {reply.status}"
-        except (aiohttp.ClientError, TimeoutError) as error:
-            return f"GET {url}/health failed: {error or type(error).__name__}"
-
     def _await_exit(self, process: LocalProcess) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            fd = os.pidfd_open(process.pid)
-        except (OSError, AttributeError):
+        pidfd = procfs.open_pidfd(process.pid)
+        if pidfd is None:
             threading.Thread(target=self._wait_for, args=(process, loop), daemon=True).start()
             return
 
-        def readable() -> None:
-            loop.remove_reader(fd)
-            os.close(fd)
+        def collect() -> None:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
             self._collect(process)
 
-        loop.add_reader(fd, readable)
+        loop.add_reader(pidfd, collect)
 
     def _wait_for(self, process: LocalProcess, loop: asyncio.AbstractEventLoop) -> None:
-        """On a thread of its own, where there is no pidfd."""
+        """Wait for the exit in a thread. For systems without pidfd."""
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         loop.call_soon_threadsafe(self._collect, process)
 
     def _collect(self, process: LocalProcess) -> None:
-        """Kill the rest of its group first: as long as the leader is a zombie, the number is surely theirs."""
+        """Collect an exit code. First kill the rest of the process group: while its leader is a zombie, no other group
+        can have its number."""
         _signal_group(process.pid, signal.SIGKILL)
         process.end = End(
             returncode=process.popen.wait(),
-            report=read_report(self._runtime_dir, process.spec.name, process.pid),
+            report=process.report(),
             is_out_of_memory=procfs.num_oom_kills() > process.num_oom_kills,
         )
         _reserved.discard(process.pid)
-        self._janitor.forget(process.pid)
+        self._janitor.order(forget=process.pid)
         _reap_orphans()
         process.ended.set()
 
 
-def _signal_group(group: int, signum: int) -> None:
+async def _check_health(url: str) -> str | None:
+    import aiohttp
+
     try:
+        async with aiohttp.request("GET", f"{url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_S)) as reply:
+            return None if reply.status == 200 else f"GET {url}/health answered {reply.status}"
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return f"GET {url}/health failed: {error or type(error).__name__}"
+
+
+def _signal_group(group: int, signum: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # only zombies are left in the group
         os.killpg(group, signum)
-    except (ProcessLookupError, PermissionError):
-        """Nobody of the group is left but zombies."""
-
-
-def _become_subreaper() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _is_orphan(stat: procfs.Stat) -> bool:
-    """Whether an ancestor within the run left it to us; what this process itself starts shares its session."""
+    """Return whether the process became our child because its parent within the run died. Children that this process
+    itself starts are either reserved or share its session."""
     return stat.parent == os.getpid() and stat.session != os.getsid(0) and stat.pid not in _reserved
 
 
 def _reap_orphans() -> None:
-    """Collect orphans that have ended, so that they do not stay in the process table."""
+    """Collect the exit codes of dead orphans, so that they leave the process table."""
     for stat in procfs.children():
         if stat.state == "Z" and _is_orphan(stat):
             os.waitpid(stat.pid, os.WNOHANG)

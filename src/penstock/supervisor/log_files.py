@@ -1,25 +1,27 @@
-"""The logs of a run's processes: kept within bounds, and quoted where something failed.
+"""The logs of a run's processes: rotation by size, and quotes of their last lines for failure messages.
 
-A process holds its log open for appending, so that the file itself has to stay: what it holds is copied to `NAME.log.1`
-until nothing is left to copy, and then it is emptied. What is written in the microseconds between the two is lost.
+A process holds its log open for appending, so the file itself has to stay. Rotation copies the content to `NAME.log.1`
+until nothing is left to copy, and then empties the file. Lines written in the microseconds in between are lost.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 MAX_BYTES = 64 * 2**20
 NUM_KEPT = 2
-"""`NAME.log.1`, the newer one, and `NAME.log.2`."""
+"""Rotated files per log: `NAME.log.1` (newer) and `NAME.log.2`."""
 TAIL_LINES = 40
 TAIL_BYTES = 16_384
 
 
 def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
-    """Make `log` empty if it has grown beyond `max_bytes`. OSError, with nothing lost, if there is no room."""
+    """Empty `log` if it has grown beyond `max_bytes`, and keep a copy. Raises OSError if there is no room; then nothing
+    is lost."""
     if log.stat().st_size <= max_bytes:
         return
     copy = log.with_name(f".{log.name}.copy")
@@ -37,34 +39,30 @@ def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A place in a log, which is found again after the log was rotated."""
+class LogPosition:
+    """A position in a log. It stays valid when the log is rotated."""
 
     size: int = 0
-    """Bytes before it, in the log as it was."""
+    """Bytes before the position, before any later rotation."""
     older: tuple[int, int] | None = None
-    """What the latest rotation had left by then, if anything."""
+    """Identity of `NAME.log.1` at that time; None if there was no such file."""
 
 
-def end_of(log: Path) -> Place:
-    """Where the next line goes."""
-    try:
-        size = log.stat().st_size
-    except OSError:
-        size = 0
-    return Place(size=size, older=_identity(_older(log, 1)))
+def end_of(log: Path) -> LogPosition:
+    """Return the position of the next line."""
+    return LogPosition(size=log.stat().st_size if log.exists() else 0, older=_identity(_older(log, 1)))
 
 
-def quote(log: Path, since: Place) -> str:
-    """The last lines of a log, to be appended to a message."""
+def quote(log: Path, since: LogPosition) -> str:
+    """Return the last lines of a log as text to append to a message."""
     lines = tail(log, since=since)
     if not lines:
         return f"\n  nothing was written to {log}"
     return "\n".join([f"\n  last lines of {log}:", *(f"    {line}" for line in lines)])
 
 
-def tail(log: Path, num_lines: int = TAIL_LINES, *, since: Place) -> list[str]:
-    """The last lines of a log from a place on, across its latest rotation; none if there is no such file."""
+def tail(log: Path, num_lines: int = TAIL_LINES, *, since: LogPosition) -> list[str]:
+    """Return the last lines of a log after position `since`, across the latest rotation. Empty if there is no file."""
     if _identity(_older(log, 1)) == since.older:
         return _last_lines(log, since.size)[-num_lines:]
     start = since.size if _identity(_older(log, 2)) == since.older else 0
@@ -72,12 +70,11 @@ def tail(log: Path, num_lines: int = TAIL_LINES, *, since: Place) -> list[str]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Stays the same when a file is renamed; None if there is none."""
-    try:
+    """Return inode and modification time, which a rename does not change; None if there is no file."""
+    with suppress(OSError):
         found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _older(log: Path, number: int) -> Path:

@@ -1,54 +1,52 @@
-"""Who owns a run: whoever holds the lock in its directory (standard library only; the janitor too).
+"""The ownership of a run: the process that holds the lock in its directory owns it (standard library only, because the
+janitor uses this module).
 
-The system drops the lock with the process that holds it, so no stale one can exist. It holds between the containers of
-a machine, and between machines where their shared file system carries locks, as NFS does for files, not directories.
+The system drops the lock when its holder ends, so a stale lock cannot exist. The lock works between the containers of a
+machine. It also works between machines if their shared file system supports locks. NFS supports locks on files, but
+not on directories.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 LOCK = ".lock"
 BETWEEN_TRIES_S = 0.05
 
 
 class Owned(RuntimeError):
-    """Somebody else owns the run."""
+    """Another process owns the run."""
+
+    self_explanatory = True
 
 
 @contextmanager
 def owning(run_dir: Path, *, within_s: float = 0.0) -> Iterator[None]:
-    """Own the run for the length of the body. Raises `Owned` if somebody else still does after `within_s`."""
-    lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    """Own the run during the body. Raises `Owned` if another process still owns it after `within_s` seconds."""
     limit = time.monotonic() + within_s
-    try:
+    with (run_dir / LOCK).open("a") as lock:
         while not _take(lock):
             if time.monotonic() >= limit:
-                raise Owned(f"run {run_dir.name} is already being supervised")
+                raise Owned(f"run {run_dir.name} is already being supervised: `penstock stop {run_dir.name}` ends it")
             time.sleep(BETWEEN_TRIES_S)
         yield
-    finally:
-        os.close(lock)
 
 
 def is_owned(run_dir: Path) -> bool:
-    """Whether somebody, wherever he is, owns the run right now."""
+    """Return whether a process, on this or another machine, owns the run now."""
     try:
-        lock = os.open(run_dir / LOCK, os.O_RDWR)
+        with (run_dir / LOCK).open("r+") as lock:
+            return not _take(lock)
     except OSError:
         return False
-    try:
-        return not _take(lock)
-    finally:
-        os.close(lock)
 
 
-def _take(lock: int) -> bool:
+def _take(lock: TextIO) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Processes as the kernel knows them (standard library only; shared with the janitor).
+"""Read and signal processes through /proc (standard library only, because the janitor uses this module).
 
-A pid alone is never an identity, since pids are reused: pid + start time + boot id + pid namespace is one, and no
-signal leaves from here without it. Where there is no /proc, nothing is found and nothing is signalled by identity.
+A pid alone does not identify a process, because the kernel reuses pids. An identity is pid + start time + boot id + pid
+namespace, and this module sends no signal without it. Without /proc it finds and signals no process.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 PROC = Path("/proc")
 BETWEEN_LOOKS_S = 0.01
+ROUNDS = 40
+"""Most looks for the members of a family that is to be killed."""
+END_S = 0.5
+"""Limit for a killed process to end, before the next look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One process of one boot of one machine, as those in the same pid namespace (container) know it."""
+    """One process, identified within one boot of one machine and one pid namespace (container)."""
 
     pid: int
     start_ticks: int
@@ -31,13 +35,14 @@ class Identity:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Identity | None:
-        """Among other facts, as `dataclasses.asdict` writes it; None if it is not all there."""
+        """Return the identity in `facts`, as `dataclasses.asdict` writes it; None if a field is missing. Other facts
+        are ignored."""
         known = {field.name: facts[field.name] for field in fields(cls) if field.name in facts}
         return cls(**known) if len(known) == len(fields(cls)) else None
 
     @property
     def is_here(self) -> bool:
-        """Whether its life or death can be seen from here; not on another machine, nor in another container."""
+        """Return whether this process could see it: same boot of the same machine, and same container."""
         return (self.boot_id, self.pid_namespace) == (boot_id(), pid_namespace())
 
 
@@ -49,39 +54,40 @@ class Stat:
     state: str
     """R, S, D, T, Z, ..."""
     parent: int
-    group: int
     session: int
     start_ticks: int
 
+    @property
+    def is_dead(self) -> bool:
+        """Return whether the process has ended, and only its exit code is left."""
+        return self.state in "ZX"
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of the file; empty if it does not exist or we may not read it."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
 
 def read_stat(pid: int) -> Stat | None:
-    """The row of `pid`; None if there is no such process."""
-    try:
-        text = (PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
+    """Return the row of `pid`; None if there is no such process."""
+    text = _read(PROC / str(pid) / "stat")
+    if not text:
         return None
-    fields = text.rpartition(")")[2].split()  # the command before it may hold anything, brackets included
-    state, parent, group, session = fields[:4]
-    return Stat(
-        pid=pid,
-        state=state,
-        parent=int(parent),
-        group=int(group),
-        session=int(session),
-        start_ticks=int(fields[19]),
-    )
+    state, parent, _, session, *others = text.rpartition(b")")[2].split()  # the command before it may contain brackets
+    return Stat(pid=pid, state=state.decode(), parent=int(parent), session=int(session), start_ticks=int(others[15]))
 
 
 def boot_id() -> str:
-    """Changes with every boot; empty where the system has none."""
-    try:
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    """Return an id that changes with every boot; empty if the system has none."""
+    return _read(PROC / "sys/kernel/random/boot_id").decode().strip()
 
 
 def pid_namespace() -> str:
-    """Differs between containers that do not see each other's processes; empty where the system has none."""
+    """Return an id that differs between containers that do not see each other's processes; empty if the system has
+    none."""
     try:
         return str((PROC / "self/ns/pid").readlink())
     except OSError:
@@ -89,7 +95,7 @@ def pid_namespace() -> str:
 
 
 def identify(pid: int) -> Identity | None:
-    """Who `pid` is right now; None if nobody."""
+    """Return the identity of the process that has `pid` now; None if there is no such process."""
     stat = read_stat(pid)
     return None if stat is None else _identity(stat)
 
@@ -99,107 +105,103 @@ def _identity(stat: Stat) -> Identity:
 
 
 def is_alive(identity: Identity) -> bool:
-    """Whether that very process still runs (a zombie does not); never of one that is not here."""
+    """Return whether exactly this process still runs. False for a zombie, and for a process that is not here (see
+    `Identity.is_here`)."""
     stat = read_stat(identity.pid)
-    return stat is not None and stat.state not in "ZX" and stat.start_ticks == identity.start_ticks and identity.is_here
+    return stat is not None and not stat.is_dead and stat.start_ticks == identity.start_ticks and identity.is_here
 
 
 def is_suspended(identity: Identity) -> bool:
-    """Whether that very process lives and does not run, by SIGSTOP or because somebody traces it."""
+    """Return whether exactly this process is alive but suspended, by SIGSTOP or by a tracer."""
     stat = read_stat(identity.pid)
     return stat is not None and stat.state in "Tt" and is_alive(identity)
 
 
-def send(identity: Identity, signum: int) -> bool:
-    """Signal that very process, never another that got its pid. False if it is gone."""
+def open_pidfd(pid: int) -> int | None:
+    """Return a file descriptor of the process, which becomes readable when it ends. Returns None if the process is
+    gone, or if the system has no pidfds."""
     try:
-        fd = os.pidfd_open(identity.pid)
+        return os.pidfd_open(pid)
     except (OSError, AttributeError):
-        return _send_by_pid(identity, signum)
+        return None
+
+
+def send(identity: Identity, signum: int) -> bool:
+    """Signal exactly this process, never another process that got its pid. Returns False if it is gone. Without pidfds,
+    the signal goes astray if the pid is reused right after the check."""
+    pidfd = open_pidfd(identity.pid)
     try:
         if not is_alive(identity):
             return False
-        signal.pidfd_send_signal(fd, signum)
+        if pidfd is None:
+            os.kill(identity.pid, signum)
+        else:
+            signal.pidfd_send_signal(pidfd, signum)
     except ProcessLookupError:
         return False
     finally:
-        os.close(fd)
-    return True
-
-
-def _send_by_pid(identity: Identity, signum: int) -> bool:
-    """Where the kernel has no pidfds: between the look and the signal, a pid would have to be reused."""
-    if not is_alive(identity):
-        return False
-    try:
-        os.kill(identity.pid, signum)
-    except ProcessLookupError:
-        return False
+        if pidfd is not None:
+            os.close(pidfd)
     return True
 
 
 def environment(pid: int) -> list[bytes]:
-    """The entries (`NAME=value`) that `pid` was started with; none if it is gone or not ours to read."""
-    try:
-        return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
+    """Return the environment entries (`NAME=value`) that `pid` was started with; empty if it is gone or we may not read
+    them."""
+    return _read(PROC / str(pid) / "environ").split(b"\0")
 
 
 def num_oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory: in this control group, or else on this machine."""
-    try:
-        group = (PROC / "self/cgroup").read_text().rpartition("::")[2].strip()
-        counters = Path(f"/sys/fs/cgroup{group}/memory.events").read_text()
-    except OSError:
-        try:
-            counters = (PROC / "vmstat").read_text()
-        except OSError:
-            return 0
-    return int(dict(line.split() for line in counters.splitlines()).get("oom_kill", 0))
+    """Return how many processes the kernel has killed for lack of memory, in this control group or else on this
+    machine."""
+    group = os.fsdecode(_read(PROC / "self/cgroup")).rpartition("::")[2].strip()
+    counters = _read(Path(f"/sys/fs/cgroup{group}/memory.events")) or _read(PROC / "vmstat")
+    return int(dict(line.split() for line in counters.splitlines()).get(b"oom_kill", 0))
 
 
 def table() -> Iterator[Stat]:
-    """All processes."""
-    pids = (int(entry.name) for entry in PROC.glob("[1-9]*"))
-    return (stat for pid in pids if (stat := read_stat(pid)) is not None)
+    """Return all processes."""
+    return _rows(entry.name for entry in PROC.glob("[1-9]*"))
 
 
 def children() -> Iterator[Stat]:
-    """The processes this one is the parent of, by birth or by adoption."""
-    own_pid = os.getpid()
+    """Return the children of this process, including adopted orphans."""
     try:
         lists = [(task / "children").read_text() for task in (PROC / "self/task").iterdir()]
     except OSError:
-        return (stat for stat in table() if stat.parent == own_pid)
-    return (stat for pid in " ".join(lists).split() if (stat := read_stat(int(pid))) is not None)
+        return (stat for stat in table() if stat.parent == os.getpid())
+    return _rows(" ".join(lists).split())
+
+
+def _rows(pids: Iterable[str]) -> Iterator[Stat]:
+    return (stat for pid in pids if (stat := read_stat(int(pid))) is not None)
 
 
 def family(belongs: Callable[[Stat], bool], *, spare: Collection[int]) -> list[Stat]:
-    """The living processes that belong, and all their descendants; never those in `spare`."""
-    rows = {stat.pid: stat for stat in table() if stat.state not in "ZX" and stat.pid not in spare}
-    found = {pid for pid, stat in rows.items() if belongs(stat)}
-    grown = True
-    while grown:
-        children = {pid for pid, stat in rows.items() if stat.parent in found} - found
-        found |= children
-        grown = bool(children)
+    """Return the living processes for which `belongs` is true, and all their descendants, without those in `spare`."""
+    rows = {stat.pid: stat for stat in table() if not stat.is_dead and stat.pid not in spare}
+    found: set[int] = set()
+    generation = {pid for pid, stat in rows.items() if belongs(stat)}
+    while generation:
+        found |= generation
+        generation = {pid for pid, stat in rows.items() if stat.parent in found} - found
     return [rows[pid] for pid in sorted(found)]
 
 
-def kill_family(belongs: Callable[[Stat], bool], *, spare: Collection[int], rounds: int) -> list[Stat]:
-    """SIGKILL the family until two looks in a row find nobody, at most `rounds` times. Returns who resisted.
+def kill_family(belongs: Callable[[Stat], bool], *, spare: Collection[int] = (), rounds: int = ROUNDS) -> list[Stat]:
+    """SIGKILL the family until two looks in a row find no process, in at most `rounds` looks. Spare this process and
+    the pids in `spare`. Returns the survivors.
 
-    One look is not enough: a process may fork between being seen and being killed, and one that is just being
-    executed has no environment yet to be known by.
+    One look is not enough. A process may fork after the look and before the signal. A process in the middle of `exec`
+    has no environment yet, so its marks cannot be read.
     """
     num_empty = 0
     members: list[Stat] = []
     for _ in range(rounds):
-        members = family(belongs, spare=spare)
+        members = family(belongs, spare={os.getpid(), *spare})
         num_empty = 0 if members else num_empty + 1
         if num_empty == 2:
-            return []
+            break
         for stat in members:
             send(_identity(stat), signal.SIGKILL)
         if members:
@@ -209,15 +211,14 @@ def kill_family(belongs: Callable[[Stat], bool], *, spare: Collection[int], roun
     return members
 
 
-def _await_end(members: list[Stat], seconds: float = 0.5) -> None:
-    """Wait on pidfds, so that the next look does not find what is already dying."""
+def _await_end(members: list[Stat]) -> None:
+    """Wait for the ends on pidfds, so that the next look does not find dying processes."""
     for stat in members:
-        try:
-            fd = os.pidfd_open(stat.pid)
-        except (OSError, AttributeError):
+        pidfd = open_pidfd(stat.pid)
+        if pidfd is None:
             time.sleep(BETWEEN_LOOKS_S)
             continue
-        with os.fdopen(fd) as file:
+        with os.fdopen(pidfd) as file:
             poll = select.poll()
             poll.register(file, select.POLLIN)
-            poll.poll(seconds * 1000)
+            poll.poll(END_S * 1000)

@@ -1,6 +1,6 @@
-"""Where a run keeps its things: the run directory that stays, the runtime directory that goes.
+"""The directories of a run: the run directory, which stays, and the runtime directory, which is removed at the end.
 
-A run has one supervisor at a time, and may have several after each other: each begins another life of the run.
+A run has one supervisor at a time. It may have several in sequence; each begins another life of the run.
 """
 
 from __future__ import annotations
@@ -22,98 +22,102 @@ from penstock.config.lineage import changes, check_lineage, lineage
 from penstock.data.identity import check_identities, identities
 from penstock.observe import jsonl
 from penstock.observe.view import Plan, RunView
-from penstock.supervisor import orphans
 from penstock.supervisor.ownership import owning
-from penstock.supervisor.record import FORMAT, Record, holds_run, is_supervised, owner_of, read_state, unreadable
-from penstock.supervisor.runtime import runtime_path
+from penstock.supervisor.run_journal import (
+    FORMAT,
+    RunJournal,
+    holds_run,
+    is_supervised,
+    owner_of,
+    read_state,
+    unreadable,
+)
+from penstock.supervisor.runtime import remove_orphans_of, runtime_path
 from penstock.supervisor.states import RunState
 
 CONFIG = "config.yaml"
 LINEAGE = "lineage.json"
-"""What the run was begun with, of the settings that must not change, and on which data."""
+"""File with the settings that must not change during the run, and the identities of its data."""
 DATASETS = "datasets"
-"""Key in there of the data's identities."""
+"""Key of the data's identities in that file."""
 JANITOR_S = 15.0
-"""The janitor of a supervisor that was killed owns the run for a moment."""
+"""Wait for ownership: the janitor of a killed supervisor owns the run for a moment."""
 
 
-class RunExists(RuntimeError):
-    """The run id is taken."""
+class RunRefused(RuntimeError):
+    """The run cannot begin or continue."""
 
-
-class NotResumable(RuntimeError):
-    """The run cannot go on."""
+    self_explanatory = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
-    """A run owned by this process, before its processes are started."""
+    """A run that this process owns, before its processes are started."""
 
-    run_id: str
     run_dir: Path
     runtime_dir: Path
     config: Config
-    record: Record
+    journal: RunJournal
 
 
 def new_run_id() -> str:
-    """The date and time, and enough chance to tell two runs of one second apart."""
+    """Return a run id of date and time, with random digits that separate two runs of the same second."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def existing_parent(directory: Path) -> Path:
-    """Where `directory` is or would be made."""
+    """Return `directory` if it exists, else its nearest existing parent."""
     directory = directory.absolute()
     return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 def publishable(config: Config) -> dict[str, Any]:
-    """The configuration as plain values, without its secrets."""
+    """Return the configuration as plain values, without its secrets."""
     return config.model_dump(mode="json", exclude={"rollout": {"api_key", "admin_api_key"}})
 
 
 @contextmanager
 def open_run(config: Config) -> Iterator[OpenRun]:
-    """Create the directory of a new run and own it for the length of the body. Raises `RunExists`, `Owned`."""
+    """Create the directory of a new run and own the run during the body. Raises `RunRefused`, `Owned`."""
     run_id = config.run_id or new_run_id()
     config = config.model_copy(update={"run_id": run_id})
     run_dir = Path(config.runs_dir).absolute() / run_id
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with owning(run_dir):
         if (run_dir / "state.json").exists():
-            raise RunExists(f"run {run_id} exists already in {run_dir}: `penstock resume {run_id}` continues it")
+            raise RunRefused(f"run {run_id} exists already in {run_dir}: `penstock resume {run_id}` continues it")
         if holds_run(run_dir):
-            raise RunExists(
+            raise RunRefused(
                 f"directory {run_dir} holds a run without its state.json: choose another run_id, or move it away"
             )
         begun_with = lineage(config) | {DATASETS: identities(config)}
         _write_config(config, run_dir)
         jsonl.write_json(run_dir / LINEAGE, begun_with)
         runtime_dir = runtime_path(run_id)
-        record = Record.create(run_dir, run_id=run_id, runtime_dir=runtime_dir)
-        yield OpenRun(run_id=run_id, run_dir=run_dir, runtime_dir=runtime_dir, config=config, record=record)
+        journal = RunJournal.create(run_dir, run_id=run_id, runtime_dir=runtime_dir)
+        yield OpenRun(run_dir=run_dir, runtime_dir=runtime_dir, config=config, journal=journal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """How a run is to go on."""
+    """How a run continues."""
 
     config: Config
     changed: str
-    """Settings that differ from those it had last, for people."""
+    """Text about the settings that differ from the previous life."""
     is_complete: bool
-    """There is nothing left to do."""
+    """The run has nothing left to do."""
 
 
 def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
-    """Look whether and how the run in `run_dir` can go on; changes nothing. Raises `NotResumable`, `ConfigError`."""
+    """Check whether and how the run in `run_dir` can continue. Change nothing. Raises `RunRefused`, `ConfigError`."""
     state = read_state(run_dir)
     if state is None:
-        raise NotResumable(unreadable(run_dir))
+        raise RunRefused(unreadable(run_dir))
     if state.get("format") != FORMAT:
-        raise NotResumable(
-            f"run {run_dir.name} is of format {state.get('format', 0)}, and this version of penstock reads format "
-            f"{FORMAT}: resume it with the version that began it"
+        raise RunRefused(
+            f"run {run_dir.name} has format {state.get('format', 0)}, and this version of penstock reads only format "
+            f"{FORMAT}: resume the run with the version that began it"
         )
     before = load_config(run_dir / CONFIG)
     config = load_config(run_dir / CONFIG, overrides)
@@ -122,14 +126,14 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     check_lineage(begun_with, config)
     saved = _last_step_saved(run_dir)
     if config.trainer.steps < saved:
-        raise NotResumable(
+        raise RunRefused(
             f"trainer.steps is {config.trainer.steps}, and run {run_dir.name} has a checkpoint of step {saved}: "
             f"give it {saved} at least, or begin a new run"
         )
     if config.pipeline == "rollout" and _num_tasks(config) < _num_tasks(before):
-        raise NotResumable(
-            f"synthesis.tasks is {config.synthesis.tasks}, and run {run_dir.name} had {before.synthesis.tasks} to play "
-            "(-1: all): give it as many at least, or begin a new run"
+        raise RunRefused(
+            f"synthesis.tasks is {config.synthesis.tasks}, and run {run_dir.name} began with {before.synthesis.tasks} "
+            "(-1: all): set at least as many, or begin a new run"
         )
     return Resumption(
         config=config,
@@ -139,37 +143,38 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
 
 
 def check_data(run_dir: Path, config: Config) -> None:
-    """Raises `ConfigError` if the data are not those that the run was begun with. Reads them all."""
+    """Check that the data are those with which the run began; read all of them. Raises `ConfigError` if not."""
     check_identities(_read_lineage(run_dir).get(DATASETS, {}), config)
 
 
 def check_unsupervised(run_dir: Path) -> None:
-    """Raises `NotResumable` naming the process that supervises the run."""
+    """Check that no process supervises the run. Raises `RunRefused`, which names the process."""
     if supervisor := _supervisor_of(run_dir):
         name = run_dir.name
-        raise NotResumable(f"run {name} is running, supervised by {supervisor}: `penstock stop {name}` ends it")
+        raise RunRefused(f"run {name} is running, supervised by {supervisor}: `penstock stop {name}` ends it")
 
 
 @contextmanager
 def reopen_run(run_dir: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
-    """Own a run that has ended, or whose supervisor has, for the length of the body, which is another life of it.
-    Raises `NotResumable`, `ConfigError`, `Owned`."""
+    """Begin another life of a run and own the run during the body. The run, or at least its supervisor, must have
+    ended. Raises `RunRefused`, `ConfigError`, `Owned`."""
     with owning(run_dir, within_s=JANITOR_S if _supervisor_of(run_dir) is None else 0.0):
         resumption = plan_resumption(run_dir, overrides)
-        record = Record.load(run_dir)
-        if left := orphans.remove_of_run(run_dir):
-            raise NotResumable(f"what earlier lives of run {record.run_id} left behind resists: {', '.join(left)}")
+        journal = RunJournal.load(run_dir)
+        if left := remove_orphans_of(run_dir):
+            raise RunRefused(
+                f"run {journal.run_id} has leftovers of an earlier life that cannot be removed: {', '.join(left)}: "
+                "remove them, and resume again"
+            )
         _write_config(resumption.config, run_dir)
-        runtime_dir = runtime_path(record.run_id)
+        runtime_dir = runtime_path(journal.run_id)
         reason = f"resumed with {resumption.changed}" if resumption.changed else "resumed"
-        record.begin_again(runtime_dir=runtime_dir, reason=reason)
-        yield OpenRun(
-            run_id=record.run_id, run_dir=run_dir, runtime_dir=runtime_dir, config=resumption.config, record=record
-        )
+        journal.begin_again(runtime_dir=runtime_dir, reason=reason)
+        yield OpenRun(run_dir=run_dir, runtime_dir=runtime_dir, config=resumption.config, journal=journal)
 
 
 def _supervisor_of(run_dir: Path) -> str | None:
-    """The process that wrote the state, if it still lives."""
+    """Return text about the process that wrote the state, if it is still alive; else None."""
     state = read_state(run_dir) or {}
     owner = owner_of(state)
     if owner is None or not is_supervised(run_dir, owner):
@@ -178,7 +183,7 @@ def _supervisor_of(run_dir: Path) -> str | None:
 
 
 def _goes_further(before: Config, after: Config) -> bool:
-    """Whether `after` asks for more training than `before`, or for more tasks to be played."""
+    """Return whether `after` asks for more training or more tasks than `before`."""
     if after.pipeline == "eval":
         return False
     if after.pipeline == "rollout":
@@ -188,12 +193,12 @@ def _goes_further(before: Config, after: Config) -> bool:
 
 
 def _num_tasks(config: Config) -> float:
-    """That a rollout is to play; -1 is all there are."""
+    """Return how many tasks the `rollout` pipeline runs; infinite for the setting -1 (all tasks)."""
     return math.inf if config.synthesis.tasks < 0 else config.synthesis.tasks
 
 
 def _last_step_saved(run_dir: Path) -> int:
-    """Of the checkpoint that the run goes on from; 0 if there is none."""
+    """Return the step of the checkpoint from which the run continues; 0 if there is none."""
     view = RunView(plan=Plan(num_steps=0))
     for event in jsonl.read(run_dir / "events.jsonl"):
         view.see_event(event)
@@ -204,7 +209,10 @@ def _read_lineage(run_dir: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((run_dir / LINEAGE).read_text()))
     except (OSError, ValueError) as error:
-        raise NotResumable(f"{run_dir / LINEAGE} cannot be read ({error}): nobody knows what the run is") from None
+        raise RunRefused(
+            f"{run_dir / LINEAGE} cannot be read ({error}), so the settings that must not change are unknown: "
+            "restore it from a copy, or begin a new run"
+        ) from None
 
 
 def _write_config(config: Config, run_dir: Path) -> None:

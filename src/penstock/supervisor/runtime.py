@@ -1,20 +1,26 @@
-"""What a run has outside its run directory, and whose it is (standard library only).
+"""The runtime directory and the processes of a run: the marks of their owner, and the removal of orphans (standard
+library only).
 
-Every process of a run carries a mark in its environment, and the run's runtime directory the same in a file: whose they
-are, the supervisor being known by its `Identity`. While that very process lives, nobody else touches them.
+Every process of a run carries a mark in its environment. The run's runtime directory holds the same mark in a file. The
+mark names the run and the `Identity` of its supervisor. While this supervisor lives, no other process removes them.
+When it is gone, they are orphans: nothing else will end them, so `stop`, `resume` and `doctor --clean` remove them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from penstock.supervisor import procfs
+from penstock.supervisor.ownership import Owned, owning
 from penstock.supervisor.procfs import Identity
-from penstock.supervisor.record import is_supervised
+from penstock.supervisor.run_journal import close_journal, is_supervised, owner_of, read_state
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "PENSTOCK_OWNER"
@@ -22,12 +28,12 @@ OWNER_FILE = "owner.json"
 
 
 class RuntimeTaken(OSError):
-    """The runtime directory of a run is there already."""
+    """The runtime directory of a run exists already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Whose something is: one life of a run."""
+    """The owner of a process or directory: one life of a run."""
 
     run_dir: str
     runtime_dir: str
@@ -39,7 +45,7 @@ class Mark:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Mark | None:
-        """None if it is no mark."""
+        """Return the mark in `text`; None if it is no mark."""
         try:
             fields = json.loads(text)
             supervisor = Identity.of(fields["supervisor"])
@@ -49,22 +55,22 @@ class Mark:
 
 
 def runtime_path(run_id: str) -> Path:
-    """Sockets, ready files and shared-memory weights of a run; in memory where the system offers that."""
+    """Return the directory for sockets, ready files and shared-memory weights of a run; in memory where possible."""
     base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"penstock-{os.getuid()}-{run_id}"
 
 
 def runtime_dirs(run_id: str = "") -> list[Path]:
-    """Those that there are, of this user, on this machine; of runs whose ids begin so."""
+    """Return this user's runtime directories on this machine, for run ids that begin with `run_id`."""
     bases = {SHARED_MEMORY, Path(tempfile.gettempdir())}
     found = (path for base in bases for path in base.glob(f"{runtime_path(run_id).name}*") if path.is_dir())
     return sorted(path for path in found if path.stat().st_uid == os.getuid())
 
 
 def claim(runtime_dir: Path, *, run_dir: Path, nonce: str) -> dict[str, str]:
-    """Make the runtime directory of a run that this process supervises; returns the mark for the environment of its
-    processes. Where the system cannot tell one process from another there are no marks, and nothing is ever removed.
-    Raises `RuntimeTaken`."""
+    """Make the runtime directory of a run that this process supervises. Return the mark for the environment of its
+    processes. A system that cannot identify processes gets no marks, and then nothing is ever removed. Raises
+    `RuntimeTaken`."""
     try:
         runtime_dir.mkdir(mode=0o700)
     except FileExistsError:
@@ -78,7 +84,7 @@ def claim(runtime_dir: Path, *, run_dir: Path, nonce: str) -> dict[str, str]:
 
 
 def mark_of_directory(directory: Path) -> Mark | None:
-    """Whose a runtime directory is; None if it does not say."""
+    """Return the mark of a runtime directory; None if it has none."""
     try:
         return Mark.loads((directory / OWNER_FILE).read_text())
     except OSError:
@@ -86,7 +92,7 @@ def mark_of_directory(directory: Path) -> Mark | None:
 
 
 def mark_of_process(pid: int) -> Mark | None:
-    """Whose a process is; None if it is no run's, or gone, or not ours to read."""
+    """Return the mark of a process; None if it has none, is gone, or may not be read."""
     prefix = f"{OWNER}=".encode()
     for entry in procfs.environment(pid):
         if entry.startswith(prefix):
@@ -97,7 +103,77 @@ def mark_of_process(pid: int) -> Mark | None:
 def _why_taken(runtime_dir: Path) -> str:
     mark = mark_of_directory(runtime_dir)
     if mark is None:
-        return f"{runtime_dir} exists already and does not say whose it is: choose another run_id, or remove it"
+        return f"{runtime_dir} exists already, and its owner is unknown: choose another run_id, or remove it"
     if is_supervised(Path(mark.run_dir), mark.supervisor):
         return f"{runtime_dir} belongs to {mark.run_dir}, which is running: choose another run_id"
     return f"{runtime_dir} was left behind by {mark.run_dir}: `penstock doctor --clean` removes it"
+
+
+@dataclass(slots=True, kw_only=True)
+class Orphans:
+    """Processes and directories with the mark of one supervisor that is gone."""
+
+    mark: Mark
+    processes: list[procfs.Stat] = field(default_factory=list)
+    directories: list[Path] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """Everything with a mark on this machine that this user may see."""
+
+    orphans: list[Orphans] = field(default_factory=list)
+    living: set[int]
+    """Pids of living supervisors. A supervisor may itself carry the mark of a dead run, in which it was started."""
+    unmarked: list[Path]
+    """Runtime directories without a mark."""
+
+
+def find_orphans() -> Found:
+    """Search all processes and runtime directories of this user."""
+    marked: dict[Mark, Orphans] = {}
+    unmarked: list[Path] = []
+    for stat in procfs.table():
+        if not stat.is_dead and (mark := mark_of_process(stat.pid)):
+            marked.setdefault(mark, Orphans(mark=mark)).processes.append(stat)
+    for directory in runtime_dirs():
+        if mark := mark_of_directory(directory):
+            marked.setdefault(mark, Orphans(mark=mark)).directories.append(directory)
+        else:
+            unmarked.append(directory)
+    alive = {mark for mark in marked if is_supervised(Path(mark.run_dir), mark.supervisor)}
+    found = Found(unmarked=unmarked, living={mark.supervisor.pid for mark in alive if mark.supervisor.is_here})
+    for mark, orphans in marked.items():
+        orphans.processes = [stat for stat in orphans.processes if stat.pid not in found.living]
+        if mark not in alive and (orphans.processes or orphans.directories):
+            found.orphans.append(orphans)
+    return found
+
+
+def remove_orphans(orphans: Orphans, *, living: Collection[int]) -> list[str]:
+    """Kill these processes and their descendants, remove these directories, and close the run's journal. Spare the pids
+    in `living`. Returns what could not be removed."""
+    mark = orphans.mark
+    remaining = procfs.kill_family(lambda stat: mark_of_process(stat.pid) == mark, spare=living)
+    left = [f"process {stat.pid}" for stat in remaining]
+    for directory in orphans.directories:
+        if mark_of_directory(directory) == mark:
+            shutil.rmtree(directory, ignore_errors=True)
+            left += [str(directory)] if directory.exists() else []
+    close_abandoned(Path(mark.run_dir), mark.supervisor, left)
+    return left
+
+
+def remove_orphans_of(run_dir: Path) -> list[str]:
+    """Remove everything that earlier lives of this run left behind. Returns what could not be removed."""
+    found, own = find_orphans(), run_dir.resolve()
+    mine = [each for each in found.orphans if Path(each.mark.run_dir).resolve() == own]
+    return [left for each in mine for left in remove_orphans(each, living=found.living)]
+
+
+def close_abandoned(run_dir: Path, supervisor: Identity, leftovers: list[str]) -> None:
+    """Mark the run failed that `supervisor` left open. Do nothing if its directory is gone, or if the run has another
+    owner by now."""
+    with suppress(Owned, FileNotFoundError), owning(run_dir):
+        if owner_of(read_state(run_dir) or {}) == supervisor:
+            close_journal(run_dir, leftovers)

@@ -1,83 +1,75 @@
-"""The states of a run and of its processes, and which may follow which. Pure."""
+"""The states of a run and of its processes, and the legal transitions between them. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 
 
 class IllegalTransition(RuntimeError):
-    """A state was asked to follow one it cannot follow."""
+    """A transition between these two states is not allowed."""
 
 
 class RunState(StrEnum):
-    """Where a run is."""
+    """The state of a run."""
 
     PENDING = "pending"
     STARTING = "starting"
     RUNNING = "running"
     STOPPING = "stopping"
-    """On its way to an end whose kind is already decided."""
+    """The run is ending, and its final state is already decided."""
     STOPPED = "stopped"
-    """Ended because somebody asked for it."""
+    """The run ended because a user asked for it."""
     COMPLETED = "completed"
     """The last step was trained, evaluated and recorded."""
     FAILED = "failed"
 
     @property
     def is_final(self) -> bool:
-        return not RUN_TRANSITIONS[self]
+        return self not in RUN_TRANSITIONS
 
 
 class ProcessState(StrEnum):
-    """Where one process is."""
+    """The state of one process."""
 
     PENDING = "pending"
     STARTING = "starting"
     READY = "ready"
     DEGRADED = "degraded"
-    """It lives, and gives cause for concern."""
+    """The process is alive, but has made no progress or sent no heartbeat for a while."""
     STOPPING = "stopping"
     EXITED = "exited"
     BACKOFF = "backoff"
-    """Ended, and to be started again after a pause."""
+    """The process ended, and will be restarted after a pause."""
     FATAL = "fatal"
-    """Ended, and not to be started again: the run has failed."""
+    """The process ended and will not be restarted: the run has failed."""
 
 
-RUN_TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
-    RunState.PENDING: frozenset({RunState.STARTING, RunState.STOPPED, RunState.FAILED}),
-    RunState.STARTING: frozenset({RunState.RUNNING, RunState.STOPPING, RunState.FAILED}),
-    RunState.RUNNING: frozenset({RunState.STOPPING, RunState.FAILED}),
-    RunState.STOPPING: frozenset({RunState.STOPPED, RunState.COMPLETED, RunState.FAILED}),
-    RunState.STOPPED: frozenset(),
-    RunState.COMPLETED: frozenset(),
-    RunState.FAILED: frozenset(),
+RUN_TRANSITIONS: Mapping[RunState, Collection[RunState]] = {
+    RunState.PENDING: (RunState.STARTING, RunState.STOPPED, RunState.FAILED),
+    RunState.STARTING: (RunState.RUNNING, RunState.STOPPING, RunState.FAILED),
+    RunState.RUNNING: (RunState.STOPPING, RunState.FAILED),
+    RunState.STOPPING: (RunState.STOPPED, RunState.COMPLETED, RunState.FAILED),
 }
-
-_LIVING = frozenset({ProcessState.STOPPING, ProcessState.EXITED})
-
-PROCESS_TRANSITIONS: Mapping[ProcessState, frozenset[ProcessState]] = {
-    ProcessState.PENDING: frozenset({ProcessState.STARTING, ProcessState.EXITED}),
-    ProcessState.STARTING: _LIVING | {ProcessState.READY},
-    ProcessState.READY: _LIVING | {ProcessState.DEGRADED},
-    ProcessState.DEGRADED: _LIVING | {ProcessState.READY},
-    ProcessState.STOPPING: frozenset({ProcessState.EXITED}),
-    ProcessState.EXITED: frozenset({ProcessState.BACKOFF, ProcessState.FATAL}),
-    ProcessState.BACKOFF: frozenset({ProcessState.STARTING, ProcessState.EXITED}),
-    ProcessState.FATAL: frozenset(),
+"""Possible next states; final states have none."""
+PROCESS_TRANSITIONS: Mapping[ProcessState, Collection[ProcessState]] = {
+    ProcessState.PENDING: (ProcessState.STARTING, ProcessState.EXITED),
+    ProcessState.STARTING: (ProcessState.READY, ProcessState.STOPPING, ProcessState.EXITED),
+    ProcessState.READY: (ProcessState.DEGRADED, ProcessState.STOPPING, ProcessState.EXITED),
+    ProcessState.DEGRADED: (ProcessState.READY, ProcessState.STOPPING, ProcessState.EXITED),
+    ProcessState.STOPPING: (ProcessState.EXITED,),
+    ProcessState.EXITED: (ProcessState.BACKOFF, ProcessState.FATAL),
+    ProcessState.BACKOFF: (ProcessState.STARTING, ProcessState.EXITED),
 }
 
 
-def move_run(before: RunState, after: RunState) -> RunState:
-    """`after`, if a run may go there from `before`."""
-    if after not in RUN_TRANSITIONS[before]:
+def check_run(before: RunState, after: RunState) -> None:
+    """Check that a run may go from `before` to `after`. Raises `IllegalTransition`."""
+    if after not in RUN_TRANSITIONS.get(before, ()):
         raise IllegalTransition(f"a run that is {before} cannot become {after}")
-    return after
 
 
-def move_process(before: ProcessState, after: ProcessState) -> ProcessState:
-    """`after`, if a process may go there from `before`."""
-    if after not in PROCESS_TRANSITIONS[before]:
+def check_process(before: ProcessState, after: ProcessState) -> None:
+    """Check that a process may go from `before` to `after`. Raises `IllegalTransition`."""
+    if after not in PROCESS_TRANSITIONS.get(before, ()):
         raise IllegalTransition(f"a process that is {before} cannot become {after}")
-    return after

@@ -1,8 +1,8 @@
-"""Checkpoints: complete or recognisably torn, never half believed. Does not import torch itself.
+"""Checkpoints that are either complete or recognisably torn. This module does not import torch itself.
 
-A checkpoint is a directory `step_<n>` that is also a Hugging Face model directory. It is written under another name,
-synced, and renamed; its manifest, with a checksum of every file, is written last. A reader believes only what the
-manifest confirms.
+A checkpoint is a directory `step_<n>` that is also a Hugging Face model directory. It is written under a temporary
+name, synced, and then renamed. Its manifest, with a checksum of every file, is written last. A reader accepts only
+files that match the manifest.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.model.files import copy_companions
-from penstock.ports import SavedState, SavedStates
+from penstock.ports.training import SavedState, SavedStates
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -25,58 +24,31 @@ REPLACED = ".replaced_"
 TORN = "torn_"
 
 
-class Stateful(Protocol):
-    """What is saved; `penstock.trainer.learner.Learner` is one."""
-
-    @property
-    def policy_version(self) -> int: ...
-
-    def write(self, directory: Path) -> None:
-        """Write weights and optimizer as files into `directory`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint whose files all match its manifest."""
-
-    path: Path
-    step: int
-    policy_version: int
-    extra: Mapping[str, Any]
-    """The caller's own state."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Torn:
-    """A checkpoint that cannot be trusted."""
-
-    path: Path
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latest:
-    """The newest whole checkpoint, if any, and the newer ones that were passed over."""
-
-    checkpoint: Checkpoint | None
-    skipped: tuple[Torn, ...]
-
-
 def save(
-    directory: Path, step: int, learner: Stateful, extra: Mapping[str, Any], *, model_dir: Path, keep: int
+    directory: Path,
+    step: int,
+    write: Callable[[Path], None],
+    *,
+    policy_version: int,
+    extra: Mapping[str, Any],
+    model_dir: Path,
+    keep: int,
 ) -> Path:
-    """Write `directory/step_<step>`, and keep the newest `keep` up to it. Tokenizer files come from `model_dir`."""
+    """Write `directory/step_<step>` and return its path.
+
+    `write`: writes weights and optimizer as files into a directory. `extra`: the caller's own state. Tokenizer files
+    come from `model_dir`. Of the checkpoints up to this step the newest `keep` stay; all others are removed.
+    """
     target, unfinished = directory / f"step_{step}", directory / f".step_{step}.{os.getpid()}"
     _clear_leftovers(directory)
     unfinished.mkdir(parents=True)
     try:
-        learner.write(unfinished)
+        write(unfinished)
         copy_companions(model_dir, unfinished)
-        state = {"step": step, "policy_version": learner.policy_version, "extra": dict(extra)}
+        state = {"step": step, "policy_version": policy_version, "extra": dict(extra)}
         (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
         _seal(unfinished)
-        if target.exists():  # the same step of a lineage that was rewound
+        if target.exists():  # the same step from before a rewind
             target.rename(directory / f"{REPLACED}{step}")
         unfinished.rename(target)
     finally:
@@ -86,57 +58,44 @@ def save(
     return target
 
 
-def latest(directory: Path) -> Latest:
-    """The newest checkpoint that is whole, and why newer ones were not; these are set aside, unless there is nothing
-    else."""
+def latest(directory: Path) -> SavedStates:
+    """Find the newest complete checkpoint, and the reasons why newer ones are torn.
+
+    Torn checkpoints are renamed if there is a complete one, so that a person can inspect them and no code reads them.
+    """
     _put_back(directory)
-    skipped: list[Torn] = []
+    torn: dict[Path, str] = {}
     for _, path in _by_step(directory):
         found = verify(path)
-        if isinstance(found, Checkpoint):
-            return Latest(checkpoint=found, skipped=tuple(_set_aside(torn) for torn in skipped))
-        skipped.append(found)
-    return Latest(checkpoint=None, skipped=tuple(skipped))
+        if isinstance(found, SavedState):
+            return SavedStates(newest=found, torn={str(_set_aside(path)): reason for path, reason in torn.items()})
+        torn[path] = found
+    return SavedStates(newest=None, torn={str(path): reason for path, reason in torn.items()})
 
 
-def newest(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole, for somebody else's use: nothing is moved."""
-    found = (verify(path) for _, path in _by_step(directory))
-    return next((each for each in found if isinstance(each, Checkpoint)), None)
+def newest(directory: Path) -> SavedState | None:
+    """Return the newest complete checkpoint, or None. For readers other than the trainer: no file is moved."""
+    verified = (verify(path) for _, path in _by_step(directory))
+    return next((found for found in verified if isinstance(found, SavedState)), None)
 
 
-def saved_in(directory: Path) -> SavedStates:
-    """The checkpoints that a trainer may go back to."""
-    found = latest(directory)
-    newest = found.checkpoint
-    return SavedStates(
-        newest=SavedState(
-            directory=str(newest.path),
-            step=newest.step,
-            policy_version=newest.policy_version,
-            state=dict(newest.extra),
-        )
-        if newest is not None
-        else None,
-        torn={str(torn.path): torn.reason for torn in found.skipped},
-    )
-
-
-def verify(path: Path) -> Checkpoint | Torn:
-    """Check every file against the manifest."""
+def verify(path: Path) -> SavedState | str:
+    """Check every file of a checkpoint against the manifest. Return the checkpoint, or the reason why it is torn."""
     if not (path / MANIFEST).is_file():
-        return Torn(path=path, reason=f"no {MANIFEST}: it was never finished")
+        return f"no {MANIFEST}: it was never finished"
     try:
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, checksum in files.items():
             if not (path / name).is_file():
-                return Torn(path=path, reason=f"{name} is missing")
+                return f"{name} is missing"
             if _checksum(path / name) != checksum:
-                return Torn(path=path, reason=f"{name} does not match its checksum")
+                return f"{name} does not match its checksum"
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        return Checkpoint(path=path, step=state["step"], policy_version=state["policy_version"], extra=state["extra"])
+        return SavedState(
+            directory=str(path), step=state["step"], policy_version=state["policy_version"], state=dict(state["extra"])
+        )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        return Torn(path=path, reason=f"unreadable: {type(error).__name__}: {error}")
+        return f"unreadable: {type(error).__name__}: {error}"
 
 
 def _seal(directory: Path) -> None:
@@ -151,7 +110,7 @@ def _seal(directory: Path) -> None:
 
 
 def _prune(directory: Path, step: int, keep: int) -> None:
-    """Remove old checkpoints, and those beyond `step`: they belong to a future that was given up."""
+    """Remove old checkpoints, and checkpoints after `step`, which a rewind has made invalid."""
     checkpoints = _by_step(directory)
     kept = [path for number, path in checkpoints if number <= step][:keep]
     for _, path in checkpoints:
@@ -159,16 +118,14 @@ def _prune(directory: Path, step: int, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _set_aside(torn: Torn) -> Torn:
-    """For people to look at; nobody else does."""
-    aside = torn.path.with_name(f"{TORN}{torn.path.name}")
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f"{TORN}{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    torn.path.rename(aside)
-    return Torn(path=aside, reason=torn.reason)
+    return path.rename(aside)
 
 
 def _put_back(directory: Path) -> None:
-    """A checkpoint that was moved aside, and not replaced because the save was cut short, returns."""
+    """Restore a checkpoint that an interrupted save had moved aside and not replaced."""
     for replaced in directory.glob(f"{REPLACED}*"):
         target = directory / f"step_{replaced.name.removeprefix(REPLACED)}"
         if not target.exists():
@@ -176,7 +133,7 @@ def _put_back(directory: Path) -> None:
 
 
 def _clear_leftovers(directory: Path) -> None:
-    """Remove what a save that was cut short left behind."""
+    """Remove the leftovers of an interrupted save."""
     _put_back(directory)
     for pattern in (f"{REPLACED}*", ".step_*"):
         for leftover in directory.glob(pattern):
@@ -184,7 +141,7 @@ def _clear_leftovers(directory: Path) -> None:
 
 
 def _by_step(directory: Path) -> list[tuple[int, Path]]:
-    """Finished or torn checkpoints, newest first."""
+    """Return (step, path) of all checkpoints, complete or torn, newest first."""
     found = [(path.name.removeprefix("step_"), path) for path in directory.glob("step_*")]
     return sorted(((int(step), path) for step, path in found if step.isdecimal()), reverse=True)
 

@@ -1,7 +1,8 @@
-"""A value function beside the policy: PPO's own baseline, for tasks where a group of siblings is too dear."""
+"""The critic: a value function as the baseline, as in PPO, for tasks where groups of samples are too expensive."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,29 +10,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from penstock.config import CriticConfig, TrainerConfig
 from penstock.groups.batch import Batch
-from penstock.trainer.advantages import generalized_advantages
-from penstock.trainer.busy import BusyClock
-from penstock.trainer.forward import recompute_activations
-from penstock.trainer.masks import Selection
-from penstock.trainer.offload import Offload
-from penstock.trainer.optimizer import adamw
+from penstock.trainer.model_role import ModelRole
+from penstock.trainer.optimizer import adamw, load_optimizer, take_step
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, per_sample
-from penstock.trainer.passes import Passes, autocast
+from penstock.trainer.prepare import generalized_advantages
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.shards import load_module, load_optimizer, whole
-from penstock.trainer.states import read_state, write_state
-from penstock.trainer.strategy import strategy_of
+from penstock.trainer.shards import load_parameters, read_state, write_state
 
 NAME = "critic"
-"""Of its files in a checkpoint."""
+"""Name of the critic's files in a checkpoint."""
 
 
 class ValueFunction(torch.nn.Module):
-    """The policy's body with one output."""
+    """The policy's body with a linear head of one output, which starts at zero."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         super().__init__()
@@ -41,18 +37,20 @@ class ValueFunction(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """[R, L] token ids, and [N] places in them -> V there, [N, 1] in float32."""
+        """Return V at the given places, [N, 1] in float32. `inputs`: [R, L] token ids. `rows`, `columns`: [N]."""
         hidden = self.body(input_ids=inputs, use_cache=False).last_hidden_state[rows, columns].float()
         with torch.autocast(hidden.device.type, enabled=False):
             values: Tensor = self.head(hidden)
         return values
 
 
-class Critic:
-    """A policy's body with one output: V(s), what an episode will earn from before a token on. One rank's.
+class Critic(ModelRole):
+    """One rank's critic: it estimates V(s), the episode's future reward as seen before each token.
 
-    Gradients are summed as groups arrive, and divided by the step's tokens when the step is taken, as the policy's are.
+    Gradients are summed as groups arrive. At the step they are divided by the step's tokens, like the policy's.
     """
+
+    shares_prefixes = False
 
     def __init__(
         self,
@@ -63,43 +61,33 @@ class Critic:
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
     ) -> None:
-        """`config` has a critic. `policy` is the critic's own from now on. The others as the learner has them."""
+        """`config` has a critic. The critic takes ownership of `policy`. Other arguments: as for `Learner`."""
         assert config.critic is not None
         self._config, self._max_grad_norm = config.critic, config.max_grad_norm
-        if config.activation_checkpointing:
-            recompute_activations(policy)
-        self._strategy = strategy_of(policy, config, ranks or Ranks())
-        self._passes = Passes(policy, self._strategy, max_tokens=config.tokens_per_microbatch, share_prefixes=False)
-        self._autocast = autocast(self._strategy.device, compute_dtype)
-        self._selection = Selection(max_staleness, config.objective.segments)
-        self.busy = BusyClock(self._strategy.device)
+        super().__init__(policy, config, max_staleness=max_staleness, compute_dtype=compute_dtype, ranks=ranks)
         self._function = ValueFunction(policy)
         self._strategy.place(self._function)
         self._parameters = list(self._function.parameters())
-        self._optimizer = adamw(self._parameters, learning_rate=self._config.learning_rate)
-        self._offload = Offload(self._strategy.device, self._optimizer)
+        self._optimizer = adamw(self._parameters)
+        self._optimizers = [self._optimizer]
         self._loss, self._tokens = 0.0, 0
 
     def values(self, batch: Batch) -> Batch:
-        """V before each sampled token: the column `values`, an array for each sample, 0 elsewhere."""
-        table = TokenTable.build(batch["token_ids"], flatten(batch["loss_mask"], np.bool_))
-        found = np.zeros(len(table.token_ids), dtype=np.float32)
-        with self.busy, torch.no_grad():
-            for micro in self._passes.of(table):
-                found[micro.tokens] = self._forward(micro).cpu().numpy()
-        return Batch(values={"values": per_sample(found, batch["token_ids"])})
+        """Return V before each sampled token, and 0 at other tokens: the column `values`, one array per sample."""
+        sampled = flatten(batch["loss_mask"], np.bool_)
+        return Batch(values={"values": self._computed(batch, sampled, self._values_of)})
 
     def learn(self, batch: Batch, policy_version: int) -> None:
-        """Add the gradient of the value loss of the tokens in the loss while `policy_version` is trained. The batch is
-        one from `appraised`: its `values` are those before this step.
+        """Add the gradient of the value loss over the tokens that are in the loss while `policy_version` is trained.
 
-        max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2: PPO's clipped value loss (as in arXiv 2005.12729).
+        `batch` comes from `with_values`: its `values` are V_old, from before this step. The loss is PPO's clipped value
+        loss, max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2 (as in arXiv 2005.12729).
         """
-        table = TokenTable.build(batch["token_ids"], self._selection.of(batch, policy_version).in_loss)
+        table = TokenTable.build(batch["token_ids"], self._masks(batch, policy_version).in_loss)
         returns, values = (flatten(batch[name], np.float32) for name in ("returns", "values"))
         with self.busy:
             for micro in self._passes.of(table):
-                value = self._forward(micro)
+                value = self._values_of(micro)
                 target, before = (torch.from_numpy(array[micro.tokens]).to(value.device) for array in (returns, values))
                 near = before + (value - before).clamp(-self._config.clip, self._config.clip)
                 loss = 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2)
@@ -108,56 +96,55 @@ class Critic:
                 self._tokens += len(value)
 
     def step(self) -> dict[str, float]:
-        """One optimizer step; without a token, or with a gradient that is not finite, everything stays as it was."""
-        with self.busy:
-            return self._step()
+        """Take one optimizer step, and return its metrics.
 
-    def _step(self) -> dict[str, float]:
-        counted = self._strategy.ranks.total([self._tokens, self._loss], "count what the critic learned from")
-        (tokens, loss), self._tokens, self._loss = counted, 0, 0.0
-        if not tokens:
-            return {"value_loss": 0.0, "value_grad_norm": 0.0, "value_skipped": 0.0}
-        torch._foreach_div_(self._strategy.summed(self._parameters, in_place=True), tokens)
-        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm, foreach=True))
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        Without tokens, or with a non-finite gradient, weights and optimizer stay unchanged.
+        """
+        with self.busy:
+            counted = self._ranks.total([self._tokens, self._loss], "add up the tokens and the loss of the critic")
+            (tokens, loss), self._tokens, self._loss = counted, 0, 0.0
+            norm = 0.0
+            if tokens:
+                torch._foreach_div_(self._strategy.summed(self._parameters, in_place=True), tokens)
+                norm = take_step(
+                    self._optimizer, learning_rate=self._config.learning_rate, max_grad_norm=self._max_grad_norm
+                )
+        is_finite = math.isfinite(norm)
         return {
-            "value_loss": loss / tokens,
-            "value_grad_norm": float(norm) if finite else 0.0,
-            "value_skipped": float(not finite),
+            "value_loss": loss / max(tokens, 1),
+            "value_grad_norm": norm if is_finite else 0.0,
+            "value_skipped": float(not is_finite),
         }
 
     def write(self, directory: Path) -> None:
-        """Save weights and optimizer as of the last step. All ranks must."""
-        state = {"function": self._function.state_dict(), "optimizer": self._optimizer.state_dict()}
-        write_state(state, directory, NAME, self._strategy)
+        """Save weights and optimizer as of the last step. All ranks must call this."""
+        weights = {name: parameter.detach() for name, parameter in self._function.named_parameters()}
+        state = {"function": weights, "optimizer": self._optimizer.state_dict()}
+        write_state(state, directory, NAME, self._ranks, is_sharded=self._strategy.is_sharded)
 
     def read(self, directory: Path) -> None:
-        """Go back to what was saved there; gradients accumulated so far are dropped."""
+        """Restore the state saved in `directory`. Accumulated gradients are dropped."""
         saved = read_state(directory, NAME)
-        load_module(self._function, saved["function"])
+        load_parameters(self._function, saved["function"])
         load_optimizer(self._optimizer, saved["optimizer"])
         self._loss, self._tokens = 0.0, 0
 
-    def release(self) -> None:
-        """Give up the device until `resume`. Meanwhile nothing is computed or restored, but may be saved."""
-        self._offload.release([self._function])
+    def _modules(self) -> Sequence[Module]:
+        return [self._function]
 
-    def resume(self) -> None:
-        """Take the device again."""
-        self._offload.resume()
-
-    def _forward(self, micro: MicroBatch) -> Tensor:
+    def _values_of(self, micro: MicroBatch) -> Tensor:
+        """Return V at the micro-batch's trained tokens, [N]."""
         with self._autocast():
             value: Tensor = self._function(micro.inputs, micro.rows, micro.columns)
         return value[:, 0]
 
 
-def appraised(batch: Batch, values: Sequence[npt.NDArray[np.float32]], config: CriticConfig) -> Batch:
-    """`batch`, from `prepare`, with a critic's `values` [n] of its tokens, and what follows from them and its rewards:
-    `returns`, and generalized `advantages` instead of those against a group, all with an array for each sample."""
+def with_values(batch: Batch, values: Sequence[npt.NDArray[np.float32]], config: CriticConfig) -> Batch:
+    """Return `batch` with the critic's `values`, and with `returns` and generalized `advantages` computed from them.
+
+    `batch` comes from `prepare`; the new `advantages` replace its group advantages. Each of the three columns has one
+    array per sample; `values` has n arrays.
+    """
     ids = batch["token_ids"]
     advantages, returns = generalized_advantages(
         batch["rewards"],

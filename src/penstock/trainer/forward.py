@@ -1,4 +1,4 @@
-"""One forward pass of any Hugging Face causal language model over a micro-batch."""
+"""The forward pass of any Hugging Face causal language model over a micro-batch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,51 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.config import ConfigError
-from penstock.model.attention import FULL, attention_kinds
-from penstock.trainer.buckets import PASS_COST_TOKENS
-from penstock.trainer.losses.likelihood import token_statistics
-from penstock.trainer.packing import MicroBatch
+from penstock.model.load_policy import FULL, attention_kinds
+from penstock.trainer.packing import PASS_COST_TOKENS, MicroBatch
 
 LAUNCH_FLOPS = 50 * 10**12
-"""What an accelerator computes in the time that it takes to launch the kernels of a forward and a backward pass: 170 ms
-for 28 layers, at 300 TFLOP/s. In a small model that is worth more tokens than in a large one."""
+"""Compute of an accelerator during the time that it takes to launch the kernels of a forward and a backward pass: 170
+ms for 28 layers, at 300 TFLOP/s. For a small model this equals more tokens than for a large model."""
+
+ENTROPY_ELEMENTS = 2**26
+"""Logits per chunk of the entropy computation. Without chunks, a large vocabulary makes the intermediate tensors as
+large as the logits."""
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-"""Makes what a forward pass runs in: `torch.autocast` or nothing."""
+"""Makes the context of a forward pass: `torch.autocast`, enabled or not."""
 
 
 def token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropies) of the micro-batch's trained tokens, both [N] in float32."""
-    logits = token_logits(model, micro)
-    return token_statistics(logits, micro.chosen, temperature=temperature)
+    """Return (log-probabilities, entropies) of the micro-batch's trained tokens, both [N] in float32."""
+    return token_statistics(token_logits(model, micro), micro.chosen, temperature=temperature)
+
+
+def token_statistics(
+    logits: Tensor,  # [num_tokens, vocab]
+    chosen: Tensor,  # [num_tokens], token ids
+    *,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return (log pi(chosen), H(pi)), both [num_tokens] in float32, with pi = softmax(logits / temperature).
+
+    H = -sum_v pi(v) log pi(v) over the whole vocabulary, in nats; it carries no gradient.
+    """
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    log_pi = torch.log_softmax(scaled, dim=-1)
+    rows = max(ENTROPY_ELEMENTS // logits.shape[-1], 1)
+    entropy = torch.cat([_entropy(part) for part in torch.split(log_pi.detach(), rows)])
+    return log_pi.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _entropy(log_pi: Tensor) -> Tensor:
+    return -(log_pi.exp() * log_pi).nan_to_num(nan=0.0).sum(dim=-1)  # 0 * log 0 = 0 for masked-out logits
 
 
 def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Whether a prompt's keys and values can be computed once, with gradients, for several continuations.
+    """Return whether a prompt's keys and values can be computed once, with gradients, for several continuations.
 
-    True for full attention in every layer; windows and recurrent states do not split at an arbitrary column.
+    This needs full attention in every layer: windows and recurrent states do not split at an arbitrary column.
     """
     full = attention_kinds(model.config.get_text_config()) == {FULL}
     cached = not getattr(model, "_is_stateful", False) and not model.is_activation_checkpointing
@@ -43,18 +65,18 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
 
 
 def pass_cost(model: PreTrainedModel, device: torch.device) -> int:
-    """What one more forward and backward pass of a micro-batch on `device` costs beyond its tokens, in tokens."""
+    """Return the fixed cost, in tokens, of one more forward and backward pass of a micro-batch on `device`."""
     if device.type == "cpu":
         return PASS_COST_TOKENS
-    num_parameters: int = model.num_parameters()
-    return max(LAUNCH_FLOPS // (6 * num_parameters), PASS_COST_TOKENS)
+    return max(LAUNCH_FLOPS // (6 * int(model.num_parameters())), PASS_COST_TOKENS)
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
-    """Trade time for memory: activations are computed again in the backward pass.
+    """Trade time for memory: compute activations again in the backward pass.
 
-    Layers do so in training mode only, so that mode is theirs alone: everything within them, dropout above all, stays
-    as it was when the policy sampled. A layer that drops out itself is refused.
+    Transformers layers recompute only in training mode. This function therefore sets training mode on the layers alone;
+    their submodules, dropout above all, stay in eval mode as during sampling. Raises `ConfigError` for a layer with its
+    own dropout.
     """
     model.activation_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():
@@ -67,10 +89,10 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def token_logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """Logits that predict the trained tokens, [N, vocab].
+    """Return the logits that predict the trained tokens, [N, vocab].
 
-    Models that offer `logits_to_keep` project only the trained tokens: with a large vocabulary the others' logits would
-    dwarf everything else. Anything after that projection (caps, scales) stays the model's own.
+    Models with `logits_to_keep` project only the trained tokens. With a large vocabulary, the logits of the remaining
+    tokens would need more memory than everything else. The model itself applies any later operation (caps, scales).
     """
     if not _accepts(model, "logits_to_keep"):
         logits: Tensor = model(input_ids=micro.inputs, use_cache=False).logits
@@ -83,9 +105,10 @@ def token_logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
 
 
 def _prefix(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
-    """What lets each row continue its prefix: cached keys and values, its own positions, and a mask over the padding.
+    """Return the model arguments with which each row continues its prefix.
 
-    Gradients flow back through the cache, summed over the rows that share a prefix.
+    They are the cached keys and values, the row's positions, and a mask over the padding. Gradients flow back through
+    the cache, summed over the rows that share a prefix.
     """
     cache = DynamicCache(config=model.config)
     model(input_ids=micro.prefixes, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al., arXiv 2106.09685) through peft: what is trained is small, what is served is whole."""
+"""Low-rank adapters (Hu et al., arXiv 2106.09685) through peft: adapters are trained, and merged weights are served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ ADAPTER = "default"
 
 
 def attach(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freeze `model` and put trainable adapters into its linear layers, in place."""
+    """Freeze `model` and insert trainable adapters into its layers, in place.
+
+    Raises `ConfigError` if peft is missing, no layer matches the targets, or a target shares its weights.
+    """
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -25,7 +28,7 @@ def attach(model: PreTrainedModel, config: LoraConfig) -> None:
     adapters = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     model.requires_grad_(False)
     try:
-        with warnings.catch_warnings():  # of shared weights, which are refused below
+        with warnings.catch_warnings():  # hide the warning about shared weights, which are refused below
             warnings.simplefilter("ignore", UserWarning)
             inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
     except ValueError as error:
@@ -35,18 +38,18 @@ def attach(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _shared(model: PreTrainedModel) -> str | None:
-    """An adapted layer that cannot be merged, its weights being somebody else's too."""
+    """Return the name of an adapted layer that shares its weights with another layer, or None.
+
+    Such a layer cannot be merged.
+    """
     named = list(model.named_parameters(remove_duplicate=False))
     owners = Counter(id(parameter) for _, parameter in named)
-    for name, parameter in named:
-        if ".base_layer." in name and owners[id(parameter)] > 1:
-            layer: str = name.partition(".base_layer.")[0]
-            return layer
-    return None
+    shared = (name for name, parameter in named if ".base_layer." in name and owners[id(parameter)] > 1)
+    return next((name.partition(".base_layer.")[0] for name in shared), None)
 
 
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of the model as a whole, under the names they have without adapters."""
+    """Return all weights of the model, adapters merged, under their names without adapters."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     merged = {}
     for name, parameter in model.named_parameters():
@@ -62,7 +65,10 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def adapted_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What `merged_weights` does not tell apart: adapters and what they are added to. Empty without adapters."""
+    """Return the adapters and the unmerged weights of the adapted layers, by name. Empty without adapters.
+
+    A checkpoint needs them, since `merged_weights` holds only their sum.
+    """
     return {
         name: parameter.detach()
         for name, parameter in model.named_parameters()

@@ -1,13 +1,13 @@
 """The gradient noise scale from two batch sizes (An Empirical Model of Large-Batch Training, arXiv 1812.06162).
 
-The expected squared norm of a gradient averaged over B samples is |G|^2 + tr(S) / B: measured at two sizes, it gives
-both terms. The small batch may be part of the large one, since only the expectations enter. Gradient accumulation
-passes through both anyway, so measuring costs one norm. A single measurement is noisy and may even be negative: whoever
-wants the scale B_simple = tr(S) / |G|^2 averages numerator and denominator apart.
+The expected squared norm of a gradient averaged over B samples is |G|^2 + tr(S) / B. Measurements at two sizes give
+both terms. The small batch may be part of the large one, since only the expectations matter. Gradient accumulation
+computes both gradients anyway, so a measurement costs one additional norm. A single measurement is noisy and may even
+be negative. For the scale B_simple = tr(S) / |G|^2, average numerator and denominator separately.
 
-The members of a group are compared with each other, so that their gradients are not independent; a small batch is
-therefore made of whole groups. It is made of the first ones: where groups are trained as they become ready, those are
-the shorter ones, and what sets them apart from the rest counts as noise too.
+The advantages within a group depend on each other, so the gradients of its samples are not independent. The small batch
+therefore consists of whole groups. It takes the first groups. If groups are trained as they become ready, the first
+groups have shorter answers, and their difference from the remaining groups counts as noise too.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from penstock.trainer.shards import whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNorm:
-    """Of a mean gradient over some samples."""
+    """The squared norm of a mean gradient over some samples."""
 
-    samples: int
+    samples: float
     squared: float
 
 
 def noise(small: GradientNorm, large: GradientNorm) -> dict[str, float]:
-    """`noise_signal` (|G|^2) and `noise_trace` (tr S), unbiased; nothing if the batches are of one size."""
+    """Return `noise_signal` (|G|^2) and `noise_trace` (tr S), unbiased; empty unless `small` is the smaller batch."""
     if not 0 < small.samples < large.samples:
         return {}
     signal = (large.samples * large.squared - small.samples * small.squared) / (large.samples - small.samples)
@@ -40,11 +40,13 @@ def noise(small: GradientNorm, large: GradientNorm) -> dict[str, float]:
     return {"noise_signal": signal, "noise_trace": trace}
 
 
-def gradient_norm(gradients: Iterable[Tensor], *, samples: int, divisor: int) -> GradientNorm | None:
-    """Of gradients accumulated so far, sums that the step divides by `divisor`; None without any, or if they are not
-    finite."""
+def gradient_norm(gradients: Iterable[Tensor], *, samples: float, divisor: float) -> GradientNorm | None:
+    """Return the squared norm of `gradients` divided by `divisor`; None if there are none or they are not finite.
+
+    `gradients` are the sums accumulated so far.
+    """
     norms = [
-        # the squares of bfloat16 are too coarse
+        # squares in bfloat16 are too coarse
         whole(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
         for gradient in gradients
     ]
@@ -55,9 +57,9 @@ def gradient_norm(gradients: Iterable[Tensor], *, samples: int, divisor: int) ->
 
 
 def first_half(groups: npt.NDArray[np.int64]) -> int:
-    """How many of the leading samples make whole groups and about half of all; all of them if there is one group.
+    """Return how many leading samples form whole groups and about half of all samples; all if there is one group.
 
-    `groups` [n] names each sample's group; members are neighbours.
+    `groups` [n] names each sample's group; the samples of a group are adjacent.
     """
     starts = np.flatnonzero(np.diff(groups)) + 1
     if not len(starts):

@@ -1,13 +1,14 @@
-"""Micro-batches that waste little: rows of similar length, and a prompt that siblings share computed once.
+"""Micro-batches with little padding: rows of similar length, and prompts shared by samples of one group computed once.
 
-Right padding needs no attention mask: under a causal mask no real token sees what lies to its right. Columns from the
-last trained token on are not even fed: nothing is predicted there. No Python loop runs per token.
+Samples are sorted by length. The sorted list is cut where one more pass costs less than the padding that it saves.
+Right padding needs no attention mask: under a causal mask no real token sees the tokens to its right. Columns from the
+last trained token on are not fed, since no trained token follows. No Python loop runs per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -16,23 +17,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.trainer.buckets import PASS_COST_TOKENS, Bucket, Ints, plan
+Ints = npt.NDArray[np.int64]
+
+PASS_COST_TOKENS = 192
+"""Fixed cost of one more forward and backward pass on a CPU, in tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TokenTable:
-    """Samples laid end to end: S tokens of n samples."""
+    """Concatenated samples: S tokens of n samples."""
 
     token_ids: Ints  # [S]
     trained: npt.NDArray[np.bool_]  # [S], tokens that carry a loss
     starts: Ints  # [n], where each sample begins
     widths: Ints  # [n], columns to feed: those before the sample's last trained token; 0 if it has none
     prefix_widths: Ints  # [n], columns before the one that predicts the first trained token
-    prefix_ids: Ints  # [n], equal for samples whose prefixes are equal
+    prefix_ids: Ints  # [n], equal for samples with equal prefixes
 
     @classmethod
     def build(cls, token_ids: Sequence[npt.ArrayLike], trained: npt.NDArray[np.bool_]) -> TokenTable:
-        """From one array of ids per sample and the loss mask over all of them; a first token carries no loss."""
+        """Build the table from one array of ids per sample, and the loss mask over all tokens, [S].
+
+        The first token of a sample carries no loss.
+        """
         flat = flatten(token_ids, np.int64)
         lengths = np.asarray([np.size(ids) for ids in token_ids], dtype=np.int64)
         starts = np.cumsum(lengths) - lengths
@@ -47,23 +54,16 @@ class TokenTable:
         prefixes = [flat[s : s + w].tobytes() for s, w in zip(starts.tolist(), prefix_widths.tolist(), strict=True)]
         number = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
         prefix_ids = np.asarray([number[prefix] for prefix in prefixes], dtype=np.int64)
-        return cls(
-            token_ids=flat,
-            trained=trained,
-            starts=starts,
-            widths=widths,
-            prefix_widths=prefix_widths,
-            prefix_ids=prefix_ids,
-        )
+        return cls(flat, trained, starts, widths, prefix_widths, prefix_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """R padded rows of L columns and the N trained tokens they predict; the P padded prefixes the rows continue."""
+    """R padded rows of L columns, the N trained tokens that they predict, and the P padded prefixes of the rows."""
 
     prefixes: Tensor  # [P, K] token ids; K is 0 where nothing is shared
-    prefix_rows: Tensor  # [R], which prefix each row continues
-    prefix_widths: Tensor  # [R], how long that prefix is
+    prefix_rows: Tensor  # [R], index of each row's prefix
+    prefix_widths: Tensor  # [R], length of each row's prefix
     inputs: Tensor  # [R, L] token ids
     rows: Tensor  # [N]
     columns: Tensor  # [N], where the logits of the token are: one before its own column
@@ -73,14 +73,93 @@ class MicroBatch:
 
 
 def flatten(arrays: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """One array of all entries in order."""
+    """Return all entries of `arrays` as one array, in order."""
     return np.concatenate(arrays).astype(dtype, copy=False) if len(arrays) else np.zeros(0, dtype=dtype)
 
 
 def per_sample(flat: npt.NDArray[Any], token_ids: Sequence[npt.ArrayLike]) -> list[npt.NDArray[Any]]:
-    """[S] -> one array for each sample, as long as its `token_ids`."""
+    """Split `flat` [S] into one array per sample, as long as the sample's `token_ids`."""
     ends = np.cumsum([np.size(ids) for ids in token_ids], dtype=np.int64).tolist()
     return [flat[start:end] for start, end in pairwise([0, *ends])]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Samples of one micro-batch: their distinct prefixes, padded, and the continuations of the prefixes, padded."""
+
+    samples: list[int] = field(default_factory=list)
+    prefixes: set[int] = field(default_factory=set)
+    widest_prefix: int = 0
+    widest_rest: int = 0
+    real: int = 0
+    """Tokens without padding; every prefix counts once."""
+
+    def cost(self, pass_cost: int) -> int:
+        """Return the tokens that the model is fed, plus the fixed cost of the passes; prefixes need a second pass."""
+        padded = len(self.prefixes) * self.widest_prefix + len(self.samples) * self.widest_rest
+        return padded + pass_cost * (2 if self.widest_prefix else 1)
+
+    def with_row(self, prefix: int, prefix_width: int, rest: int) -> tuple[int, int]:
+        """Return the (padded, real) tokens of the bucket with one more row."""
+        new = prefix not in self.prefixes
+        prefixes = (len(self.prefixes) + new) * max(self.widest_prefix, prefix_width)
+        rests = (len(self.samples) + 1) * max(self.widest_rest, rest)
+        return prefixes + rests, self.real + rest + new * prefix_width
+
+    def add(self, sample: int, prefix: int, prefix_width: int, rest: int) -> None:
+        """Add one row."""
+        _, self.real = self.with_row(prefix, prefix_width, rest)
+        self.samples.append(sample)
+        self.prefixes.add(prefix)
+        self.widest_prefix = max(self.widest_prefix, prefix_width)
+        self.widest_rest = max(self.widest_rest, rest)
+
+
+def plan(
+    widths: Ints,
+    prefix_widths: Ints,
+    prefix_ids: Ints,
+    max_tokens: int,
+    *,
+    share: bool,
+    pass_cost: int = PASS_COST_TOKENS,
+) -> list[Bucket]:
+    """Return the cheapest of a few plans that put all samples of non-zero width into buckets. Arrays are [n].
+
+    The first plan sorts rows by length and shares no prefixes. With `share`, two more plans feed each prefix once per
+    bucket: one keeps the samples of a prefix together, the other sorts them by the length of their continuation.
+    """
+    samples = np.flatnonzero(widths)
+    nothing = np.zeros_like(widths)
+    by_width = samples[np.argsort(widths[samples], kind="stable")]
+    plans = [_cut(by_width, widths, nothing, nothing, max_tokens, pass_cost)]
+    if share and len(samples):
+        rests = widths - prefix_widths
+        widest = np.zeros(int(prefix_ids.max()) + 1, dtype=np.int64)
+        np.maximum.at(widest, prefix_ids, rests)
+        together = np.lexsort((rests[samples], prefix_ids[samples], widest[prefix_ids[samples]]))
+        by_length = np.lexsort((prefix_ids[samples], rests[samples]))
+        plans += [
+            _cut(samples[order], rests, prefix_widths, prefix_ids, max_tokens, pass_cost)
+            for order in (together, by_length)
+        ]
+    return min(plans, key=lambda buckets: sum(bucket.cost(pass_cost) for bucket in buckets))
+
+
+def _cut(
+    order: Ints, rests: Ints, prefix_widths: Ints, prefix_ids: Ints, max_tokens: int, pass_cost: int
+) -> list[Bucket]:
+    """Cut `order` where a bucket would exceed `max_tokens`, or where its padding would cost more than one pass."""
+    rows = zip(
+        order.tolist(), prefix_ids[order].tolist(), prefix_widths[order].tolist(), rests[order].tolist(), strict=True
+    )
+    buckets: list[Bucket] = []
+    for sample, prefix, prefix_width, rest in rows:
+        padded, real = buckets[-1].with_row(prefix, prefix_width, rest) if buckets else (0, 0)
+        if not buckets or padded > max_tokens or padded - real > pass_cost:
+            buckets.append(Bucket())
+        buckets[-1].add(sample, prefix, prefix_width, rest)
+    return buckets
 
 
 def micro_batches(
@@ -91,10 +170,11 @@ def micro_batches(
     share_prefixes: bool,
     pass_cost: int = PASS_COST_TOKENS,
 ) -> Iterator[MicroBatch]:
-    """Every sample with a trained token exactly once, at most `max_tokens` padded tokens at a time; padding is saved
-    where it exceeds the `pass_cost`, in tokens, of one more pass.
+    """Yield micro-batches that hold every sample with a trained token exactly once.
 
-    With `share_prefixes`, prompts are fed once for all their siblings where that is cheaper.
+    A micro-batch has at most `max_tokens` padded tokens, unless a single sample is longer. It is split if its padding
+    exceeds `pass_cost`, the cost of one more pass in tokens. With `share_prefixes`, samples with an equal prompt share
+    its computation where that is cheaper.
     """
     widths = (table.widths, table.prefix_widths, table.prefix_ids)
     for bucket in plan(*widths, max_tokens, share=share_prefixes, pass_cost=pass_cost):
@@ -102,29 +182,19 @@ def micro_batches(
 
 
 def idle(device: torch.device) -> MicroBatch:
-    """A pass over nothing: one column is fed, and no token trained."""
-
-    def nothing(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int64, device=device)
-
-    return MicroBatch(
-        prefixes=nothing(1, 0),
-        prefix_rows=nothing(1),
-        prefix_widths=nothing(1),
-        inputs=nothing(1, 1),
-        rows=nothing(0),
-        columns=nothing(0),
-        chosen=nothing(0),
-        tokens=np.zeros(0, dtype=np.int64),
-        samples=np.zeros(0, dtype=np.int64),
+    """Return an empty micro-batch: it feeds one column and trains no token."""
+    zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+    table = TokenTable(
+        np.zeros(2, np.int64), np.zeros(2, np.bool_), zero, widths=one, prefix_widths=zero, prefix_ids=zero
     )
+    return _collate(table, Bucket(samples=[0]), device)
 
 
 def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBatch:
     samples = np.asarray(bucket.samples)
     prefix_widths = table.prefix_widths[samples] if bucket.widest_prefix else np.zeros_like(samples)
     starts, rests = table.starts[samples] + prefix_widths, table.widths[samples] - prefix_widths
-    grid, real = _grid(starts, rests + 1)  # one column more than is fed: the last predicted token
+    grid, real = _grid(starts, rests + 1)  # one more column than is fed: the last predicted token
     rows, targets = np.nonzero(table.trained[grid] & real)
     padded = np.where(real, table.token_ids[grid], 0)
     _, owners, prefix_rows = np.unique(table.prefix_ids[samples], return_index=True, return_inverse=True)
@@ -147,7 +217,7 @@ def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBa
 
 
 def _grid(starts: Ints, widths: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Table indices of `widths` tokens from each of `starts`, padded to a rectangle, and which of them are real."""
+    """Return table indices of `widths` tokens from each of `starts`, as a padded rectangle, and a mask of real ones."""
     offsets = np.arange(int(widths.max()))
     real = offsets < widths[:, None]
     return np.where(real, starts[:, None] + offsets, 0), real

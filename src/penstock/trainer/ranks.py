@@ -1,9 +1,9 @@
-"""The ranks of a learner as one: sums over all of them.
+"""Collective operations over the ranks of a learner: sums, maxima and broadcasts.
 
-Rank 0 binds the port at which they meet, and then says where that is: no port is chosen before somebody has it. Every
-collective call made here has a deadline. One that fails leaves the ranks out of step, so that they are of no more use;
-the error says what was being done and which ranks had not come to it. What FSDP gathers by itself has the same deadline
-and fails in torch's own words. A rank that is alone waits for nobody.
+Rank 0 binds the rendezvous port and then reports it, so that no other process can take the port in between. Every
+collective call of this module has a deadline. A failed call leaves the ranks out of step, and they cannot be used
+further. The error names the operation and the ranks that did not reach it. FSDP's own collectives have the same
+deadline and raise torch's own errors. With a single rank no call waits.
 """
 
 from __future__ import annotations
@@ -21,70 +21,72 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.config import ConfigError
 from penstock.groups.role import Rank
 
 TIMEOUT_S = 300.0
-"""For all ranks to meet, and for one collective call: how far apart they may be."""
-ASKING_S = 2.0
-"""For the places where the others are, once a call has failed."""
+"""Time limit of the rendezvous and of each collective call: the largest allowed delay between ranks."""
+COUNTS_TIMEOUT_S = 2.0
+"""Time limit for reading the ranks' call counts after a failed call."""
 BUCKET_ELEMENTS = 2**26
-"""What is copied together at a time, in order to be summed in one call."""
+"""Largest number of elements that are concatenated for one collective call."""
 PLUGINS = {"hccl": "torch_npu"}
-"""Packages that bring a backend."""
+"""Package that provides each backend."""
 
 
 class RankLost(RuntimeError):
-    """The ranks are out of step: one of them did not come to a collective call, or ended in the middle of it."""
+    """The ranks are out of step: one of them did not reach a collective call, or ended during the call."""
 
     self_explanatory = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where rank 0 listens."""
+class Rendezvous:
+    """The rendezvous address, at which rank 0 listens."""
 
     host: str
     port: int
 
 
 class Ranks:
-    """This rank among those that learn together. All of them must make the same calls in the same order."""
+    """This rank's view of all ranks of a role. All ranks must make the same calls in the same order."""
 
     def __init__(self, rank: Rank = Rank(0, 1), *, timeout_s: float = TIMEOUT_S) -> None:  # noqa: B008 - immutable
         self.index, self.size = rank.index, rank.size
         self.device: torch.device | None = None
-        """On which this rank computes; unknown until it meets the others."""
+        """The device on which this rank computes; None before `join`."""
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
         self._num_calls = 0
 
     @property
     def is_first(self) -> bool:
-        """Writes what is written once."""
+        """Return whether this is rank 0, which writes files that exist only once."""
         return self.index == 0
 
-    def listen(self, host: str = "127.0.0.1") -> Meeting:
-        """On rank 0, before anybody meets. Binds a port that the system chooses on `host` alone."""
+    def listen(self, host: str = "127.0.0.1") -> Rendezvous:
+        """Bind a port chosen by the system on `host` alone, and return the address. For rank 0, before any `join`."""
         listener = socket.create_server((host, 0))
-        meeting = Meeting(host=host, port=listener.getsockname()[1])
-        self._store = self._connect(meeting, listener.detach())
-        return meeting
+        rendezvous = Rendezvous(host=host, port=listener.getsockname()[1])
+        self._store = self._connect(rendezvous, listener.detach())
+        return rendezvous
 
-    def meet(
-        self, meeting: Meeting, device: torch.device, backend: str | None = None, *, address: str | None = None
+    def join(
+        self, rendezvous: Rendezvous, device: torch.device, backend: str | None = None, *, address: str | None = None
     ) -> None:
-        """Blocks until all ranks are there. `backend` sums what lies on `device`, by default the one made for it; what
-        lies on the CPU is gloo's. `address`: of this machine, where there are several. Raises `RankLost` when they are
-        not in time."""
+        """Wait until all ranks have joined.
+
+        `backend`: the backend for tensors on `device`; None takes the device's default. CPU tensors use gloo.
+        `address`: this machine's address, if the ranks are on several machines.
+        Raises `RankLost` if not all ranks join in time, and `ConfigError` for an unusable backend.
+        """
         self.device, name = device, _backend(device, backend)
         if address is not None:
-            _speak_from(address)
+            _use_interface_of(address)
         try:
-            self._store = self._store or self._connect(meeting)
-            self._store.set(_place(self.index), "0")
+            self._store = self._store or self._connect(rendezvous)
+            self._store.set(_calls_key(self.index), "0")
             distributed.init_process_group(
                 name if device.type == "cpu" else f"cpu:gloo,{device.type}:{name}",
                 store=PrefixStore("ranks", self._store),
@@ -95,14 +97,14 @@ class Ranks:
             )
         except RuntimeError as error:
             raise RankLost(
-                f"rank {self.index} of {self.size} waited up to {self._timeout_s:g} s for the others at "
-                f"{meeting.host}:{meeting.port}: {_brief(error)}"
+                f"rank {self.index} of {self.size} waited up to {self._timeout_s:g} s for the other ranks at "
+                f"{rendezvous.host}:{rendezvous.port}: {_first_sentence(error)}"
             ) from error
 
-    def _connect(self, meeting: Meeting, listener: int | None = None) -> TCPStore:
+    def _connect(self, rendezvous: Rendezvous, listener: int | None = None) -> TCPStore:
         return TCPStore(
-            meeting.host,
-            meeting.port,
+            rendezvous.host,
+            rendezvous.port,
             self.size,
             is_master=listener is not None,
             wait_for_workers=False,
@@ -110,80 +112,75 @@ class Ranks:
             master_listen_fd=listener,
         )
 
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        """All ranks in a row."""
-        return init_device_mesh(device.type, (self.size,))
+    def sum(self, tensors: Sequence[Tensor], operation: str) -> None:
+        """Replace each tensor by its sum over all ranks, in place. All ranks get the same bits."""
+        self._in_buckets(tensors, operation, distributed.all_reduce)
 
-    def sum(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Each becomes its sum over all ranks, in place: the same bits everywhere."""
-        self._in_buckets(tensors, what, distributed.all_reduce)
+    def broadcast(self, tensors: Sequence[Tensor], operation: str) -> None:
+        """Replace each tensor by rank 0's, in place."""
+        self._in_buckets(tensors, operation, lambda flat: distributed.broadcast(flat, src=0))
 
-    def share(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Each becomes what rank 0 has, in place."""
-        self._in_buckets(tensors, what, lambda flat: distributed.broadcast(flat, src=0))
+    def total(self, values: Sequence[float], operation: str) -> list[float]:
+        """Return the sum of each value over all ranks."""
+        return self._combined(values, operation, distributed.ReduceOp.SUM)
 
-    def total(self, values: Sequence[float], what: str) -> list[float]:
-        """Of each value the sum over all ranks."""
-        return self._combined(values, what, distributed.ReduceOp.SUM)
-
-    def largest(self, values: Sequence[float], what: str) -> list[float]:
-        """Of each value the largest over all ranks."""
-        return self._combined(values, what, distributed.ReduceOp.MAX)
+    def largest(self, values: Sequence[float], operation: str) -> list[float]:
+        """Return the largest of each value over all ranks."""
+        return self._combined(values, operation, distributed.ReduceOp.MAX)
 
     def leave(self) -> None:
-        """Whoever waits for this rank is told so. Rank 0 goes on telling who had come."""
+        """Leave the process group: ranks that wait for this rank get an error.
+
+        Rank 0 keeps its store open, so that the other ranks can still read which ranks reached the call.
+        """
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
-    def _combined(self, values: Sequence[float], what: str, operation: distributed.ReduceOp.RedOpType) -> list[float]:
+    def _combined(self, values: Sequence[float], operation: str, reduce: distributed.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return list(values)
         together = torch.tensor(values, dtype=torch.float64)
-        self._call(what, lambda: distributed.all_reduce(together, operation))
+        self._call(operation, lambda: distributed.all_reduce(together, reduce))
         return together.tolist()
 
-    def _in_buckets(self, tensors: Sequence[Tensor], what: str, call: Callable[[Tensor], object]) -> None:
+    def _in_buckets(self, tensors: Sequence[Tensor], operation: str, call: Callable[[Tensor], object]) -> None:
         if self.size == 1:
             return
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            self._call(what, lambda flat=flat: call(flat))  # type: ignore[misc]
+            self._call(operation, lambda flat=flat: call(flat))  # type: ignore[misc]
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
 
-    def _call(self, what: str, call: Callable[[], object]) -> None:
+    def _call(self, operation: str, call: Callable[[], object]) -> None:
         self._num_calls += 1
         start = time.monotonic()
         try:
-            self._store_or_fail().set(_place(self.index), str(self._num_calls))
+            assert self._store is not None, "the ranks have not joined"
+            self._store.set(_calls_key(self.index), str(self._num_calls))
             call()
         except RuntimeError as error:
             waited, absent = time.monotonic() - start, self._absent()
             self.leave()
             raise RankLost(
-                f"rank {self.index} of {self.size} waited {waited:.3g} s to {what} with the others; {absent}: "
-                f"{_brief(error)}"
+                f"rank {self.index} of {self.size} waited {waited:.3g} s to {operation} with the other ranks; "
+                f"{absent}: {_first_sentence(error)}"
             ) from error
 
-    def _store_or_fail(self) -> TCPStore:
-        if self._store is None:
-            raise RuntimeError("the ranks have not met")
-        return self._store
-
     def _absent(self) -> str:
-        """Who had not come to the present call."""
+        """Return a description of the ranks that did not reach the current call."""
         try:
-            store = self._store_or_fail()
-            store.set_timeout(timedelta(seconds=ASKING_S))
-            calls = [int(store.get(_place(rank))) for rank in range(self.size)]
+            assert self._store is not None
+            self._store.set_timeout(timedelta(seconds=COUNTS_TIMEOUT_S))
+            calls = [int(self._store.get(_calls_key(rank))) for rank in range(self.size)]
         except RuntimeError:
-            return "rank 0, at which they meet, is gone"
-        absent = [str(rank) for rank, calls_made in enumerate(calls) if calls_made < self._num_calls]
-        return f"rank {', '.join(absent)} had not come" if absent else "one of them ended in the middle of it"
+            return "rank 0, which holds the rendezvous, has ended"
+        absent = [str(rank) for rank, num_calls in enumerate(calls) if num_calls < self._num_calls]
+        return f"rank {', '.join(absent)} did not join the call" if absent else "a rank ended in the middle of the call"
 
 
 def _backend(device: torch.device, backend: str | None) -> str:
-    """Raises `ConfigError` for one that is not there, or not for this device."""
+    """Return the backend's name. Raises `ConfigError` if it is not installed, or does not support the device."""
     if backend in PLUGINS:
         try:
             importlib.import_module(PLUGINS[backend])
@@ -195,16 +192,19 @@ def _backend(device: torch.device, backend: str | None) -> str:
     name = backend or distributed.get_default_backend_for_device(device)
     if device.type == "cpu" and name != "gloo":
         raise ConfigError(
-            f"trainer.distributed.backend {name} needs a device, and the trainer computes on the CPU: use gloo"
+            f"trainer.distributed.backend {name} needs an accelerator, and the trainer computes on the CPU: use gloo"
         )
     if not distributed.is_backend_available(name):
         raise ConfigError(f"trainer.distributed.backend {name} is not in this build of torch: choose another")
     return name
 
 
-def _speak_from(address: str) -> None:
-    """Backends go by the machine's name, which need not lead to where others reach it. Who has named an interface
-    himself knows better."""
+def _use_interface_of(address: str) -> None:
+    """Make gloo and NCCL use the network interface that has `address`.
+
+    By default they resolve the machine's host name, which other machines may be unable to reach. Interfaces that the
+    user has set in the environment are kept.
+    """
     named = psutil.net_if_addrs().items()
     for interface in [name for name, held in named if address in {each.address for each in held}][:1]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -212,7 +212,10 @@ def _speak_from(address: str) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, at most `BUCKET_ELEMENTS` together but for a single one that is larger."""
+    """Yield runs of adjacent tensors with one dtype and at most `BUCKET_ELEMENTS` elements.
+
+    A larger single tensor is a bucket of its own.
+    """
     bucket, size = list[Tensor](), 0
     for tensor in tensors:
         if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > BUCKET_ELEMENTS):
@@ -224,10 +227,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _place(rank: int) -> str:
+def _calls_key(rank: int) -> str:
     return f"calls/{rank}"
 
 
-def _brief(error: Exception) -> str:
-    """Backends are talkative."""
+def _first_sentence(error: Exception) -> str:
+    """Return the first sentence of the error's first line: backends write long messages."""
     return str(error).partition("\n")[0].partition(". ")[0]

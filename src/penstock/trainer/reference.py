@@ -1,31 +1,30 @@
-"""The reference policy: the policy as training began, from which it is to stay near."""
+"""The reference policy: the policy at the start of training. A KL penalty keeps the trained policy near it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
-from penstock.trainer.busy import BusyClock
-from penstock.trainer.masks import Selection
-from penstock.trainer.offload import Offload
-from penstock.trainer.packing import TokenTable, per_sample
-from penstock.trainer.passes import Passes, autocast
+from penstock.trainer.model_role import ModelRole
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.shards import load_parameters, read_state, write_state
 from penstock.trainer.snapshot import Snapshot
-from penstock.trainer.states import read_state, write_state
-from penstock.trainer.strategy import strategy_of
 
 NAME = "reference"
-"""Of its files in a checkpoint, and of the column that it gives."""
+"""Name of the reference's files in a checkpoint, and of the column that it computes."""
 
 
-class Reference:
-    """One rank's. As large as the policy, and never trained."""
+class Reference(ModelRole):
+    """One rank's reference policy. It is as large as the policy and never trained."""
+
+    is_trained = False
 
     def __init__(
         self,
@@ -37,39 +36,34 @@ class Reference:
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
     ) -> None:
-        """`policy` is the reference's own from now on. The others as the learner has them."""
-        self._strategy = strategy_of(policy, config, ranks or Ranks())
-        self._passes = Passes(policy, self._strategy, max_tokens=config.tokens_per_microbatch)
-        self._autocast, self._temperature = autocast(self._strategy.device, compute_dtype), temperature
-        self._selection = Selection(max_staleness, config.objective.segments)
-        self.busy = BusyClock(self._strategy.device)
+        """The reference takes ownership of `policy`. Other arguments: as for `Learner`."""
+        super().__init__(policy, config, max_staleness=max_staleness, compute_dtype=compute_dtype, ranks=ranks)
+        self._temperature = temperature
         self._strategy.place(policy.requires_grad_(False))
         self._snapshot = Snapshot(policy)
-        self._offload = Offload(self._strategy.device)
 
     def logprobs(self, batch: Batch, policy_version: int) -> Batch:
-        """Of the tokens in the loss while `policy_version` is trained: the column `reference`, an array for each
-        sample, 0 elsewhere."""
-        table = TokenTable.build(batch["token_ids"], self._selection.of(batch, policy_version).in_loss)
-        found = np.zeros(len(table.token_ids), dtype=np.float32)
-        with self.busy, self._autocast():
-            for micro in self._passes.of(table):
-                logprobs = self._snapshot.logprobs(micro, temperature=self._temperature)
-                found[micro.tokens] = logprobs.cpu().numpy()
-        return Batch(values={NAME: per_sample(found, batch["token_ids"])})
+        """Return log-probabilities of the tokens that are in the loss while `policy_version` is trained.
+
+        They form the column `reference`, with one array per sample, and 0 at other tokens.
+        """
+        in_loss = self._masks(batch, policy_version).in_loss
+        compute = partial(self._snapshot.logprobs, temperature=self._temperature)
+        return Batch(values={NAME: self._computed(batch, in_loss, compute)})
 
     def write(self, directory: Path) -> None:
-        """Save the weights. All ranks must."""
-        write_state({"model": self._snapshot.state_dict()}, directory, NAME, self._strategy)
+        """Save the weights. All ranks must call this."""
+        write_state(
+            {"model": dict(self._snapshot.model.named_parameters())},
+            directory,
+            NAME,
+            self._ranks,
+            is_sharded=self._strategy.is_sharded,
+        )
 
     def read(self, directory: Path) -> None:
-        """Become what was saved there."""
-        self._snapshot.load_state_dict(read_state(directory, NAME)["model"])
+        """Restore the weights saved in `directory`."""
+        load_parameters(self._snapshot.model, read_state(directory, NAME)["model"])
 
-    def release(self) -> None:
-        """Give up the device until `resume`. Meanwhile nothing is computed or restored, but may be saved."""
-        self._offload.release([self._snapshot.model])
-
-    def resume(self) -> None:
-        """Take the device again."""
-        self._offload.resume()
+    def _modules(self) -> Sequence[Module]:
+        return [self._snapshot.model]

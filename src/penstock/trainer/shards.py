@@ -1,29 +1,34 @@
-"""Tensors of which every rank holds a part (DTensor), and tensors that are whole: from one to the other, and to files.
+"""Convert between sharded tensors (DTensor: every rank holds a part), whole tensors, and files.
 
 A shard is a run of rows: rank i of n holds the i-th of n chunks along the first dimension, as `torch.chunk` cuts them,
-or nothing. A state that is sharded is saved as one file per rank; read together, the files are whole again, however
-many ranks read them, and one tensor at a time. Everything here takes whole tensors too.
+or nothing. A sharded state is saved as one file per rank. Any number of ranks can read the files; they join the shards
+one tensor at a time. All functions accept whole tensors too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
-from torch.optim import Optimizer
+
+from penstock.config import ConfigError
+from penstock.trainer.ranks import Ranks
 
 ROWS = "rows"
 """The only key of a mapping that stands for a shard in a file."""
+PROBE_BYTES = 1 << 20
+"""Size of a trial write after a failed save: its OSError names the reason, which torch does not report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor as files hold it: the rows of each rank, in their order."""
+    """A tensor as stored in files: the rows of each rank, in rank order."""
 
     shards: list[Tensor]
 
@@ -36,12 +41,12 @@ class Saved:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it. Where it is sharded, every rank must ask for it."""
+    """Return the whole tensor. If it is sharded, all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assign(target: Tensor, value: Tensor | Saved) -> None:
-    """Make `target`, or this rank's part of it, what `value` is."""
+    """Copy `value` into `target`, or this rank's part of it into this rank's shard."""
     placed = like(value, target)
     with torch.no_grad():
         if isinstance(target, DTensor):
@@ -51,7 +56,7 @@ def assign(target: Tensor, value: Tensor | Saved) -> None:
 
 
 def like(value: Tensor | Saved, model: Tensor) -> Any:
-    """`value` laid over the ranks as `model` is, whose shape it has."""
+    """Return `value` sharded like `model`, which has the same shape."""
     if isinstance(value, Saved):
         value = value.whole()
     if not isinstance(model, DTensor):
@@ -69,38 +74,59 @@ def like(value: Tensor | Saved, model: Tensor) -> Any:
     )
 
 
-def load_module(module: Module, state: Mapping[str, Tensor | Saved]) -> None:
-    """Make parameters and buffers what was saved, whole. Raises KeyError for one that was not."""
-    for name, tensor in module.state_dict().items():
-        assign(tensor, state[name])
+def load_parameters(module: Module, weights: Mapping[str, Tensor | Saved]) -> None:
+    """Copy `weights` into the parameters. Raises KeyError if one is missing."""
+    for name, parameter in module.named_parameters():
+        assign(parameter, weights[name])
 
 
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Go back to a saved state, whole: moments come to lie as their parameters do. Takes copies: what was saved may
-    be mapped files."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    moments = {
-        number: {
-            name: (like(value, parameters[number]) if value.shape == parameters[number].shape else value).clone()
-            for name, value in of_one.items()
-        }
-        for number, of_one in state["state"].items()
-    }
-    optimizer.load_state_dict({"state": moments, "param_groups": state["param_groups"]})
-    optimizer.zero_grad(set_to_none=True)
+def write_state(state: Mapping[str, Any], directory: Path, name: str, ranks: Ranks, *, is_sharded: bool) -> None:
+    """Write `state` to `directory`, which all ranks share. All ranks must call this. Raises OSError on a full disk.
+
+    A state holds only tensors and plain values, so that it loads with `weights_only`. Rank 0 writes `<name>.pt`, with
+    its own rows of sharded tensors. If the state is sharded, rank i writes its rows to `<name>_<i>.pt`.
+    """
+    if not (ranks.is_first or is_sharded):
+        return
+    state = {**state, "num_files": ranks.size if is_sharded else 1}
+    own = _walk([state], lambda trees: {ROWS: trees[0].to_local()} if isinstance(trees[0], DTensor) else trees[0])
+    file = directory / _file_of(name, ranks.index)
+    try:
+        torch.save(own, file)
+    except RuntimeError:
+        file.write_bytes(bytes(PROBE_BYTES))  # torch does not report a full disk; this write does
+        raise
 
 
-def to_file(state: Any) -> Any:
-    """What of a tree of dicts, lists and values this rank saves: its rows of what is sharded."""
-    return _walk([state], lambda values: {ROWS: values[0].to_local()} if isinstance(values[0], DTensor) else values[0])
+def read_state(directory: Path, name: str) -> dict[str, Any]:
+    """Return the whole state that `write_state` wrote with any number of ranks: a `Saved` per sharded tensor.
+
+    Raises `ConfigError` if absent.
+    """
+    if not (directory / _file_of(name, 0)).exists():
+        raise ConfigError(
+            f"{directory} has no file {_file_of(name, 0)}: it is no checkpoint, or its trainer had no {name}"
+        )
+
+    def load(rank: int) -> dict[str, Any]:
+        file = directory / _file_of(name, rank)
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return loaded
+
+    files = [load(0)]
+    files += [load(rank) for rank in range(1, files[0]["num_files"])]
+    state: dict[str, Any] = _walk(
+        files, lambda trees: Saved([tree[ROWS] for tree in trees]) if _is_rows(trees[0]) else trees[0]
+    )
+    return state
 
 
-def from_files(states: Sequence[Any]) -> Any:
-    """The whole state, from what each rank saved, in their order: a `Saved` where it was sharded, else rank 0's."""
-    return _walk(states, lambda values: Saved([v[ROWS] for v in values]) if _is_rows(values[0]) else values[0])
+def _file_of(name: str, rank: int) -> str:
+    return f"{name}_{rank}.pt" if rank else f"{name}.pt"
 
 
 def _walk(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
+    """Apply `join` to each group of corresponding values in trees of dicts and lists."""
     first = trees[0]
     if isinstance(first, Mapping) and not _is_rows(first):
         return {key: _walk([tree[key] for tree in trees], join) for key in first}

@@ -1,21 +1,21 @@
-"""How a model lies on the ranks: a replica on each, or a share of it on each (FSDP2).
+"""Distribution of a model over the ranks: a replica on each rank, or a shard on each rank (FSDP2).
 
-Replicas add up gradients on their own and sum them once, when the step is taken. With shares every pass of one rank,
-forward or backward, is one of all ranks: layers are gathered as they are needed, and gradients leave as shares. So
-ranks with less to do take part with passes over nothing, and a prompt is not computed once for its siblings: what goes
-through cached keys and values bypasses the layers' outputs, on which the gathering hangs.
+Replicas accumulate gradients locally, and sum them over ranks once per step. With shards, every forward or backward
+pass of one rank is a pass of all ranks: layers are gathered when needed, and gradients are reduced to shards. Ranks
+with fewer micro-batches therefore run passes over empty ones. Shards also exclude prefix sharing: gradients through
+cached keys and values bypass the layers' outputs, and FSDP attaches its gathering to those outputs.
 
-In both, gradients are plain sums over the ranks.
+In both cases gradients are plain sums over the ranks.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -27,130 +27,117 @@ from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.shards import assign
 
-SHARED = "begin with the same weights"
-"""What ranks wait for each other to do."""
+BROADCAST = "begin with the same weights"
+"""Name of the operation in error messages about ranks that wait for each other."""
 
 
-class Strategy(Protocol):
-    """What depends on how the model lies on the ranks."""
-
-    ranks: Ranks
-    device: torch.device
-    """On which this rank computes."""
-    is_sharded: bool
-    """Every rank has its own part to save, and every pass of one rank is one of all."""
-
-    def place(self, module: Module) -> None:
-        """Lay `module` over the ranks, in place, as rank 0 has it."""
-        ...
-
-    def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """The policy as it is now, adapters merged or not; placed already."""
-        ...
-
-    def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
-        """The gradients of all ranks. Unless `in_place`, what is accumulated stays what it is."""
-        ...
-
-    def passes(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, and idle ones for as long as it must keep others company."""
-        ...
-
-
-class Replicated:
-    """Every rank holds everything."""
+class Strategy:
+    """The strategy in which every rank holds a full replica, and the interface of all strategies."""
 
     is_sharded = False
+    """Whether every rank saves its own part, and every pass of one rank is a pass of all ranks."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        """`device`: the device on which this rank computes."""
         self.ranks, self.device = ranks, device
 
     def place(self, module: Module) -> None:
-        """What is not trained is the same on all of them from the start."""
+        """Distribute `module` over the ranks, in place, with rank 0's weights.
+
+        Frozen parameters of replicas are equal on all ranks from the start.
+        """
         trained = [parameter.detach() for parameter in module.parameters() if parameter.requires_grad]
-        self.ranks.share(trained, SHARED)
+        self.ranks.broadcast(trained, BROADCAST)
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
+        """Return a placed copy of the present policy, with adapters merged or not."""
         return copy.deepcopy(policy)
 
     def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
+        """Return the gradients summed over ranks. Unless `in_place`, accumulated gradients stay unchanged."""
         if self.ranks.size > 1:
-            self._complete(parameters)
+            self._add_missing_gradients(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self.ranks.size > 1 and not in_place:
             gradients = [gradient.clone() for gradient in gradients]
         self.ranks.sum(gradients, "sum gradients")
         return gradients
 
-    def passes(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    def passes(self, micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches, then idle ones while other ranks still have passes that need this rank."""
         yield from micros
 
-    def _complete(self, parameters: Sequence[Parameter]) -> None:
-        """A gradient that only others have is zero here."""
+    def _add_missing_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """Set a zero gradient for each parameter that has a gradient only on other ranks."""
         has = self.ranks.largest([float(p.grad is not None) for p in parameters], "compare gradients")
         for parameter, anywhere in zip(parameters, has, strict=True):
             if anywhere and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-class Sharded:
-    """Every rank holds its share of each layer, of its gradient and of what the optimizer keeps of it."""
+class Sharded(Strategy):
+    """The strategy in which every rank holds a shard of each layer, of its gradient and of its optimizer state."""
 
     is_sharded = True
 
     def __init__(self, ranks: Ranks, policy: PreTrainedModel) -> None:
-        """`ranks` have met. `policy` is without adapters. Raises `ConfigError` where torch is too old to add up
-        gradients as they are."""
+        """`ranks` have met. `policy` has no adapters. Raises `ConfigError` if torch is too old to sum gradients of
+        shards without averaging."""
         assert ranks.device is not None
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(
-                f"trainer.distributed.strategy fsdp: torch {torch.__version__} only averages gradients of shares: take "
-                "a newer one, or ddp"
+                f"trainer.distributed.strategy fsdp: torch {torch.__version__} can only average the gradients of "
+                "shards: install a newer torch, or choose ddp"
             )
-        self.ranks, self.device = ranks, ranks.device
-        self._mesh = ranks.mesh(self.device)
+        super().__init__(ranks, ranks.device)
+        self._mesh = init_device_mesh(self.device.type, (ranks.size,))
         self._hollow = _hollow(policy)
 
     def place(self, module: Module) -> None:
-        self._lay(module, {name: parameter.detach() for name, parameter in module.named_parameters()})
+        self._load_sharded(module, {name: parameter.detach() for name, parameter in module.named_parameters()})
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
         made = copy.deepcopy(self._hollow)
-        self._lay(made, merged_weights(policy))
+        self._load_sharded(made, merged_weights(policy))
         return made
 
     def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def passes(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-        mine = list(micros)
-        (most,) = self.ranks.largest([len(mine)], "agree on the number of micro-batches")
-        yield from mine
-        for _ in range(int(most) - len(mine)):
-            yield idle(device)
+    def passes(self, micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        own = list(micros)
+        (most,) = self.ranks.largest([len(own)], "agree on the number of micro-batches")
+        yield from own
+        for _ in range(int(most) - len(own)):
+            yield idle(self.device)
 
-    def _lay(self, module: Module, weights: Mapping[str, Tensor]) -> None:
-        """Share `module` out, and have it hold `weights`, which are laid over the ranks already or rank 0's alone, and
-        rank 0's buffers. What others have does not matter, and no device needs room for more than a share of all and a
-        layer, unless the module was there."""
+    def _load_sharded(self, module: Module, weights: Mapping[str, Tensor]) -> None:
+        """Shard `module`, and load `weights` and rank 0's buffers into it.
+
+        Each of `weights` is sharded already, or rank 0's value counts and the other ranks' values do not. No device
+        needs memory for more than its shard and one layer, unless the whole module was on the device before.
+        """
         buffers = dict(module.named_buffers())
         self._shard(module)
         module.to_empty(device=self.device)
         for name, buffer in module.named_buffers():
-            buffer.copy_(self._everywhere(buffers[name]))
+            buffer.copy_(self._on_all_ranks(buffers[name]))
         for name, parameter in module.named_parameters():
-            assign(parameter, self._everywhere(weights[name]))
+            assign(parameter, self._on_all_ranks(weights[name]))
 
-    def _everywhere(self, tensor: Tensor) -> Tensor:
-        """Whole, as rank 0 has it, unless every rank has its share of it."""
+    def _on_all_ranks(self, tensor: Tensor) -> Tensor:
+        """Return a sharded tensor as it is, or else rank 0's whole tensor on every rank."""
         if isinstance(tensor, DTensor):
             return tensor
         given = tensor.to(self.device) if self.ranks.is_first else torch.empty_like(tensor, device=self.device)
-        self.ranks.share([given], SHARED)
+        self.ranks.broadcast([given], BROADCAST)
         return given
 
     def _shard(self, module: Module) -> None:
-        """Each of its layers is gathered on its own; a root that stayed gathered would miss changes of its weights."""
+        """Shard each layer separately, and the root.
+
+        The root too is resharded after its forward pass: while gathered, it would miss changes of its weights.
+        """
         for layer in (*_layers(module), module):
             fully_shard(layer, mesh=self._mesh, reshard_after_forward=True)
         for part in module.modules():
@@ -160,24 +147,26 @@ class Sharded:
 
 
 def is_sharded(config: TrainerConfig, ranks: Ranks) -> bool:
-    """A rank that is alone has everything, whatever is configured."""
+    """Return whether the model is sharded: fsdp is configured and there is more than one rank."""
     return config.distributed.strategy == "fsdp" and ranks.size > 1
 
 
 def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> Strategy:
-    """As configured, for a policy that is whole. Where it is to be sharded, wherever rank 0 has it and on no device
-    (`meta`) on the others."""
-    return Sharded(ranks, policy) if is_sharded(config, ranks) else Replicated(ranks, policy.device)
+    """Return the configured strategy for a policy that is not sharded yet.
+
+    For sharding, rank 0 has the policy on any device, and the other ranks have it without weights (`meta`).
+    """
+    return Sharded(ranks, policy) if is_sharded(config, ranks) else Strategy(ranks, policy.device)
 
 
 def _layers(module: Module) -> list[Module]:
-    """The blocks that Transformers keeps together."""
+    """Return the blocks that Transformers does not split (`_no_split_modules`)."""
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     return [part for part in module.modules() if type(part).__name__ in names]
 
 
 def _hollow(policy: PreTrainedModel) -> PreTrainedModel:
-    """A copy without weights, but with everything else."""
+    """Return a copy of `policy` without weights (on `meta`), but with everything else."""
     parameters = dict.fromkeys(policy.parameters())
     without = {id(p): Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in parameters}
     return copy.deepcopy(policy, without)

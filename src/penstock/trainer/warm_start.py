@@ -1,112 +1,88 @@
-"""Imitation of worked examples before the first rollout: RL has nothing to amplify in a policy that is never right.
+"""The warm start: imitation of worked examples before the first rollout.
 
-Leaves no optimizer state behind; RL starts with a fresh one. Whatever becomes of the model then, here every rank holds
-all of it.
+RL cannot improve a policy that never succeeds. The warm start keeps no optimizer state; RL starts with a fresh
+optimizer. Every rank holds a full replica during the warm start, even if RL shards the model later.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from penstock.groups.batch import Batch
-from penstock.ports import Demonstrations
-from penstock.trainer.busy import BusyClock
-from penstock.trainer.forward import pass_cost, token_logprobs
-from penstock.trainer.optimizer import adamw
-from penstock.trainer.packing import TokenTable, flatten, micro_batches
+from penstock.ports.environment import Demonstrations
+from penstock.trainer.forward import token_logprobs
+from penstock.trainer.model_role import Passes
+from penstock.trainer.optimizer import adamw, take_step
+from penstock.trainer.packing import TokenTable, flatten
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.strategy import Replicated
+from penstock.trainer.strategy import Strategy
 
 MAX_GRAD_NORM = 1.0
 FLOOR = 0.05
-"""The cosine ends at this share of the learning rate."""
+"""Fraction of the learning rate at which the cosine schedule ends."""
 TOKENS_PER_MICROBATCH = 4096
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStart:
-    """What the warm start did. `loss` is the mean negative log-likelihood per token of its last step."""
-
-    steps: int
-    seconds: float
-    busy_s: float
-    loss: float
-
-
-Imitate = Callable[[Batch, float], dict[str, float]]
-"""One optimizer step on a batch with a learning rate; `Imitation.step`, over all ranks."""
+Imitate = Callable[[Batch, float], Mapping[str, float]]
+"""Takes one optimizer step on a batch with a learning rate: `Imitation.step` over all ranks."""
 
 
 def warm_start(
     imitate: Imitate, demonstrations: Demonstrations, *, steps: int, batch_size: int, learning_rate: float
-) -> WarmStart:
-    """Train on batches drawn from `demonstrations`; the learning rate falls along a cosine."""
-    examples, busy_s, loss = iter(demonstrations), 0.0, math.nan
-    started = time.monotonic()
+) -> dict[str, float]:
+    """Train on batches from `demonstrations`, with a cosine learning-rate schedule.
+
+    Returns `steps`, `seconds`, and `loss`: the mean negative log-likelihood per token of the last step. Raises
+    FloatingPointError if the loss is not finite, and ValueError if the demonstrations run out.
+    """
+    examples, loss, start = iter(demonstrations), math.nan, time.monotonic()
     for step in range(steps):
-        done = imitate(_draw(examples, batch_size), learning_rate * _cosine(step / steps))
-        busy_s, loss = busy_s + done["busy_s"], done["loss"]
+        cosine = 0.5 * (1.0 + math.cos(math.pi * (step / steps)))
+        loss = imitate(_draw(examples, batch_size), learning_rate * (FLOOR + (1.0 - FLOOR) * cosine))["loss"]
         if not math.isfinite(loss):
-            raise FloatingPointError(f"warm start: the loss of step {step + 1} is {loss}; lower its learning rate")
-    return WarmStart(steps=steps, seconds=time.monotonic() - started, busy_s=busy_s, loss=loss)
+            raise FloatingPointError(
+                f"warm start: the loss of step {step + 1} is {loss}: lower model.warm_start.learning_rate"
+            )
+    return {"steps": steps, "seconds": time.monotonic() - start, "loss": loss}
 
 
 class Imitation:
-    """One rank's side: the model, trained in place, and its optimizer."""
+    """One rank's part of the warm start: the model, trained in place, and its optimizer."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks | None = None) -> None:
-        """`model` is the same on all `ranks` (none: this one is alone)."""
+        """`model` is equal on all `ranks`. `ranks` is None if this is the only rank."""
         self._model, self._ranks = model, ranks or Ranks()
-        self._strategy = Replicated(self._ranks, model.device)
+        self._strategy = Strategy(self._ranks, model.device)
+        self._passes = Passes(model, self._strategy, max_tokens=TOKENS_PER_MICROBATCH, share_prefixes=False)
         self._parameters = list(model.parameters())
-        self._optimizer = adamw(self._parameters, learning_rate=0.0)
-        self._device, self._pass_cost = self._parameters[0].device, pass_cost(model, model.device)
-        self._busy = BusyClock(self._device)
+        self._optimizer = adamw(self._parameters)
 
     def step(self, batch: Batch, learning_rate: float) -> dict[str, float]:
-        """One optimizer step on this rank's part of a batch. `loss` and `busy_s` are this rank's share of what they are
-        for the whole."""
-        trained = flatten([np.asarray(mask, dtype=np.bool_) for mask in batch["loss_mask"]], np.bool_)
-        table = TokenTable.build([np.asarray(ids, dtype=np.int64) for ids in batch["token_ids"]], trained)
-        with self._busy:
-            loss = self._backward(table)
-            self._strategy.summed(self._parameters, in_place=True)
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM, foreach=True)
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss, "busy_s": self._busy.seconds / self._ranks.size}
+        """Take one optimizer step on this rank's part of a batch. The loss is the cross entropy, a mean over the
+        trained tokens of the whole batch.
 
-    def _backward(self, table: TokenTable) -> float:
-        """Cross entropy, over the trained tokens of the whole batch; gradients are added. Returns this rank's part."""
+        Returns this rank's part of the `loss`; the sum over ranks is the loss of the whole batch.
+        """
+        table = TokenTable.build(batch["token_ids"], flatten(batch["loss_mask"], np.bool_))
         (tokens,) = self._ranks.total([int(table.trained.sum())], "count tokens")
         num_tokens, total = max(int(tokens), 1), 0.0
-        made = micro_batches(
-            table, TOKENS_PER_MICROBATCH, self._device, share_prefixes=False, pass_cost=self._pass_cost
-        )
-        for micro in made:
+        for micro in self._passes.of(table):
             logprobs, _ = token_logprobs(self._model, micro, temperature=1.0)
             loss = -logprobs.sum() / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-        return total
+        self._strategy.summed(self._parameters, in_place=True)
+        take_step(self._optimizer, learning_rate=learning_rate, max_grad_norm=MAX_GRAD_NORM)
+        return {"loss": total}
 
 
 def _draw(examples: Iterator[tuple[list[int], list[int]]], batch_size: int) -> Batch:
     batch = list(islice(examples, batch_size))
     if not batch:
-        raise ValueError("warm start: the demonstrations ran out")
+        raise ValueError("warm start: the demonstrations ran out: lower model.warm_start.steps")
     return Batch(values={"token_ids": [ids for ids, _ in batch], "loss_mask": [mask for _, mask in batch]})
-
-
-def _cosine(progress: float) -> float:
-    return FLOOR + (1.0 - FLOOR) * 0.5 * (1.0 + math.cos(math.pi * progress))

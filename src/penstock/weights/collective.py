@@ -1,19 +1,22 @@
-"""Weights by broadcast: the trainer is rank 0 of a group, every server another rank; both ends.
+"""Weight transfer by broadcast: the trainer is rank 0 of a process group, and every server is another rank.
 
-A group is named, joined by all of its ranks at the same time, and apart from the process's default group. The meeting
-place and its keys are those of the frameworks that speak SGLang's protocol, so that either end may be somebody else's.
-Everything has a time limit. A broadcast that fails on one side leaves the ranks out of step: the group is closed there,
-which ends the other side's wait, and must be made anew.
+This module is the servers' side. A group has a name, all of its ranks join at the same time, and it is separate from
+the process's default group. The rendezvous and its keys follow SGLang's protocol, so either side may be another
+framework. Every wait has a time limit. A failed broadcast leaves the ranks out of step. The failed side closes its
+group, which ends the other side's wait; both sides must then create the group again.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as distributed
@@ -21,25 +24,30 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
-from penstock.types import GroupTensors
-from penstock.weights.tensors import Spec, announce, flatten, specs, unflatten
+from penstock.weights.shared_memory import Layout
 
 JOIN_TIMEOUT_S = 120.0
-"""For all ranks to meet."""
+"""Time limit until all ranks have joined."""
 TRANSFER_TIMEOUT_S = 120.0
-"""For one bucket."""
-POLL_S, LET_GO_POLL_S = 0.0005, 0.2
+"""Time limit of one bucket."""
+POLL_S, RELEASE_POLL_S = 0.0005, 0.2
 BACKENDS = ("gloo", "nccl", "hccl")
 MAX_WORLD_SIZE = 100_000
 
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+"""Accepted dtypes. Shorter (quantized) dtypes are meaningless without their scales."""
+MAX_DIMENSIONS = 64
+
 
 class GroupFailed(ValueError):
-    """A group could not be joined, or is no longer of use."""
+    """A group could not be joined, or is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlace:
-    """Where and as what a group meets. Rank 0 listens at `address`."""
+class Rendezvous:
+    """The name, size and backend of a group, and where its ranks meet. Rank 0 listens at `address`."""
 
     name: str
     address: str
@@ -48,11 +56,68 @@ class GroupPlace:
     backend: str = "gloo"
 
 
-class Group:
-    """One rank's membership."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTensors:
+    """Announcement of tensors that rank 0 of a process group broadcasts."""
 
-    def __init__(self, place: GroupPlace, rank: int, *, join_timeout_s: float, transfer_timeout_s: float) -> None:
-        """Blocks until all ranks are there. Raises `GroupFailed` when they are not in time."""
+    names: list[str]
+    dtypes: list[str]
+    """Names as in torch, e.g. `bfloat16`."""
+    shapes: list[list[int]]
+    group_name: str
+    flat: bool = False
+    """Whether one broadcast carries the concatenated bytes of all tensors. Otherwise each tensor has a broadcast."""
+
+
+class Spec(NamedTuple):
+    """One announced tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def specs(announced: GroupTensors, *, max_bytes: int) -> list[Spec]:
+    """Return the announced tensors. Raises ValueError if the announcement is inconsistent or exceeds `max_bytes`."""
+    if not len(announced.names) == len(announced.dtypes) == len(announced.shapes):
+        counts = f"{len(announced.names)} names, {len(announced.dtypes)} dtypes and {len(announced.shapes)} shapes"
+        raise ValueError(f"every tensor has a name, a dtype and a shape, but there are {counts}")
+    if not announced.names:
+        raise ValueError("no tensors are announced")
+    if len(set(announced.names)) < len(announced.names):
+        raise ValueError("a tensor is announced twice")
+    found = [
+        Spec(name, _dtype(name, dtype), _shape(name, shape, max_bytes))
+        for name, dtype, shape in zip(announced.names, announced.dtypes, announced.shapes, strict=True)
+    ]
+    if (num_bytes := sum(spec.num_bytes for spec in found)) > max_bytes:
+        raise ValueError(f"{num_bytes} bytes are announced, but this model takes at most {max_bytes}")
+    return found
+
+
+def max_bucket_bytes(layout: Layout) -> int:
+    """Return an upper bound of one bucket's size: the whole model in float64, with tied weights under two names."""
+    return 2 * 8 * sum(prod(shape) for shape, _ in layout.values())
+
+
+def unflatten(flat: Tensor, wanted: Sequence[Spec]) -> dict[str, Tensor]:
+    """Return the `wanted` tensors as copies from `flat`, which they fill. Each copy is aligned for its dtype."""
+    ends = accumulate(spec.num_bytes for spec in wanted)
+    return {
+        spec.name: flat[end - spec.num_bytes : end].clone().view(spec.dtype).reshape(spec.shape)
+        for spec, end in zip(wanted, ends, strict=True)
+    }
+
+
+class Group:
+    """One rank's membership of a process group."""
+
+    def __init__(self, place: Rendezvous, rank: int, *, join_timeout_s: float, transfer_timeout_s: float) -> None:
+        """Wait until all ranks have joined. Raises `GroupFailed` if they do not join in time."""
         self.place, self.rank = place, rank
         self._transfer_timeout_s = transfer_timeout_s
         self._lock = threading.Lock()
@@ -61,7 +126,7 @@ class Group:
         self._works: list[distributed.Work] = []
         try:
             self._group: distributed.ProcessGroup | None = _join(place, rank, timedelta(seconds=join_timeout_s))
-        except Exception as error:  # backends are plugins, and one that is missing can fail in any way
+        except Exception as error:  # backends are plugins, and a missing backend can raise any error
             others = f"rank 0 at {place.address}:{place.port}" if rank else f"{place.world_size - 1} servers"
             raise GroupFailed(
                 f"rank {rank} waited up to {join_timeout_s:g} s for {others} to join group {place.name}: "
@@ -70,30 +135,30 @@ class Group:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can still be of use."""
+        """Return whether the group is open."""
         return self._group is not None
 
     def broadcast(self, tensors: Sequence[Tensor], resource: str) -> None:
-        """From rank 0 to the others, in this order. Raises `GroupFailed`; the group is closed then."""
+        """Broadcast `tensors` from rank 0 to all ranks, in order. On error, close the group and raise `GroupFailed`."""
         with self._lock:
             if self._group is None:
-                raise GroupFailed(f"group {self.place.name} is closed: {self._failure}; make it anew")
+                raise GroupFailed(f"group {self.place.name} is closed: {self._failure}; join it again")
             start = time.monotonic()
             try:
                 self._works = _begin(self._group, tensors, self._transfer_timeout_s)
                 _watch(self._works, self._transfer_timeout_s, self._closing)
                 self._works = []
                 return
-            except Exception as error:  # whatever a backend raises, the ranks are out of step
+            except Exception as error:  # after any error of a backend the ranks are out of step
                 why = _first_line(error)
-            # Not raised from that error: its traceback would keep the process group.
+            # Do not chain the original error: its traceback would keep the process group alive.
             holder = f"{self.place.world_size - 1} servers" if self.rank == 0 else "rank 0"
             failure = f"rank {self.rank} waited {time.monotonic() - start:.3g} s for {resource}, held by {holder}"
             self._leave(failure)
             raise GroupFailed(f"{failure}: {why}")
 
     def close(self, reason: str = "it was destroyed") -> None:
-        """Leave; whoever waits for this rank, or in it, is told so."""
+        """Leave the group. Other ranks, and threads of this rank, that wait in a broadcast get an error."""
         self._closing.set()
         with self._lock:
             self._leave(reason)
@@ -103,45 +168,16 @@ class Group:
         works, self._works = self._works, []
         self._failure = self._failure or reason
         if group is not None:
-            with suppress(RuntimeError):  # some backends cannot
+            with suppress(RuntimeError):  # some backends cannot abort
                 group.abort()
             distributed.destroy_process_group(group)
             if not all(work.is_completed() for work in works):
                 held, group = [group], None
-                threading.Thread(target=_let_go, args=(held, works), name="leave", daemon=True).start()
-
-
-class Broadcast:
-    """The trainer's end."""
-
-    def __init__(
-        self,
-        place: GroupPlace,
-        *,
-        join_timeout_s: float = JOIN_TIMEOUT_S,
-        transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
-    ) -> None:
-        """Blocks until every server has joined, so the servers are told at the same time."""
-        self._group = Group(place, 0, join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s)
-
-    def announce(self, named: Mapping[str, Tensor]) -> GroupTensors:
-        """What servers are told, while `send` sends the same tensors."""
-        told = announce(named)
-        return GroupTensors(
-            group_name=self._group.place.name, names=told.names, dtypes=told.dtypes, shapes=told.shapes, flat=True
-        )
-
-    def send(self, named: Mapping[str, Tensor]) -> None:
-        """One bucket, as `announce` described it. Raises `GroupFailed`."""
-        self._group.broadcast([flatten(list(named.values()))], f"{len(named)} tensors to be taken")
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._group.close()
+                threading.Thread(target=_release_later, args=(held, works), name="leave", daemon=True).start()
 
 
 class Groups:
-    """A server's end: its memberships by name. Blocking; buckets of one group are received one after another."""
+    """A server's groups by name. All calls block; a group receives its buckets one after another."""
 
     def __init__(
         self,
@@ -151,7 +187,7 @@ class Groups:
         join_timeout_s: float = JOIN_TIMEOUT_S,
         transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> None:
-        """`device`: where device backends receive. `max_bytes`: the most that one bucket may hold."""
+        """`device`: where device backends receive tensors. `max_bytes`: upper bound of one bucket's size."""
         self._device, self._max_bytes = device, max_bytes
         self._join_timeout_s, self._transfer_timeout_s = join_timeout_s, transfer_timeout_s
         self._groups: dict[str, Group] = {}
@@ -159,8 +195,11 @@ class Groups:
         self._ended = False
         self._lock = threading.Lock()
 
-    def join(self, place: GroupPlace, rank: int) -> None:
-        """Raises `GroupFailed` unless all ranks meet in time. A group of that name that failed is replaced."""
+    def join(self, place: Rendezvous, rank: int) -> None:
+        """Join a group; a closed group of the same name is replaced.
+
+        Raises `GroupFailed` if not all ranks join in time, or if an open group has this name.
+        """
         self._check(place, rank)
         with self._lock:
             known = self._groups.get(place.name)
@@ -178,8 +217,11 @@ class Groups:
                 self._joining.discard(place.name)
 
     def receive(self, announced: GroupTensors) -> dict[str, Tensor]:
-        """The announced tensors, in memory of their own. Raises `GroupFailed`; an announcement that makes no sense, or
-        for which there is no room, closes the group, so that rank 0 does not wait."""
+        """Receive the announced tensors into new memory.
+
+        Raises `GroupFailed`, or ValueError for an invalid announcement. An invalid announcement and a lack of memory
+        close the group, so that rank 0 does not wait.
+        """
         with self._lock:
             group = self._groups.get(announced.group_name)
         if group is None:
@@ -192,7 +234,7 @@ class Groups:
         except (RuntimeError, MemoryError) as error:
             failure = f"{len(announced.names)} tensors cannot be kept: {_first_line(error)}"
             group.close(failure)
-            raise GroupFailed(f"{failure}; make the group anew, and send smaller buckets") from error
+            raise GroupFailed(f"{failure}; join the group again, and send smaller buckets") from error
 
     def _receive(self, group: Group, wanted: Sequence[Spec], *, flat: bool) -> dict[str, Tensor]:
         device = torch.device("cpu") if group.place.backend == "gloo" else self._device
@@ -206,7 +248,7 @@ class Groups:
         return named
 
     def leave(self, name: str) -> None:
-        """Raises `GroupFailed` if there is no such group."""
+        """Leave the named group. Raises `GroupFailed` if it does not exist."""
         with self._lock:
             group = self._groups.pop(name, None)
         if group is None:
@@ -214,14 +256,14 @@ class Groups:
         group.close()
 
     def close(self) -> None:
-        """Leave all groups, those that are being joined as soon as they are."""
+        """Leave all groups. A group that is still being joined is left once the join completes."""
         self._ended = True
         with self._lock:
             groups, self._groups = list(self._groups.values()), {}
         for group in groups:
             group.close()
 
-    def _check(self, place: GroupPlace, rank: int) -> None:
+    def _check(self, place: Rendezvous, rank: int) -> None:
         if place.backend not in BACKENDS:
             raise GroupFailed(f"backend must be one of {', '.join(BACKENDS)}, not {place.backend!r}")
         if place.backend != "gloo" and self._device.type == "cpu":
@@ -234,11 +276,11 @@ class Groups:
             raise GroupFailed(f"master_port {place.port} is not a port")
 
 
-def _join(place: GroupPlace, rank: int, timeout: timedelta) -> distributed.ProcessGroup:
+def _join(place: Rendezvous, rank: int, timeout: timedelta) -> distributed.ProcessGroup:
     store = TCPStore(
         place.address, place.port, place.world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
     )
-    # An empty list of ranks: as if it were the default group, which it does not become.
+    # An empty list of ranks makes torch build the group like a default group, but does not install it as the default.
     group: distributed.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         place.world_size,
@@ -263,22 +305,41 @@ def _begin(group: distributed.ProcessGroup, tensors: Sequence[Tensor], timeout_s
 def _watch(works: Sequence[distributed.Work], timeout_s: float, closing: threading.Event) -> None:
     end = time.monotonic() + timeout_s
     for work in works:
-        # Device backends return from `wait` before the transfer is done, so it is watched instead.
+        # Device backends return from `wait` before the transfer is done, so poll for its completion.
         while not work.is_completed():
             if time.monotonic() > end:
-                raise RuntimeError("the time is up")
+                raise RuntimeError("the time limit has passed")
             if closing.is_set():
-                raise RuntimeError("the group was left")
+                raise RuntimeError("this rank has left the group")
             time.sleep(POLL_S)
         work.wait()
 
 
-def _let_go(held: list[distributed.ProcessGroup | None], works: Sequence[distributed.Work]) -> None:
-    """Once nothing is under way: letting go of a process group waits for that, and nothing can be done meanwhile."""
+def _release_later(held: list[distributed.ProcessGroup | None], works: Sequence[distributed.Work]) -> None:
+    """Drop the process group once its transfers have completed.
+
+    The destructor waits for unfinished transfers and blocks the interpreter meanwhile; this thread waits instead.
+    """
     while not all(work.is_completed() for work in works):
-        time.sleep(LET_GO_POLL_S)
+        time.sleep(RELEASE_POLL_S)
     held.clear()
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
+
+
+def _dtype(name: str, text: str) -> torch.dtype:
+    try:
+        return DTYPES[text.removeprefix("torch.")]
+    except KeyError:
+        raise ValueError(f"tensor {name} has dtype {text!r}: send {', '.join(DTYPES)}") from None
+
+
+def _shape(name: str, shape: Sequence[int], max_bytes: int) -> tuple[int, ...]:
+    # Count 0 as 1: a size of 0 must not hide huge other sizes, which torch cannot represent either.
+    sizes = tuple(shape[: MAX_DIMENSIONS + 1])
+    possible = len(sizes) <= MAX_DIMENSIONS and all(0 <= size <= max_bytes for size in sizes)
+    if not possible or prod(max(size, 1) for size in sizes) > max_bytes:
+        raise ValueError(f"tensor {name} has shape {str(sizes)[:100]}, but this model takes at most {max_bytes} bytes")
+    return sizes

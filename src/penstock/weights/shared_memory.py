@@ -1,8 +1,7 @@
-"""Weights in files that servers map: written once per version, verified by every receiver, never copied in between.
+"""Weights files that servers map: written once per version, verified by every receiver, never copied in between.
 
-A file exists under its name only when complete (temporary name, then rename) and belongs to its owner alone (0600).
-The fingerprint covers names, shapes, dtypes and bytes; a receiver computes it over what it
-mapped.
+A file gets its final name only when it is complete (temporary name, then rename). Only its owner can read it (0600).
+The fingerprint covers names, shapes, dtypes and bytes. A receiver computes it over the mapped tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import os
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,16 +24,18 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype by parameter name."""
 
 KEPT_VERSIONS = 3
-"""The newest, the one waiting for the servers, and the one they are mapping."""
+"""The newest version, the version that waits for the servers, and the version that the servers are mapping."""
 
 
 class WeightsMismatch(ValueError):
-    """Weights are not what the handle or the model says; the message names the first difference."""
+    """Weights differ from the handle or the model. The message names the first difference."""
 
 
 def publish(named: Mapping[str, Tensor], *, directory: Path, policy_version: int) -> WeightsHandle:
-    """Write `named` to a folder of its own in `directory`, where engines that read model directories find it too, and
-    return what others need to map it."""
+    """Write `named` to a new folder in `directory`, and return the handle with which other processes map it.
+
+    Engines that read model directories can read the folder too.
+    """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = published_file(directory, policy_version)
     path.parent.mkdir(exist_ok=True, mode=0o700)
@@ -52,47 +53,43 @@ def publish(named: Mapping[str, Tensor], *, directory: Path, policy_version: int
 
 
 def published_file(directory: Path, policy_version: int) -> Path:
-    """Where `publish` writes."""
+    """Return the path that `publish` writes."""
     return directory / str(policy_version) / "model.safetensors"
 
 
 def receive(handle: WeightsHandle, expected: Layout) -> dict[str, Tensor]:
-    """Map the file of `handle`, or those of a model directory: tensors that share their pages, but for those that a
-    directory holds in another dtype. Raises `WeightsMismatch` if anything differs.
+    """Map the file or model directory of `handle`. Raises `WeightsMismatch` if anything differs.
 
-    The mapping stays valid after the file is unlinked. Writing to the tensors does not change the file.
+    The tensors share the files' memory pages, except tensors that a directory holds in another dtype. The mapping stays
+    valid after the file is unlinked. Writing to the tensors does not change the file.
     """
     path = Path(handle.path)
-    files = _files(path)
-    if (num_bytes := sum(file.stat().st_size for file in files)) != handle.num_bytes:
+    if (num_bytes := _num_bytes(path)) != handle.num_bytes:
         raise WeightsMismatch(f"{path} has {num_bytes} bytes, expected {handle.num_bytes}")
-    named = _map(files, expected if path.is_dir() else {})
-    _compare(named, expected)
+    named = _map(path, expected)
     if (found := fingerprint(named)) != handle.fingerprint:
         raise WeightsMismatch(f"{path} has fingerprint {found}, expected {handle.fingerprint}: its bytes changed")
     return named
 
 
 def describe(directory: Path, expected: Layout, *, policy_version: int) -> WeightsHandle:
-    """The handle of a model directory that somebody else wrote. Raises `WeightsMismatch` if it is not this model's."""
-    files = _files(directory)
-    named = _map(files, expected)
-    _compare(named, expected)
+    """Return a handle for a model directory that another program wrote.
+
+    Raises `WeightsMismatch` if it does not fit this model.
+    """
+    num_bytes, named = _num_bytes(directory), _map(directory, expected)
     return WeightsHandle(
-        policy_version=policy_version,
-        path=str(directory),
-        num_bytes=sum(file.stat().st_size for file in files),
-        fingerprint=fingerprint(named),
+        policy_version=policy_version, path=str(directory), num_bytes=num_bytes, fingerprint=fingerprint(named)
     )
 
 
 def layout(named: Mapping[str, Tensor]) -> Layout:
-    """What `receive` compares with, from a model's own parameters."""
+    """Return the layout of a model's parameters, for the comparison in `receive`."""
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
 
 
 def fingerprint(named: Mapping[str, Tensor]) -> str:
-    """Checksum over names, shapes, dtypes and bytes, independent of order and file format."""
+    """Return a checksum over names, shapes, dtypes and bytes, independent of order and file format."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(named):
         tensor = named[name].detach().cpu().contiguous()
@@ -108,53 +105,47 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _map(files: Sequence[Path], wanted: Layout) -> dict[str, Tensor]:
-    """By name; if it is known what is `wanted`, only that, and in its dtype."""
+def _num_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in _files(path))
+
+
+def _map(path: Path, expected: Layout) -> dict[str, Tensor]:
+    """Map the tensors by name. A directory may hold them in other dtypes, and more tensors than the model has."""
     named: dict[str, Tensor] = {}
-    for path in files:
+    for file in _files(path):
         try:
-            with safe_open(path, framework="pt") as file:
-                named |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            with safe_open(file, framework="pt") as tensors:
+                named |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
         except SafetensorError as error:
-            raise WeightsMismatch(f"{path} is not a safetensors file: {error}") from None
-    if not wanted:
-        return named
-    # A directory may hold tied weights under each of their names.
-    return {name: tensor.to(wanted[name][1]) for name, tensor in named.items() if name in wanted}
-
-
-def _compare(named: Mapping[str, Tensor], expected: Layout) -> None:
-    for name in sorted(named.keys() | expected.keys()):
+            raise WeightsMismatch(f"{file} is not a safetensors file: {error}") from None
+    if path.is_dir():  # it may hold a tied weight under several names, of which `expected` has one
+        named = {name: tensor.to(expected[name][1]) for name, tensor in named.items() if name in expected}
+    if unknown := sorted(named.keys() - expected.keys()):
+        raise WeightsMismatch(f"parameter {unknown[0]} is unknown to the model")
+    for name, (shape, dtype) in sorted(expected.items()):
         if name not in named:
             raise WeightsMismatch(f"parameter {name} is missing from the weights")
-        if name not in expected:
-            raise WeightsMismatch(f"parameter {name} is unknown to the model")
-        shape, dtype = expected[name]
         if tuple(named[name].shape) != shape:
             raise WeightsMismatch(f"parameter {name} has shape {tuple(named[name].shape)}, expected {shape}")
         if named[name].dtype != dtype:
             raise WeightsMismatch(f"parameter {name} has dtype {named[name].dtype}, expected {dtype}")
+    return named
 
 
 class WeightsPublisher:
-    """Publishes version after version; older ones than the last three are removed, and all of them on `close`."""
+    """A publisher of successive versions. It keeps the newest three versions."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         left = (path for path in directory.glob("*/") if path.name.isdecimal())
         self._folders = sorted(left, key=lambda path: int(path.name))
-        """Those of a publisher that died are among them."""
+        """Published folders, oldest first, including the folders of an earlier publisher that died."""
 
     def publish(self, named: Mapping[str, Tensor], policy_version: int) -> WeightsHandle:
-        """Write one version."""
+        """Write one version, remove the oldest ones, and return the handle."""
         handle = publish(named, directory=self._directory, policy_version=policy_version)
         written = Path(handle.path).parent
         self._folders = [folder for folder in self._folders if folder != written] + [written]
         while len(self._folders) > KEPT_VERSIONS:
             shutil.rmtree(self._folders.pop(0), ignore_errors=True)
         return handle
-
-    def close(self) -> None:
-        """Remove what is left."""
-        while self._folders:
-            shutil.rmtree(self._folders.pop(), ignore_errors=True)

@@ -83,7 +83,7 @@ async def test_a_reward_worker_that_fails_is_replaced() -> None:
         assert first != os.getpid()
         for answer, reason in {
             "hangs": "no score within env.reward_timeout_s (1 s)",
-            "crashes": "HostLost: its process ended: exit 9",
+            "crashes": "ProcessLost: its process ended: exit 9",
             "raises": "KeyError: 'x' (test_scorer.py:",
             "nan": "the reward is nan, not a finite number",
         }.items():
@@ -161,8 +161,8 @@ async def test_a_power_tower_is_worth_nothing() -> None:
     [
         ("maths", "did you mean math?"),
         ("nothing_like_it", "known are math, format, code, judge"),
-        ("nowhere_at_all:Reward", "there is no nowhere_at_all"),
-        ("missing.py:Reward", "there is no missing.py"),
+        ("nowhere_at_all:Reward", "there is no module nowhere_at_all"),
+        ("missing.py:Reward", "there is no file .*missing.py"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused(name: str, message: str) -> None:

@@ -7,7 +7,7 @@ import asyncio
 from injection import Injector, Phase, faulty
 
 from penstock.control.messages import AnyMessage, NewTask
-from penstock.processes import env, member, start
+from penstock.processes import bus_client, env, start
 from roles.ending import watch_the_end
 
 injector = Injector.of_this_process()
@@ -23,6 +23,6 @@ class Watched(env.Worker):
 if __name__ == "__main__":
     injector.moment(Phase.STARTING)
     watch_the_end(injector)
-    member.Peer = faulty(member.Peer, injector)  # type: ignore[misc, assignment]
+    bus_client.Peer = faulty(bus_client.Peer, injector)  # type: ignore[misc, assignment]
     env.Worker = Watched  # type: ignore[misc]
     start.main()

@@ -14,9 +14,9 @@ from injection import Injector, Phase, faulty
 from penstock.config import load_config
 from penstock.model.chat import ChatTokenizer
 from penstock.observe import jsonl
-from penstock.processes import member
+from penstock.processes import bus_client
 from penstock.processes.layout import model_dir
-from penstock.rollout import wire
+from penstock.rollout import bodies
 from penstock.supervisor.child import Child
 from penstock.types import NO_VERSION, WeightsHandle
 from roles.ending import watch_the_end
@@ -25,7 +25,7 @@ ANSWER_S = 0.02
 WORD_LENGTH = 4
 
 
-class Server:
+class Server(bus_client.Member):
     """Serves the weights of the stand-in trainer, whose content is only compared."""
 
     def __init__(self, child: Child, chat: ChatTokenizer, injector: Injector) -> None:
@@ -55,34 +55,34 @@ class Server:
     async def ready(self, _: web.Request) -> web.Response:
         self._check_serving()
         identity = {"run_id": self._child.run_id, "nonce": self._child.nonce}
-        return answer(wire.Ready(**identity, policy_version=self._version, state="serving"))
+        return answer(bodies.Ready(**identity, policy_version=self._version, state="serving"))
 
     async def generate(self, request: web.Request) -> web.Response:
         await asyncio.to_thread(self._injector.moment, Phase.RUNNING, nth=3)
         self._check_serving()
-        params = wire.decode(await request.read(), wire.GenerateBody).sampling_params
-        assert isinstance(params, wire.SamplingBody) and isinstance(params.sampling_seed, list)
+        params = bodies.decode(await request.read(), bodies.GenerateBody).sampling_params
+        assert isinstance(params, bodies.SamplingBody) and isinstance(params.sampling_seed, list)
         replies = [self._say(random.Random(seed)) for seed in params.sampling_seed]
         await asyncio.sleep(ANSWER_S)
         self._num_answers += len(replies)
         return answer(replies if params.n > 1 else replies[0])
 
-    def _say(self, rng: random.Random) -> wire.GenerateReply:
+    def _say(self, rng: random.Random) -> bodies.GenerateReply:
         tokens = [*rng.choices(self._letters, k=WORD_LENGTH), self._eos]
-        meta = wire.MetaInfo(
+        meta = bodies.MetaInfo(
             id="",
-            finish_reason=wire.Stop(matched=self._eos),
+            finish_reason=bodies.Stop(matched=self._eos),
             prompt_tokens=0,
             completion_tokens=len(tokens),
             weight_version=str(self._version),
-            weight_versions=[wire.WeightSpan(version=str(self._version), start=0, end=len(tokens))],
+            weight_versions=[bodies.WeightSpan(version=str(self._version), start=0, end=len(tokens))],
             e2e_latency=ANSWER_S,
             output_token_logprobs=[(-1.0, token, None) for token in tokens],
         )
-        return wire.GenerateReply(text="", output_ids=tokens, meta_info=meta)
+        return bodies.GenerateReply(text="", output_ids=tokens, meta_info=meta)
 
     async def begin(self, request: web.Request) -> web.Response:
-        handle = wire.decode(await request.read(), WeightsHandle)
+        handle = bodies.decode(await request.read(), WeightsHandle)
         published = msgspec.json.decode(await asyncio.to_thread(Path(handle.path).read_bytes))
         assert published["policy_version"] == handle.policy_version
         self._staged = handle
@@ -90,7 +90,7 @@ class Server:
 
     async def commit(self, request: web.Request) -> web.Response:
         handle = self._staged
-        asked = wire.decode(await request.read(), wire.CommitBody).policy_version
+        asked = bodies.decode(await request.read(), bodies.CommitBody).policy_version
         if handle is None or handle.policy_version != asked:
             raise web.HTTPConflict(text="nothing is staged")
         if handle.policy_version > 0:
@@ -108,16 +108,16 @@ class Server:
         if self._version == NO_VERSION:
             raise web.HTTPServiceUnavailable(text="no weights yet")
 
-    def telemetry(self) -> member.Telemetry:
-        return member.Telemetry(progress=self._num_answers)
+    def telemetry(self) -> bus_client.Telemetry:
+        return bus_client.Telemetry(progress=self._num_answers)
 
 
-def reply_to(handle: WeightsHandle, state: str) -> wire.WeightsReply:
-    return wire.WeightsReply(state=state, policy_version=handle.policy_version, fingerprint=handle.fingerprint)
+def reply_to(handle: WeightsHandle, state: str) -> bodies.WeightsReply:
+    return bodies.WeightsReply(state=state, policy_version=handle.policy_version, fingerprint=handle.fingerprint)
 
 
 def answer(value: Any) -> web.Response:
-    return web.Response(body=wire.encode(value), content_type="application/json")
+    return web.Response(body=bodies.encode(value), content_type="application/json")
 
 
 async def serve(child: Child, injector: Injector) -> None:
@@ -129,9 +129,7 @@ async def serve(child: Child, injector: Injector) -> None:
     await web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
     url = "http://{}:{}".format(*runner.addresses[0])
     try:
-        async with member.membership(
-            child, config, role="rollout", handler=member.ask_nothing, telemetry=server.telemetry, url=url
-        ):
+        async with bus_client.membership(child, config, role="rollout", member=server, url=url):
             child.report_ready(url)
             await stop.wait()
     finally:
@@ -142,5 +140,5 @@ if __name__ == "__main__":
     child, injector = Child.from_environment(), Injector.of_this_process()
     injector.moment(Phase.STARTING)
     watch_the_end(injector)
-    member.Peer = faulty(member.Peer, injector)  # type: ignore[misc, assignment]
+    bus_client.Peer = faulty(bus_client.Peer, injector)  # type: ignore[misc, assignment]
     child.run(lambda: serve(child, injector))

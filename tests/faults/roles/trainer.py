@@ -14,26 +14,25 @@ from injection import Injector, Phase, faulty
 from penstock.config import Config, load_config
 from penstock.control.messages import (
     Accumulate,
-    Accumulated,
     AnyMessage,
     AskSaved,
     AskState,
     Begin,
-    Begun,
     FoundSaved,
     HeldState,
     HoldsNothing,
     LearnerStateUpdate,
+    Metrics,
     Publish,
     Published,
     Restore,
     SaveCheckpoint,
     Step,
 )
-from penstock.ports import TrainerState
-from penstock.processes import member
+from penstock.ports.training import TrainerState
+from penstock.processes import bus_client
 from penstock.processes.layout import model_dir
-from penstock.store.payload import PayloadReader
+from penstock.store.payload_files import PayloadReader
 from penstock.supervisor.child import Child
 from penstock.trainer import checkpoint
 from penstock.types import LearnerState, WeightsHandle
@@ -47,7 +46,7 @@ STEP_S = 0.15
 
 
 class Weights:
-    """`checkpoint.Stateful`."""
+    """Weights that a checkpoint saves."""
 
     def __init__(self, injector: Injector) -> None:
         self._injector = injector
@@ -65,7 +64,7 @@ class Weights:
         self.holds = json.loads((directory / WEIGHTS).read_text())
 
 
-class TrainerProcess:
+class TrainerProcess(bus_client.Member):
     """Executes messages in order on a thread of its own, as the real one does."""
 
     def __init__(self, config: Config, child: Child, injector: Injector) -> None:
@@ -88,10 +87,10 @@ class TrainerProcess:
             case AskState():
                 return HeldState(state=self._state())
             case AskSaved(directory=directory):
-                return FoundSaved(saved=checkpoint.saved_in(Path(directory)))
+                return FoundSaved(saved=checkpoint.latest(Path(directory)))
             case Begin(policy_version=policy_version):
                 self._begun, self._weights.policy_version = True, policy_version
-                return Begun(metrics={})
+                return Metrics(metrics={})
             case Restore(directory=directory, step=step, policy_version=policy_version):
                 self._weights.read(Path(directory))
                 self._begun, self._weights.policy_version, self._num_steps = True, policy_version, step
@@ -102,7 +101,7 @@ class TrainerProcess:
                 self._injector.moment(Phase.RUNNING, nth=3)
                 num_tokens = sum(len(s.token_ids) for group in groups for s in self._pool.read(group.ref))
                 self._accumulated += [group.group for group in groups]
-                return Accumulated(metrics={"tokens": float(num_tokens)})
+                return Metrics(metrics={"tokens": float(num_tokens)})
             case Step():
                 return self._step()
             case Publish():
@@ -111,8 +110,9 @@ class TrainerProcess:
                 checkpoint.save(
                     Path(directory).parent,
                     int(state["step"]),
-                    self._weights,
-                    state,
+                    self._weights.write,
+                    policy_version=self._weights.policy_version,
+                    extra=state,
                     model_dir=model_dir(self._config, self._child.run_dir),
                     keep=self._config.trainer.keep_checkpoints,
                 )
@@ -154,8 +154,8 @@ class TrainerProcess:
             fingerprint=fingerprint,
         )
 
-    def telemetry(self) -> member.Telemetry:
-        return member.Telemetry(progress=self._num_acts)
+    def telemetry(self) -> bus_client.Telemetry:
+        return bus_client.Telemetry(progress=self._num_acts)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -166,9 +166,7 @@ async def serve(child: Child, injector: Injector) -> None:
     config = load_config(child.run_dir / "config.yaml")
     process = TrainerProcess(config, child, injector)
     try:
-        async with member.membership(
-            child, config, role="trainer", handler=process.handle, telemetry=process.telemetry
-        ):
+        async with bus_client.membership(child, config, role="trainer", member=process):
             child.report_ready()
             await stop.wait()
     finally:
@@ -178,5 +176,5 @@ async def serve(child: Child, injector: Injector) -> None:
 if __name__ == "__main__":
     child, injector = Child.from_environment(), Injector.of_this_process()
     injector.moment(Phase.STARTING)
-    member.Peer = faulty(member.Peer, injector)  # type: ignore[misc, assignment]
+    bus_client.Peer = faulty(bus_client.Peer, injector)  # type: ignore[misc, assignment]
     child.run(lambda: serve(child, injector))

@@ -10,20 +10,11 @@ from typing import Any
 from penstock.config import Config, TinyModelConfig
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
-from penstock.ports import EndedGroup, GroupRecord
-from penstock.store.payload import PayloadWriter
-from penstock.store.pool import ExperiencePool
-from penstock.types import (
-    EpisodeId,
-    EpisodeState,
-    Formulation,
-    GroupAttempt,
-    Segment,
-    Task,
-    Trajectory,
-    Turn,
-    VersionSpan,
-)
+from penstock.ports.group_records import EndedGroup, GroupRecord
+from penstock.samples import Segment, Trajectory, Turn, VersionSpan
+from penstock.store.experience_pool import ExperiencePool
+from penstock.store.payload_files import PayloadWriter
+from penstock.types import EpisodeId, EpisodeState, Formulation, GroupAttempt, Task
 
 
 @functools.cache
@@ -97,9 +88,9 @@ class Played:
         """Admit it, play it, end it; returns what a dump hears of it."""
         played = [trajectory(group, member, **facts) for member in range(size)]
         ref = self._writer.append([sample for each in played for sample in each.formulate(formulation)])
-        self.pool.admit([(group, task(group))])
-        self.pool.add(group, task(group), ref, [each.summary() for each in played])
-        self.pool.end([EndedGroup(group=group, counts={state: size})])
+        self.pool.admit_groups([(group, task(group))])
+        self.pool.add_group(group, task(group), ref, [each.summary() for each in played])
+        self.pool.end_groups([EndedGroup(group=group, counts={state: size})])
         return GroupAttempt(group, played[0].episode.attempt), state, size
 
 

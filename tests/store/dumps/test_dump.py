@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_table import FakeTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_groups import Played, chat, config, payload, task
 
 from penstock.config import Config, DumpConfig
-from penstock.ports import GroupRecord, Shard
-from penstock.store.dumps import dump as dump_module
+from penstock.ports.group_records import GroupRecord, Shard
+from penstock.store.dumps import writer as dump_module
 from penstock.store.dumps.columns import DumpError, Row
-from penstock.store.dumps.dump import Dump, Rendering, Samples
-from penstock.store.dumps.rows import RowMaker
-from penstock.store.dumps.tables import TablePartition
+from penstock.store.dumps.maxcompute import TablePartition
 from penstock.store.dumps.targets import Folder, Target, open_target
-from penstock.store.pool import ExperiencePool
+from penstock.store.dumps.trajectory_rows import RowMaker
+from penstock.store.dumps.writer import Dump, Rendering, Samples
+from penstock.store.experience_pool import ExperiencePool
 from penstock.types import EpisodeState
 
 
@@ -49,24 +50,19 @@ class Hazard:
             raise Died
 
 
-class MortalBooks:
+class MortalPool:
     """The pool of a controller that may die before and after whatever it writes down."""
 
     def __init__(self, pool: ExperiencePool, hazard: Hazard) -> None:
         self._pool, self._hazard = pool, hazard
 
-    def plan(self, shard: Shard) -> None:
+    def put_shard(self, shard: Shard) -> None:
         self._hazard()
-        self._pool.plan(shard)
+        self._pool.put_shard(shard)
         self._hazard()
 
     def sync_index(self) -> None:
         self._pool.sync_index()
-        self._hazard()
-
-    def written(self, shard: Shard) -> None:
-        self._hazard()
-        self._pool.written(shard)
         self._hazard()
 
     def __getattr__(self, name: str) -> Any:
@@ -94,26 +90,7 @@ class MortalTarget:
         self._hazard()
 
 
-class FakeTable:
-    """A table service of which answers can be lost."""
-
-    def __init__(self, hazard: Hazard) -> None:
-        self.hazard = hazard
-        self.rows: list[dict[str, Any]] = []
-
-    def types(self) -> dict[str, str]:
-        return {"trajectory": "string", "reward": "double"}
-
-    def partition_keys(self) -> list[str]:
-        return ["ds"]
-
-    def holds(self, column: str, value: str) -> bool:
-        return any(row[column] == value for row in self.rows)
-
-    def append(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self.hazard()
-        self.rows += [dict(zip(columns, row, strict=True)) for row in rows]
-        self.hazard()
+TABLE_TYPES = {"trajectory": "string", "reward": "double"}
 
 
 def render(directory: Path, target: Target, settings: Config) -> Rendering:
@@ -157,17 +134,17 @@ async def live(
     played: Played, target: Target, hazard: Hazard, sizes: Sequence[int], *, written: list[dict[str, Any]], **facts: Any
 ) -> None:
     """One controller: goes on where the one before died, plays what is left, ends its dump. Raises `Died`."""
-    books = MortalBooks(played.pool, hazard)
-    dump, events = make(books, played.directory, target, **facts)
+    pool = MortalPool(played.pool, hazard)
+    dump, events = make(pool, played.directory, target, **facts)
     known = {record.group for record in played.pool.records()}
-    dump.take_up(played.pool.records())
+    dump.restore(played.pool.records())
     running = asyncio.create_task(dump.run())
     try:
         for group, size in enumerate(sizes):
             if group not in known:
                 heard = played.play(group, size=size)
                 hazard()
-                dump.played(*heard)
+                dump.add_group(*heard)
                 await asyncio.sleep(0)
         await to_the_end(dump, running)
     finally:
@@ -228,12 +205,12 @@ def test_a_table_holds_each_trajectory_once(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], deaths: list[int], rows_per_shard: int
 ) -> None:
     columns = [["trajectory", "string"], ["reward", "double"]]
-    table = FakeTable(Hazard(0))
+    table = FakeTable(TABLE_TYPES, ["ds"])
     url = DumpConfig.model_validate({"url": "odps://p/tables/t/ds=1", "columns": columns})
 
     def target(hazard: Hazard) -> Target:
         table.hazard = hazard
-        return TablePartition(table, url, partition=["ds"])
+        return TablePartition(table, url, [("ds", "1")])
 
     directory = tmp_path_factory.mktemp("run")
     survive(target, directory, sizes, deaths, rows_per_shard=rows_per_shard, columns=columns)
@@ -280,7 +257,7 @@ def folder(played: Played) -> tuple[Folder, Path]:
 async def test_a_shard_that_cannot_be_written_ends_a_run_that_only_plays(played: Played) -> None:
     target = Broken()
     dump, _ = make(played.pool, played.directory, target)
-    dump.played(*played.play(0))
+    dump.add_group(*played.play(0))
     with pytest.raises(DumpError, match="cannot write nowhere"):
         await to_the_end(dump)
     assert target.calls == [("rollout/000000", False), ("rollout/000000", True), ("rollout/000000", True)]
@@ -289,14 +266,14 @@ async def test_a_shard_that_cannot_be_written_ends_a_run_that_only_plays(played:
 
 async def test_a_store_may_be_out_of_reach_for_a_moment(played: Played) -> None:
     dump, events = make(played.pool, played.directory, Broken(heals=True))
-    dump.played(*played.play(0))
+    dump.add_group(*played.play(0))
     await to_the_end(dump)
     assert [(event["event"], event["rows"], event["unwritten"]) for event in events] == [("dumped", 2, 0)]
 
 
 async def test_training_goes_on_with_an_alarm_and_keeps_the_tokens(played: Played) -> None:
     dump, events = make(played.pool, played.directory, Broken(), trains=True)
-    dump.played(*played.play(0, state=EpisodeState.READY))
+    dump.add_group(*played.play(0, state=EpisodeState.READY))
     dump.stepped(1)
     await to_the_end(dump)
     alarm, dumped = events
@@ -304,7 +281,7 @@ async def test_training_goes_on_with_an_alarm_and_keeps_the_tokens(played: Playe
     assert dump.unwritten == {0}
     target, directory = folder(played)
     resumed, _ = make(played.pool, played.directory, target, trains=True)
-    resumed.take_up(played.pool.records())
+    resumed.restore(played.pool.records())
     await to_the_end(resumed)
     assert names_in(directory) == expected([2]) and not resumed.unwritten
 
@@ -320,7 +297,7 @@ async def test_a_defect_in_a_dump_does_not_end_training(played: Played) -> None:
     dump, events = make(played.pool, played.directory, Defective(), trains=True)
     samples = Samples(played.pool, dump._rendering, directory=played.directory, keep=1, tell=dump._tell)
     for each in (dump, samples):
-        each.played(*played.play(0, state=EpisodeState.READY))
+        each.add_group(*played.play(0, state=EpisodeState.READY))
         each.stepped(1)
         await to_the_end(each)
     failed = "the dump failed: ZeroDivisionError('by zero')"
@@ -335,13 +312,13 @@ async def test_steps_of_training_have_files_of_their_own(played: Played) -> None
     dump, _ = make(played.pool, played.directory, target, trains=True)
     states = [EpisodeState.READY, EpisodeState.FILTERED, EpisodeState.DISCARDED_STALE, EpisodeState.READY]
     for group, state in enumerate(states):
-        dump.played(*played.play(group, state=state))
-    dump.played(*played.play(9)[:1], EpisodeState.PENDING, 2)
+        dump.add_group(*played.play(group, state=state))
+    dump.add_group(*played.play(9)[:1], EpisodeState.PENDING, 2)
     dump.stepped(1)
-    dump.played(*played.play(4, state=EpisodeState.READY))
+    dump.add_group(*played.play(4, state=EpisodeState.READY))
     dump.stepped(2)
     dump.stepped(3)
-    dump.played(*played.play(5, state=EpisodeState.READY))
+    dump.add_group(*played.play(5, state=EpisodeState.READY))
     dump.stepped(2)  # taken again after a rewind
     await to_the_end(dump)
     files = {
@@ -362,16 +339,16 @@ async def test_trajectories_whose_tokens_are_gone_are_counted(played: Played) ->
     for file in played.directory.glob("*.seg"):
         file.unlink()
     dump, events = make(played.pool, played.directory, Broken(), trains=True)
-    dump.take_up(played.pool.records())
+    dump.restore(played.pool.records())
     assert [event["reason"] for event in events] == ["the tokens of 1 groups are gone: they are not in the dump"]
 
 
 async def test_a_group_that_is_played_again_is_dumped_as_it_was_played_last(played: Played) -> None:
     target, directory = folder(played)
     dump, _ = make(played.pool, played.directory, target, trains=True)
-    dump.played(*played.play(0, state=EpisodeState.READY))
+    dump.add_group(*played.play(0, state=EpisodeState.READY))
     dump.stepped(1)
-    dump.played(*played.play(0, state=EpisodeState.READY, attempt=1))
+    dump.add_group(*played.play(0, state=EpisodeState.READY, attempt=1))
     dump.stepped(2)
     await to_the_end(dump)
     assert names_in(directory) == ["mine/train/0/0/1", "mine/train/0/1/1"]
@@ -383,13 +360,13 @@ async def test_what_is_played_anew_is_in_the_next_shard_alone(played: Played) ->
     target, directory = folder(played)
     dump, _ = make(played.pool, played.directory, Broken())
     for group in (0, 1):
-        dump.played(*played.play(group))
+        dump.add_group(*played.play(group))
     with pytest.raises(DumpError):
         await to_the_end(dump)
     resumed, _ = make(played.pool, played.directory, target)
-    played.pool.admit([(0, task(0))])
-    resumed.take_up(played.pool.records())
-    resumed.played(*played.play(0, attempt=1))
+    played.pool.admit_groups([(0, task(0))])
+    resumed.restore(played.pool.records())
+    resumed.add_group(*played.play(0, attempt=1))
     await to_the_end(resumed)
     assert names_in(directory) == [f"mine/train/{name}" for name in ("1/0/0", "1/1/0", "0/0/1", "0/1/1")]
 
@@ -407,7 +384,7 @@ async def test_a_stop_waits_for_what_is_being_written(played: Played) -> None:
 
     target.write = slow  # type: ignore[method-assign]
     dump, _ = make(played.pool, played.directory, target, rows_per_shard=2)
-    dump.played(*played.play(0))
+    dump.add_group(*played.play(0))
     running = asyncio.create_task(dump.run())
     await began.wait()
     running.cancel()
@@ -423,7 +400,7 @@ async def test_only_the_files_of_a_shard_are_synced(played: Played, monkeypatch:
     target, _ = folder(played)
     (played.directory / "env-1-00000.seg").touch()
     dump, _ = make(played.pool, played.directory, target)
-    dump.played(*played.play(0))
+    dump.add_group(*played.play(0))
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().suffix))
     await to_the_end(dump)
     assert synced.count(".seg") == 1
@@ -434,8 +411,8 @@ async def test_totals_go_on_with_another_controller(played: Played) -> None:
     totals: list[tuple[int, int, float]] = []
     for group in range(3):
         dump, events = make(played.pool, played.directory, target)
-        dump.take_up(played.pool.records())
-        dump.played(*played.play(group))
+        dump.restore(played.pool.records())
+        dump.add_group(*played.play(group))
         await to_the_end(dump)
         totals.append((events[-1]["shards"], events[-1]["rows"], events[-1]["cpu_s"]))
     assert [each[:2] for each in totals] == [(1, 2), (2, 4), (3, 6)]
@@ -448,7 +425,7 @@ async def test_runs_that_share_a_folder_keep_apart(tmp_path: Path) -> None:
         with Played(tmp_path / run_id) as played:
             target = open_target(url, run_id=run_id)
             dump, events = make(played.pool, played.directory, target, run_id=run_id)
-            dump.played(*played.play(0))
+            dump.add_group(*played.play(0))
             await to_the_end(dump)
         assert events[-1]["url"] == str(tmp_path / "files" / run_id)
     assert names_in(tmp_path / "files") == [
@@ -460,15 +437,15 @@ async def test_a_table_tells_runs_and_attempts_apart(tmp_path: Path) -> None:
     """Else what is written again seems to be there."""
     columns = [["trajectory", "string"], ["reward", "double"]]
     url = DumpConfig.model_validate({"url": "odps://p/tables/t/ds=1", "columns": columns})
-    table = FakeTable(Hazard(0))
+    table = FakeTable(TABLE_TYPES, ["ds"])
     for run_id in ("mine", "yours"):
         with Played(tmp_path / run_id) as played:
-            target = TablePartition(table, url, partition=["ds"])
+            target = TablePartition(table, url, [("ds", "1")])
             for attempt in (0, 1):
                 table.hazard = Hazard(1)
                 dump, _ = make(played.pool, played.directory, target, run_id=run_id, columns=columns)
-                dump.take_up(played.pool.records())
-                dump.played(*played.play(0, attempt=attempt))
+                dump.restore(played.pool.records())
+                dump.add_group(*played.play(0, attempt=attempt))
                 await to_the_end(dump)
     assert sorted(row["trajectory"] for row in table.rows) == [
         f"{run}/train/0/{member}/{attempt}" for run in ("mine", "yours") for member in (0, 1) for attempt in (0, 1)
@@ -480,7 +457,7 @@ async def test_a_column_that_nobody_fills_is_told_once(played: Played) -> None:
     target, _ = folder(played)
     dump, events = make(played.pool, played.directory, target, rows_per_shard=2, columns=columns)
     for group in range(3):
-        dump.played(*played.play(group))
+        dump.add_group(*played.play(group))
     await to_the_end(dump)
     alarms = [event["reason"] for event in events if event["event"] == "alarm"]
     assert len(alarms) == 1 and alarms[0].startswith("dump.columns levle: null in the whole of rollout/000000")
@@ -491,8 +468,8 @@ async def test_samples_are_the_newest_few(played: Played) -> None:
     rendering = render(played.directory, target, config("train"))
     samples = Samples(played.pool, rendering, directory=directory, keep=2, tell=lambda *_, **__: None)
     for step in range(1, 4):
-        samples.played(*played.play(2 * step, state=EpisodeState.READY))
-        samples.played(*played.play(2 * step + 1, state=EpisodeState.READY))
+        samples.add_group(*played.play(2 * step, state=EpisodeState.READY))
+        samples.add_group(*played.play(2 * step + 1, state=EpisodeState.READY))
         samples.stepped(step)
     samples.stepped(4)
     await to_the_end(samples)

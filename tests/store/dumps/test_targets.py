@@ -13,10 +13,11 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fake_table import FakeTable
 
 from penstock.config import ConfigError, DumpConfig
 from penstock.store.dumps.columns import DumpError, Row
-from penstock.store.dumps.tables import MaxComputeTable, TablePartition, parse
+from penstock.store.dumps.maxcompute import TablePartition, parse
 from penstock.store.dumps.targets import Folder, open_target
 
 COLUMNS = [["trajectory", "string"], ["n", "bigint"], ["x", "double"], ["ok", "boolean"], ["more", "json"]]
@@ -109,37 +110,22 @@ def test_a_full_disk_leaves_no_half_of_a_shard(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "s.jsonl").exists()
 
 
-class FakeTable:
-    """What a table service answers."""
-
-    def __init__(self, types: dict[str, str], keys: list[str]) -> None:
-        self._types, self._keys = types, keys
-        self.rows: list[list[Any]] = []
-
-    def types(self) -> dict[str, str]:
-        return self._types
-
-    def partition_keys(self) -> list[str]:
-        return self._keys
-
-    def holds(self, column: str, value: str) -> bool:
-        return any(row[0] == value for row in self.rows)
-
-    def append(self, columns: Any, rows: Any) -> None:
-        self.rows += rows
-
-
 TABLE_TYPES = {"trajectory": "string", "n": "bigint", "x": "double", "ok": "boolean", "more": "string", "other": "int"}
 TABLE = "odps://project/tables/name/ds=20240101/mode=train"
+PARTITION = [("ds", "20240101"), ("mode", "train")]
 
 
 def test_a_table_takes_rows_in_the_order_of_its_columns() -> None:
     table = FakeTable(TABLE_TYPES, ["ds", "mode"])
-    target = TablePartition(table, dump(TABLE), partition=["ds", "mode"])
+    target = TablePartition(table, dump(TABLE), PARTITION)
     target.check()
     target.write("s", ROWS, again=False)
     target.write("s", ROWS, again=True)
-    assert table.rows == [["a", 2**62, 0.5, True, '{"a":[1,null]}'], ["b", None, None, None, None]]
+    assert [list(row) for row in table.rows] == [[name for name, _ in COLUMNS]] * 2
+    assert [list(row.values()) for row in table.rows] == [
+        ["a", 2**62, 0.5, True, '{"a":[1,null]}'],
+        ["b", None, None, None, None],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -152,17 +138,17 @@ def test_a_table_takes_rows_in_the_order_of_its_columns() -> None:
 )
 def test_a_table_that_does_not_fit(types: dict[str, str], keys: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TablePartition(FakeTable(types, keys), dump(TABLE), partition=["ds", "mode"]).check()
+        TablePartition(FakeTable(types, keys), dump(TABLE), PARTITION).check()
 
 
 def test_a_table_needs_the_column_that_finds_a_shard_again() -> None:
     settings = dump(TABLE, columns=[["reward", "double"]])
     with pytest.raises(ConfigError, match="a table needs the column trajectory"):
-        TablePartition(FakeTable({}, []), settings, partition=[]).check()
+        TablePartition(FakeTable({}, []), settings, []).check()
 
 
 def test_the_parts_of_a_url() -> None:
-    assert parse(TABLE) == ("project", "name", [("ds", "20240101"), ("mode", "train")])
+    assert parse(TABLE) == ("project", "name", PARTITION)
     assert parse("odps://project/tables/name") == ("project", "name", [])
 
 
@@ -212,7 +198,7 @@ class ClientsTable:
 def test_rows_become_records_of_the_client() -> None:
     pytest.importorskip("odps")
     client = ClientsTable()
-    target = TablePartition(MaxComputeTable(client, "ds=1"), dump("odps://p/tables/t/ds=1"), partition=["ds"])
+    target = TablePartition(client, dump("odps://p/tables/t/ds=1"), [("ds", "1")])
     target.check()
     target.write("s", ROWS, again=False)
     target.write("s", ROWS, again=True)

@@ -1,1 +1,1 @@
-"""What an answer is worth, where the environment itself does not say."""
+"""Rewards computed outside the environment (`env.reward`)."""

@@ -1,4 +1,4 @@
-"""Programs, by the tests of their tasks, in a sandbox."""
+"""A reward for programs: the task's tests, run in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PROGRAM = "program.py"
 
 
 class Code:
-    """Runs the last fenced block of Python in the answer, or all of it, against the task's tests.
+    """Runs the last fenced block of Python in the answer, or the whole answer, against the task's tests.
 
-    Tests are Python that follows the program (asserts, say), or a list of `{"input": ..., "output": ...}`: what the
-    program reads, and what it must print. They are a measure, not a lock: a program that sets out to fool the tests it
-    runs beside may succeed.
+    Tests are Python code appended to the program (for example asserts), or a list of `{"input": ..., "output": ...}`
+    with the program's input and its expected output. The tests are not secure against cheating: they run beside the
+    program, and a program that tries to deceive them may succeed.
     """
 
     timeout_reward = 0.0
@@ -37,8 +37,9 @@ class Code:
         max_processes: int = 32,
         file_mb: int = 16,
     ) -> None:
-        """`partial`: the share of the listed tests that pass, instead of 1 for all and 0 for less. The limits hold for
-        every run of the program (see `penstock.envs.sandbox`)."""
+        """`tests_key`: key of the tests in the task's payload. `partial`: the reward is the share of passed tests,
+        instead of 1 if all pass and 0 otherwise. The limits apply to every run of the program (see
+        `penstock.envs.sandbox`)."""
         self._tests_key, self._partial = tests_key, partial
         self._limits = Limits(
             wall_s=wall_s,
@@ -55,7 +56,8 @@ class Code:
         return RewardResult(reward=share if self._partial else float(share == 1.0), parts={"tests_passed": share})
 
     def _holds(self, program: str, tests: str) -> bool:
-        """Whether program and tests run to their end: it says so with a word that neither knows."""
+        """Return whether the program and its tests run to the end. The proof: the last line prints a random word from
+        standard input, which neither of them contains."""
         word = secrets.token_hex(16)
         ran = self._run(f"{program}\n\n{tests}\n\nprint(input())\n", stdin=word)
         return ran.returncode == 0 and ran.stdout.rstrip().endswith(word)
@@ -76,11 +78,11 @@ class Code:
 
 
 def program_of(answer: str) -> str:
-    """The last fenced block of Python, else all of it."""
+    """Return the last fenced block of Python in the answer, or the whole answer if there is none."""
     blocks: list[str] = FENCED.findall(answer)
     return blocks[-1] if blocks else answer
 
 
 def _lines(text: str) -> list[str]:
-    """Spaces at the ends of lines do not matter, nor do empty lines at the end."""
+    """Return the lines of a text, without trailing spaces and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

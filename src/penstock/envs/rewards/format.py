@@ -1,4 +1,4 @@
-"""Whether an answer has the form it should, whatever it says."""
+"""A reward for the form of an answer, independent of its content."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from penstock.config import ConfigError
 
 
 class Format:
-    """1 if an answer has the form that is asked for, else 0."""
+    """A reward of 1 if the answer has the required form, else 0."""
 
     timeout_reward = 0.0
 
     def __init__(self, *, tags: Sequence[str] = (), pattern: str | None = None) -> None:
-        """`tags`: `<think>...</think>` and the like, each exactly once and in this order, with something in each and
-        nothing but space around them. `pattern`: a regular expression for the whole answer; `.` matches line breaks."""
+        """`tags`: names of tags like `think` for `<think>...</think>`. Each must occur exactly once, in this order, and
+        not be empty; only whitespace may stand outside them. `pattern`: a regular expression for the whole answer,
+        where `.` also matches line breaks. Raises `ConfigError` unless exactly one of the two is given."""
         if bool(tags) == (pattern is not None):
             raise ConfigError("env.reward format needs env.reward_options tags or pattern, and not both")
         try:

@@ -1,4 +1,4 @@
-"""What a model behind an OpenAI endpoint thinks of an answer."""
+"""A reward from a judge model behind an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config import ConfigError
+from penstock.envs.options import import_package
 
 PROMPT = """Judge how good the answer to a question is.
 
@@ -20,7 +21,7 @@ SCORE = re.compile(r"score\W*?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 class Judge:
-    """Its score, between 0 and 1."""
+    """The judge model's score of an answer, scaled to 0..1."""
 
     def __init__(
         self,
@@ -35,13 +36,11 @@ class Judge:
         max_retries: int = 2,
         max_concurrent: int = 32,
     ) -> None:
-        """`prompt`: a format string over the task's payload, `answer` and `best`. The judge ends its reply with `Score:
-        X`, X from 0 to `best`. `api_key_variable`: the environment variable that has the key. `timeout_s`: of one call;
-        what fails for a moment is asked again, up to `max_retries` times, all within `env.reward_timeout_s`."""
-        try:
-            import openai
-        except ImportError:
-            raise ConfigError("env.reward judge needs the package openai: pip install 'penstock[judge]'") from None
+        """`prompt`: a format string with the task's payload, `answer` and `best`. The judge must end its reply with
+        `Score: X`, X from 0 to `best`. `api_key_variable`: the environment variable that holds the API key.
+        `timeout_s`: time limit of one call. `max_retries`: number of retries after a temporary failure. All calls
+        together must end within `env.reward_timeout_s`."""
+        openai = import_package("openai", needed_by="env.reward judge", install="'penstock[judge]'")
         key = os.environ.get(api_key_variable)
         if not key:
             raise ConfigError(f"env.reward judge: the environment variable {api_key_variable} has no key")
@@ -50,28 +49,21 @@ class Judge:
         self.max_concurrent = max_concurrent
 
     async def score(self, answer: str, payload: Mapping[str, Any]) -> float:
-        return self._read(await self._ask(self._question(answer, payload)))
-
-    async def close(self) -> None:
-        """End its connections."""
-        await self._client.close()
-
-    async def _ask(self, question: str) -> str:
-        reply = await self._client.chat.completions.create(
-            model=self._model,
-            messages=[{"role": "user", "content": question}],
-            max_tokens=self._max_tokens,
-            temperature=0.0,
-        )
-        return reply.choices[0].message.content or ""
-
-    def _question(self, answer: str, payload: Mapping[str, Any]) -> str:
         try:
-            return self._prompt.format_map({**payload, "answer": answer, "best": self._best})
+            question = self._prompt.format_map({**payload, "answer": answer, "best": self._best})
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"env.reward_options prompt does not fit the task, which has {', '.join(sorted(payload))}: {error}"
             ) from None
+        messages = [{"role": "user", "content": question}]
+        reply = await self._client.chat.completions.create(
+            model=self._model, messages=messages, max_tokens=self._max_tokens, temperature=0.0
+        )
+        return self._read(reply.choices[0].message.content or "")
+
+    async def close(self) -> None:
+        """Close the connections of the client."""
+        await self._client.close()
 
     def _read(self, reply: str) -> float:
         found = SCORE.findall(reply)

@@ -1,4 +1,4 @@
-"""What a reward is: a class with `score(answer, payload)`, or a function of that shape.
+"""The interface of a reward: a class with `score(answer, payload)`, or a function with these two arguments.
 
     class Length:
         def __init__(self, *, best: int = 100) -> None:       # env.reward_options
@@ -7,16 +7,15 @@
         def score(self, answer: str, payload: dict[str, Any]) -> float:
             return min(len(answer) / self._best, 1.0)
 
-`answer` is what the policy said last, `payload` the task's. A plain `score` runs in a reward worker, a process of its
-own that is killed if it takes longer than `env.reward_timeout_s`; an `async` one, for rewards that ask others, on the
-event loop, at most `max_concurrent` at once if it has that, and its `close`, if it has one, is awaited in the end. Who
-waits for a process or a place has not begun: that costs a score none of its time. Too long a score fails the episode,
-unless the class says what it is worth: `timeout_reward = 0.0`.
+`answer` is the policy's last answer, and `payload` is the task's. A plain `score` runs in a reward worker: a separate
+process, which is killed if the score takes longer than `env.reward_timeout_s`. An `async` score is for rewards that
+call other services. It runs on the event loop, at most `max_concurrent` calls at a time if the class sets that, and the
+reward's `close`, if it has one, is awaited at the end. Waiting for a process or a place does not count against the time
+limit. A score that takes too long fails the episode, unless the class sets a reward for it: `timeout_reward = 0.0`.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -27,7 +26,9 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.config import ConfigError
-from penstock.config.imports import NoSuchName, is_there, load
+from penstock.config.imports import NoSuchName, load
+from penstock.envs.discovery import is_function
+from penstock.envs.options import check_exists, check_written, source_of, suggestion
 
 BUILT_IN = {
     "math": "penstock.envs.rewards.math:Math",
@@ -38,15 +39,15 @@ BUILT_IN = {
 
 
 class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A reward, and what it is made of."""
+    """A reward with its parts."""
 
     reward: float
     parts: dict[str, float] = {}
-    """By name; their sums are among the counters of the environment worker."""
+    """Parts of the reward by name. The environment worker's counters include their sums."""
 
 
 class Reward(Protocol):
-    """See above. May have `timeout_reward` and `max_concurrent`."""
+    """A reward as the module docstring describes it. May have `timeout_reward` and `max_concurrent`."""
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> Any: ...
 
@@ -60,24 +61,28 @@ class _Function:
 
 
 def locate_reward(name: str) -> tuple[str, str]:
-    """(module or file, attribute) of a name or an import path, importing neither. Raises `ConfigError`."""
+    """Return (module or file, attribute) of a name or an import path, without importing it. Raises `ConfigError` if
+    there is no such module or file."""
     path = BUILT_IN.get(name, name)
     where, separator, attribute = path.rpartition(":")
     if not separator:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
         known = f"known are {', '.join(BUILT_IN)}, or file.py:Class, or package.module:Class"
-        raise ConfigError(f"unknown reward {name!r} in env.reward: {f'did you mean {near[0]}?' if near else known}")
-    try:
-        there = is_there(where)
-    except (ImportError, ValueError):
-        there = False
-    if not there:
-        raise ConfigError(f"env.reward {name!r}: there is no {where}")
+        raise ConfigError(f"unknown reward {name!r} in env.reward: {suggestion(name, BUILT_IN, known)}")
+    check_exists("env.reward", name, where)
     return where, attribute
 
 
+def check_reward(key: str, name: str, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if a reward does not exist, or if its source shows that it does not accept `options`. `key`:
+    the setting that holds the options."""
+    where, attribute = locate_reward(name)
+    file = source_of(where)
+    num_given = 2 if file is not None and is_function(file, attribute) else 0
+    check_written(key, (where, attribute), options, num_given=num_given)
+
+
 def make_reward(name: str, options: Mapping[str, Any]) -> Reward:
-    """Raises `ConfigError`, whatever goes wrong in the user's module."""
+    """Import and create a reward. Raises `ConfigError`, also for any exception of the user's module."""
     where, attribute = locate_reward(name)
     try:
         found = load(f"{where}:{attribute}")
@@ -96,12 +101,13 @@ def make_reward(name: str, options: Mapping[str, Any]) -> Reward:
 
 
 def is_async(reward: Reward) -> bool:
-    """Whether it is scored on the event loop."""
+    """Return whether `score` is a coroutine function, so that it runs on the event loop."""
     return inspect.iscoroutinefunction(getattr(reward.score, "func", reward.score))
 
 
 def checked_result(value: object) -> RewardResult:
-    """What `score` returned. Raises ValueError."""
+    """Return the result of `score` as a `RewardResult`. Raises ValueError if it contains anything but finite
+    numbers."""
     result = value if isinstance(value, RewardResult) else RewardResult(reward=value)  # type: ignore[arg-type]
     given: dict[str, object] = {"the reward": result.reward, **result.parts}
     for name, number in given.items():
@@ -111,7 +117,7 @@ def checked_result(value: object) -> RewardResult:
 
 
 def field_of(payload: Mapping[str, Any], key: str) -> Any:
-    """Raises ValueError if the task has none."""
+    """Return the value of `key` in the task's payload. Raises ValueError if the task has none."""
     if key not in payload:
         raise ValueError(f"the task has no {key!r}: it has {', '.join(sorted(payload)) or 'nothing'}")
     return payload[key]

@@ -1,1 +1,1 @@
-"""Predicts how long answers will be, and measures whether the predictions are worth anything."""
+"""Length prediction: predictors of answer length, and a measure of how well they rank tasks."""

@@ -1,7 +1,8 @@
-"""Length by class (short, medium, long: the terciles of what was observed) from text features and decoding parameters.
+"""Classifier predictor: the class of a length (short, medium, long) from text features and decoding parameters.
 
-A multinomial logistic regression, fitted by scikit-learn on the latest observations and kept as plain matrices. The
-prediction is the mean length of each class, weighted by the class's probability; before the first fit, the heuristic's.
+The classes are the terciles of the observed lengths. The model is a multinomial logistic regression. scikit-learn fits
+it on the latest observations, and the predictor keeps it as plain matrices. A prediction averages the mean lengths of
+the classes, weighted by their probabilities. Before the first fit, the heuristic predicts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import ConfigError
-from penstock.scheduler.length import ngrams
+from penstock.scheduler.length import embedding
 from penstock.scheduler.length.features import features, text_of
 from penstock.scheduler.length.heuristic import HeuristicPredictor
+from penstock.scheduler.length.predictor import LengthPredictor
 from penstock.types import Task
 
-NUM_OBSERVATIONS = 4096  # latest ones, to fit on
+NUM_OBSERVATIONS = 4096  # number of latest observations that a fit uses
 INVERSE_REGULARISATION = 0.1
 MAX_ITERATIONS = 1000
 
@@ -31,22 +33,22 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What a fit found: log odds of each class are `inputs @ weights + bias`."""
+    """The result of a fit. The log odds of each class are `inputs @ weights + bias`."""
 
     weights: Floats  # [d, classes]
     bias: Floats  # [classes]
     class_tokens: Floats  # [classes], mean length
 
     def predict(self, inputs: Floats) -> list[float]:
-        """Expected lengths of [n, d] inputs."""
+        """Return the expected lengths for `inputs`, [n, d]."""
         odds = inputs @ self.weights + self.bias
         odds = np.exp(odds - odds.max(axis=1, keepdims=True))
         expected: list[float] = ((odds @ self.class_tokens) / odds.sum(axis=1)).tolist()
         return expected
 
 
-class ClassifierPredictor:
-    """Refitted every `refit_every` groups; `due` hands out the fit, `adopt` takes its result."""
+class ClassifierPredictor(LengthPredictor):
+    """A classifier that is fitted again every `refit_every` groups. `due` returns the fit; `adopt` takes its result."""
 
     def __init__(self, *, refit_every: int, max_new_tokens: int, temperature: float) -> None:
         if importlib.util.find_spec("sklearn") is None:
@@ -85,16 +87,16 @@ class ClassifierPredictor:
         self._fit = fitted
 
     def _inputs(self, texts: Sequence[str]) -> Floats:
-        """[n, d]: counted features, decoding parameters, hashed n-grams."""
+        """Return counted features, decoding parameters and hashed n-grams, [n, d]."""
         numbers = [features(text).numbers + self._decoding for text in texts]
-        return np.hstack([np.asarray(numbers), ngrams.embed(texts)])
+        return np.hstack([np.asarray(numbers), embedding.ngrams(texts)])
 
 
 def fit(observations: Sequence[tuple[Floats, float]]) -> Fit:
-    """Pure; may run in any thread."""
+    """Fit the classifier to pairs (inputs [d], tokens). Pure: it may run in any thread."""
     inputs = np.stack([row for row, _ in observations])
     tokens = np.asarray([length for _, length in observations])
-    classes = np.searchsorted(np.quantile(tokens, [1 / 3, 2 / 3]), tokens)  # 0, 1, 2: up to, between, above
+    classes = np.searchsorted(np.quantile(tokens, [1 / 3, 2 / 3]), tokens)  # 0, 1, 2: short, medium, long
     present = np.unique(classes)
     class_tokens = np.asarray([tokens[classes == each].mean() for each in present])
     if len(present) == 1:
@@ -104,14 +106,14 @@ def fit(observations: Sequence[tuple[Floats, float]]) -> Fit:
 
 
 def _regression(inputs: Floats, classes: npt.NDArray[np.intp]) -> tuple[Floats, Floats]:
-    """Weights and bias over raw inputs; they are standardised for the fit."""
+    """Return weights and bias over raw inputs. The fit itself uses standardised inputs."""
     from sklearn.linear_model import LogisticRegression
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
     mean, deviation = inputs.mean(axis=0), inputs.std(axis=0)
-    deviation[deviation < 1e-6] = 1.0  # constant inputs say nothing
+    deviation[deviation < 1e-6] = 1.0  # constant inputs carry no information
     model = LogisticRegression(C=INVERSE_REGULARISATION, max_iter=MAX_ITERATIONS, random_state=0)
-    with threadpool_limits(1):  # matrices this small are slower on many threads, and the cores have other work
+    with threadpool_limits(1):  # small matrices are slower on many threads, and the cores have other work
         model.fit((inputs - mean) / deviation, classes)
     weights, bias = model.coef_.T, model.intercept_
     if weights.shape[1] == 1:  # two classes share one log odds ratio

@@ -1,4 +1,4 @@
-"""What can be read off a task's text for next to nothing: one pass of substring searches, no regular expressions."""
+"""Cheap features of a task's text, by one pass of substring searches and without regular expressions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from penstock.types import Task
 
-MAX_CHARS = 1024  # of a text that are looked at, half from each end: the instruction stands at either
+MAX_CHARS = 1024  # features read half of them from each end of a text, since instructions are at either end
 
 
 class Cue(NamedTuple):
-    """Words that tell how long the answer will be: `factor` times the length of an answer without them."""
+    """Words that predict the length of an answer: `factor` times the length without these words."""
 
     name: str
     factor: float
     english: tuple[str, ...]
-    """Lower case; a leading space marks the beginning of a word."""
+    """In lower case. A leading space marks the beginning of a word."""
     chinese: tuple[str, ...]
 
     def occurs(self, lower: str, *, ascii_only: bool) -> bool:
@@ -79,11 +79,11 @@ CUES = (
 
 
 class Features(NamedTuple):
-    """Counts over the part of the text that is looked at, except `num_chars`."""
+    """Counts over the excerpt of a text. Only `num_chars` is over the full text."""
 
     num_chars: int
     num_wide: int
-    """Characters of three bytes and more in UTF-8: Chinese, Japanese, Korean."""
+    """Approximate number of characters with three or more bytes in UTF-8: Chinese, Japanese, Korean."""
     num_digits: int
     num_lines: int
     num_questions: int
@@ -94,14 +94,14 @@ class Features(NamedTuple):
 
     @property
     def prompt_tokens(self) -> float:
-        """About how many tokens the text is: one a wide character, one per four others."""
+        """Return the approximate tokens of the text: one per wide character, and one per four other characters."""
         seen = min(self.num_chars, MAX_CHARS)
         scale = self.num_chars / seen if seen else 1.0
         return scale * (self.num_wide + (seen - self.num_wide) / 4)
 
     @property
     def numbers(self) -> list[float]:
-        """As inputs of a linear model: sizes as logarithms, shares as they are."""
+        """Return the inputs of a linear model: sizes as logarithms, and shares."""
         seen = max(1, min(self.num_chars, MAX_CHARS))
         counts = (self.num_digits, self.num_lines, self.num_questions, self.num_operators, self.num_code_marks)
         return [
@@ -115,7 +115,7 @@ class Features(NamedTuple):
 
 
 def text_of(task: Task) -> str:
-    """The part of a task that tells how long its answers are: its question, else all its strings, else its name."""
+    """Return the text of a task that predicts its answer length: its question, else all its strings, else its id."""
     question = task.payload.get("question")
     if isinstance(question, str) and question:
         return question
@@ -123,12 +123,12 @@ def text_of(task: Task) -> str:
 
 
 def digest(text: str) -> bytes:
-    """Names a text; two texts share a name with probability 2**-128."""
+    """Return a digest that identifies a text. Two texts share a digest with probability 2**-128."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def excerpt(text: str) -> str:
-    """The part of a text that is looked at."""
+    """Return the part of a text that features read: at most `MAX_CHARS` characters."""
     if len(text) <= MAX_CHARS:
         return text
     return text[: MAX_CHARS // 2] + text[-(MAX_CHARS // 2) :]

@@ -1,1 +1,1 @@
-"""Trajectories for others: rows of declared columns, made of what lies in the pool, written a shard at a time."""
+"""Export of trajectories from the pool: rows of declared columns, written one shard at a time."""

@@ -1,32 +1,26 @@
-"""Values as a column's type has them. Nothing is bent in silence: what does not fit is refused by name, null stays."""
+"""Conversion of values to column types. A value that does not fit is an error that names the column; null stays
+null."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.config.dump import Column, ColumnType
+from penstock.alarms import HopelessError
+from penstock.config.trajectory_dump import Column, ColumnType
 
 Row = Mapping[str, Any]
-"""Column -> value, every declared column, in their order."""
+"""Column -> value, for every declared column, in the order of declaration."""
 
 
-class DumpError(RuntimeError):
+class DumpError(HopelessError):
     """Trajectories cannot be written; the message names the target or the column."""
-
-    self_explanatory = True
-    hopeless = True
-
-
-def cell(column: Column, value: object) -> Any:
-    """Raises `DumpError` naming the column."""
-    return converter(column)(value)
 
 
 def converter(column: Column) -> Callable[[object], Any]:
-    """From a value to what the column holds; it raises `DumpError` naming the column."""
+    """Return the function that converts a value for the column. It raises `DumpError` that names the column."""
     convert = _CONVERT[column.type]
 
     def converted(value: object) -> Any:
@@ -41,7 +35,7 @@ def converter(column: Column) -> Callable[[object], Any]:
 
 
 def as_text(value: object) -> str:
-    """JSON."""
+    """Return `value` as JSON."""
     return msgspec.json.encode(value).decode()
 
 
@@ -82,3 +76,9 @@ _CONVERT: dict[ColumnType, Callable[[object], Any]] = {
     "string": _string,
     "json": _json,
 }
+
+
+def flat(row: Row, columns: Sequence[Column]) -> dict[str, Any]:
+    """Return the row with JSON values as text, for tables."""
+    texts = {column.name for column in columns if column.type == "json"}
+    return {name: as_text(value) if name in texts and value is not None else value for name, value in row.items()}

@@ -1,4 +1,7 @@
-"""Where rows go, by the scheme of a URL. A shard is there whole or not at all, and writing it again changes nothing."""
+"""Targets for rows, chosen by the scheme of a URL.
+
+A target holds a whole shard or nothing of it. Writing a shard again changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from penstock.config import ConfigError, DumpConfig
-from penstock.config.dump import Column, ColumnType
-from penstock.store.dumps.columns import DumpError, Row, as_text
+from penstock.config.trajectory_dump import Column, ColumnType
+from penstock.store.dumps.columns import DumpError, Row, flat
 
 EXTRAS = {"s3": ("s3fs", "s3"), "oss": ("ossfs", "oss"), "gs": ("gcsfs", "gs"), "memory": ("fsspec", "fsspec")}
-"""Scheme of an object store -> (package that speaks to it, extra that installs it)."""
+"""Scheme of an object store -> (package with its client, our extra that installs the package)."""
 SCHEMES = ("file", *EXTRAS, "odps")
 PARQUET: dict[ColumnType, str] = {
     "bigint": "int64",
@@ -30,23 +33,24 @@ PARQUET: dict[ColumnType, str] = {
 
 
 class Target(Protocol):
-    """Takes shards. Its methods block; they are called from a thread."""
+    """Receives shards. Its methods block, so they are called from a thread."""
 
     where: str
-    """For people."""
+    """Location, for messages."""
 
     def check(self) -> None:
-        """Raises `ConfigError` if nothing can be written there."""
-        ...
+        """Check that the target is writable. Raises `ConfigError`."""
 
     def write(self, shard: str, rows: Sequence[Row], *, again: bool) -> None:
-        """All rows or none. `again`: an earlier attempt may or may not have got through. Raises `DumpError`."""
-        ...
+        """Write all rows or none. `again`: an earlier attempt may or may not have succeeded. Raises `DumpError`."""
 
 
 def open_target(config: DumpConfig, *, run_id: str = "") -> Target:
-    """Of `config.url`, which is set; files go to a folder `run_id` in it, so that runs keep apart. Raises `ConfigError`
-    for what is no URL of ours, or needs a package."""
+    """Return the target at `config.url`, which must be set. Files go to its subfolder `run_id`, so that runs stay
+    separate.
+
+    Raises `ConfigError` if the URL is unknown or its package is missing.
+    """
     assert config.url is not None
     scheme, _, rest = config.url.partition("://")
     if not rest:
@@ -54,7 +58,7 @@ def open_target(config: DumpConfig, *, run_id: str = "") -> Target:
     if scheme == "file":
         return Folder(Path(unquote(urlsplit(config.url).path), run_id), config)
     if scheme == "odps":
-        from penstock.store.dumps.tables import open_table
+        from penstock.store.dumps.maxcompute import open_table
 
         return open_table(config)
     if scheme in EXTRAS:
@@ -63,7 +67,7 @@ def open_target(config: DumpConfig, *, run_id: str = "") -> Target:
 
 
 class Folder:
-    """Files of a local folder."""
+    """A target that writes files to a local folder."""
 
     def __init__(self, directory: Path, config: DumpConfig) -> None:
         self._directory, self._format, self._columns = directory.absolute(), config.format, config.columns
@@ -93,7 +97,10 @@ class Folder:
 
 
 class ObjectStore:
-    """Objects under a prefix; putting one is atomic there. Access keys are where the store's own clients look."""
+    """A target that writes objects under a prefix; an object store writes an object atomically.
+
+    The store's own client finds the access keys, in its usual places.
+    """
 
     def __init__(self, url: str, config: DumpConfig) -> None:
         scheme = url.partition("://")[0]
@@ -106,7 +113,7 @@ class ObjectStore:
             raise ConfigError(
                 f"dump.url {scheme}:// needs the package {package}: pip install 'penstock[{extra}]'"
             ) from None
-        except Exception as error:  # each store raises its own
+        except Exception as error:  # each store raises its own types
             raise ConfigError(f"dump.url: cannot open {url}: {_say(error)}") from None
         self._prefix, self._format, self._columns = prefix.rstrip("/"), config.format, config.columns
         self.where = url.rstrip("/")
@@ -128,7 +135,7 @@ class ObjectStore:
 
 
 def encode(rows: Sequence[Row], columns: Sequence[Column], form: str) -> bytes:
-    """A file of them. Numbers that are not finite are null in JSON, which has no word for them."""
+    """Return a file with these rows. JSON has no infinite numbers and no NaN, so there they become null."""
     if form == "jsonl":
         return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
     import pyarrow as pa
@@ -138,12 +145,6 @@ def encode(rows: Sequence[Row], columns: Sequence[Column], form: str) -> bytes:
     schema = pa.schema([(column.name, pa.type_for_alias(PARQUET[column.type])) for column in columns])
     pq.write_table(pa.Table.from_pylist([flat(row, columns) for row in rows], schema=schema), file)
     return file.getvalue()
-
-
-def flat(row: Row, columns: Sequence[Column]) -> dict[str, Any]:
-    """With JSON as text, for tables."""
-    texts = {column.name for column in columns if column.type == "json"}
-    return {name: as_text(value) if name in texts and value is not None else value for name, value in row.items()}
 
 
 def _say(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Tokens back into the messages that people read: what the chat template put around them is taken off again."""
+"""Conversion of tokens back to readable messages, without the text that the chat template put around them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from penstock.model.chat import SENTINEL, ChatTokenizer
 from penstock.model.files import ModelError
-from penstock.types import Sample
+from penstock.samples import Sample
 
 
 class Message(TypedDict):
@@ -18,14 +18,14 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a template writes before and after a user's words."""
+    """The text that a template puts before and after a user's message."""
 
     before: tuple[str, ...]
-    """Whichever the text begins with."""
+    """Possible texts before the message; the first one that matches counts."""
     after: str
 
     def inside(self, text: str) -> str:
-        """The words themselves; all of `text` if they do not stand in this frame."""
+        """Return the message inside the frame; all of `text` if the frame does not match."""
         before = next((before for before in self.before if text.startswith(before)), None)
         if before is None or not text.endswith(self.after) or len(before) + len(self.after) > len(text):
             return text
@@ -33,15 +33,17 @@ class Frame:
 
 
 class Transcript:
-    """Of a model's trajectories. A prompt that is no single user's message (an agent's own, say) stays as the template
-    rendered it."""
+    """Converts a model's trajectories to messages.
+
+    A prompt that is not a single user message (for example an agent's own prompt) stays as the template rendered it.
+    """
 
     def __init__(self, chat: ChatTokenizer) -> None:
         self._chat = chat
         self._first, self._later = _frames(chat)
 
     def messages(self, sample: Sample) -> list[Message]:
-        """Observations as the user's, actions as the assistant's."""
+        """Return the messages of a trajectory: observations from the user, actions from the assistant."""
         token_ids, found = sample.token_ids.tolist(), list[Message]()
         for said, start, end in _stretches(sample.loss_mask.tobytes()):
             if said:
@@ -53,7 +55,7 @@ class Transcript:
 
 
 def _stretches(mask: bytes) -> Iterator[tuple[bool, int, int]]:
-    """(sampled, start, end) of what is alike in a loss mask."""
+    """Yield (sampled, start, end) for each run of equal values in a loss mask."""
     start = 0
     while start < len(mask):
         end = mask.find(1 - mask[start], start)
@@ -63,7 +65,10 @@ def _stretches(mask: bytes) -> Iterator[tuple[bool, int, int]]:
 
 
 def _frames(chat: ChatTokenizer) -> tuple[Frame, Frame]:
-    """Of a first message, and of one after an answer, whose end-of-turn token the answer itself may hold."""
+    """Return the frame of the first message, and the frame of a message after an answer.
+
+    The answer itself may contain its end-of-turn token, so the second frame also matches without that token.
+    """
     user = {"role": "user", "content": SENTINEL}
     try:
         before, _, after = chat.render([user]).partition(SENTINEL)

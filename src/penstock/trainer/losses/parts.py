@@ -1,73 +1,67 @@
-"""The few parts that every objective is composed of: ratios, weights, clips, masks. Pure, over [N] sampled tokens.
+"""The building blocks of the loss: ratios, weights, clips, masks, divisors. Pure functions of [N] sampled tokens.
 
-Weights and masks carry no gradient: they say how much a token counts, not where it should go.
+Weights and masks carry no gradient: they scale a token's gradient and do not change its direction.
+
+A sum over tokens is divided in two places. The factor of a single sample (`shares`) is applied when the sample's
+gradient is added. The step's divisor (`denominator`) is applied at the step. Any partition of a step's samples
+therefore gives the same gradient. All tokens in the loss count, including tokens without a gradient after a clip or a
+mask.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from penstock.config import MasteredConfig
+
+Normalize = Literal["token", "sequence", "constant"]
+
 MAX_LOG_RATIO = 20.0
-"""exp(20) = 5e8 still multiplies finitely in float32; without the bound, one absurd token makes every gradient NaN."""
+"""Bound of |log ratio|. Products with exp(20) = 5e8 stay finite in float32. Without the bound, one extreme token makes
+all gradients NaN."""
 
 
 def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """pi / pi_old of each token, [N]."""
+    """Return pi / pi_old of each token, [N]."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def unit_ratio(logprobs: Tensor) -> Tensor:
-    """1 with the gradient of log pi, [N]: what a ratio against the very policy being trained is."""
+    """Return 1 with the gradient of log pi, [N]: the ratio pi / sg(pi)."""
     return (logprobs - logprobs.detach()).exp()
 
 
 def sequence_sum(values: Tensor, samples: Tensor) -> Tensor:
-    """[N]: for every token the sum over its sample's tokens. `samples` [N] says which sample a token belongs to."""
+    """Return for every token the sum over its sample's tokens, [N]. `samples` [N]: number of each token's sample."""
     size = int(samples.max()) + 1 if len(samples) else 0
     return values.new_zeros(size).index_add(0, samples, values)[samples]
 
 
 def sequence_mean(values: Tensor, samples: Tensor) -> Tensor:
-    """[N]: for every token the mean over its sample's tokens."""
+    """Return for every token the mean over its sample's tokens, [N]."""
     return sequence_sum(values, samples) / sequence_sum(torch.ones_like(values), samples)
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, samples: Tensor) -> Tensor:
-    """[N]: for every token the product of its sample's ratios."""
+    """Return for every token the product of its sample's ratios, [N]."""
     log_product = sequence_sum(logprobs - old_logprobs, samples)
     return ratio(log_product, torch.zeros_like(log_product))
 
 
-def pessimistic(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """PPO's min(rho A, clip(rho, 1 - low, 1 + high) A), and 1 where that removed the token's gradient; both [N].
-
-    Schulman et al., arXiv 1707.06347, eq. 7; two bounds instead of one (clip-higher) are DAPO's, arXiv 2503.14476.
-    """
-    free, bounded = ratio * advantages, ratio.clamp(1.0 - low, 1.0 + high) * advantages
-    return torch.minimum(free, bounded), (bounded < free).detach().to(ratio.dtype)
-
-
-def bounded_below(surrogate: Tensor, advantages: Tensor, floor: float | None) -> tuple[Tensor, Tensor]:
-    """Dual clip: where A < 0 the surrogate is at least floor * A, so that one absurd ratio cannot dominate; and 1 where
-    that removed the token's gradient; both [N].
-
-    Ye et al., arXiv 1912.09729, eq. 5.
-    """
-    if floor is None:
-        return surrogate, torch.zeros_like(advantages)
-    below = (advantages < 0) & (surrogate < floor * advantages)
-    return torch.where(below, floor * advantages, surrogate), below.to(advantages.dtype)
-
-
 def within(values: Tensor, low: float, high: float) -> Tensor:
-    """1 where low <= value <= high, else 0."""
+    """Return 1 where low <= value <= high, else 0."""
     return ((values >= low) & (values <= high)).to(values.dtype)
 
 
 def smallest_until(squares: Tensor, samples: Tensor, candidates: Tensor, budget: float) -> Tensor:
-    """1 for all tokens but the candidates with the largest `squares` of each sample, as few of them as bring the mean
-    over the sample's candidates down to `budget`; [N]."""
+    """Return 0 for dropped tokens, else 1; [N].
+
+    In each sample the candidates with the largest `squares` are dropped. As few are dropped as bring the mean over the
+    sample's remaining candidates down to `budget`.
+    """
     keep = torch.ones_like(squares)
     order = torch.argsort(squares)
     order = order[candidates[order]]
@@ -84,3 +78,40 @@ def smallest_until(squares: Tensor, samples: Tensor, candidates: Tensor, budget:
     mean = (total - before) / (position - start + 1)
     keep[order[mean > budget]] = 0.0
     return keep
+
+
+def shares(samples: Tensor, normalize: Normalize) -> Tensor:
+    """Return each token's factor, [N]: one over its sample's tokens for `sequence`, else 1.
+
+    `samples` [N]: number of each token's sample.
+    """
+    ones = torch.ones(len(samples), device=samples.device)
+    return ones / sequence_sum(ones, samples) if normalize == "sequence" else ones
+
+
+def denominator(normalize: Normalize, *, tokens: float, samples: float, max_tokens: int) -> float:
+    """Return the divisor of a step, at least 1. `tokens`: tokens in the loss. `samples`: samples with such tokens."""
+    return max({"token": tokens, "sequence": samples, "constant": samples * max_tokens}[normalize], 1)
+
+
+def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Return ref / pi - log(ref / pi) - 1 >= 0: an unbiased estimate of KL(pi, ref) if pi sampled the token.
+
+    Schulman, "Approximating KL divergence" (2020), k3; GRPO's penalty (arXiv 2402.03300, eq. 4).
+    """
+    log_ratio = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.exp() - log_ratio - 1.0
+
+
+def mastered(
+    logprobs: Tensor, entropy: Tensor, advantages: Tensor, samples: Tensor, config: MasteredConfig
+) -> Tensor:  # [N]
+    """Return 1 for mastered tokens, which the loss leaves out, else 0. All arguments are [N]; `entropy` is in nats.
+
+    A token is mastered if its probability is at least `probability`, its A > 0, and its sample's mean entropy is below
+    `entropy`. Dynamic masking of well-mastered positive tokens, UloRL (arXiv 2507.19766), section 3.3. Constant masking
+    raises the entropy, and no masking lets it fall. Masking below the threshold alone holds it at the threshold.
+    """
+    confident = logprobs.detach().exp() >= config.probability
+    low_entropy = sequence_mean(entropy, samples) < config.entropy
+    return (confident & low_entropy & (advantages > 0)).to(logprobs.dtype)

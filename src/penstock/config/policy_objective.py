@@ -1,0 +1,149 @@
+"""Settings of the policy objective: its name, its clipping and masking, and its normalization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+from pydantic import Field, model_validator
+
+from penstock.config.section import Section
+
+Clipped = Literal["ppo", "decoupled", "geometric_mask", "gspo", "icepop"]
+"""Objectives that clip the ratio of every token or sample."""
+Weighted = Literal["tis", "sequence_tis", "sequence_mis"]
+"""Objectives that weight by a capped ratio."""
+ObjectiveName = Literal[Clipped, Weighted, "pois", "reinforce", "cispo", "topr", "m2po"]
+
+UNCORRECTED: tuple[ObjectiveName, ...] = ("reinforce", "pois")
+"""Objectives without importance weights: they do not use the probabilities of the sampling policy."""
+
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "decoupled": {"proximal": "interpolated"},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "normalize": "sequence"},
+    "geometric_mask": {"mask_low": 0.99, "mask_high": 1.01},
+}
+"""Defaults of single objectives, where an objective's source paper differs from the common defaults."""
+
+
+READ_BY: dict[str, tuple[ObjectiveName, ...]] = {
+    "clip_low": (*get_args(Clipped), "cispo"),
+    "clip_high": (*get_args(Clipped), "cispo"),
+    "dual_clip": get_args(Clipped),
+    "weight_cap": (*get_args(Weighted), "decoupled"),
+    "mask_low": ("icepop", "geometric_mask"),
+    "mask_high": ("icepop", "geometric_mask"),
+    "second_moment": ("m2po",),
+    "proximal": ("decoupled", "icepop"),
+}
+"""Settings that only some objectives read, with those objectives."""
+
+
+class MasteredConfig(Section):
+    """Mask for tokens that the policy has mastered: tokens it is sure of, in samples better than their group, while the
+    sample's mean entropy is low (UloRL's DMMPT, arXiv 2507.19766, section 3.3). The mask keeps entropy from
+    collapsing."""
+
+    probability: float = Field(0.99, gt=0, lt=1)
+    """Mask tokens with at least this probability."""
+    entropy: float = Field(0.2, gt=0)
+    """Mask tokens only in samples with a mean entropy below this value, in nats per token."""
+
+
+class CanaryConfig(Section):
+    """Thresholds at which the learner raises an alarm."""
+
+    max_parity_gap: float = Field(0.05, gt=0)
+    """Largest allowed gap in nats per token: mean |log-probability by the trainer - by the engine| over tokens for
+    which both used the same policy version."""
+    parity_every: int | None = Field(20, ge=1)
+    """Steps without a comparable token (all trained tokens come from older versions) before the learner keeps a copy of
+    the policy. It keeps the copy until samples from that version arrive. None saves the memory of the copy; the learner
+    then compares only when comparable tokens arrive."""
+    min_ess: float = Field(0.2, ge=0, le=1)
+    """Lowest normal effective sample size of the importance weights: (sum w)^2 / (N sum w^2) over a step's tokens. The
+    learner raises an alarm when half of the latest 20 steps are below it."""
+
+
+class CriticConfig(Section):
+    """A value function as the baseline, instead of the group's mean (PPO with generalized advantages)."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    discount: float = Field(1.0, gt=0, le=1)
+    trace: float = Field(0.95, ge=0, le=1)
+    """Lambda of generalized advantage estimation: 0 uses only the next token's value, 1 only the reward."""
+    clip: float = Field(0.2, gt=0)
+    """Clip of the change of a value per step, in units of reward."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters. Only the adapters are trained; servers receive them merged into the weights."""
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    """Adapters are scaled by alpha / rank."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers that get adapters, by the ends of their names."""
+
+
+class DistributedConfig(Section):
+    """Distribution of the learner's work over its ranks."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """`ddp`: each rank has all weights; gradients are summed once per step. `fsdp`: each rank has a shard of weights,
+    gradients and optimizer, and layers are gathered when they are needed. `fsdp` needs less memory and more
+    communication, and does not share prompts between samples."""
+    backend: Literal["gloo", "nccl", "hccl"] | None = None
+    """Communication backend between ranks; if unset, the backend that suits the device. `hccl` needs the package
+    torch_npu."""
+
+
+class ObjectiveConfig(Section):
+    """The objective that the policy maximises. Formulas are in `trainer/losses/objective.py`."""
+
+    name: ObjectiveName = "ppo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    """Clip range of a ratio: [1 - clip_low, 1 + clip_high] (DAPO's clip-higher). `gspo`: 3e-4 and 4e-4."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Upper bound of the loss where A < 0: this value times -A."""
+    weight_cap: float = Field(2.0, gt=0)
+    """Largest importance weight, for `tis`, `sequence_tis`, `sequence_mis` and `decoupled`."""
+    mask_low: float = Field(0.5, ge=0)
+    mask_high: float = Field(5.0, gt=0)
+    """`icepop`: range of token ratios that are trained. `geometric_mask`: range of sample ratios that are trained, by
+    default 0.99 to 1.01."""
+    second_moment: float = Field(0.04, gt=0)
+    """`m2po`: largest mean of the squared log-ratios."""
+    proximal: Literal["current", "interpolated", "snapshot"] = "current"
+    """`decoupled`, `icepop`: the policy that the clip is centred on. `current`: the policy being trained, as it was at
+    the beginning of the step. With one update per batch, `current` never clips and only weights. `interpolated`
+    (`decoupled` only): an estimate of the policy one version behind (A-3PO). `snapshot`: a copy that is renewed every
+    `proximal_every` steps; its probabilities cost one extra forward pass."""
+    proximal_every: int = Field(4, ge=1)
+    """Optimizer steps between two renewals of the snapshot."""
+    normalize: Literal["token", "sequence", "constant"] = "token"
+    """Divisor of the sum over tokens. `token`: all tokens of the step (DAPO). `sequence`: each sample's tokens, then
+    the number of samples (GRPO). `constant`: number of samples times the longest answer allowed (Dr. GRPO, arXiv
+    2503.20783)."""
+    segments: Literal["all", "newest"] = "all"
+    """Segments of an answer that are trained. `newest`: if several policy versions generated an answer, only the tokens
+    of the newest version are trained; the earlier tokens are context."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Coefficient of KL(pi, reference), estimated per token by k3. The reference is the policy at the start of
+    training."""
+    mastered: MasteredConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, tree: Any) -> Any:
+        return OWN_DEFAULTS.get(tree.get("name", "ppo"), {}) | tree if isinstance(tree, dict) else tree
+
+    def contradictions(self) -> Iterator[str]:
+        for setting, readers in READ_BY.items():
+            if self.name not in readers and getattr(self, setting) != type(self).model_fields[setting].default:
+                yield f"{self.name} does not read {setting}; {', '.join(readers)} do"
+        if self.name == "icepop" and self.proximal == "interpolated":
+            yield "icepop has no interpolated proximal policy: choose current or snapshot"
+        if self.mask_low >= self.mask_high:
+            yield f"mask_low ({self.mask_low:g}) must be below mask_high ({self.mask_high:g})"

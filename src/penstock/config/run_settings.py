@@ -1,0 +1,452 @@
+"""All settings of a run. The defaults are the recommended recipe; a field's docstring is its help text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from penstock.config.cluster import ClusterConfig
+from penstock.config.environments import (
+    ATROPOS,
+    AtroposOptions,
+    DataConfig,
+    EnvConfig,
+    Environments,
+    ValidationConfig,
+    with_fallbacks,
+)
+from penstock.config.policy_objective import (
+    UNCORRECTED,
+    CanaryConfig,
+    CriticConfig,
+    DistributedConfig,
+    LoraConfig,
+    ObjectiveConfig,
+)
+from penstock.config.scheduling import SchedulerConfig
+from penstock.config.section import Section
+from penstock.config.simulated_cluster import SimulatorConfig
+from penstock.config.trajectory_dump import DumpConfig, SynthesisConfig
+from penstock.types import UpdateMode
+
+
+class TinyModelConfig(Section):
+    """The built-in policy: a small Qwen3-architecture model with a character-level tokenizer, created by the run."""
+
+    num_layers: int = Field(4, ge=1)
+    hidden_size: int = Field(128, ge=8)
+    num_heads: int = Field(4, ge=1)
+    num_kv_heads: int = Field(2, ge=1)
+    intermediate_size: int = Field(384, ge=8)
+
+    def contradictions(self) -> Iterator[str]:
+        if self.hidden_size % (2 * self.num_heads):
+            yield f"hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})"
+        if self.num_heads % self.num_kv_heads:
+            yield f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+
+
+class WarmStartConfig(Section):
+    """Supervised training on the environment's demonstrations, before the first rollout."""
+
+    steps: int = Field(0, ge=0)
+    """0 switches the warm start off."""
+    batch_size: int = Field(128, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+    noise: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the demonstrated actions that are replaced by an action from another demonstration. A policy that
+    imitates a careless teacher starts at a mediocre level, and the run shows what reinforcement learning adds."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = "tiny"
+    """`tiny`, or a directory with a Hugging Face causal language model and its tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the servers' weights and computation, and of the learner's forward and backward passes. The
+    learner's weights and optimizer state are float32. `auto`: bfloat16 on an accelerator, float32 on the CPU."""
+    device: str = "auto"
+    """Device of the model. `auto` uses an accelerator if there is one, else the CPU."""
+    max_context: int = Field(512, ge=8)
+    """Longest prompt plus response, in tokens."""
+    tiny: TinyModelConfig = TinyModelConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+
+class RolloutConfig(Section):
+    """Generation servers."""
+
+    engine: Literal["penstock", "sglang", "vllm"] = "penstock"
+    """The inference engine. `penstock` is built in and runs anywhere. `sglang` and `vllm` are started from their own
+    Python environment (`python`), or run already (`urls`)."""
+    servers: int = Field(1, ge=1)
+    urls: list[str] = Field(default_factory=list)
+    """Addresses of servers that run already, instead of `servers` that the run starts. They must be able to read the
+    files that the trainer writes."""
+    python: str | None = None
+    """Python interpreter of the environment that has `engine` installed; the run's own interpreter if unset."""
+    args: list[str] = Field(default_factory=list)
+    """Additional command-line arguments for a foreign engine."""
+    update_mode: UpdateMode | None = None
+    """How a weight update treats answers that are being generated. `in_place`: generation continues with the existing
+    KV cache (default of `penstock`). `retract`: the KV cache is recomputed. This is the default of foreign engines: the
+    server ends the answers, and generation continues from their recorded tokens. `drain`: the update waits until the
+    answers have ended."""
+    slots: int = Field(128, ge=1)
+    """KV slots per server: the largest decode batch."""
+    torch_threads: int = Field(1, ge=1)
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """First port of the servers. 0 lets the system choose. With several servers, the n-th server uses port + n."""
+    request_timeout_s: float = Field(120.0, gt=0)
+    """Time limit in seconds for short calls between processes. Generation uses the time limits of the episodes
+    instead."""
+    api_key: str | None = Field(None, repr=False)
+    """Key that clients of the servers must send. It is required if `host` is not loopback. If unset, it comes from the
+    environment variable PENSTOCK_API_KEY."""
+    admin_api_key: str | None = Field(None, repr=False)
+    """Key for requests that control a server instead of generating. Without it, `api_key` also gives control. If unset,
+    it comes from the environment variable PENSTOCK_ADMIN_API_KEY. Environment workers do not receive it."""
+
+    @property
+    def control_key(self) -> str | None:
+        """Return the key for requests that control a server."""
+        return self.admin_api_key or self.api_key
+
+    @property
+    def num_servers(self) -> int:
+        """Return the number of servers, started by the run or not."""
+        return len(self.urls) or self.servers
+
+    def contradictions(self) -> Iterator[str]:
+        if self.urls and self.servers != 1:
+            yield f"servers ({self.servers}) are started by the run, urls are running already: give one of them"
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                yield f"urls: {url!r} does not begin with http:// or https://"
+        if len(set(self.urls)) != len(self.urls):
+            yield f"urls name a server twice: {', '.join(self.urls)}"
+        for name in ("python", "args"):
+            if getattr(self, name) and (self.engine == "penstock" or self.urls):
+                started = "servers that run already" if self.urls else "engine penstock"
+                yield f"{name} is for a foreign engine that the run starts, not for {started}"
+        if any(word.startswith("--hf-overrides") for word in self.args) and self.engine == "vllm":
+            yield "args: --hf-overrides is set already, so that updates reach tied output weights"
+
+
+class TrainerConfig(Section):
+    """The learner."""
+
+    steps: int = Field(100, ge=1)
+    """Maximum number of optimizer steps of the whole run."""
+    total_samples: int | None = Field(None, ge=1)
+    """Stop after the step at which the total of trained samples reaches this number. Use it for runs with steps of
+    different sizes."""
+    groups_per_step: int = Field(32, ge=1)
+    """Groups per optimizer step (B); B * group_size samples."""
+    learning_rate: float = Field(3e-4, gt=0)
+    warmup_steps: int = Field(10, ge=0)
+    """Optimizer steps over which the learning rate rises to its full value. An optimizer without history treats its
+    first gradients as typical; at the full rate these would undo part of what the policy already knew."""
+    scale_learning_rate: list[Literal["samples", "ess"]] = Field(default_factory=list)
+    """Scaling of the learning rate. `samples`: multiply it by the square root of (samples of the step / samples of
+    `groups_per_step` whole groups). `ess`: multiply it by the square root of the samples' effective size under their
+    importance weights. Data far from the policy then move it less (VCPO, arXiv 2602.17616)."""
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    objective: ObjectiveConfig = ObjectiveConfig()
+    critic: CriticConfig | None = None
+    """Settings of the value function. None uses the group's mean reward as the baseline (GRPO)."""
+    lora: LoraConfig | None = None
+    """Settings of low-rank adapters. None trains all weights."""
+    canaries: CanaryConfig = CanaryConfig()
+    normalize_advantages: bool = True
+    """Divide advantages by the standard deviation of the group's rewards (GRPO)."""
+    tokens_per_microbatch: int = Field(8192, ge=1)
+    """Maximum number of tokens per forward pass, padding included."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time. Prompts are then not shared between
+    samples."""
+    ranks: int = Field(1, ge=1)
+    """Number of trainer processes that share every optimizer step."""
+    split: list[Literal["critic", "reference"]] = Field(default_factory=list)
+    """Roles that run in separate processes, `ranks` processes for each role. The processes run beside those of the
+    actor or in a pool for the role. All other roles run in the actor's processes."""
+    distributed: DistributedConfig = DistributedConfig()
+    torch_threads: int = Field(1, ge=1)
+    """CPU threads of each rank."""
+    checkpoint_every: int = Field(20, ge=1)
+    """Optimizer steps between two checkpoints. This is the largest number of steps that are lost if the trainer
+    dies."""
+    keep_checkpoints: int = Field(2, ge=1)
+    max_bad_steps: int = Field(5, ge=1)
+    """The run fails after this many consecutive steps with a non-finite gradient or without a token to train."""
+
+    @property
+    def roles(self) -> list[str]:
+        """Return the trainer roles that these settings need."""
+        needed = {"actor": True, "critic": self.critic is not None, "reference": self.objective.kl_coef > 0}
+        return [role for role, is_needed in needed.items() if is_needed]
+
+    def contradictions(self) -> Iterator[str]:
+        for role in self.split:
+            if role not in self.roles:
+                setting = {"critic": "trainer.critic", "reference": "trainer.objective.kl_coef"}[role]
+                yield f"split names {role}, and there is none: set {setting}, or leave it out of split"
+        if len(set(self.split)) != len(self.split):
+            yield f"split names a role twice: {', '.join(self.split)}"
+
+
+class SupervisorConfig(Section):
+    """Start, monitoring and stop of the processes of a run."""
+
+    ready_timeout_s: float = Field(120.0, gt=0)
+    grace_s: float = Field(60.0, gt=0)
+    """Seconds between a stop request and SIGKILL. It should cover at least one optimizer step and one checkpoint."""
+    heartbeat_s: float = Field(0.5, gt=0)
+    silent_s: float = Field(30.0, gt=0)
+    """A process without a heartbeat for this many seconds counts as hung; the supervisor kills and restarts it."""
+    hang_s: float = Field(600.0, gt=0)
+    """A busy process without progress for this many seconds also counts as hung. It should cover at least the longest
+    optimizer step."""
+    max_restarts: int = Field(5, ge=0)
+    """Restarts of one process allowed within `restart_window_s`; the next loss fails the run. The supervisor does not
+    restart a process that was never ready or that rejects its configuration."""
+    restart_window_s: float = Field(600.0, gt=0)
+    backoff_s: float = Field(0.2, ge=0)
+    """Pause in seconds before a restart. It doubles with each restart within the window, up to `max_backoff_s`."""
+    max_backoff_s: float = Field(30.0, ge=0)
+    status_interval_s: float = Field(0.0, ge=0)
+    """Shortest time in seconds between two status answers for programs (`penstock status --json`, or output that is not
+    a terminal). A program that asks sooner gets the time to wait instead. 0 always answers; agents that watch runs have
+    used 1800."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.silent_s < 4 * self.heartbeat_s:
+            yield f"silent_s ({self.silent_s:g}) must be at least four heartbeats (heartbeat_s is {self.heartbeat_s:g})"
+
+
+class ObserveConfig(Section):
+    """Output for people: progress, plots, samples."""
+
+    progress: bool = True
+    """Show live progress in the terminal."""
+    plots: bool = True
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
+    """Trackers that also get the metrics of every step, written into the run's directory."""
+    samples: int = Field(5, ge=0)
+    """Number of held-out tasks for which the closing report shows the answers before and after training."""
+    trajectories: int = Field(20, ge=0)
+    """Keep one group of each of this many latest optimizer steps for reading, in `trajectories/` of the run."""
+
+
+class Config(Section):
+    """The configuration of a run."""
+
+    pipeline: Literal["train", "eval", "rollout"] = "train"
+    """Kind of the run; the command that starts the run sets it."""
+    seed: int = 0
+    run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$")
+    """Name of the run; made from the date if unset."""
+    runs_dir: str = "runs"
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
+    validation: ValidationConfig = ValidationConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    observe: ObserveConfig = ObserveConfig()
+    synthesis: SynthesisConfig = SynthesisConfig()
+    dump: DumpConfig = DumpConfig()
+    simulator: SimulatorConfig = SimulatorConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def has_trainer(self) -> bool:
+        """Return whether a trainer process publishes weights. Otherwise the servers load the policy themselves. Foreign
+        engines and servers given by `rollout.urls` cannot load it, so an evaluation with them also needs the
+        trainer."""
+        given = self.rollout.engine != "penstock" or bool(self.rollout.urls)
+        return self.pipeline == "train" or (self.pipeline == "eval" and given)
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks of the trainer's actor. A trainer that only publishes weights has one rank."""
+        return self.trainer.ranks if self.pipeline == "train" else 1
+
+    @property
+    def max_running(self) -> int:
+        """Return how many episodes may generate at once, over all servers."""
+        return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.num_servers
+
+    @property
+    def look_ahead(self) -> int:
+        """Return how many groups may be admitted before there is room to start them."""
+        return self.scheduler.dispatch.look_ahead or self.trainer.groups_per_step
+
+    @property
+    def max_open(self) -> int:
+        """Return how many episodes may be open at once, generating or not: the larger of the staleness bound on started
+        episodes and `max_running`."""
+        groups = max(self.scheduler.max_staleness + 1, math.ceil(self.scheduler.over_sampling))
+        return max(groups * self.trainer.groups_per_step * self.env.num_members, self.max_running)
+
+    @property
+    def environments(self) -> Environments:
+        """Return the environments by purpose and tag, with all their settings."""
+        return Environments.of(self.env, self.data, self.validation)
+
+    @property
+    def validation_tasks(self) -> int:
+        """Return the number of held-out tasks. If `validation.tasks` is -1 (whole files), the number is only a lower
+        bound."""
+        wanted = self.validation.tasks
+        own = [settings.data.eval_tasks for settings in self.environments.eval.values()]
+        return sum(own) if wanted is None else abs(wanted) * len(own)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fall_back(cls, tree: Any) -> Any:
+        """Complete the entries of mixtures from `env` and `data`."""
+        return with_fallbacks(tree) if isinstance(tree, dict) else tree
+
+    def contradictions(self) -> Iterator[str]:
+        for key, settings in self.environments.by_key.items():
+            if settings.max_new_tokens >= self.model.max_context:
+                yield (
+                    f"{key}.max_new_tokens ({settings.max_new_tokens}) must be smaller than "
+                    f"model.max_context ({self.model.max_context}): the prompt needs room too"
+                )
+        yield from self._of_validation()
+        if self.pipeline == "train":
+            yield from self._of_training()
+        if ATROPOS in (self.env.name, *self.environments.names):
+            yield from self._of_atropos()
+        if self.max_running < self.env.num_members:
+            yield (
+                f"scheduler.max_running ({self.max_running}) is smaller than env.group_size + env.redundancy "
+                f"({self.env.num_members}): no group could ever start"
+            )
+        yield from self._of_servers()
+
+    def _of_validation(self) -> Iterator[str]:
+        samples = self.validation.samples
+        for tag, settings in self.environments.eval.items():
+            if samples > 1 and settings.eval_temperature == 0:
+                yield (
+                    f"validation.samples ({samples}) would all be the same answer to {tag}, because its "
+                    "eval_temperature is 0: set env.eval_temperature above 0, or validation.samples to 1"
+                )
+            if self.validation.tasks == -1 and not settings.data.has_rows:
+                yield (
+                    f"validation.tasks -1 means all tasks, and data.source {settings.data.source} of {tag} has no end: "
+                    "set validation.tasks to a number"
+                )
+        environments = self.environments
+        pairs = product(environments.eval.items(), environments.train.items()) if self.validation_tasks else ()
+        for (holder, held), (learner, trained) in pairs:
+            if held.data.num_held_out_of(trained.data) > trained.data.num_held_out_of(trained.data):
+                yield (
+                    f"data.path {held.data.path}: {holder} holds out its last {held.data.eval_tasks} rows, and "
+                    f"{learner} trains on some of them: give both the same data.eval_tasks, and neither an eval_path"
+                )
+        if samples > self.max_running:
+            yield (
+                f"validation.samples ({samples}) exceeds the episodes that may run at once (scheduler.max_running, "
+                f"{self.max_running}): no task could ever start"
+            )
+
+    def _of_training(self) -> Iterator[str]:
+        if self.env.group_size == 1 and self.scheduler.drops_equal_rewards:
+            yield "env.group_size 1 leaves every group with equal rewards and nothing to train on: use at least 2"
+        if self.trainer.critic is not None and self.scheduler.drops_equal_rewards:
+            yield (
+                "trainer.critic learns from groups of equal rewards too, which scheduler.group_filter zero_variance "
+                "drops: set it to []"
+            )
+        if self.env.formulation == "step" and (self.trainer.critic or "samples" in self.trainer.scale_learning_rate):
+            yield (
+                "env.formulation step shares a group's advantages among turns and makes as many samples as there are "
+                "turns: use it without trainer.critic and without `samples` in trainer.scale_learning_rate"
+            )
+        objective = self.trainer.objective.name
+        if (self.env.top_p < 1 or self.env.top_k > 0) and objective not in UNCORRECTED:
+            yield (
+                f"env.top_p ({self.env.top_p:g}) and env.top_k ({self.env.top_k}) sample from fewer tokens than the "
+                f"probabilities that trainer.objective {objective} divides by: set top_p to 1 and top_k to 0, or "
+                f"choose one of {', '.join(UNCORRECTED)}"
+            )
+        batch, trigger = self.trainer.groups_per_step * self.env.group_size, self.scheduler.trigger
+        for name, least in (
+            ("trainer.ranks", self.trainer.ranks),
+            ("scheduler.trigger.min_samples", trigger.samples_of(batch)),
+            ("scheduler.trigger.feedback.fewest_samples", trigger.feedback.fewest_samples),
+        ):
+            if least > batch:
+                step = f"the samples of a step (trainer.groups_per_step * env.group_size = {batch})"
+                yield f"{name} ({least}) exceeds {step}"
+
+    def _of_servers(self) -> Iterator[str]:
+        rollout = self.rollout
+        if rollout.port and rollout.port + rollout.servers - 1 > 65535:
+            yield (
+                f"rollout.port ({rollout.port}) leaves no room for rollout.servers ({rollout.servers}) "
+                "ports up to 65535: choose a lower port, or 0 to let the system choose"
+            )
+        if rollout.engine != "penstock" and self.scheduler.mode == "colocated":
+            yield (
+                f"scheduler.mode colocated needs servers that give their memory to the trainer, and rollout.engine "
+                f"{rollout.engine} does not: use rollout.engine penstock or another mode"
+            )
+        if rollout.engine != "penstock" and not self.has_trainer:
+            yield (
+                f"pipeline {self.pipeline} has no trainer that publishes weights, and rollout.engine {rollout.engine} "
+                "waits for them: use rollout.engine penstock"
+            )
+        if self.cluster.address and rollout.engine == "penstock" and rollout.urls and not rollout.control_key:
+            yield (
+                "rollout.urls: on a cluster the trainer sends weights over the network to any client with the servers' "
+                "key: start them with one, and set it here through the environment variable PENSTOCK_API_KEY"
+            )
+        if rollout.host not in ("127.0.0.1", "localhost", "::1") and not rollout.api_key:
+            yield (
+                f"rollout.host {rollout.host} is reachable from outside: set rollout.api_key "
+                "through the environment variable PENSTOCK_API_KEY, or use 127.0.0.1"
+            )
+
+    def _of_atropos(self) -> Iterator[str]:
+        """Yield the settings that Atropos environments cannot follow."""
+        env, data, scheduler = self.env, self.data, self.scheduler
+        if env.mixture or self.validation.mixture:
+            yield (
+                "env.name atropos is for a run of its own: remove env.mixture and validation.mixture, or play the "
+                "other environments in another run"
+            )
+        try:
+            AtroposOptions.model_validate(env.options)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            yield f"env.options of env.name atropos are {', '.join(AtroposOptions.model_fields)}; {wrong}"
+        for name, value, only, why in (
+            ("data.source", data.source, "seeds", "such environments choose their own tasks"),
+            ("data.eval_tasks", data.eval_tasks, 0, "such environments evaluate by themselves"),
+            ("validation.tasks", self.validation_tasks, 0, "such environments evaluate by themselves"),
+            ("env.workers", env.workers, 1, "all such environments push to one address"),
+            ("env.redundancy", env.redundancy, 0, "such environments play whole groups"),
+            ("model.warm_start.steps", self.model.warm_start.steps, 0, "such environments show no demonstrations"),
+            ("scheduler.segment_length", scheduler.segment_length, None, "answers of such environments are never cut"),
+        ):
+            if value != only:
+                shown = "null" if only is None else only
+                yield f"{name} is {value}, and with env.name atropos it must be {shown}: {why}"
+        if scheduler.dispatch.policy == "probe":
+            yield "scheduler.dispatch.policy probe plays single members first, and Atropos environments whole groups"
+        if scheduler.mode == "colocated":
+            yield "scheduler.mode colocated takes the servers away from Atropos environments: use another mode"

@@ -1,0 +1,221 @@
+"""Loading of the configuration: a YAML file and dotted overrides give a `Config`, or one `ConfigError` that names the
+key, its place and the nearest valid key."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from penstock.config.invalid_settings import ConfigError
+from penstock.config.run_settings import Config
+
+SECRETS = {"rollout.api_key": "PENSTOCK_API_KEY", "rollout.admin_api_key": "PENSTOCK_ADMIN_API_KEY"}
+"""Settings that come from environment variables if a file does not give them: setting -> variable."""
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader with two changes to YAML 1.1. `3e-4` is a number; YAML 1.1 reads it as text, but a user who writes a
+    learning rate means a number. A key that is given twice is an error; YAML 1.1 would keep only the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                problem = f"{key.value} is given twice, in lines {seen[key.value]} and {line}"
+                raise yaml.constructor.ConstructorError(problem=problem)
+            seen[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the tree of dotted overrides: `["a.b=1"]` -> `{"a": {"b": 1}}`. Values are YAML. A later override changes
+    the result of an earlier one. Raises `ConfigError`."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        node: Any = tree
+        for section in override.partition("=")[0].split(".")[:-1]:
+            node = node.get(section, {})
+            if not isinstance(node, dict):
+                problem = f"goes below {section!r}, which another override sets to a value"
+                raise ConfigError(f"override {override!r} {problem}: combine the two")
+        tree = merged(tree, _parse_override(override))
+    return tree
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    if key in SECRETS:
+        raise ConfigError(f"{key} on the command line would show in the process list: use {SECRETS[key]}")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: {_first_line(error)}") from None
+    *sections, leaf = key.split(".")
+    tree: dict[str, Any] = {leaf: value}
+    for section in reversed(sections):
+        tree = {section: tree}
+    return tree
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the values of `over`. Mappings are merged, but an empty mapping replaces the old one."""
+    both = dict(base)
+    for key, value in over.items():
+        old = both.get(key)
+        both[key] = merged(old, value) if value and isinstance(old, dict) and isinstance(value, dict) else value
+    return both
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply `overrides`, validate. Raises `ConfigError`."""
+    path = Path(path)
+    return _resolve(_read(path), overrides, path)
+
+
+def default_config(overrides: Sequence[str]) -> Config:
+    """Return the defaults with `overrides` applied. Raises `ConfigError`."""
+    return _resolve({}, overrides, Path("the defaults"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.load(path.read_text(), Loader=_Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_first_line(error)}") from None
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} must hold sections (model:, env:, ...), not a {type(document).__name__}")
+    return document
+
+
+def _resolve(document: dict[str, Any], overrides: Sequence[str], path: Path) -> Config:
+    changed = parse_overrides(overrides)
+    tree = functools.reduce(merged, map(_parse_override, overrides), document)
+    for name, variable in SECRETS.items():
+        section, _, key = name.partition(".")
+        if (secret := os.environ.get(variable)) and isinstance(given := tree.get(section, {}), dict):
+            tree = {**tree, section: {key: secret, **given}}
+    for name in ("env", "validation"):
+        if isinstance(settings := tree.get(name), dict):
+            tree = {**tree, name: _with_absolute_names(settings, path)}
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as failure:
+        lines = [_explain(error, tree, changed, path) for error in failure.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _with_absolute_names(section: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a section of environments with absolute paths of environment and reward files, which every process of the
+    run can find. A file is looked for beside the configuration, then in the working directory."""
+    changed = dict(section)
+    for key in ("name", "reward"):
+        file, _, class_name = name.rpartition(":") if isinstance(name := section.get(key), str) else ("", "", "")
+        if file.endswith(".py"):
+            beside = path.parent / file
+            changed[key] = f"{(beside if beside.is_file() else Path(file)).absolute()}:{class_name}"
+    if isinstance(mixture := section.get("mixture"), dict):
+        changed["mixture"] = {
+            tag: _with_absolute_names(entry, path) if isinstance(entry, dict) else entry
+            for tag, entry in mixture.items()
+        }
+    return changed
+
+
+def _explain(error: Any, tree: dict[str, Any], overrides: dict[str, Any], path: Path) -> str:
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    place = _place(location, tree, overrides, path) or f"in {path}"
+    if error["type"] == "extra_forbidden":
+        section, known = ".".join(location[:-1]), list(_fields_at(location[:-1]))
+        remedy = f"valid keys {'of ' + section if section else 'here'}: {', '.join(known)}"
+        if near := difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5):
+            remedy = f"did you mean {'.'.join([*location[:-1], near[0]])}?"
+        return f"unknown key {key} {place}: {remedy}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key or isinstance(error["input"], dict):  # a whole section contradicts itself
+        found = [(setting, _place(setting, tree, overrides, path)) for setting in _settings_in(message, location)]
+        places = [f"{'.'.join(setting)} {where}" for setting, where in found if where]
+        where = f" ({', '.join(places)})" if places else ""
+        return f"contradictory settings{' of ' + key if key else ''}: {message}{where}"
+    if fields := _fields_at(location):
+        return f"bad value for {key} {place}: it is a section; {_leaf_for(error['input'], key, fields)}"
+    return f"bad value for {key} {place}: {message} (got {error['input']!r})"
+
+
+def _place(location: Sequence[str], tree: dict[str, Any], overrides: dict[str, Any], path: Path) -> str | None:
+    """Return where a setting was given; None if it was not given."""
+    if _contains(overrides, location):
+        return "on the command line"
+    return f"in {path}" if _contains(tree, location) else None
+
+
+def _settings_in(message: str, section: Sequence[str]) -> list[list[str]]:
+    """Return the settings that a message about `section` names, either by full name or relative to the section."""
+    found: dict[str, list[str]] = {}
+    for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", message):
+        for setting in (word.split("."), [*section, *word.split(".")]):
+            if setting[-1] in _fields_at(setting[:-1]) and not _fields_at(setting):
+                found[".".join(setting)] = setting
+    return list(found.values())
+
+
+def _leaf_for(value: object, section: str, fields: dict[str, FieldInfo]) -> str:
+    """Return a hint for a section that was set to one value: the setting that the value probably belongs to, or the
+    section's settings."""
+    meant = [name for name, field in fields.items() if value in get_args(field.annotation)]
+    keys = ", ".join(f"{section}.{name}" for name in fields)
+    return f"did you mean {section}.{meant[0]}={value}?" if meant else f"its settings are {keys}"
+
+
+def _fields_at(location: Sequence[str]) -> dict[str, FieldInfo]:
+    """Return the settings of a section; empty if `location` is not a section."""
+    model: type[BaseModel] = Config
+    parts = (part for part in location if not part.isdigit())  # skip indexes in a list of sections
+    for part in parts:
+        field = model.model_fields.get(part)
+        is_one = field is not None and get_origin(field.annotation) is not list
+        candidates = [field.annotation, *get_args(field.annotation)] if field is not None and is_one else []
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not nested:
+            return {}
+        model = nested[0]
+        if field is not None and get_origin(field.annotation) is dict and next(parts, None) is None:
+            return {}
+    return model.model_fields
+
+
+def _contains(tree: Any, location: Sequence[str]) -> bool:
+    for part in location:
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return bool(location)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())

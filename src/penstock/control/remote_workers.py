@@ -1,0 +1,103 @@
+"""The controller's interfaces to other processes: `ports.Trainer` and `ports.Workers` over the bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.control import messages
+from penstock.control.bus import Bus, PeerLost
+from penstock.control.messages import AnyMessage
+from penstock.ports.training import SavedStates, TrainerLost, TrainerState
+from penstock.ports.work import Work
+from penstock.types import GroupAttempt, GroupRef, LearnerState, SegmentGrant, WeightsHandle
+
+WARM_START_S = 3600.0
+"""Limit of the warm start, which takes longer than all other requests."""
+
+Reply = TypeVar("Reply", bound=AnyMessage)
+
+
+class RemoteTrainer:
+    """`ports.Trainer` in another process. The controller learns of the trainer's death when a new trainer introduces
+    itself, or answers that it holds no state."""
+
+    def __init__(self, bus: Bus, name: str, *, timeout_s: float) -> None:
+        self._bus, self._name, self._timeout_s = bus, name, timeout_s
+
+    async def state(self) -> TrainerState:
+        return (await self._ask(messages.AskState(), messages.HeldState)).state
+
+    async def saved(self, directory: Path) -> SavedStates:
+        return (await self._ask(messages.AskSaved(directory=str(directory)), messages.FoundSaved)).saved
+
+    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
+        return (await self._ask(messages.Begin(policy_version=policy_version), messages.Metrics, WARM_START_S)).metrics
+
+    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
+        await self._ask(
+            messages.Restore(directory=str(directory), step=step, policy_version=policy_version), messages.Ack
+        )
+
+    async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
+        return (await self._ask(messages.Accumulate(groups=list(groups)), messages.Metrics)).metrics
+
+    async def step(self) -> LearnerState:
+        return (await self._ask(messages.Step(), messages.LearnerStateUpdate)).state
+
+    async def publish(self) -> WeightsHandle:
+        return (await self._ask(messages.Publish(), messages.Published)).handle
+
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+        await self._ask(messages.SaveCheckpoint(directory=str(directory), state=dict(state)), messages.Ack)
+
+    async def _ask(self, message: AnyMessage, reply_type: type[Reply], timeout_s: float | None = None) -> Reply:
+        try:
+            reply = await self._bus.request(self._name, message, timeout_s=timeout_s or self._timeout_s)
+        except PeerLost as error:
+            raise TrainerLost(str(error)) from None
+        if isinstance(reply, messages.HoldsNothing):
+            raise TrainerLost(f"{self._name} died, and its successor holds no state")
+        if not isinstance(reply, reply_type):
+            raise TypeError(f"{self._name} answered {type(message).__name__} with {type(reply).__name__}")
+        return reply
+
+
+class RemoteWorkers:
+    """`ports.Workers`: environment workers in other processes. A task of `tasks` sends each message that a worker must
+    acknowledge."""
+
+    def __init__(self, bus: Bus, tasks: asyncio.TaskGroup, *, timeout_s: float) -> None:
+        self._bus, self._tasks, self._timeout_s = bus, tasks, timeout_s
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def start(self, worker: str, work: Work) -> None:
+        self._send(worker, messages.NewTask(work=work))
+
+    def grant(self, worker: str, grant: SegmentGrant) -> None:
+        self._send(worker, messages.Grant(grant=grant))
+
+    def cancel(self, attempts: Sequence[GroupAttempt]) -> None:
+        self._bus.broadcast(messages.Cancel(attempts=list(attempts)))
+
+    def tell(self, workers: Sequence[str], message: AnyMessage) -> None:
+        """Send a message to these workers, and repeat it until each acknowledges it or dies."""
+        for worker in workers:
+            self._send(worker, message)
+
+    def close(self) -> None:
+        """Stop repeating messages that are not acknowledged."""
+        for sending in self._sending:
+            sending.cancel()
+
+    def _send(self, worker: str, message: AnyMessage) -> None:
+        sending = self._tasks.create_task(self._deliver(worker, message))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
+    async def _deliver(self, worker: str, message: AnyMessage) -> None:
+        with suppress(PeerLost):  # other workers get its groups
+            await self._bus.request(worker, message, timeout_s=self._timeout_s)

@@ -1,0 +1,102 @@
+"""Method calls on an object in a worker process, encoded as msgpack; and the worker's side, which holds the object.
+
+The object is user code and its process is not trusted. So answers are data of known types, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import msgspec
+
+from penstock.config import ConfigError
+from penstock.config.imports import load
+from penstock.envs.exception_location import origin
+from penstock.runtime.frames import Frames
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """Call a method of the object. The first call, with `package.module:function` as its method, creates the object."""
+
+    method: str
+    args: list[Any]
+
+
+class Returned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The method's result; None for the first call."""
+
+    value: Any = None
+
+
+class Raised(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The method's exception."""
+
+    kind: str
+    message: str
+    is_config: bool
+    """Whether the exception is a ConfigError."""
+    place: str
+    trace: str
+    """`place` and `trace` are those of `Origin`."""
+
+
+Answer = Returned | Raised
+
+
+def encode(message: Call | Answer) -> Frames:
+    """Return the message as frames. NumPy values become plain Python values."""
+    return [msgspec.msgpack.encode(message, enc_hook=of_numpy)]
+
+
+class ObjectWorker:
+    """The worker's side: holds the object and calls its methods."""
+
+    def __init__(self) -> None:
+        self._object: Any = None
+        self._loop = asyncio.Runner()
+
+    def answer(self, request: Frames) -> Frames:
+        """Carry out a request and return the answer. Every exception of the object becomes an answer, even
+        `SystemExit`."""
+        try:
+            return encode(Returned(value=self._result_of(msgspec.msgpack.decode(request[0], type=Call))))
+        except BaseException as error:
+            kind, is_config, found = type(error).__name__, isinstance(error, ConfigError), origin(error)
+            raised = Raised(kind=kind, message=str(error), is_config=is_config, place=found.place, trace=found.trace)
+            return encode(raised)
+
+    def _result_of(self, call: Call) -> Any:
+        if self._object is None:
+            self._object = load(call.method)(*call.args)
+            return None
+        result = getattr(self._object, call.method)(*call.args)
+        return self._loop.run(awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def awaited(result: Any) -> Any:
+    """Return `result`, awaited if it is awaitable."""
+    return await result if inspect.isawaitable(result) else result
+
+
+def plain(value: object) -> Any:
+    """Return the value in JSON's types. A value without such a form becomes text."""
+    try:
+        return msgspec.to_builtins(value, enc_hook=_as_text)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _as_text(value: object) -> Any:
+    try:
+        return of_numpy(value)
+    except TypeError:
+        return str(value)
+
+
+def of_numpy(value: Any) -> Any:
+    """Return a NumPy number or array as Python's own numbers and lists. Raises TypeError for anything else."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} cannot leave its process")

@@ -1,0 +1,162 @@
+"""A pool of worker processes for code that may hang or crash. Each process holds its own object and is replaced when it
+fails.
+
+A cancelled call kills its worker process, and the next caller gets a new one. Workers end with the process that started
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from penstock.config import ConfigError
+from penstock.deadline import acquire_permit, deadline
+from penstock.envs.exception_location import Origin, RaisedElsewhere
+from penstock.envs.worker_calls import Answer, Call, ObjectWorker, Raised, encode
+from penstock.runtime import frames
+from penstock.runtime.child_process import END_S, ChildProcess
+
+START_S = 60.0
+"""Time limit for a process to start and to create its object."""
+ANSWERER = f"{ObjectWorker.__module__}:{ObjectWorker.__name__}"
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+class ProcessLost(RuntimeError):
+    """The worker process ended before it answered."""
+
+
+class WorkerProcess:
+    """One process, called by one caller at a time."""
+
+    def __init__(self, child: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._child, self._reader, self._writer = child, reader, writer
+        self._killed = False
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the process runs and was not killed after a failed or cancelled call."""
+        return not self._killed and not self.is_gone
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended."""
+        return self._child.is_gone
+
+    @classmethod
+    async def start(cls) -> WorkerProcess:
+        """Start a process with the same import paths as this one."""
+        child = ChildProcess(ANSWERER)
+        try:
+            return cls(child, *await asyncio.open_unix_connection(sock=child.pipe))
+        except BaseException:
+            child.kill()
+            raise
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the object and return its result. The first call creates the object (see `Call`). A failed
+        or cancelled call kills the process. Raises `RaisedElsewhere` or ConfigError if the method raised, and
+        `ProcessLost` if the process ended."""
+        try:
+            answer = await self._answer_to(Call(method=method, args=list(args)))
+        except BaseException:
+            self.kill()
+            raise
+        match answer:
+            case Raised(is_config=True):
+                raise ConfigError(answer.message)
+            case Raised():
+                raise RaisedElsewhere(f"{answer.kind}: {answer.message}", Origin(answer.place, answer.trace))
+        return answer.value
+
+    async def _answer_to(self, call: Call) -> Answer:
+        try:
+            await frames.write(self._writer, encode(call))
+            answer: Answer = _answers.decode((await frames.read(self._reader))[0])
+            return answer
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ProcessLost(f"its process ended: {await self._end()}") from None
+
+    async def _end(self) -> str:
+        async with deadline(2 * END_S, waiter="penstock.envs", resource="the end of a process", holder="the system"):
+            return await asyncio.to_thread(self._child.wait)
+
+    def kill(self) -> None:
+        """Kill the process and all its descendants in the same session."""
+        self._killed = True
+        self._writer.close()
+        self._child.kill()
+
+    async def close(self) -> None:
+        """Kill the process and wait until it has ended."""
+        self.kill()
+        await self._end()
+
+
+class WorkerPool:
+    """At most `limit` processes, started on demand and reused as long as they are sound."""
+
+    def __init__(self, limit: int, maker: str, *args: Any) -> None:
+        """`maker`: `package.module:function`, which creates the object of each process from `args`. That time does not
+        count against any episode."""
+        self._free = asyncio.Semaphore(limit)
+        self._limit, self._maker, self._args = limit, maker, args
+        self._idle: list[WorkerProcess] = []
+        self._lost: list[WorkerProcess] = []
+        """Processes that were killed or have ended, and are not yet collected."""
+
+    @asynccontextmanager
+    async def one(self, *, waiter: str) -> AsyncIterator[WorkerProcess]:
+        """Lend a process during the body."""
+        worker = await self.take(waiter=waiter)
+        try:
+            yield worker
+        finally:
+            self.give_back(worker)
+
+    async def take(self, *, waiter: str) -> WorkerProcess:
+        """Wait for a process and return it. The caller must give it back."""
+        await acquire_permit(self._free, waiter=waiter, resource="a process", holder=f"{self._limit} others")
+        try:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_sound:
+                    return worker
+                self._discard(worker)
+            return await self._start()
+        except BaseException:
+            self._free.release()
+            raise
+
+    async def _start(self) -> WorkerProcess:
+        self._lost = [worker for worker in self._lost if not worker.is_gone]
+        async with deadline(START_S, waiter="penstock.envs", resource="a new process", holder="what it imports"):
+            worker = await WorkerProcess.start()
+            try:
+                await worker.call(self._maker, *self._args)
+            except BaseException:
+                self._lost.append(worker)
+                raise
+        return worker
+
+    def give_back(self, worker: WorkerProcess) -> None:
+        self._free.release()
+        if worker.is_sound:
+            self._idle.append(worker)
+        else:
+            self._discard(worker)
+
+    def _discard(self, worker: WorkerProcess) -> None:
+        worker.kill()
+        self._lost.append(worker)
+
+    async def close(self) -> None:
+        """End all processes that are not lent out. A lent process is killed by its borrower, or ends with this
+        process."""
+        for worker in (*self._idle, *self._lost):
+            await worker.close()

@@ -1,0 +1,62 @@
+"""Environments: tasks and environments of users, and their access to the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.samples import Segment
+from penstock.types import Sampling, SegmentGrant, Task
+
+
+class TaskSource(Protocol):
+    """A deterministic supply of tasks, endless or finite."""
+
+    def task(self, index: int) -> Task | None:
+        """Return the task at `index`; None past the end. The same index always gives the same task."""
+
+
+class Environment(Protocol):
+    """An environment for one episode, with the interface of Gymnasium and GEM. Methods may also be `async`."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """Start over. Returns (observation, info)."""
+
+    def step(self, action: str) -> tuple[str, float | None, bool, bool, dict[str, Any]]:
+        """Take an action. Returns (observation, reward, terminated, truncated, info).
+
+        If the reward is None, `env.reward` computes it.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Address of the policy for an agent's OpenAI client: `OpenAI(base_url=..., api_key=...)`.
+
+    `base_url` alone identifies the episode, and so does `api_key`. So several episodes may share one of them.
+    """
+
+    base_url: str = field(repr=False)
+    """Contains the key, so its representation is hidden."""
+    api_key: str = field(repr=False)
+    model: str
+
+
+class PolicyClient(Protocol):
+    """A client that requests actions from a rollout server."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Segment]:
+        """Generate one segment per grant for the same prompt (one request with n = len(grants)).
+
+        A server that has released its memory answers at once with empty segments; their finish_reason is `abort`.
+        """
+
+
+class Demonstrations(Protocol):
+    """Demonstrations for the warm start: token ids, and the positions to imitate."""
+
+    def __iter__(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield (token_ids, loss_mask) for each task."""

@@ -1,0 +1,55 @@
+"""The index of the experience pool. It survives the processes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
+from penstock.types import EpisodeSummary, PayloadRef, Task
+
+
+class Pool(Protocol):
+    """The index of the experience pool: the state of every training group, and where its tokens are."""
+
+    def admit_groups(self, groups: Sequence[tuple[int, Task]]) -> None:
+        """Record groups as `pending`: new groups, or known groups that will be played again."""
+
+    def add_group(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
+        """Record a completed group as `ready`."""
+
+    def end_groups(self, groups: Sequence[EndedGroup]) -> None:
+        """Record the final states of groups."""
+
+    def revive_groups(self, groups: Sequence[int]) -> None:
+        """Record trained groups as `ready` again, after the loss of the weights that they trained."""
+
+    def free_covered(self, policy_version: int, *, keep: Collection[int] = ()) -> None:
+        """Free the tokens of ended groups that a durable checkpoint of `policy_version` covers.
+
+        Tokens of groups in `keep`, and of groups trained later, stay.
+        """
+
+    def records(self) -> Iterator[GroupRecord]:
+        """Return the records of all groups, in the order of their admission."""
+
+    def get_groups(self, groups: Sequence[int]) -> list[GroupRecord]:
+        """Return the records of `groups`. Unknown groups are left out."""
+
+    def shards(self) -> list[Shard]:
+        """Return the shards of the dump, both written and planned."""
+
+    def is_whole(self, ref: PayloadRef) -> bool:
+        """Return whether the tokens at `ref` are complete and undamaged."""
+
+    @property
+    def highest_version(self) -> int:
+        """Return the highest policy_version of this run so far."""
+
+    def raise_version(self, policy_version: int) -> None:
+        """Reserve `policy_version` before anything is trained into it."""
+
+    def sync(self) -> None:
+        """Write all changes so far to disk."""
+
+    def close(self) -> None: ...

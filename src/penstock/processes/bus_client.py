@@ -1,0 +1,122 @@
+"""Membership on the control bus, shared by all peers of the controller: join, send heartbeats, serve until told to
+stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from penstock.config import Config
+from penstock.control.bus import CONTROLLER, Peer
+from penstock.control.messages import AnyMessage, Heartbeat, Hello, StallReport, Welcome, WhoAreYou
+from penstock.deadline import Stall, alongside, reporting_to, write_to_log
+from penstock.ports.observer import BusySpan
+from penstock.supervisor.child import Child
+
+COSTS = "cost_"
+"""Prefix of counters that only serve to fit a server's step times. Logs leave them out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """The state that a process reports: totals since it started, and the spans since the last report."""
+
+    progress: int = 0
+    doing: str = ""
+    """Current activity. Empty while the process is idle; then `progress` need not grow."""
+    busy_s: float = 0.0
+    counters: Mapping[str, float] = field(default_factory=dict)
+    spans: Sequence[BusySpan] = ()
+
+
+class Member:
+    """What a process does on the bus. These defaults are for a process that takes no part in the controller's work."""
+
+    async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
+        """Act on a message. Messages that are broadcast for other processes are ignored."""
+        return None
+
+    async def welcomed(self, peer: Peer, welcome: Welcome) -> None:
+        """Take up work. Called with every welcome, including the first."""
+
+    def abandoned(self) -> None:
+        """Forget all work of a controller that died. The new controller hands out work again."""
+
+    def telemetry(self) -> Telemetry:
+        """Return the current state of the process."""
+        return Telemetry()
+
+
+@asynccontextmanager
+async def membership(
+    child: Child, config: Config, *, role: str, member: Member, url: str = "", attached: bool = False
+) -> AsyncIterator[Peer]:
+    """Join the control bus for the length of the body. An error in a handler of `member` ends the body.
+
+    If the controller dies, its successor asks each peer to join again. Then the process forgets all work of the old
+    controller, and joins again.
+    """
+
+    async def join() -> None:
+        await member.welcomed(peer, await peer.join(hello, timeout_s=config.supervisor.ready_timeout_s))
+
+    async def handle(sender: str, message: AnyMessage) -> AnyMessage | None:
+        if not isinstance(message, WhoAreYou):
+            return await member.handle(sender, message)
+        member.abandoned()
+        peer.forget(CONTROLLER)
+        await join()
+        return None
+
+    def report(stall: Stall) -> None:
+        write_to_log(stall)
+        peer.notify(CONTROLLER, StallReport(stall=stall))
+
+    peer = Peer(str(child.runtime_dir), child.name, handle)
+    hello = Hello(
+        role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url, host=child.host, attached=attached
+    )
+    try:
+        async with alongside(peer.run()):
+            await join()
+            pulse = _Pulse(child, member.telemetry)
+
+            async def beat() -> None:
+                while True:
+                    peer.notify(CONTROLLER, pulse.next())
+                    await asyncio.sleep(config.supervisor.heartbeat_s)
+
+            async with alongside(beat()):
+                with reporting_to(report):
+                    yield peer
+                peer.notify(CONTROLLER, pulse.next())
+    finally:
+        peer.close()
+
+
+class _Pulse:
+    """Turns running totals into heartbeats for the controller and the supervisor."""
+
+    def __init__(self, child: Child, telemetry: Callable[[], Telemetry]) -> None:
+        self._child, self._telemetry = child, telemetry
+        self._cpu_s, self._latest = 0.0, Telemetry()
+
+    def next(self) -> Heartbeat:
+        """Return the next heartbeat: the increments since the one before."""
+        before, before_cpu_s = self._latest, self._cpu_s
+        now, self._cpu_s = self._telemetry(), time.process_time()
+        self._latest = now
+        counted = {name: total for name, total in now.counters.items() if not name.startswith(COSTS)}
+        self._child.totals = {"busy_s": now.busy_s, **counted}
+        self._child.pulse(now.progress, now.doing)
+        return Heartbeat(
+            progress=now.progress,
+            cpu_s=self._cpu_s - before_cpu_s,
+            busy_s=now.busy_s - before.busy_s,
+            counters={name: total - before.counters.get(name, 0.0) for name, total in now.counters.items()},
+            spans=list(now.spans),
+        )

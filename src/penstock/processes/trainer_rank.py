@@ -1,0 +1,305 @@
+"""One rank of a role of the trainer, with its models and the methods that are called on all ranks.
+
+Each call runs on all ranks at once, in the same order. Within a call, ranks may wait for each other. A rank without
+work takes part with an empty batch. Roles that share processes form one group of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.config import Config
+from penstock.groups.batch import Batch
+from penstock.groups.collect import add, first, reduce
+from penstock.groups.intent import PerRank, Shard
+from penstock.groups.method import remote_method
+from penstock.groups.modes import Execute, Mode
+from penstock.groups.role import Rank
+from penstock.model.load_policy import hollow_policy, load_policy, resolve_dtype, with_tied_names
+from penstock.processes.devices import device_of, num_threads, num_usable_cpus
+from penstock.processes.layout import trainer_nodes
+from penstock.scheduler.segments import max_trained_tokens
+from penstock.supervisor.child import ADDRESS
+from penstock.trainer.critic import Critic
+from penstock.trainer.learner import Learner
+from penstock.trainer.rank_balancing import attention_per_token
+from penstock.trainer.ranks import Ranks, Rendezvous
+from penstock.trainer.reference import Reference
+from penstock.trainer.strategy import is_sharded
+from penstock.trainer.warm_start import Imitation
+from penstock.types import LearnerState, WeightsHandle
+from penstock.weights.shared_memory import WeightsPublisher
+
+LOOPBACK = "127.0.0.1"
+Held = TypeVar("Held", Critic, Reference)
+
+
+class TrainerRank(ABC):
+    """One rank of any role."""
+
+    def __init__(self, rank: Rank, roles: Mapping[str, Any], *, config: Config, place: int) -> None:
+        """`roles`: the roles that this process already has. `place`: number of the trainer's place to which the process
+        belongs."""
+        self._config = config
+        beside: TrainerRank | None = next(iter(roles.values()), None)
+        self._ranks: Ranks = Ranks(rank) if beside is None else beside._ranks
+        number = place * rank.size + rank.index
+        self._here = _here(number, config)
+        self._device = device_of(number, config)
+        self._dtype = resolve_dtype(config.model.dtype, self._device)
+        self._set_threads()
+
+    @remote_method(execute=Execute.RANK_ZERO)
+    def listen(self) -> Rendezvous:
+        """Return the address at which the other ranks reach this rank."""
+        return self._ranks.listen(os.environ.get(ADDRESS, LOOPBACK))
+
+    @remote_method()
+    def join(self, rendezvous: Rendezvous) -> None:
+        """Connect the ranks. Where there are several ranks, only `listen` comes before this call. It is made on one
+        role of each process."""
+        backend = self._config.trainer.distributed.backend
+        self._ranks.join(rendezvous, self._device, backend, address=os.environ.get(ADDRESS))
+
+    @remote_method()
+    def release(self) -> None:
+        """Free the device for other processes until `resume`. Does nothing on the CPU, which all processes share
+        anyway."""
+        if self._device.type != "cpu":
+            self._tenant.release()
+            torch.get_device_module(self._device).empty_cache()
+
+    @remote_method()
+    def resume(self) -> None:
+        """Use the released device again."""
+        if self._device.type != "cpu":
+            self._tenant.resume()
+
+    @property
+    @abstractmethod
+    def _tenant(self) -> Learner | Critic | Reference:
+        """The object that holds this role's data on the device."""
+
+    def _policy(self, directory: Path, *, weights: bool = True, whole: bool = False) -> PreTrainedModel:
+        """Return the policy in the form that `strategy_of` takes.
+
+        For sharding only rank 0 reads the weights, to the CPU, so that no device needs room for the whole policy. With
+        `whole` every rank loads the policy onto its device. Without `weights` they are random.
+        """
+        if whole or not is_sharded(self._config.trainer, self._ranks):
+            return load_policy(directory, device=self._device, weights=weights, seed=self._config.seed)
+        if self._ranks.is_first:
+            return load_policy(directory, weights=weights, seed=self._config.seed)
+        return hollow_policy(directory)
+
+    def _set_threads(self) -> None:
+        threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=len(self._here))
+        torch.set_num_threads(threads)
+
+
+class Actor(TrainerRank):
+    """One rank of the actor. The first method call that needs the learner builds it around the policy."""
+
+    def __init__(
+        self, rank: Rank, roles: Mapping[str, Any], *, config: Config, place: int, model_dir: Path, weights_dir: Path
+    ) -> None:
+        """`model_dir`: directory of the policy. `weights_dir`: where rank 0 publishes the weights. For the other
+        arguments see `TrainerRank`."""
+        super().__init__(rank, roles, config=config, place=place)
+        trains_first = config.model.warm_start.steps > 0
+        self._model = self._policy(model_dir, weights=config.model.path != "tiny", whole=trains_first)
+        self._publisher = WeightsPublisher(weights_dir) if self._ranks.is_first else None
+        self._first_version = 0
+
+    @remote_method(execute=Execute.RANK_ZERO)
+    def attention_per_token(self) -> float:
+        """Return the cost of attention per token of context, relative to all other costs. See
+        `penstock.trainer.rank_balancing`."""
+        return attention_per_token(self._model)
+
+    @remote_method(dispatch={"batch": Shard(uneven="allow")}, collect=reduce(add))
+    def imitate(self, batch: Batch, learning_rate: float) -> dict[str, float]:
+        """Take one step of the warm start."""
+        return self._imitation.step(batch, learning_rate)
+
+    @remote_method()
+    def begin(self, policy_version: int) -> None:
+        """End the warm start, if there was one, and give the current policy this version."""
+        self._first_version = policy_version
+        self.__dict__.pop("_imitation", None)
+        self._set_threads()
+
+    @remote_method(dispatch={"batch": PerRank()}, collect=reduce(add))
+    def accumulate(self, batch: Batch) -> dict[str, float]:
+        """See `Learner.accumulate`."""
+        return self._learner.accumulate(batch)
+
+    @remote_method(collect=first)
+    def step(self) -> LearnerState:
+        """See `Learner.step`."""
+        return self._learner.step()
+
+    @remote_method(collect=first)
+    def publish(self) -> WeightsHandle | None:
+        """Gather the weights from all ranks and write them on rank 0, in the form that servers load.
+
+        Return the handle on rank 0 and None on the other ranks.
+        """
+        gathered = self._learner.named_weights()
+        if self._publisher is None:
+            return None
+        return self._publisher.publish(self._served(gathered), self._learner.policy_version)
+
+    @remote_method()
+    def write_policy(self, directory: Path) -> None:
+        """See `Learner.write_policy`."""
+        self._learner.write_policy(directory)
+
+    @remote_method()
+    def write(self, directory: Path) -> None:
+        """See `Learner.write`."""
+        self._learner.write(directory)
+
+    @remote_method()
+    def read(self, directory: Path, policy_version: int) -> None:
+        """Restore the state that `write` saved. Its version becomes `policy_version`."""
+        self._learner.read(directory)
+        self._learner.policy_version = policy_version
+
+    @cached_property
+    def _imitation(self) -> Imitation:
+        """The warm start. No other process computes during it, so the actor's ranks share all cores."""
+        num_sharing = sum(number < self._ranks.size for number in self._here)
+        torch.set_num_threads(max(torch.get_num_threads(), num_usable_cpus() // num_sharing))
+        return Imitation(self._model, self._ranks)
+
+    @cached_property
+    def _learner(self) -> Learner:
+        """The learner. It is built after the warm start, which trains the whole model and leaves no optimizer state
+        behind."""
+        config = self._config
+        return Learner(
+            self._model,
+            config.trainer,
+            max_staleness=config.scheduler.max_staleness,
+            policy_version=self._first_version,
+            temperature=config.env.temperature,
+            max_tokens=max_trained_tokens(config),
+            whole_step=config.trainer.groups_per_step * config.env.group_size,
+            compute_dtype=self._dtype,
+            measure_noise=config.scheduler.trigger.feedback.signal == "noise_scale",
+            ranks=self._ranks,
+        )
+
+    @property
+    def _tenant(self) -> Learner:
+        return self._learner
+
+    def _served(self, gathered: dict[str, Tensor]) -> dict[str, Tensor]:
+        named = {name: tensor.to(self._dtype) for name, tensor in gathered.items()}
+        return with_tied_names(self._model, named) if self._config.rollout.engine == "vllm" else named
+
+
+class PolicyCopyRank(TrainerRank, Generic[Held]):
+    """A role with its own model, which started as a copy of the policy."""
+
+    _held: Held
+    """Set by `begin`."""
+    _loaded: PreTrainedModel
+    """Set by `load`, removed by `begin`."""
+
+    @remote_method()
+    def load(self, directory: Path) -> None:
+        """Load the policy in `directory`. Ranks do not wait for each other here, because rank 0 may read for longer
+        than their timeout."""
+        self._loaded = self._policy(directory)
+
+    @remote_method()
+    def begin(self) -> None:
+        """Build the role's model from the loaded policy."""
+        self._held = self._make(self._loaded)
+        del self._loaded
+
+    @remote_method()
+    def read(self, directory: Path) -> None:
+        """Restore the state that `write` saved beside a policy."""
+        self._held.read(directory)
+
+    @remote_method()
+    def write(self, directory: Path) -> None:
+        """Save everything that determines the future of this role, as files."""
+        self._held.write(directory)
+
+    @remote_method(collect=reduce(add))
+    def busy_s(self) -> float:
+        """Return the seconds of model compute since the last call, divided by the number of ranks: the sum over ranks
+        is their mean."""
+        return self._held.busy.take_seconds() / self._ranks.size
+
+    @property
+    def _tenant(self) -> Held:
+        return self._held
+
+    @abstractmethod
+    def _make(self, policy: PreTrainedModel) -> Held: ...
+
+
+class CriticRank(PolicyCopyRank[Critic]):
+    """One rank of the critic, which holds the value function."""
+
+    @remote_method(Mode.DP_COMPUTE, blocking=False)
+    def values(self, batch: Batch) -> Batch:
+        """See `Critic.values`."""
+        return self._held.values(batch)
+
+    @remote_method(dispatch={"batch": PerRank()}, blocking=False)
+    def learn(self, batch: Batch, policy_version: int) -> None:
+        """See `Critic.learn`."""
+        self._held.learn(batch, policy_version)
+
+    @remote_method(collect=first, blocking=False)
+    def step(self) -> dict[str, float]:
+        """See `Critic.step`."""
+        return self._held.step()
+
+    def _make(self, policy: PreTrainedModel) -> Critic:
+        return Critic(
+            policy,
+            self._config.trainer,
+            max_staleness=self._config.scheduler.max_staleness,
+            compute_dtype=self._dtype,
+            ranks=self._ranks,
+        )
+
+
+class ReferenceRank(PolicyCopyRank[Reference]):
+    """One rank of the reference policy: the policy as it was when training began."""
+
+    @remote_method(dispatch={"batch": PerRank()}, blocking=False)
+    def logprobs(self, batch: Batch, policy_version: int) -> Batch:
+        """See `Reference.logprobs`."""
+        return self._held.logprobs(batch, policy_version)
+
+    def _make(self, policy: PreTrainedModel) -> Reference:
+        return Reference(
+            policy,
+            self._config.trainer,
+            max_staleness=self._config.scheduler.max_staleness,
+            temperature=self._config.env.temperature,
+            compute_dtype=self._dtype,
+            ranks=self._ranks,
+        )
+
+
+def _here(number: int, config: Config) -> range:
+    """Return the numbers of the trainer processes on the same node as process `number`, including itself."""
+    return next(node.numbers for node in trainer_nodes(config) if number in node.numbers)

@@ -1,0 +1,317 @@
+"""The slot engine: continuous batching of one Hugging Face causal language model over a fixed number of KV slots.
+
+The engine is synchronous and single-threaded. `submit` queues a request; each `step` advances every sequence by one
+token. A step is one forward over the newest token of every active row, packed with the prompts of newly admitted
+requests. All samples that are admitted together share one computation of their prompt. `load_weights` and `abort`
+happen between steps.
+
+Invariants:
+
+* Rows 0..n-1 are active and live in slots 0..n-1.
+* Every token's version span and log-probability belong to the weights that sampled it.
+* Nothing invalid passes `check`, so `step` fails only because of a defect or the device.
+* An update keeps the KV of running sequences: their later tokens attend to keys of the older weights.
+* Retracted samples lose their KV. When they continue, the weights of that time compute it again.
+* A released engine holds no KV memory and no requests. A new request ends with `abort` at once. Weights may be loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from penstock.rollout.admission import Admission, AdmissionQueue
+from penstock.rollout.cuda_graphs import CudaGraphs, records
+from penstock.rollout.model_check import check_model, eos_ids, fit_tensors
+from penstock.rollout.request import GenerateRequest, check_prompt
+from penstock.rollout.sampling import sample, shaped, uniforms
+from penstock.rollout.slot_attention import ATTENTION_NAME
+from penstock.rollout.slot_rows import Rows, RunningRequest, SlotSequence
+from penstock.rollout.slots import SlotCache, regroup
+from penstock.rollout.step_packing import pack
+from penstock.samples import Segment
+from penstock.types import NO_VERSION
+
+SCORED_PLACES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A request that has ended, with its samples' segments. With an `error`, `segments` is empty."""
+
+    request: GenerateRequest
+    segments: list[Segment]
+    error: str | None = None
+
+
+class SlotEngine:
+    """The engine that this module describes. `policy_version` is NO_VERSION until weights have been loaded."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, num_slots: int, max_context: int, policy_version: int = NO_VERSION
+    ) -> None:
+        check_model(model, max_context)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.model = model.eval()
+        self.num_slots = num_slots
+        self.max_context = max_context
+        self.policy_version = policy_version
+        self.num_generated_tokens = 0
+        self.num_decoded = self.num_context = self.num_prefilled = 0
+        """Counts of the last step: sequences advanced by a token, tokens they held before, prompt tokens computed."""
+        self.begun: list[str] = []
+        """Ids of the requests that got their first token in the last step."""
+        self.released = False
+        self.paused = False
+        """While True, no sample advances and none is admitted. Requests may be submitted and aborted."""
+        self.admitting = True
+        """While False, running samples continue and no new sample is admitted."""
+        self._cache = SlotCache(model, num_slots=num_slots, max_context=max_context)
+        self._recorded = CudaGraphs(self.model, self._cache, num_rows=num_slots) if records(self._cache) else None
+        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._rows = Rows(num_slots)
+        self._waiting = AdmissionQueue(num_slots=num_slots, eos_ids=eos_ids(model))
+        self._requests: dict[str, RunningRequest] = {}
+
+    @property
+    def num_active(self) -> int:
+        """Number of samples that are being generated."""
+        return len(self._rows)
+
+    @property
+    def num_started(self) -> int:
+        """Number of samples that have started: they are being generated or were retracted."""
+        return len(self._rows) + self._waiting.num_returned
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of samples without a slot."""
+        return self._waiting.num_samples
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests) and not self.paused
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise ValueError if the request cannot be served. It reads only constants, so any thread may call it."""
+        request.check(vocab_size=self._vocab_size, max_context=self.max_context)
+
+    def check_prompt(self, prompt_ids: list[int]) -> None:
+        """Raise ValueError for a prompt that cannot be computed."""
+        check_prompt(prompt_ids, vocab_size=self._vocab_size, max_context=self.max_context)
+
+    def submit(self, request: GenerateRequest) -> list[Finished]:
+        """Queue a request. A later `step` or `abort` returns its segments.
+
+        An engine that is released or has no current weights ends the request at once and returns it. Raises ValueError
+        for a bad request, or if a request with this id is already being served."""
+        self.check(request)
+        if request.rid in self._requests:
+            raise ValueError(f"request {request.rid} is already being served")
+        running = RunningRequest(request)
+        self._requests[request.rid] = running
+        self._waiting.add(running)
+        return self.abort([request.rid]) if self.released or self.policy_version == NO_VERSION else []
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Admit samples that fit and generate one token for every active sequence. Return the completed requests."""
+        num_decode = self.num_decoded = len(self._rows)
+        self.num_context = int(self._rows.positions[:num_decode].sum())
+        admissions = self._waiting.admit(self.num_slots - num_decode, new=self.admitting)
+        self.num_prefilled = sum(len(admission.prompt_ids) for admission in admissions)
+        first = (admission.sequences[0] for admission in admissions)
+        self.begun = [it.running.request.rid for it in first if it.index == 0 and not it.token_ids]
+        for admission in admissions:
+            for sequence in admission.sequences:
+                self._rows.append(sequence)
+        if not self._rows:
+            return []
+        tokens, logprobs = self._forward(num_decode, admissions)
+        ended = self._record(tokens, logprobs)
+        touched = [self._rows.sequences[row].running for row in ended]
+        if ended or admissions:
+            self._close_holes(ended)
+        return [self._take(running) for running in dict.fromkeys(touched) if running.done]
+
+    def abort(self, rids: Iterable[str]) -> list[Finished]:
+        """End requests now. Their unfinished samples keep their tokens so far. Unknown ids are ignored."""
+        requests = [self._requests[rid] for rid in rids if rid in self._requests]
+        rows = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running in requests}
+        waiting = [sequence for running in requests for sequence in self._waiting.remove(running)]
+        for sequence in [*(self._rows.sequences[row] for row in rows), *waiting]:
+            sequence.finish("abort", self.policy_version)
+        self._close_holes(rows)
+        return [self._take(running) for running in requests]
+
+    def abort_all(self) -> list[Finished]:
+        """End every request now."""
+        return self.abort(list(self._requests))
+
+    def release(self) -> list[Finished]:
+        """End every request now and free the KV memory. Later requests end at once, until `resume`."""
+        if self.released:
+            return []
+        finished = self.abort_all()
+        if self._recorded is not None:
+            self._recorded.forget()
+        self._cache.free()
+        self.released = True
+        return finished
+
+    def retract(self) -> None:
+        """Remove all running samples from their slots and put them at the head of the queue. Before they continue, the
+        weights of that time compute the keys and values of their prompt and answer again."""
+        for sequence in self._rows.sequences:
+            sequence.close_span(self.policy_version)
+        self._waiting.requeue(self._rows.clear())
+
+    def resume(self) -> None:
+        """Allocate the KV memory again and serve requests again."""
+        if self.released:
+            self._cache.allocate()
+            self.released = False
+
+    def sequences(self, rid: str) -> list[SlotSequence]:
+        """Return the started samples of a request, with their tokens so far; [] if there is no such request."""
+        running = self._requests.get(rid)
+        return running.sequences if running else []
+
+    @torch.inference_mode()
+    def scoring(self, prompt_ids: list[int]) -> Iterator[list[float]]:
+        """Yield the log-probability of every token but the first, at temperature 1, in parts of `SCORED_PLACES` tokens.
+
+        So the logits of only one part exist at once, for any prompt length, and steps may run between two parts. After
+        a weights update, the new weights compute the KV of earlier tokens again. So no log-probability mixes two
+        versions."""
+        ids = torch.tensor([prompt_ids], device=self.model.device)
+        cache, version = DynamicCache(), self.policy_version
+        for places in torch.split(torch.arange(len(prompt_ids) - 1, device=ids.device), SCORED_PLACES):
+            if self.policy_version != version:
+                cache, version = DynamicCache(), self.policy_version
+            fresh = ids[:, cache.get_seq_length() : int(places[-1]) + 1]
+            output = self.model(input_ids=fresh, past_key_values=cache, use_cache=True, logits_to_keep=len(places))
+            logits = output.logits[0].float()
+            found: list[float] = torch.log_softmax(logits, dim=-1).gather(1, ids[0, places + 1, None])[:, 0].tolist()
+            yield found
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the model's weights by name, tied weights once. An update must provide all of them."""
+        return dict(self.model.named_parameters())
+
+    def tied_names(self) -> set[str]:
+        """Return the additional names of tied weights, which `parameters` lists under another name."""
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self.parameters().keys()
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> None:
+        """Copy new weights into the model. Running sequences continue. Raises ValueError, with nothing changed, if a
+        weight does not fit or the version is not newer."""
+        if policy_version <= self.policy_version:
+            raise ValueError(f"policy_version {policy_version} is not newer than {self.policy_version}")
+        parameters = self.parameters()
+        fitted = fit_tensors(parameters, self.tied_names(), tensors)
+        if missing := sorted(parameters.keys() - fitted.keys()):
+            raise ValueError(f"the update lacks {len(missing)} weights, the first is {missing[0]}")
+        for sequence in self._rows.sequences:
+            sequence.close_span(self.policy_version)
+        torch._foreach_copy_(list(parameters.values()), [fitted[name] for name in parameters])
+        self.policy_version = policy_version
+
+    def forget_weights(self) -> list[Finished]:
+        """Stop using the current weights: end every request now, and later requests at once, until the next weights."""
+        finished = self.abort_all()
+        self.policy_version = NO_VERSION
+        return finished
+
+    def rename_weights(self, policy_version: int) -> None:
+        """Name the current weights `policy_version`, from the next token on. Raises ValueError for an older version."""
+        if policy_version < self.policy_version:
+            raise ValueError(f"policy_version {policy_version} is older than {self.policy_version}")
+        for sequence in self._rows.sequences:
+            sequence.close_span(self.policy_version)
+        self.policy_version = policy_version
+
+    def _forward(self, num_decode: int, admissions: list[Admission]) -> tuple[list[int], list[float]]:
+        rows = self._rows
+        logits = self._logits(num_decode, admissions)
+        rows.positions[: len(rows)] += 1
+        to_draw_from = shaped(logits, rows.sequences)
+        tokens, vocabulary = sample(
+            logits,
+            rows.params,
+            uniforms(rows.params["seed"], rows.positions[: len(rows)]),
+            shaped=None if to_draw_from is logits else to_draw_from,
+        )
+        self._add_top_logprobs(vocabulary)
+        logprobs = vocabulary.gather(1, tokens[:, None])[:, 0]
+        # One transfer for both: float64 holds every token id exactly.
+        host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
+        rows.tokens[: len(rows)] = host[0]
+        self.num_generated_tokens += len(rows)
+        return rows.tokens[: len(rows)].tolist(), host[1].tolist()
+
+    def _logits(self, num_decode: int, admissions: list[Admission]) -> torch.Tensor:
+        """Return the logits [n, vocab], in the order of the rows."""
+        if self._recorded is not None:
+            return self._recorded(self._rows, num_decode, admissions)
+        packed = pack(self._cache, self._rows, num_decode, admissions)
+        logits: torch.Tensor = self.model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            logits_to_keep=packed.logits_to_keep,
+            attend=packed.batch.attend,
+        ).logits[0]
+        return logits if packed.rows_of_logits is None else logits.index_select(0, packed.rows_of_logits)
+
+    def _add_top_logprobs(self, vocabulary: torch.Tensor) -> None:
+        """Add top log-probabilities to the sequences that request them. `vocabulary` [n, vocab] has the
+        log-probabilities of this position."""
+        for row, sequence in enumerate(self._rows.sequences):
+            if sequence.top_logprobs is not None:
+                best, ids = vocabulary[row].topk(sequence.params.top_logprobs)
+                sequence.top_logprobs.append(list(zip(best.tolist(), ids.tolist(), strict=True)))
+
+    def _record(self, tokens: list[int], logprobs: list[float]) -> set[int]:
+        """Append the new tokens to their sequences. Return the rows that ended."""
+        ended: set[int] = set()
+        failed = False
+        for row, (sequence, token, logprob) in enumerate(zip(self._rows.sequences, tokens, logprobs, strict=True)):
+            if not isfinite(logprob):
+                failed = True
+                sequence.running.error = f"policy_version {self.policy_version} computed logits that are not finite"
+            elif reason := sequence.append(token, logprob):
+                sequence.finish(reason, self.policy_version)
+                ended.add(row)
+        return ended | self._end_failed() if failed else ended
+
+    def _end_failed(self) -> set[int]:
+        """Return the rows of all requests with non-finite logits. Zero their slots, so that later samples get no
+        NaN."""
+        failed = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running.error}
+        for row in failed:
+            self._cache.erase(row)
+        return failed
+
+    def _close_holes(self, ended: set[int]) -> None:
+        rows = self._rows
+        live = np.ones(len(rows), dtype=np.bool_)
+        live[list(ended)] = False
+        moves = regroup(rows.positions[: len(rows)], live)
+        if len(moves.source):
+            source, target = (torch.from_numpy(x).to(self.model.device) for x in (moves.source, moves.target))
+            self._cache.move(source, target, int(rows.positions[moves.source].max()))
+        rows.move(moves.source, moves.target, int(live.sum()))
+
+    def _take(self, running: RunningRequest) -> Finished:
+        """Remove a finished request from the engine and return its result."""
+        del self._requests[running.request.rid]
+        self._waiting.remove(running)
+        segments = [] if running.error else [segment for _, segment in sorted(running.segments.items())]
+        return Finished(request=running.request, segments=segments, error=running.error)

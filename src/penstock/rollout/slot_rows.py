@@ -1,0 +1,124 @@
+"""The sequences that are being generated, and their per-row state in dense arrays. Row i lives in KV slot i."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.rollout.request import GenerateRequest
+from penstock.samples import Segment, VersionSpan
+from penstock.types import FinishReason
+
+
+class RunningRequest:
+    """A request inside the engine. It collects the segments of its samples until all have ended."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.sequences: list[SlotSequence] = []
+        """The samples that have started, in order of their index."""
+        self.segments: dict[int, Segment] = {}
+        self.error: str | None = None
+
+    @property
+    def num_started(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.request.seeds) - self.num_started
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or len(self.segments) == len(self.request.seeds)
+
+
+class SlotSequence:
+    """One sample of a running request."""
+
+    def __init__(self, running: RunningRequest, index: int, eos_ids: frozenset[int]) -> None:
+        self.params = params = running.request.params
+        self.shapes_logits = params.shapes_logits
+        self.running = running
+        self.index = index
+        self.max_new_tokens = running.request.max_new_tokens[index]
+        self.stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_ids
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[float, int]]] | None = [] if params.top_logprobs else None
+        self._spans: list[VersionSpan] = []
+        self._span_start = 0
+
+    def append(self, token: int, logprob: float) -> FinishReason | None:
+        """Append the next token. Return the finish reason if it was the last token, otherwise None."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        ends = self.running.request.ends
+        if token in self.stop_ids or (ends is not None and ends(self.token_ids)):
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_new_tokens else None
+
+    def close_span(self, policy_version: int) -> None:
+        """Record that `policy_version` sampled all tokens since the last span."""
+        end = len(self.token_ids)
+        if end > self._span_start:
+            start = self._span_start
+            if self._spans and self._spans[-1].policy_version == policy_version:
+                start = self._spans.pop().start
+            self._spans.append(VersionSpan(policy_version, start, end))
+            self._span_start = end
+
+    def finish(self, reason: FinishReason, policy_version: int) -> None:
+        """Finish the sample and pass its segment to the request."""
+        self.close_span(policy_version)
+        self.running.segments[self.index] = Segment(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            spans=self._spans,
+            finish_reason=reason,
+            top_logprobs=self.top_logprobs,
+        )
+
+
+ROW = np.dtype([("seed", "u8"), ("top_k", "i8"), ("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4")], align=True)
+"""Sampling parameters of a row. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 restrict nothing."""
+
+
+class Rows:
+    """The rows of a step. Rows 0..len-1 are active. `positions[i]` is the slot position of row i's latest token."""
+
+    def __init__(self, capacity: int) -> None:
+        self.sequences: list[SlotSequence] = []
+        self.tokens = np.zeros(capacity, dtype=np.int64)
+        self.positions = np.zeros(capacity, dtype=np.int64)
+        self._params = np.zeros(capacity, dtype=ROW)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def append(self, sequence: SlotSequence) -> None:
+        """Add a row for a sequence. The next forward computes its prompt and its answer so far."""
+        row, request, params = len(self), sequence.running.request, sequence.params
+        self.sequences.append(sequence)
+        self.positions[row] = len(request.prompt_ids) + len(sequence.token_ids) - 1
+        seed = request.seeds[sequence.index] % 2**64
+        self._params[row] = (seed, params.top_k, params.temperature, params.top_p, params.min_p)
+
+    def clear(self) -> list[SlotSequence]:
+        """Empty all rows and return their sequences."""
+        sequences, self.sequences = self.sequences, []
+        return sequences
+
+    @property
+    def params(self) -> npt.NDArray[np.void]:
+        """The sampling parameters of the active rows, as `ROW`."""
+        return self._params[: len(self)]
+
+    def move(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], num_rows: int) -> None:
+        """Apply slot moves and keep the first `num_rows` rows."""
+        for array in (self.tokens, self.positions, self._params):
+            array[target] = array[source]
+        moved = [self.sequences[row] for row in source]
+        for row, sequence in zip(target, moved, strict=True):
+            self.sequences[row] = sequence
+        del self.sequences[num_rows:]

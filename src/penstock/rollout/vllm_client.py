@@ -1,0 +1,149 @@
+"""The client of a vLLM server with its reinforcement-learning endpoints. Torch-free.
+
+The server needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. The client was tested with vLLM 0.32, which reports for
+every token the weights that sampled it.
+
+`/inference/v1/generate` takes and returns tokens. Its log-probabilities are those of the sampling distribution only
+with `--logprobs-mode processed_logprobs`. The default mode ignores the temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from penstock.rollout import bodies
+from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, UNKNOWN, ServerClient, make_segment
+from penstock.rollout.generator import all_of
+from penstock.rollout.session import HttpSession, RolloutError
+from penstock.samples import Segment
+from penstock.seeding import stable_seed
+from penstock.types import Sampling, SegmentGrant, UpdateMode, WeightsHandle
+
+GENERATE = "/inference/v1/generate"
+PAUSES: dict[UpdateMode, str] = {
+    "in_place": "/pause?mode=keep&clear_cache=false",  # otherwise vLLM computes running requests again
+    "retract": "/pause?mode=abort",
+    "drain": "/pause?mode=wait",
+}
+RELOAD_S = 900.0
+"""Timeout for loading the weights of a large model."""
+
+
+class Logprob(Struct):
+    """The log-probability of one token."""
+
+    logprob: float
+
+
+class Logprobs(Struct):
+    """The log-probabilities of one sample."""
+
+    content: list[Logprob] | None = None
+
+
+class Choice(Struct, kw_only=True):
+    """One sample. `weight_versions` is None in vLLM releases that do not report versions."""
+
+    index: int
+    finish_reason: Literal["stop", "length", "abort"]
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    weight_versions: list[bodies.WeightSpan] | None = None
+
+
+class Generated(Struct):
+    """The reply of `/inference/v1/generate`."""
+
+    choices: list[Choice]
+
+
+class VllmClient(ServerClient):
+    """The client of one vLLM server."""
+
+    label_path = "/weight_info"
+
+    def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> None:
+        super().__init__(url, session, update_mode=update_mode)
+        self._salt = ""
+        """The policy_version of the last answer, sent as `cache_salt`.
+
+        So vLLM does not reuse prompts that other weights cached. Requests between an update and the first answer
+        with the new version are an exception."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Segment]:
+        """Return one segment per grant. Each grant is a separate request, because vLLM has one limit and one seed per
+        request.
+
+        vLLM restarts its random numbers with each request, so the client mixes the seed with the position."""
+        length = len(prompt_ids)
+        return await all_of(
+            self._sample(prompt_ids, grant.max_tokens, sampling, stable_seed(seed, length))
+            for grant, seed in zip(grants, seeds, strict=True)
+        )
+
+    async def _sample(self, prompt_ids: Sequence[int], limit: int, sampling: Sampling, seed: int) -> Segment:
+        body: dict[str, Any] = {
+            "token_ids": list(prompt_ids),
+            "sampling_params": {
+                "max_tokens": limit,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "seed": seed,
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+        if self._salt:
+            body["cache_salt"] = self._salt
+        reply = await self._session.call("POST", self.url, GENERATE, body, Generated, timeout_s=ANSWER_S)
+        if len(reply.choices) != 1:
+            raise RolloutError(self.url, f"returned {len(reply.choices)} samples instead of 1", 200)
+        (choice,) = reply.choices
+        logprobs = choice.logprobs.content if choice.logprobs else None
+        spans = [span for span in choice.weight_versions or () if span.end > span.start]
+        segment = make_segment(
+            self.url, choice.token_ids, [each.logprob for each in logprobs or ()], spans, choice.finish_reason
+        )
+        if spans:
+            self._salt = spans[-1].version
+        return segment
+
+    async def check(self) -> None:
+        """Check that the server has the needed endpoints. Raises RolloutError that names the missing start option."""
+        needed: list[tuple[str, str, object, str]] = [
+            ("GET", "/weight_info", None, "VLLM_SERVER_DEV_MODE=1 in its environment"),
+            ("POST", GENERATE, {}, "--enable-scale-out"),
+        ]
+        for method, path, body, remedy in needed:
+            try:
+                await self._session.send(method, self.url, path, body)
+            except RolloutError as error:  # an empty request is refused too, but with another status
+                if error.status in (403, 404):
+                    raise RolloutError(self.url, f"has no route {path}: start it with {remedy}", 400) from error
+
+    async def forget_weights(self) -> None:
+        await self._post("/update_weight_version", {"new_version": UNKNOWN})
+
+    async def commit_weights(self, handle: WeightsHandle) -> None:
+        """Pause, make every worker load the directory, set the version label, and continue.
+
+        A failure in between leaves the label `UNKNOWN`. So no later sample counts as one of a known version."""
+        try:
+            await self._post(PAUSES[self.update_mode], timeout_s=COMMIT_S[self.update_mode])
+            await self.forget_weights()
+            # A server that started with random weights would otherwise "read" random ones again.
+            await self._rpc("update_config", args=[{"load_config": {"load_format": "safetensors"}}])
+            await self._rpc("reload_weights", kwargs={"weights_path": str(Path(handle.path).parent)})
+            await self._post("/update_weight_version", {"new_version": str(handle.policy_version)})
+        finally:
+            await self._post("/resume", timeout_s=RESUME_S)
+
+    async def _rpc(self, method: str, **arguments: Any) -> None:
+        await self._post("/collective_rpc", {"method": method, **arguments}, timeout_s=RELOAD_S)

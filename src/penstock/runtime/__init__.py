@@ -1,0 +1,1 @@
+"""Child processes, HTTP servers and file transfer that connect the processes of a run."""

@@ -1,0 +1,239 @@
+"""Tokens of episodes: segments and turns make up a trajectory, and trajectories become training samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.types import (
+    NO_VERSION,
+    EpisodeId,
+    EpisodeSummary,
+    FinishReason,
+    Formulation,
+    StopReason,
+    TrajectoryStatus,
+)
+
+
+class VersionSpan(NamedTuple):
+    """The policy with `policy_version` sampled the tokens [start, end) of a segment. The server records spans."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+def add_spans(spans: list[VersionSpan], more: Sequence[VersionSpan], *, offset: int) -> None:
+    """Append the spans `more`, shifted by `offset`, to `spans`. Adjacent spans of one version become one span."""
+    for version, start, end in more:
+        if spans and spans[-1].policy_version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, offset + end)
+        else:
+            spans.append(VersionSpan(version, offset + start, offset + end))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The tokens of one grant. `token_ids` and `logprobs` have the same length."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-probability of each sampled token under the policy that sampled it, at the sampling temperature, in nats."""
+    spans: list[VersionSpan]
+    finish_reason: FinishReason
+    top_logprobs: list[list[tuple[float, int]]] | None = None
+    """Most likely (log-probability, token) pairs at each position, best first; None unless a client asked for them."""
+
+    @classmethod
+    def joined(cls, segments: Sequence[Segment], reason: FinishReason) -> Segment:
+        """Return the consecutive `segments` of one answer as one segment."""
+        spans: list[VersionSpan] = []
+        length = 0
+        for segment in segments:
+            add_spans(spans, segment.spans, offset=length)
+            length += len(segment.token_ids)
+        return cls(
+            token_ids=[token for segment in segments for token in segment.token_ids],
+            logprobs=[logprob for segment in segments for logprob in segment.logprobs],
+            spans=spans,
+            finish_reason=reason,
+        )
+
+    def cut(self, length: int, reason: FinishReason) -> Segment:
+        """Return the first `length` tokens as a segment that ended for `reason`."""
+        spans = [VersionSpan(version, start, min(end, length)) for version, start, end in self.spans if start < length]
+        return Segment(
+            token_ids=self.token_ids[:length], logprobs=self.logprobs[:length], spans=spans, finish_reason=reason
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Observation -> action. `observation_ids` are only the tokens that this turn added to the context."""
+
+    observation_ids: list[int]
+    segments: list[Segment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The result of an episode. A failed episode has a trajectory too; its `error` says why it failed."""
+
+    episode: EpisodeId
+    task_id: str
+    turns: list[Turn]
+    reward: float
+    status: TrajectoryStatus
+    stop_reason: StopReason | None = None
+    """None if the episode failed or was aborted."""
+    error: str | None = None
+    started_at: float = 0.0
+    """Seconds since the epoch."""
+    finished_at: float = 0.0
+    """Seconds since the epoch."""
+    env_seed: int = 0
+    info: dict[str, Any] = field(default_factory=dict)
+    """Latest value of each key in the environment's info that `dump.columns` names."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that the policy generated."""
+        return sum(len(segment.token_ids) for turn in self.turns for segment in turn.segments)
+
+    def summary(self, *, text: str | None = None) -> EpisodeSummary:
+        """Return the summary that the controller needs."""
+        segments = [segment for turn in self.turns for segment in turn.segments]
+        versions = [span.policy_version for segment in segments for span in segment.spans]
+        return EpisodeSummary(
+            episode=self.episode,
+            status=self.status,
+            stop_reason=self.stop_reason,
+            reward=self.reward,
+            num_turns=len(self.turns),
+            prompt_tokens=sum(len(turn.observation_ids) for turn in self.turns),
+            response_tokens=self.num_tokens,
+            version_min=min(versions, default=NO_VERSION),
+            version_max=max(versions, default=NO_VERSION),
+            seconds=self.finished_at - self.started_at,
+            error=self.error,
+            text=text,
+            env_seed=self.env_seed,
+            info=self.info,
+        )
+
+    @classmethod
+    def unflatten(
+        cls, sample: Sample, *, episode: EpisodeId, task_id: str, ended: bool, env_seed: int = 0
+    ) -> Trajectory:
+        """Return the trajectory of a saved sample: the inverse of `flatten`, without `stop_reason` and `info`."""
+        bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))  # [start, end) of each action
+        turns, seen = [], 0
+        for start, end in bounds.reshape(-1, 2).tolist():
+            observation_ids = sample.token_ids[seen:start].tolist()
+            turns.append(Turn(observation_ids=observation_ids, segments=[_segment(sample, start, end)]))
+            seen = end
+        if seen < len(sample.token_ids):
+            turns.append(Turn(observation_ids=sample.token_ids[seen:].tolist(), segments=[]))
+        status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"
+        if status == "completed" and turns and turns[-1].segments:
+            turns[-1].segments[-1] = replace(turns[-1].segments[-1], finish_reason="stop")
+        return cls(
+            episode=episode, task_id=task_id, turns=turns, reward=sample.reward, status=status, env_seed=env_seed
+        )
+
+    def formulate(self, formulation: Formulation) -> list[Sample]:
+        """Return the training samples of the episode. Each of them has the reward of the episode."""
+        parts = [self] if formulation == "trajectory" else self._turn_by_turn()
+        return [part.flatten() for part in parts]
+
+    def _turn_by_turn(self) -> Iterator[Trajectory]:
+        """Yield each turn as a separate trajectory. Its observation contains all tokens before the turn."""
+        context: list[int] = []
+        for turn in self.turns:
+            context += turn.observation_ids
+            yield replace(self, turns=[Turn(observation_ids=list(context), segments=turn.segments)])
+            context += [token for segment in turn.segments for token in segment.token_ids]
+
+    def flatten(self) -> Sample:
+        """Return the token arrays for training. The loss mask is 0 on observations and 1 on actions."""
+        tokens: list[int] = []
+        mask: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        for turn in self.turns:
+            observed = len(turn.observation_ids)
+            tokens += turn.observation_ids
+            mask += [0] * observed
+            logprobs += [0.0] * observed
+            versions += [NO_VERSION] * observed
+            for segment in turn.segments:
+                tokens += segment.token_ids
+                mask += [1] * len(segment.token_ids)
+                logprobs += segment.logprobs
+                for span in segment.spans:
+                    versions += [span.policy_version] * (span.end - span.start)
+        return Sample(
+            group=self.episode.group,
+            episode=self.episode.episode,
+            reward=self.reward,
+            truncated=self.status == "truncated",
+            token_ids=np.asarray(tokens, dtype=np.int32),
+            loss_mask=np.asarray(mask, dtype=np.uint8),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            versions=np.asarray(versions, dtype=np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A trajectory or one of its turns, for the trainer. All arrays have length T = prompt + response tokens."""
+
+    group: int
+    episode: int
+    reward: float
+    truncated: bool
+    token_ids: npt.NDArray[np.int32]  # [T]
+    loss_mask: npt.NDArray[np.uint8]  # [T], 1 on sampled tokens
+    logprobs: npt.NDArray[np.float32]  # [T], behaviour log-probabilities, 0 where the mask is 0
+    versions: npt.NDArray[np.int32]  # [T], policy_version per sampled token, NO_VERSION where the mask is 0
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Sample]) -> Sample:
+        """Return a sample from its consecutive pieces. Reward and end come from the last piece."""
+        return replace(
+            pieces[-1],
+            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+            loss_mask=np.concatenate([piece.loss_mask for piece in pieces]),
+            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+            versions=np.concatenate([piece.versions for piece in pieces]),
+        )
+
+    @classmethod
+    def overlaid(cls, samples: Sequence[Sample]) -> Sample:
+        """Return the full trajectory of `samples` from `formulate`. Each sample is a prefix of the next sample."""
+        whole = samples[-1]
+        if len(samples) == 1:
+            return whole
+        mask, logprobs, versions = whole.loss_mask.copy(), whole.logprobs.copy(), whole.versions.copy()
+        for sample in samples[:-1]:
+            sampled = np.flatnonzero(sample.loss_mask)
+            mask[sampled], logprobs[sampled], versions[sampled] = 1, sample.logprobs[sampled], sample.versions[sampled]
+        return replace(whole, loss_mask=mask, logprobs=logprobs, versions=versions)
+
+
+def _segment(sample: Sample, start: int, end: int) -> Segment:
+    """Return the tokens [start, end) of a sample as a segment, with their versions as spans."""
+    versions = sample.versions[start:end]
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), end - start]
+    return Segment(
+        token_ids=sample.token_ids[start:end].tolist(),
+        logprobs=sample.logprobs[start:end].tolist(),
+        spans=[VersionSpan(int(versions[a]), a, b) for a, b in pairwise(cuts)],
+        finish_reason="length",
+    )

@@ -1,0 +1,71 @@
+"""A trainer that only takes time. Its entropy falls like that of a real run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.config import TrainerModelConfig
+from penstock.ports.training import SavedStates, TrainerState
+from penstock.simulator.experience import Experience
+from penstock.types import GroupRef, LearnerState, WeightsHandle
+
+ENTROPY_FIRST, ENTROPY_LAST, ENTROPY_STEPS = 1.0, 0.2, 40.0
+"""Entropy in nats per token. It falls from the first value towards the last as exp(-step / steps): fast early, slowly
+late, as measured in arXiv 2505.22617."""
+
+
+class TrainerWithoutCheckpoints:
+    """The methods of `ports.Trainer` for recovery, in a trainer that is never lost and has nothing to restore."""
+
+    async def state(self) -> TrainerState:
+        return TrainerState(begun=False)
+
+    async def saved(self, directory: Path) -> SavedStates:
+        return SavedStates(newest=None)
+
+    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
+        return {}
+
+    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
+        """Do nothing. Never called, because there are no checkpoints."""
+
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+        """Do nothing: a checkpoint takes no time and stores nothing."""
+
+
+class TrainerModel(TrainerWithoutCheckpoints):
+    """A `ports.Trainer` that takes call_s per call plus token_s per token for gradients, step_s per step and publish_s
+    per publication."""
+
+    def __init__(self, model: TrainerModelConfig, experience: Experience) -> None:
+        self._model, self._experience = model, experience
+        self._version = 0
+        self._tokens = 0
+        self.busy_s = 0.0
+
+    async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
+        costs = [self._experience.train(ref, self._version) for ref in groups]
+        masked = sum(cost.masked_tokens for cost in costs)
+        trained = sum(cost.response_tokens for cost in costs) - masked
+        self._tokens += trained
+        await self._work(self._model.call_s + self._model.token_s * sum(cost.tokens for cost in costs))
+        return {"tokens": float(trained), "tokens_masked_stale": float(masked)}
+
+    async def step(self) -> LearnerState:
+        await self._work(self._model.step_s)
+        entropy = ENTROPY_LAST + (ENTROPY_FIRST - ENTROPY_LAST) * math.exp(-self._version / ENTROPY_STEPS)
+        self._version += 1
+        tokens, self._tokens = self._tokens, 0
+        return LearnerState(policy_version=self._version, entropy=entropy, metrics={"tokens": float(tokens)})
+
+    async def publish(self) -> WeightsHandle:
+        await self._work(self._model.publish_s)
+        return WeightsHandle(policy_version=self._version, path="simulated", num_bytes=0, fingerprint="simulated")
+
+    async def _work(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self.busy_s += seconds

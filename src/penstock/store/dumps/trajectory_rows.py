@@ -1,0 +1,119 @@
+"""One row for each trajectory: its record in the pool, its text, and named values of the task and the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+from penstock.config import Config
+from penstock.config.trajectory_dump import OTHER_NAMES, OWN_COLUMNS, Column
+from penstock.model.chat import ChatTokenizer
+from penstock.ports.group_records import GroupRecord
+from penstock.samples import Sample
+from penstock.store.dumps.columns import DumpError, Row, converter
+from penstock.store.dumps.transcript import Message, Transcript
+from penstock.types import NO_VERSION, EpisodeSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """A trajectory in the pool."""
+
+    record: GroupRecord
+    summary: EpisodeSummary
+    sample: Sample
+    payload: Mapping[str, Any]
+    """Payload of the task."""
+    run_id: str | None
+    mode: str
+    step: int | None
+    """Optimizer step after which the trajectory was written; None if the run has no steps."""
+    model: str
+    transcript: Transcript
+
+    @property
+    def name(self) -> str:
+        """Return a name that no other trajectory of any run has."""
+        return f"{self.run_id}/{self.summary.episode}"
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        return self.transcript.messages(self.sample)
+
+
+OF_EPISODE = ("tag", "group", "episode", "attempt")
+OF_SUMMARY = ("status", "stop_reason", "error", "reward", "num_turns", "prompt_tokens", "response_tokens", "seconds")
+FACTS: Mapping[str, Callable[[Played], Any]] = {
+    **{name: attrgetter(name) for name in ("mode", "step", "model", "messages")},
+    **{name: attrgetter(f"record.{name}") for name in ("task_index", "task_id")},
+    **{name: attrgetter(f"summary.episode.{name}") for name in OF_EPISODE},
+    **{name: attrgetter(f"summary.{name}") for name in OF_SUMMARY},
+    "token_ids": lambda it: it.sample.token_ids.tolist(),
+    "loss_mask": lambda it: it.sample.loss_mask.tolist(),
+    "logprobs": lambda it: it.sample.logprobs.tolist(),
+    "versions": lambda it: it.sample.versions.tolist(),
+    "trajectory": attrgetter("name"),
+    "seed": attrgetter("summary.env_seed"),
+    "policy_version_min": lambda it: _version(it.summary.version_min),
+    "policy_version_max": lambda it: _version(it.summary.version_max),
+}
+"""Values that every trajectory has, by column name. `OWN_COLUMNS` has the same names, and ROLL's names for some of
+them."""
+
+
+class RowMaker:
+    """Makes rows of the declared columns, in their order."""
+
+    def __init__(self, config: Config, chat: ChatTokenizer, *, columns: Sequence[Column]) -> None:
+        self.columns = columns
+        self._run_id, self._mode, self._model = config.run_id, config.pipeline, config.model.path
+        self.unfilled = {column.name for column in columns} - OWN_COLUMNS
+        """Columns that neither the task nor the environment has filled so far."""
+        self._transcript = Transcript(chat)
+        self._values = [(column.name, converter(column), _value(column.name)) for column in columns]
+
+    def rows(
+        self, record: GroupRecord, samples: Sequence[Sample], payload: Mapping[str, Any], *, step: int | None = None
+    ) -> list[Row]:
+        """Return the rows of a completed group. Raises `DumpError` that names the trajectory and the column."""
+        tokens: dict[int, list[Sample]] = {}
+        for sample in samples:
+            tokens.setdefault(sample.episode, []).append(sample)
+        return [
+            self._row(
+                Played(
+                    record=record,
+                    summary=summary,
+                    sample=Sample.overlaid(tokens[summary.episode.episode]),
+                    payload=payload,
+                    run_id=self._run_id,
+                    mode=self._mode,
+                    step=step,
+                    model=self._model,
+                    transcript=self._transcript,
+                )
+            )
+            for summary in record.episodes
+        ]
+
+    def _row(self, played: Played) -> Row:
+        try:
+            row = {name: convert(value(played)) for name, convert, value in self._values}
+        except DumpError as error:
+            raise DumpError(f"trajectory {played.name}: {error}") from None
+        if self.unfilled:
+            self.unfilled = {name for name in self.unfilled if row[name] is None}
+        return row
+
+
+def _value(name: str) -> Callable[[Played], Any]:
+    """Return the source of a column's values: the trajectory itself, else the task, else the environment."""
+    fact = FACTS.get(OTHER_NAMES.get(name, name))
+    return fact or (lambda it: it.payload[name] if name in it.payload else it.summary.info.get(name))
+
+
+def _version(policy_version: int) -> int | None:
+    return None if policy_version == NO_VERSION else policy_version

@@ -1,0 +1,216 @@
+"""Payload records: the token arrays of a group in one checksummed, append-only record.
+
+    record = magic "PENS" | u32 header length | header (msgpack) | int32 token_ids | uint8 loss_mask | float32 logprobs
+             | int32 versions, each array holding all samples of the group back to back and starting on 8 bytes
+
+A worker writes only its own segment files. Readers map the files, so the page cache is the shared memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.samples import Sample
+from penstock.types import PayloadRef
+
+_MAGIC = b"PENS"
+_PREFIX = struct.Struct("<4sI")
+_COLUMNS: tuple[tuple[str, type[np.generic]], ...] = (
+    ("token_ids", np.int32),
+    ("loss_mask", np.uint8),
+    ("logprobs", np.float32),
+    ("versions", np.int32),
+)
+_ALIGNMENT = 8
+CLOCK_S = 1.0
+"""Seconds; more than the file system's times lag behind the clock."""
+
+
+class PayloadError(RuntimeError):
+    """A record cannot be read or does not match its reference. If a file is damaged, the message names the file and the
+    offset."""
+
+
+class _SampleHeader(msgspec.Struct, frozen=True, array_like=True):
+    group: int
+    episode: int
+    reward: float
+    truncated: bool
+    num_tokens: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[_SampleHeader])
+
+
+def encode(samples: Sequence[Sample]) -> bytes:
+    """Return the samples of a group as one record."""
+    header = _encoder.encode(
+        [_SampleHeader(s.group, s.episode, s.reward, s.truncated, len(s.token_ids)) for s in samples]
+    )
+    parts = [_PREFIX.pack(_MAGIC, len(header)), header]
+    parts.append(_padding(_PREFIX.size + len(header)))
+    for name, dtype in _COLUMNS:
+        column = np.concatenate([np.asarray(getattr(s, name), dtype=dtype) for s in samples]).tobytes()
+        parts += [column, _padding(len(column))]
+    return b"".join(parts)
+
+
+def decode(record: memoryview) -> list[Sample]:
+    """Return the samples of a record. Their arrays are views into `record`. Raises `PayloadError`."""
+    magic, header_length = _PREFIX.unpack_from(record)
+    if magic != _MAGIC:
+        raise PayloadError("not a payload record")
+    headers = _decoder.decode(record[_PREFIX.size : _PREFIX.size + header_length])
+    bounds = [0, *accumulate(h.num_tokens for h in headers)]
+    offset = _aligned(_PREFIX.size + header_length)
+    columns: dict[str, list[npt.NDArray[Any]]] = {}
+    for name, dtype in _COLUMNS:
+        column = np.frombuffer(record, dtype=dtype, count=bounds[-1], offset=offset)
+        columns[name] = [column[start:end] for start, end in pairwise(bounds)]
+        offset = _aligned(offset + column.nbytes)
+    return [
+        Sample(
+            group=h.group,
+            episode=h.episode,
+            reward=h.reward,
+            truncated=h.truncated,
+            **{name: columns[name][i] for name, _ in _COLUMNS},
+        )
+        for i, h in enumerate(headers)
+    ]
+
+
+class PayloadWriter:
+    """Appends records to this worker's segment files. Starts a new file after `max_file_bytes`."""
+
+    def __init__(self, directory: Path, worker: str, *, max_file_bytes: int = 64 << 20) -> None:
+        self._directory, self._worker, self._max_file_bytes = directory, worker, max_file_bytes
+        self._number = max((number for name, number in _files(directory) if name == worker), default=-1) + 1
+        self._open()
+
+    def append(self, samples: Sequence[Sample]) -> PayloadRef:
+        """Write one record. The reference is valid as soon as this returns."""
+        if self._file.tell() >= self._max_file_bytes:
+            self._file.close()
+            self._number += 1
+            self._open()
+        record = encode(samples)
+        offset = self._file.tell()
+        self._write(record)
+        return PayloadRef(file=self._name, offset=offset, length=len(record), crc32=zlib.crc32(record))
+
+    def release(self, ref: PayloadRef) -> None:
+        """Do nothing: the controller's pool removes these files."""
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, record: bytes) -> None:
+        """Write all of `record`. The file is unbuffered, so one write may take only a part. Raises OSError."""
+        num_written = 0
+        try:
+            while num_written < len(record):
+                num_written += self._file.write(memoryview(record)[num_written:])
+        except OSError as error:
+            message = f"{num_written} of {len(record)} bytes could be written ({error.strerror}); disk full?"
+            raise OSError(error.errno, message, str(self._directory / self._name)) from error
+
+    def _open(self) -> None:
+        self._name = _file_name(self._worker, self._number)
+        self._file = (self._directory / self._name).open("ab", buffering=0)
+
+
+class PayloadReader:
+    """Maps segment files and returns zero-copy samples after a checksum test."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def read(self, ref: PayloadRef) -> list[Sample]:
+        """Return the samples behind `ref`. Raises `PayloadError` if the file or the checksum does not match."""
+        try:
+            mapped = self._map(ref.file, ref.offset + ref.length)
+        except (OSError, ValueError) as error:
+            raise PayloadError(f"pool file {ref.file} cannot be read: {error}") from None
+        record = memoryview(mapped)[ref.offset : ref.offset + ref.length]
+        if len(record) != ref.length or zlib.crc32(record) != ref.crc32:
+            raise PayloadError(f"pool file {ref.file} is damaged at offset {ref.offset} ({ref.length} bytes)")
+        return decode(record)
+
+    async def fetch(self, refs: Sequence[PayloadRef], *, host: str) -> None:
+        """Do nothing: the records are on this machine. `FetchedPayloads` copies them from `host`."""
+
+    def drop(self, refs: Iterable[PayloadRef]) -> None:
+        """Do nothing: the owner of the directory removes its files."""
+
+    def _map(self, name: str, end: int) -> mmap.mmap:
+        mapped = self._maps.get(name)
+        if mapped is None or len(mapped) < end:
+            # A removed file takes up disk space as long as it is mapped.
+            self._maps = {known: it for known, it in self._maps.items() if (self._directory / known).exists()}
+            with (self._directory / name).open("rb") as file:
+                mapped = self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return mapped
+
+
+def remove_files(directory: Path, *, written_before: float, keep: Collection[str]) -> None:
+    """Remove files without writes since `written_before` (seconds since the epoch).
+
+    Files in `keep` stay, and so does the newest file of each worker, which the worker may have open.
+    """
+    found = sorted(_files(directory))
+    newest = dict(found)
+    for worker, number in found:
+        path = directory / _file_name(worker, number)
+        if number != newest[worker] and path.name not in keep and path.stat().st_mtime < written_before - CLOCK_S:
+            path.unlink()
+
+
+def is_whole(directory: Path, ref: PayloadRef) -> bool:
+    """Return whether the record exists undamaged."""
+    try:
+        with (directory / ref.file).open("rb") as file:
+            file.seek(ref.offset)
+            record = file.read(ref.length)
+    except FileNotFoundError:
+        return False
+    return len(record) == ref.length and zlib.crc32(record) == ref.crc32
+
+
+def sync_files(directory: Path, names: Iterable[str]) -> None:
+    """Flush these files to disk, including data that other processes wrote. Ignore missing files."""
+    for name in names:
+        with suppress(FileNotFoundError), (directory / name).open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _file_name(worker: str, number: int) -> str:
+    return f"{worker}-{number:05d}.seg"
+
+
+def _files(directory: Path) -> list[tuple[str, int]]:
+    """Return (worker, number) of every segment file."""
+    parts = (path.stem.rpartition("-") for path in directory.glob("*.seg"))
+    return [(worker, int(number)) for worker, _, number in parts]
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padding(offset: int) -> bytes:
+    return b"\0" * (_aligned(offset) - offset)

@@ -1,0 +1,87 @@
+"""Balance samples over ranks, with about equal work for each rank. Pure functions.
+
+Work is counted in tokens, plus the cost of each token's attention to earlier tokens. Samples of one group share a
+prompt, which a rank computes only once. Samples are therefore assigned in bundles of one group. Bundles are small, so
+that one bundle more or less matters little.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedModel
+
+from penstock.groups.batch import Batch
+from penstock.model.load_policy import FULL, attention_kinds
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+BUNDLES_PER_RANK = 8
+"""A bundle costs at most 1 / BUNDLES_PER_RANK of a rank's fair share, unless it is a single sample."""
+
+
+def split_over_ranks(batch: Batch, num_ranks: int, attention_per_token: float) -> list[Batch]:
+    """Return each rank's part of a batch from `prepare`. `attention_per_token`: see `costs`."""
+    lengths = [len(ids) for ids in batch["token_ids"]]
+    return [batch.select(part) for part in balance(costs(lengths, attention_per_token), batch["groups"], num_ranks)]
+
+
+def costs(lengths: npt.ArrayLike, attention_per_token: float) -> Floats:
+    """Return the cost of samples with these lengths, [n] -> [n]. The unit is the cost of one token without context.
+
+    `attention_per_token`: the cost that one token of context adds to each later token, in the same unit. It is 0 if
+    attention does not reach back over the whole context.
+    """
+    tokens = np.asarray(lengths, dtype=np.float64)
+    return tokens * (1.0 + 0.5 * attention_per_token * tokens)
+
+
+def attention_per_token(model: PreTrainedModel) -> float:
+    """Return the `attention_per_token` of a model, for `costs`.
+
+    Per layer and token of context, attention takes two products over all heads. The remaining compute is one product
+    with each weight. The result is 0 for models with attention windows, since a window bounds the context.
+    """
+    config = model.config.get_text_config()
+    if attention_kinds(config) != {FULL}:
+        return 0.0
+    heads = config.num_attention_heads
+    width: int = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    embedded: int = model.get_input_embeddings().weight.numel()
+    projected = embedded if config.tie_word_embeddings else 0  # tied: one tensor, and it computes the output
+    weights: int = sum(p.numel() for p in model.parameters()) - embedded + projected
+    layers: int = config.num_hidden_layers
+    return 2.0 * layers * width / weights
+
+
+def balance(costs: Floats, groups: npt.ArrayLike, num_ranks: int) -> list[Ints]:
+    """Return the sample indices of each rank, in ascending order. Each sample has one rank; a rank may have none.
+
+    `groups` [n] names each sample's group; the samples of a group are adjacent. Bundles are assigned from the most
+    expensive to the cheapest, each to the rank with the least work (Graham's LPT rule). The work of any two ranks
+    differs by at most the most expensive bundle.
+    """
+    bundles = _bundles(costs, np.asarray(groups), most=float(costs.sum()) / num_ranks / BUNDLES_PER_RANK)
+    parts: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap
+    for bundle in sorted(bundles, key=lambda bundle: -float(costs[bundle].sum())):
+        load, rank = loads[0]
+        parts[rank] += bundle
+        heapq.heapreplace(loads, (load + float(costs[bundle].sum()), rank))
+    return [np.sort(np.asarray(part, dtype=np.int64)) for part in parts]
+
+
+def _bundles(costs: Floats, groups: npt.NDArray[np.int64], *, most: float) -> list[list[int]]:
+    """Return runs of adjacent samples of one group, cut where a run would cost more than `most`."""
+    bundles: list[list[int]] = []
+    load = 0.0
+    for place, cost in enumerate(costs.tolist()):
+        if place == 0 or groups[place] != groups[place - 1] or load + cost > most:
+            bundles.append([])
+            load = 0.0
+        bundles[-1].append(place)
+        load += cost
+    return bundles

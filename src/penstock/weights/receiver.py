@@ -1,0 +1,163 @@
+"""Receive weights that another machine published: read the file over HTTP, verify it, and map it.
+
+Sender and receiver compare boot ids to detect different machines. Among receivers on one machine, one reads the file
+and the other receivers create hard links to it. Calls block, so a receiver makes them from its own threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from penstock.ports.inference import WeightsOutOfReach
+from penstock.runtime.file_service import WEIGHTS, FileUnavailable, link, read_range, without_token
+from penstock.types import WeightsHandle
+from penstock.weights.shared_memory import Layout, WeightsMismatch, published_file, receive
+
+MAX_SILENCE_S = 15.0
+"""Time limit since the last received piece, for a silent sender and for a neighbour that reads the file."""
+LOOK_S = 0.05
+"""Interval between checks of a neighbour's progress."""
+UNFINISHED = ".unfinished"
+FILES = Path("/proc/self/ns/mnt")
+"""A symbolic link with equal targets for processes in the same mount namespace, which see the same files."""
+
+
+def linked(handle: WeightsHandle, *, service: str, secret: str, machine: str) -> WeightsHandle:
+    """Return the handle with a URL for other machines.
+
+    `service`: address of this machine's file service. `machine`: this machine's boot id.
+    """
+    path = published_file(Path(WEIGHTS), handle.policy_version)
+    return replace(handle, machine=machine, url=link(service, str(path), secret))
+
+
+class Receiver:
+    """A callable that maps the weights of a handle, from this machine or another one."""
+
+    def __init__(
+        self,
+        expected: Layout,
+        *,
+        machine: str,
+        directory: Path,
+        neighbours: Callable[[], Iterable[Path]] = tuple,
+    ) -> None:
+        """`expected`: the model's layout. `machine`: this machine's boot id. `directory`: for received files; a file
+        stays until the next version arrives. `neighbours`: returns the directories of all receivers of this machine."""
+        self._expected, self._machine, self._directory = expected, machine, directory
+        self._neighbours = neighbours
+
+    def __call__(self, handle: WeightsHandle) -> dict[str, Tensor]:
+        """Return the mapped weights by name.
+
+        Raises `WeightsMismatch` if they differ from the handle or the model, and `WeightsOutOfReach` if they cannot be
+        transferred.
+        """
+        if not handle.url or (handle.machine == self._machine and Path(handle.path).exists()):
+            return receive(handle, self._expected)
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self._directory / f"{handle.policy_version}-{handle.fingerprint}.safetensors"
+        for left in self._directory.iterdir():
+            if not left.name.startswith(path.name):
+                left.unlink(missing_ok=True)
+        try:
+            self._obtain(handle, path)
+            return receive(replace(handle, path=str(path)), self._expected)
+        except WeightsMismatch:
+            path.unlink(missing_ok=True)
+            raise
+
+    def _obtain(self, handle: WeightsHandle, path: Path) -> None:
+        """Link the file from a neighbour, or fetch it from the sender.
+
+        The receiver fetches if it holds the lock, or if the neighbour that holds the lock makes no progress for
+        `MAX_SILENCE_S` seconds.
+        """
+        arrived, limit = -1, time.monotonic() + MAX_SILENCE_S
+        while True:
+            folders = list(self._neighbours())
+            if _link(path, folders):
+                return
+            with _turn(handle) as is_mine:
+                if (is_mine and not _link(path, folders)) or time.monotonic() > limit:
+                    _fetch(handle, path)
+                    return
+            if (size := _arriving(path.name, folders)) != arrived:
+                arrived, limit = size, time.monotonic() + MAX_SILENCE_S
+            time.sleep(LOOK_S)
+
+
+def _fetch(handle: WeightsHandle, path: Path) -> None:
+    """Read the file from its sender. It gets its final name when it is complete."""
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    try:
+        with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            asyncio.run(read_range(handle.url, 0, handle.num_bytes, partial(_write, file), max_silence_s=MAX_SILENCE_S))
+        unfinished.rename(path)
+    except FileUnavailable as error:
+        where = without_token(handle.url)
+        raise WeightsOutOfReach(
+            f"policy_version {handle.policy_version} cannot be fetched from {where}: {error}"
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write(file: BinaryIO, piece: bytes) -> None:
+    try:
+        file.write(piece)
+        file.flush()
+    except OSError as error:
+        raise WeightsOutOfReach(f"{file.name} cannot be written: {error.strerror}") from error
+
+
+def _link(path: Path, folders: Iterable[Path]) -> bool:
+    """Link `path` to a file of the same name in one of `folders`. Return whether `path` exists afterwards."""
+    if path.exists():
+        return True
+    for folder in folders:
+        with suppress(OSError):  # the file is absent, just removed, or on another file system
+            path.hardlink_to(folder / path.name)
+            return True
+    return path.exists()
+
+
+def _arriving(name: str, folders: Iterable[Path]) -> int:
+    """Return how many bytes of file `name` have arrived in `folders` so far."""
+    size = 0
+    for folder in folders:
+        for file in folder.glob(f"{name}.*{UNFINISHED}"):
+            with suppress(OSError):  # the file has just been completed and renamed
+                size += file.stat().st_size
+    return size
+
+
+@contextmanager
+def _turn(handle: WeightsHandle) -> Iterator[bool]:
+    """Yield whether this receiver holds the lock to fetch these weights for all processes that see the same files.
+
+    The lock is an abstract Unix socket name, which the system frees when its holder dies. On systems without such names
+    every receiver fetches.
+    """
+    with socket.socket(socket.AF_UNIX) as lock:
+        try:
+            what = f"{handle.url} {handle.fingerprint} {FILES.readlink()}"
+            lock.bind("\0penstock-weights-" + hashlib.blake2b(what.encode(), digest_size=16).hexdigest())
+            is_mine = True
+        except OSError as error:
+            is_mine = error.errno != errno.EADDRINUSE
+        yield is_mine

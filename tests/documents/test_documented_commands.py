@@ -1,0 +1,127 @@
+"""The commands of the documents are run, in their order, each page in a directory of its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from document_blocks import DOCUMENTS, ROOT, blocks
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+PAGES = [page for page in DOCUMENTS if any(block.language == "console" for block in blocks(page))]
+SHORT = ["trainer.steps=12", "data.eval_tasks=8"]
+HALF_TAUGHT = ["model.warm_start.steps=60"]
+"""Overrides for training, to end soon; `HALF_TAUGHT` for the quickstart, whose warm start is long."""
+LIMIT_S = 300.0
+ELSEWHERE = ("make ", "git ", "pytest")
+"""What other tests run."""
+
+
+class Reader:
+    """Types the commands of one page."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.environment = {**os.environ, "PENSTOCK_API_KEY": ""}
+        self.environment.pop("PENSTOCK_API_KEY")
+        (directory / "examples").symlink_to(ROOT / "examples")
+
+    def run_id(self) -> str:
+        """The newest run; a short one is made where there is none."""
+        runs = sorted((self.directory / "runs").glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+        if not runs:
+            self.type("penstock train examples/quickstart/run.yaml")
+            return self.run_id()
+        return runs[-1].parent.name
+
+    def step(self) -> int:
+        """The last one of which there is a checkpoint."""
+        found = (self.directory / "runs" / self.run_id() / "checkpoints").glob("step_*")
+        return max(int(path.name.partition("_")[2]) for path in found)
+
+    def type(self, line: str) -> None:
+        line = line.replace("RUN", self.run_id()) if "RUN" in line else line
+        line = line.replace("STEP", str(self.step())) if "STEP" in line else line
+        words = shlex.split(line, comments=True)
+        if words[0] == "penstock":
+            words = [sys.executable, "-m", "penstock.cli.main", *words[1:]]
+        elif words[0] == "python":
+            words[0] = sys.executable
+        if "train" in words:
+            words += [*SHORT[1:], "trainer.steps=100000"] if "--detach" in words else SHORT
+        if "train" in words and "examples/quickstart/run.yaml" in words:
+            words += HALF_TAUGHT
+        if "serve" in words or "resume" in words:
+            self._begin_and_end(words, line)
+            return
+        done = subprocess.run(
+            words, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        found = done.returncode == 1 and "doctor" in words  # what other tests left is no failure of the command
+        assert done.returncode == 0 or found, f"{line}\n{done.stdout}\n{done.stderr}"
+        if "--detach" in words and "env_file" not in line:
+            self._wait_for_steps(line)
+
+    def _wait_for_steps(self, line: str) -> None:
+        """Until the run has something to show."""
+        run_dir = self.directory / "runs" / self.run_id()
+        give_up = time.monotonic() + LIMIT_S
+        while not ((run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size):
+            assert time.monotonic() < give_up, f"{line}\n{(run_dir / 'state.json').read_text()}"
+            time.sleep(0.1)
+
+    def _begin_and_end(self, words: list[str], line: str) -> None:
+        """Of what goes on for ever: until it serves, or trains, and then Ctrl-C."""
+        with (self.directory / "output").open("w+") as output:
+            process = subprocess.Popen(
+                words, cwd=self.directory, env=self.environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            give_up = time.monotonic() + LIMIT_S
+            while not (self._serves(words) if "serve" in words else self._trains()):
+                said = (self.directory / "output").read_text()
+                assert process.poll() is None and time.monotonic() < give_up, f"{line}\n{said}"
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(LIMIT_S) in (0, 130), (self.directory / "output").read_text()
+
+    def _serves(self, words: list[str]) -> bool:
+        port = words[words.index("--port") + 1]
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def _trains(self) -> bool:
+        state = self.directory / "runs" / self.run_id() / "state.json"
+        return '"running"' in state.read_text()
+
+    def leave(self) -> None:
+        """Stop the runs that still run."""
+        for run in (self.directory / "runs").glob("*"):
+            words = [sys.executable, "-m", "penstock.cli.main", "stop", run.name, "--now"]
+            subprocess.run(words, cwd=self.directory, capture_output=True, timeout=LIMIT_S)
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    reader = Reader(tmp_path)
+    yield reader
+    reader.leave()
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_a_pages_commands_work(page: Path, reader: Reader) -> None:
+    for block in blocks(page):
+        for line in block.commands if block.language == "console" else []:
+            if not line.startswith(ELSEWHERE):
+                reader.type(line)

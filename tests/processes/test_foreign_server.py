@@ -1,0 +1,106 @@
+"""The process of a server that runs already: the claim on it, and errors that name the remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from tiny_policy import serve
+
+from penstock.config import Config, default_config
+from penstock.processes import foreign_server
+from penstock.processes.foreign_server import ServerClaim, await_server
+from penstock.rollout.app import ApiKeys
+from penstock.rollout.runner import EngineRunner
+from penstock.rollout.servers import connect
+from penstock.rollout.session import HttpSession, RolloutError
+
+
+@pytest.fixture
+def web_page() -> Iterator[str]:
+    """A web server that is no rollout server."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join()
+
+
+def settings(url: str, engine: str = "penstock") -> Config:
+    return default_config([f"rollout.urls=[{url}]", f"rollout.engine={engine}"])
+
+
+@asynccontextmanager
+async def claim_of(url: str, run_id: str, **options: Any) -> AsyncIterator[ServerClaim]:
+    session = HttpSession(**options)
+    try:
+        yield ServerClaim(connect("penstock", url, session), run_id, nonce=f"nonce of {run_id}")
+    finally:
+        await session.close()
+
+
+async def test_a_second_run_on_a_server_is_refused_and_the_first_is_named(
+    runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(runner) as url, claim_of(url, "v1") as first, claim_of(url, "v2") as second:
+        config = settings(url)
+        await await_server(config, first, None)
+        monkeypatch.setattr(foreign_server, "CLAIM_TIMEOUT_S", 0.0)
+        async with first.renewed():
+            with pytest.raises(RolloutError, match="run v1 already uses this server: stop that run, or set rollout"):
+                await await_server(config, second, None)
+        await await_server(config, second, None)
+
+
+async def test_a_dead_runs_claim_is_waited_out(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_server, "ASK_EVERY_S", 0.01)
+    async with serve(runner) as url, claim_of(url, "dead") as dead, claim_of(url, "new") as new:
+        await dead.client.claim("dead", "nonce of dead", lease_s=1.0)
+        with pytest.raises(RolloutError, match="run dead already uses this server"):
+            await new.take()
+        await await_server(settings(url), new, None)
+        with pytest.raises(RolloutError, match="run new already uses this server"):
+            await dead.take()
+
+
+async def test_a_run_whose_server_was_taken_over_ends(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve(runner) as url, claim_of(url, "hung") as hung, claim_of(url, "other") as other:
+        await hung.take()
+        await hung.client.claim("hung", "nonce of hung", lease_s=0.0)
+        await other.take()
+        monkeypatch.setattr(foreign_server, "LEASE_S", 0.01)
+        with pytest.raises(ExceptionGroup) as ended:
+            async with hung.renewed():
+                await asyncio.sleep(60)
+        assert "run other already uses this server" in str(ended.value.exceptions[0])
+
+
+async def test_a_wrong_url_is_named_with_its_remedy(web_page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_server, "CLAIM_TIMEOUT_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with claim_of(nobody, "v1") as claim:
+        with pytest.raises(RolloutError, match=f"{nobody}: GET /health got no answer: Connection refused; start it"):
+            await await_server(settings(nobody), claim, None)
+    async with claim_of(web_page, "v1") as claim:
+        told = f"{web_page}: GET /health answered 404: a web page; this server does not fit rollout.engine penstock"
+        with pytest.raises(RolloutError, match=told):
+            await await_server(settings(web_page), claim, None)
+
+
+@pytest.mark.parametrize("keys", [ApiKeys(generation="play"), ApiKeys(generation="play", admin="rule")])
+async def test_a_missing_key_is_named_at_once(runner: EngineRunner, keys: ApiKeys) -> None:
+    given = "play" if keys.admin else None
+    async with serve(runner, keys=keys) as url, claim_of(url, "v1", api_key=given) as claim:
+        with pytest.raises(
+            RolloutError,
+            match=r"answered 401: .* API key is missing or wrong; set PENSTOCK_API_KEY, and PENSTOCK_ADMIN",
+        ):
+            await await_server(settings(url), claim, None)
