@@ -34,7 +34,8 @@ def half_way():
         time.sleep(0.01)
     Path(os.environ["NOTES"], grandchildren[0]).touch()
     Path(tempfile.mkdtemp(), "file").touch()
-    Path(os.environ["NOTES"], "directory").write_text(tempfile.gettempdir())
+    Path(os.environ["NOTES"], "directory.new").write_text(tempfile.gettempdir())
+    Path(os.environ["NOTES"], "directory.new").rename(Path(os.environ["NOTES"], "directory"))
     raise RuntimeError("failed half-way")
 
 def test_that_leaves_processes(half_way): ...
@@ -42,7 +43,8 @@ def test_that_leaves_processes(half_way): ...
 def test_that_waits():
     waits = Path(os.environ["NOTES"], "waits")
     if os.environ["END"] != "none" and not waits.exists():
-        waits.write_text(str(os.getpid()))
+        waits.with_suffix(".new").write_text(str(os.getpid()))
+        waits.with_suffix(".new").rename(waits)
         time.sleep(600)
 """
 

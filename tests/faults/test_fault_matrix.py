@@ -169,7 +169,7 @@ def check_faults(run: FaultyRun, plan: Plan) -> None:
     if plan.fault is Fault.LOST_MESSAGES:
         assert {f"lost-{phase}" for phase in list(Phase)[:-1]} <= {path.name for path in run.run_dir.glob("lost-*")}
     if (plan.victim, plan.fault) == (SUPERVISOR, Fault.FULL_DISK):
-        assert "the state of the run cannot be written" in (run.run_dir / SUPERVISOR_LOG).read_text()
+        assert "the run cannot record its state" in (run.run_dir / SUPERVISOR_LOG).read_text()
 
 
 def check_books(run: FaultyRun) -> None:

@@ -331,7 +331,7 @@ def _generate_body(
     """Return the request as a body of `/generate`. Raises ValueError for unsupported fields and invalid values."""
     num_samples = 1 if body.n is None else body.n
     unserved = [name for name in UnservedFields.__struct_fields__ if bodies.asks(getattr(body, name))]
-    form = (body.response_format or {"type": "text"}).get("type")
+    form = "text" if body.response_format is None else body.response_format.get("type")
     _refuse_if(
         (max_tokens < 0, f"max_tokens must be at least 0, not {max_tokens}"),
         (

@@ -239,7 +239,7 @@ class PolicyCopyRank(TrainerRank, Generic[Held]):
         """Save everything that determines the future of this role, as files."""
         self._held.write(directory)
 
-    @remote_method(collect=reduce(add))
+    @remote_method(collect=sum)
     def busy_s(self) -> float:
         """Return the seconds of model compute since the last call, divided by the number of ranks: the sum over ranks
         is their mean."""
