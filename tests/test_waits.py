@@ -41,7 +41,6 @@ COROUTINE = "what it is handed is a coroutine, whose own waits are held to this 
 TASK = "the task's own waits are held to this rule"
 
 LEASE = "the lease of the episode bounds its caller"
-IDLE = "it has nothing to play until it is told to"
 BOUNDED = "it has an end of its own"
 WAKEUP = "the scheduler's own helper: one timer watches over all its waits, and reports them"
 
@@ -55,13 +54,11 @@ EXCEPTIONS = {
     "envs/agents.py:paused": COROUTINE,
     "envs/worker_calls.py:awaited": COROUTINE,
     "envs/worker_pool.py:_answer_to": "callers give up in their own time, which ends the process",
-    "envs/manager.py:run_rollout_loop": IDLE,
-    "envs/threads.py:in_thread": LEASE,
+    "envs/calls.py:in_thread": LEASE,
     "loop.py:train": TASK,
     "processes/controller.py:save_last": TASK,
     "processes/controller.py:serve": LIFE,
     "processes/controller.py:work": TASK,
-    "processes/env_worker.py:jobs": IDLE,
     "processes/env_worker.py:run": LIFE,
     "processes/bus_client.py:join": "a request to the controller, which is one",
     "processes/rank.py:serve": LIFE,

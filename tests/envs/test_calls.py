@@ -14,9 +14,8 @@ import pytest
 
 import penstock
 from penstock.config import ConfigError
-from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, EpisodeFailure, Outcome
+from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, EpisodeFailure, Outcome, in_thread
 from penstock.envs.exception_location import LoggedOnce
-from penstock.envs.threads import in_thread
 
 
 class Echo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from scripted_policy import ScriptedPolicy
 
 from penstock.config import Config
 from penstock.envs.guess_number import GuessNumber
-from penstock.envs.manager import EnvManager, Job, run_rollout_loop
+from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Environment
 from penstock.ports.work import Work
@@ -241,19 +241,3 @@ def test_why_an_episode_went_no_further(
     )
     summary = trajectory.summary()
     assert (summary.status, summary.stop_reason) == (trajectory.status, trajectory.stop_reason) == (status, stop_reason)
-
-
-def test_a_loop_plays_until_there_is_nothing_more(chat: ChatTokenizer) -> None:
-    ended: list[Trajectory] = []
-
-    async def jobs() -> AsyncIterator[Job]:
-        for group in range(3):
-            job = leased(range(2), group=group, max_tokens=8, sampling=Sampling(max_new_tokens=8))
-            yield Job(work=job, ended=lambda trajectory, text: ended.append(trajectory))
-
-    policy = ScriptedPolicy(lambda prompt, seed: [*chat.encode("ok"), chat.eos_ids[0]])
-    manager = EnvManager(Config(), make=Echo, policy=policy, grants=Always(), chat=chat)
-    run_virtual(run_rollout_loop(manager, jobs()))
-    assert {(trajectory.episode.group, trajectory.episode.episode) for trajectory in ended} == {
-        (group, member) for group in range(3) for member in range(2)
-    }

@@ -25,7 +25,7 @@ from penstock.control.messages import (
     NewTask,
     Welcome,
 )
-from penstock.envs.manager import EnvManager, MakeEnvironment, run_rollout_loop
+from penstock.envs.manager import EnvManager, MakeEnvironment
 from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
@@ -123,8 +123,7 @@ class Stage:
         manager = EnvManager(
             self.config, make=self.make, policy=self.policy, grants=worker, chat=self.chat, scorers=scorers
         )
-        worker.counts = manager.counts
-        self.tasks.create_task(run_rollout_loop(manager, worker.jobs()))
+        worker.player, worker.counts = manager, manager.counts
         self.workers[name] = worker
         self.peers[name] = peer, self.tasks.create_task(peer.run())
         hello = Hello(role="env", name=name, nonce="", pid=0)

@@ -11,14 +11,15 @@ import inspect
 import logging
 import math
 import numbers
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.config import ConfigError
 from penstock.deadline import deadline, permit
 from penstock.envs.exception_location import OnError, described
-from penstock.envs.threads import in_thread
 from penstock.envs.worker_calls import awaited
 from penstock.ports.environment import Endpoint
 
@@ -176,6 +177,25 @@ async def call_async(env: object, method: str, *args: Any) -> Any:
     else:
         result = function(*args)
     return await awaited(result)
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, name: str) -> Any:
+    """Return the result of the function, run in a new daemon thread. A thread cannot be stopped: if the caller is
+    cancelled, the thread runs on until it ends or the process does."""
+    ended: Future[tuple[Any, BaseException | None]] = Future()
+    ended.set_running_or_notify_cancel()  # from now on a cancelled caller leaves the future as it is
+
+    def work() -> None:
+        try:
+            ended.set_result((function(*args), None))
+        except BaseException as error:  # passed as a value, because asyncio's futures do not accept all exceptions
+            ended.set_result((None, error))
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    result, error = await asyncio.wrap_future(ended)
+    if error is not None:
+        raise error
+    return result
 
 
 def _unpack(result: object, form: str) -> Sequence[Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -53,32 +53,12 @@ class Grants(Protocol):
         computed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Leased episodes to play, with callbacks."""
-
-    work: Work
-    ended: Ended
-    begun: Mapping[int, Trajectory] = field(default_factory=dict)
-    """Earlier trajectories, by member, of episodes to continue."""
-    started: Callable[[asyncio.Task[None]], None] = lambda task: None
-    """Called with the task that plays the episodes. The task may be cancelled."""
-
-
 class WorkPlayer(Protocol):
     """Plays work: the `EnvManager`, or the `Exchange`, which waits for programs outside."""
 
     async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
         """Play every lease, and call `ended` as soon as an episode ends. Members in `begun` continue from these
         trajectories."""
-
-
-async def run_rollout_loop(player: WorkPlayer, jobs: AsyncIterator[Job]) -> None:
-    """Play all incoming jobs concurrently, until `jobs` ends. The scheduler decides which episodes run and how many: it
-    hands out leases as there is room."""
-    async with asyncio.TaskGroup() as playing:
-        async for job in jobs:
-            job.started(playing.create_task(player.play(job.work, job.ended, begun=job.begun)))
 
 
 class EnvManager:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from penstock.control import messages
 from penstock.control.bus import CONTROLLER, Peer
 from penstock.control.messages import AnyMessage
 from penstock.deadline import Stalled, deadline, holding
-from penstock.envs.manager import Job, WorkPlayer, run_rollout_loop
+from penstock.envs.manager import WorkPlayer
 from penstock.ports.work import Work
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.group_progress import GroupProgress
@@ -58,12 +58,13 @@ class Worker(Member):
         """Highest cancelled attempt of each recently cancelled group."""
         self._open: set[asyncio.Task[None]] = set()
         """Reports that are being sent."""
-        self._jobs: asyncio.Queue[Job | None] = asyncio.Queue()
         self._generated: dict[GroupAttempt, dict[EpisodeId, int]] = {}
         """Members that finished generation since the last report, and the number of tokens of each."""
         self._tasks = tasks
         self._closed = False
         self.peer: Peer | None = None
+        self.player: WorkPlayer | None = None
+        """Plays the groups; set before this worker joins the run."""
         self.num_played = self.num_surplus_tokens = 0
         self.counts: Callable[[], Mapping[str, float]] = dict
         """Function that returns further counters for telemetry."""
@@ -144,8 +145,7 @@ class Worker(Member):
         `counts` returns further counters for telemetry. `joined` is called once the controller has welcomed this
         worker.
         """
-        self.counts = counts
-        self._tasks.create_task(run_rollout_loop(player, self.jobs()))
+        self.player, self.counts = player, counts
         async with membership(child, self._config, role="env", member=self, attached=attached) as peer:
             joined()
             await stop.wait()
@@ -153,11 +153,6 @@ class Worker(Member):
             if attached:  # other workers get its groups at once; without an answer the run has ended
                 with suppress(Stalled):
                     await peer.request(CONTROLLER, messages.Goodbye(), timeout_s=GOODBYE_S)
-
-    async def jobs(self) -> AsyncIterator[Job]:
-        """Yield the jobs that the scheduler hands out, until this worker closes."""
-        while (job := await self._jobs.get()) is not None:
-            yield job
 
     async def _begin(self, work: Work) -> None:
         if not work.saved:
@@ -187,20 +182,9 @@ class Worker(Member):
         if group.whole or group.failed:
             self._spawn(self._report(group), name=f"report-{number}")
         else:
-            self._jobs.put_nowait(
-                Job(
-                    work=saved.work,
-                    begun=saved.begun,
-                    started=partial(self._started, group),
-                    ended=partial(self._ended, group),
-                )
-            )
-
-    def _started(self, group: GroupProgress, task: asyncio.Task[None]) -> None:
-        """Record that `task` runs members of the group. Stop the group if it was cancelled or closed meanwhile."""
-        group.tasks.add(task)
-        if self._groups.get(group.number) is not group:
-            group.stop()
+            assert self.player is not None
+            playing = self.player.play(saved.work, partial(self._ended, group), begun=saved.begun)
+            group.tasks.add(self._tasks.create_task(playing))
 
     def _ended(self, group: GroupProgress, trajectory: Trajectory, text: str) -> None:
         """Keep a member that ended. Members that end in one turn of the event loop are reported together."""
@@ -266,7 +250,6 @@ class Worker(Member):
         """Stop all groups and reports, and accept no more work."""
         self._closed = True
         self._stop_all()
-        self._jobs.put_nowait(None)
         self._writer.close()
 
     def _stop_all(self) -> None:
