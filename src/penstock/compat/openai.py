@@ -36,30 +36,10 @@ from penstock.compat.openai_wire import (
     UnservedFields,
     Usage,
 )
-from penstock.rollout import bodies
-from penstock.rollout.convert import (
-    Answer,
-    GrowingSample,
-    PromptRequest,
-    answer_text,
-    finish_reason,
-    read_requests,
-    version_header,
-)
+from penstock.rollout import bodies, convert, http
+from penstock.rollout.convert import Answer, GrowingSample, PromptRequest
 from penstock.rollout.generation import Answers
 from penstock.rollout.generator import Generator
-from penstock.rollout.http import (
-    EXPECTED,
-    LAST_EVENT,
-    Refused,
-    Route,
-    answer,
-    event,
-    not_found,
-    read_body,
-    status_of,
-    unless_disconnected,
-)
 from penstock.rollout.text import Tokenizer
 from penstock.samples import Segment
 
@@ -86,7 +66,7 @@ class ChatTemplate(Tokenizer, Protocol):
     def prompt(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]: ...
 
 
-class NoSuchModel(Refused):
+class NoSuchModel(http.Refused):
     """The requested name is not the name of the only model."""
 
 
@@ -98,31 +78,31 @@ class OpenAI:
         self._answers = Answers(generator, tokenizer)
         self._started = int(time.time())
 
-    def routes(self) -> list[Route]:
-        route = partial(Route, access="generation", refuse=refuse, error=OpenAIError)
+    def routes(self) -> list[http.Route]:
+        route = partial(http.Route, access="generation", refuse=refuse, error=OpenAIError)
         generate = partial(route, methods=["POST"], reply=CompletionReply, streams=True)
         return [
             route("/v1/models", ["GET"], self.models, reply=ModelList),
             route("/v1/models/{name}", ["GET"], self.model, reply=Model),
             generate("/v1/completions", endpoint=self.completions, body=CompletionBody),
             generate("/v1/chat/completions", endpoint=self.chat, body=ChatBody),
-            route("/v1/{rest}", [], not_found),
+            route("/v1/{rest}", [], http.not_found),
         ]
 
     async def models(self, request: Request) -> Response:
         """List the only model."""
-        return answer(ModelList(data=[self._model()]))
+        return http.answer(ModelList(data=[self._model()]))
 
     async def model(self, request: Request) -> Response:
         """Describe the model of this name."""
         name = request.path_params["rest"]
         if name != self._model_name:
             raise NoSuchModel(404, f"the model {name!r} does not exist; this server serves {self._model_name!r}")
-        return answer(self._model())
+        return http.answer(self._model())
 
     async def completions(self, request: Request) -> Response:
         """Generate the continuation of a prompt."""
-        body = await read_body(request, CompletionBody)
+        body = await http.read_body(request, CompletionBody)
         prompt: Any = body.prompt
         kinds = {str} if isinstance(prompt, str) else {type(part) for part in prompt}
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
@@ -137,7 +117,7 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         """Generate the assistant's next message."""
-        body = await read_body(request, ChatBody)
+        body = await http.read_body(request, ChatBody)
         ids = body.prompt_token_ids
         calls_function = bodies.asks(body.function_call) and body.function_call not in ("auto", "none")
         continues = body.continue_final_message or not body.add_generation_prompt
@@ -174,19 +154,19 @@ class OpenAI:
     async def _answer(
         self, request: Request, body: SamplingFields, generate: bodies.GenerateBody, form: CompletionFormat
     ) -> Response:
-        prompts = read_requests(generate, self._tokenizer)
+        prompts = convert.read_requests(generate, self._tokenizer)
         self._answers.check(prompts)
         head = {"id": f"{form.prefix}-{prompts[0].rid}", "created": int(time.time()), "model": self._model_name}
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             stream = self._stream(prompts, head, form, with_usage=with_usage)
             return StreamingResponse(stream, media_type="text/event-stream")
-        answers = await unless_disconnected(request, self._answers.give(prompts))
+        answers = await http.unless_disconnected(request, self._answers.give(prompts))
         pairs = [(each, segment) for each in answers for segment in each.segments]
         choices = [form.choice(index, *pair) for index, pair in enumerate(pairs)]
         reply = head | {"object": form.kind, "choices": choices, "usage": _usage(answers)}
-        response = answer(reply | _provenance([segment for _, segment in pairs], answers[-1].scored_by))
-        response.headers.update(version_header(answers))
+        response = http.answer(reply | _provenance([segment for _, segment in pairs], answers[-1].scored_by))
+        response.headers.update(convert.version_header(answers))
         return response
 
     async def _stream(
@@ -201,14 +181,14 @@ class OpenAI:
                 if sample.spans:
                     head["system_fingerprint"] = _fingerprint(sample.spans[-1].policy_version)
                 if (delta := form.delta(sample)) is not None:
-                    yield event(head | {"choices": [delta]})
+                    yield http.event(head | {"choices": [delta]})
                 if sample.answer is not None:
                     answers.append(sample.answer)
             if with_usage:
-                yield event(head | {"choices": [], "usage": _usage(answers)})
-        except EXPECTED as error:
-            yield event(_error(error))
-        yield LAST_EVENT
+                yield http.event(head | {"choices": [], "usage": _usage(answers)})
+        except http.EXPECTED as error:
+            yield http.event(_error(error))
+        yield http.LAST_EVENT
 
     def _model(self) -> Model:
         name, max_context = self._model_name, self._generator.max_context
@@ -228,13 +208,13 @@ class CompletionFormat:
     def choice(self, index: int, whole: Answer, segment: Segment) -> dict[str, Any]:
         """Return one sample as a choice."""
         prompt, ids, tops = whole.prompt, segment.token_ids, segment.top_logprobs
-        text, logprobs = answer_text(prompt, segment, self._tokenizer), list[float | None](segment.logprobs)
+        text, logprobs = convert.answer_text(prompt, segment, self._tokenizer), list[float | None](segment.logprobs)
         if self._echo:
             text = self._tokenizer.decode(prompt.prompt_ids) + text
             ids = prompt.prompt_ids + ids
             logprobs = [None, *(whole.prompt_logprobs or ()), *logprobs]
             tops = None if tops is None else [[]] * len(prompt.prompt_ids) + tops
-        reason = finish_reason(prompt, segment, self._tokenizer)
+        reason = convert.finish_reason(prompt, segment, self._tokenizer)
         return self._content(text) | {
             "index": index,
             "finish_reason": segment.finish_reason,
@@ -248,7 +228,7 @@ class CompletionFormat:
         """Return the new part of a sample, as a choice for a chunk of the stream; None if it has no new text. The first
         chunk has the prompt's tokens, and the last one the versions."""
         prompt, segment = sample.prompt, sample.answer.segments[0] if sample.answer is not None else None
-        text = sample.text() if segment is None else answer_text(prompt, segment, self._tokenizer)
+        text = sample.text() if segment is None else convert.answer_text(prompt, segment, self._tokenizer)
         num_characters, num_tokens = self._sent.get(sample.index, (0, 0))
         if segment is None and len(text) == num_characters:
             return None
@@ -319,8 +299,8 @@ class ChatFormat(CompletionFormat):
 
 def refuse(error: Exception) -> Response:
     """Return an error in OpenAI's format. A header tells OpenAI's SDK whether a retry may succeed."""
-    status = status_of(error)
-    response = answer(_error(error), status)
+    status = http.status_of(error)
+    response = http.answer(_error(error), status)
     response.headers["x-should-retry"] = "true" if status in RETRYABLE else "false"
     return response
 
@@ -415,7 +395,7 @@ def _fingerprint(policy_version: object) -> str:
 
 
 def _error(error: Exception) -> OpenAIError:
-    status = status_of(error)
+    status = http.status_of(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = "model_not_found" if isinstance(error, NoSuchModel) else CODES.get(status)
     return OpenAIError(error=OpenAIErrorDetails(message=str(error), type=kind, code=code))

@@ -8,16 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.seeding import nth_seed
-from penstock.types import (
-    EpisodeId,
-    EpisodeLease,
-    GroupAttempt,
-    PayloadRef,
-    Sampling,
-    SegmentGrant,
-    StopReason,
-    Task,
-)
+from penstock.types import EpisodeId, EpisodeLease, GroupAttempt, PayloadRef, Sampling, SegmentGrant, StopReason, Task
 
 
 class PartialRollout(msgspec.Struct, frozen=True, kw_only=True):

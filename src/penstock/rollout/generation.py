@@ -13,29 +13,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.rollout import bodies
-from penstock.rollout.convert import (
-    Answer,
-    GrowingSample,
-    PromptRequest,
-    is_batch,
-    read_requests,
-    version_header,
-    write_replies,
-    write_reply,
-)
+from penstock.rollout import bodies, convert, http
+from penstock.rollout.convert import Answer, GrowingSample, PromptRequest
 from penstock.rollout.generator import Conflict, Generator, Increment, OnTokens, all_of
-from penstock.rollout.http import (
-    EXPECTED,
-    LAST_EVENT,
-    Refused,
-    Route,
-    answer,
-    error_object,
-    event,
-    read_body,
-    unless_disconnected,
-)
 from penstock.rollout.text import Tokenizer
 from penstock.samples import Segment
 from penstock.types import NO_VERSION
@@ -51,7 +31,7 @@ class Answers:
     def check(self, prompts: Sequence[PromptRequest]) -> None:
         """Check all requests before any starts. Raises Refused, Conflict or ValueError if one cannot be served."""
         if self._generator.policy_version == NO_VERSION:
-            raise Refused(503, "no weights have been loaded yet")
+            raise http.Refused(503, "no weights have been loaded yet")
         rids = [prompt.rid for prompt in prompts]
         for rid, count in Counter(rids).items():
             if count > 1:
@@ -119,24 +99,26 @@ class Generation:
         self._tokenizer = tokenizer
         self._answers = Answers(generator, tokenizer)
 
-    def routes(self) -> list[Route]:
-        route = partial(Route, access="generation", body=bodies.GenerateBody, streams=True)
+    def routes(self) -> list[http.Route]:
+        route = partial(http.Route, access="generation", body=bodies.GenerateBody, streams=True)
         reply = bodies.GenerateReply | list[bodies.GenerateReply]
         return [route("/generate", ["POST", "PUT"], self.generate, reply=reply)]
 
     async def generate(self, request: Request) -> Response:
         """Generate samples. Return one reply per prompt and sample: a list for a batch or for several samples."""
         started = time.perf_counter()
-        body = await read_body(request, bodies.GenerateBody)
-        prompts = read_requests(body, self._tokenizer)
+        body = await http.read_body(request, bodies.GenerateBody)
+        prompts = convert.read_requests(body, self._tokenizer)
         self._answers.check(prompts)
         if body.stream:
             return StreamingResponse(self._stream(prompts, started), media_type="text/event-stream")
-        answers = await unless_disconnected(request, self._answers.give(prompts))
+        answers = await http.unless_disconnected(request, self._answers.give(prompts))
         latency_s = time.perf_counter() - started
-        replies = [reply for each in answers for reply in write_replies(each, self._tokenizer, latency_s=latency_s)]
-        response = answer(replies if len(replies) > 1 or is_batch(body) else replies[0])
-        response.headers.update(version_header(answers))
+        replies = [
+            reply for each in answers for reply in convert.write_replies(each, self._tokenizer, latency_s=latency_s)
+        ]
+        response = http.answer(replies if len(replies) > 1 or convert.is_batch(body) else replies[0])
+        response.headers.update(convert.version_header(answers))
         return response
 
     async def _stream(self, prompts: Sequence[PromptRequest], started: float) -> AsyncIterator[bytes]:
@@ -148,11 +130,13 @@ class Generation:
                 latency_s = time.perf_counter() - started
                 if sample.answer is None:
                     text = sample.text() if sample.prompt.body.return_text else ""
-                    reply = write_reply(sample.prompt, sample.member, sample, text=text, latency_s=latency_s)
+                    reply = convert.write_reply(sample.prompt, sample.member, sample, text=text, latency_s=latency_s)
                 else:
-                    (reply,) = write_replies(sample.answer, self._tokenizer, latency_s=latency_s, first=sample.member)
+                    (reply,) = convert.write_replies(
+                        sample.answer, self._tokenizer, latency_s=latency_s, first=sample.member
+                    )
                 reply.index = sample.index if several else None
-                yield event(reply)
-        except EXPECTED as error:
-            yield event(error_object(str(error)))
-        yield LAST_EVENT
+                yield http.event(reply)
+        except http.EXPECTED as error:
+            yield http.event(http.error_object(str(error)))
+        yield http.LAST_EVENT

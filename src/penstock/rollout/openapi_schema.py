@@ -32,10 +32,7 @@ def openapi(routes: Iterable[Route], keys: ApiKeys) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Penstock rollout server", "version": penstock.__version__},
         "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
 

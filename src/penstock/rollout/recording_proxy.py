@@ -33,13 +33,7 @@ class RecordingProxy:
     """Generates with the weights that the servers hold, and records the answers."""
 
     def __init__(
-        self,
-        policy: PolicyClient,
-        cache: GenerationCache,
-        *,
-        name: str,
-        max_context: int,
-        is_open: Callable[[], bool],
+        self, policy: PolicyClient, cache: GenerationCache, *, name: str, max_context: int, is_open: Callable[[], bool]
     ) -> None:
         """`is_open` returns whether the run has begun. Before that, `policy_version` is NO_VERSION."""
         self._policy, self._cache, self._name = policy, cache, name

@@ -18,20 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.deadline import deadline
-from penstock.rollout import bodies
+from penstock.rollout import bodies, http
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.generation import Generation
 from penstock.rollout.generator import Conflict
-from penstock.rollout.http import (
-    HANDLE_FORMAT,
-    Refused,
-    Route,
-    Surface,
-    answer,
-    error_object,
-    read_body,
-    unless_disconnected,
-)
 from penstock.rollout.metrics import ServerMetrics
 from penstock.rollout.openapi_schema import openapi
 from penstock.rollout.runner import EngineRunner
@@ -80,7 +70,7 @@ def create_app(
     tokenizer: Tokenizer | None = None,
     keys: ApiKeys | None = None,
     claim: Claim | None = None,
-    foreign: Sequence[Surface] = (),
+    foreign: Sequence[http.Surface] = (),
 ) -> App:
     """Return the application around a started `runner`.
 
@@ -98,11 +88,11 @@ def create_app(
         return Response(schema, media_type="application/json")
 
     own = RolloutServer(runner=runner, identity=identity, update=update, keys=keys, claim_state=claim or Claim())
-    surfaces: list[Surface] = [Generation(runner, tokenizer), own, *foreign]
+    surfaces: list[http.Surface] = [Generation(runner, tokenizer), own, *foreign]
     routes = [
         *(route for surface in surfaces for route in surface.routes()),
-        Route("/metrics", ["GET"], show_metrics, "generation", reply=None),
-        Route("/openapi.json", ["GET"], show_schema, "generation", reply=dict[str, Any]),
+        http.Route("/metrics", ["GET"], show_metrics, "generation", reply=None),
+        http.Route("/openapi.json", ["GET"], show_schema, "generation", reply=dict[str, Any]),
     ]
     schema = bodies.encode(openapi(routes, keys))
     app = App(routes, keys)
@@ -120,15 +110,15 @@ class RolloutServer:
     keys: ApiKeys
     claim_state: Claim
 
-    def routes(self) -> list[Route]:
-        weights = partial(Route, methods=["POST"], reply=bodies.WeightsReply)
-        state = partial(Route, methods=["POST"], reply=bodies.StateReply)
-        memory = partial(Route, methods=["GET", "POST"], body=bodies.MemoryBody, reply=bodies.StateReply)
-        abort = partial(Route, access="generation", body=bodies.AbortBody, reply=bodies.AbortReply)
+    def routes(self) -> list[http.Route]:
+        weights = partial(http.Route, methods=["POST"], reply=bodies.WeightsReply)
+        state = partial(http.Route, methods=["POST"], reply=bodies.StateReply)
+        memory = partial(http.Route, methods=["GET", "POST"], body=bodies.MemoryBody, reply=bodies.StateReply)
+        abort = partial(http.Route, access="generation", body=bodies.AbortBody, reply=bodies.AbortReply)
         return [
             abort("/abort_request", ["POST"], self.abort_request),
-            Route("/health", ["GET"], self.health, "public", reply=dict[str, str]),
-            Route("/ready", ["GET"], self.ready, "generation", reply=bodies.Ready, error=dict[str, Any]),
+            http.Route("/health", ["GET"], self.health, "public", reply=dict[str, str]),
+            http.Route("/ready", ["GET"], self.ready, "generation", reply=bodies.Ready, error=dict[str, Any]),
             state("/claim", endpoint=self.claim, body=bodies.ClaimBody),
             weights("/weights/begin", endpoint=self.begin_weights, body=WeightsHandle),
             weights("/weights/commit", endpoint=self.commit_weights, body=bodies.CommitBody),
@@ -140,21 +130,21 @@ class RolloutServer:
 
     async def abort_request(self, request: Request) -> Response:
         """Abort one request, or all requests with an id prefix. Aborting all requests needs the key for control."""
-        body = await read_body(request, bodies.AbortBody)
+        body = await http.read_body(request, bodies.AbortBody)
         if body.abort_all:
             self.keys.check("control", request)
-            return answer(bodies.AbortReply(aborted=self.runner.abort_all(), unknown=[]))
+            return http.answer(bodies.AbortReply(aborted=self.runner.abort_all(), unknown=[]))
         if body.rid_prefix is not None:
             if body.rid:
                 raise ValueError("give `rid` or `rid_prefix`, not both")
-            return answer(bodies.AbortReply(aborted=self.runner.abort_all(body.rid_prefix), unknown=[]))
+            return http.answer(bodies.AbortReply(aborted=self.runner.abort_all(body.rid_prefix), unknown=[]))
         found = self.runner.abort(body.rid)
-        return answer(bodies.AbortReply(aborted=int(found), unknown=[] if found or not body.rid else [body.rid]))
+        return http.answer(bodies.AbortReply(aborted=int(found), unknown=[] if found or not body.rid else [body.rid]))
 
     async def health(self, request: Request) -> Response:
         """Return whether the engine's thread is alive. It takes constant time under any load."""
         error = self.runner.error
-        return answer({"status": "ok"}) if error is None else answer(error_object(str(error)), 500)
+        return http.answer({"status": "ok"}) if error is None else http.answer(http.error_object(str(error)), 500)
 
     async def ready(self, request: Request) -> Response:
         """Return the server's state and identity. A ready server has weights and is neither paused nor released."""
@@ -167,39 +157,39 @@ class RolloutServer:
             state = "dead"
         identity = self.identity
         reply = bodies.Ready(run_id=identity.run_id, nonce=identity.nonce, policy_version=version, state=state)
-        return answer(reply, 200 if state == "serving" else 503)
+        return http.answer(reply, 200 if state == "serving" else 503)
 
     async def claim(self, request: Request) -> Response:
         """Claim the server for one run, as long as the run renews its claim. A refusal names the other run."""
-        body = await read_body(request, bodies.ClaimBody)
+        body = await http.read_body(request, bodies.ClaimBody)
         self.claim_state.take(body.run_id, body.nonce, lease_s=body.lease_s, now=asyncio.get_running_loop().time())
-        return answer(bodies.StateReply(state="claimed" if body.lease_s else "free"))
+        return http.answer(bodies.StateReply(state="claimed" if body.lease_s else "free"))
 
     async def begin_weights(self, request: Request) -> Response:
         """Map and verify weights. The served weights do not change yet."""
         try:
-            handle = await read_body(request, WeightsHandle)
+            handle = await http.read_body(request, WeightsHandle)
         except msgspec.DecodeError as error:
-            raise Refused(400, f"{HANDLE_FORMAT} ({error})") from None
+            raise http.Refused(400, f"{http.HANDLE_FORMAT} ({error})") from None
         return _answer_weights("staged", await self.update.begin(handle))
 
     async def commit_weights(self, request: Request) -> Response:
         """Serve the staged weights. With `drain`, the wait for running samples ends if the client disconnects."""
-        body = await read_body(request, bodies.CommitBody)
+        body = await http.read_body(request, bodies.CommitBody)
         update = self.update.commit(body.policy_version, mode=body.mode, fingerprint=body.fingerprint)
-        served = await (unless_disconnected(request, update) if body.mode == "drain" else update)
+        served = await (http.unless_disconnected(request, update) if body.mode == "drain" else update)
         return _answer_weights("committed", served)
 
     async def forget_weights(self, request: Request) -> Response:
         """Reset the server for a run that takes it over, from any state that an earlier run left. Version numbers start
         again, a pause ends, and released memory is allocated. Nothing is served until the run's first weights."""
         await self.update.forget()
-        return answer(bodies.StateReply(state="forgotten"))
+        return http.answer(bodies.StateReply(state="forgotten"))
 
     async def abort_weights(self, request: Request) -> Response:
         """Drop the staged weights."""
         await self.update.abort()
-        return answer(bodies.StateReply(state="aborted"))
+        return http.answer(bodies.StateReply(state="aborted"))
 
     async def release(self, request: Request) -> Response:
         """Free the KV memory. Running requests end with their tokens so far, later requests with none."""
@@ -210,15 +200,15 @@ class RolloutServer:
         return await self._change_memory(request, self.runner.resume, "resumed")
 
     async def _change_memory(self, request: Request, change: Callable[[], Awaitable[None]], state: str) -> Response:
-        tags = (await read_body(request, bodies.MemoryBody)).tags
+        tags = (await http.read_body(request, bodies.MemoryBody)).tags
         if tags is not None and tags != ["kv_cache"]:
             raise ValueError(f"only memory with the tag kv_cache can be released, not {', '.join(tags) or 'nothing'}")
         async with deadline(MEMORY_TIMEOUT_S, waiter="server", resource="a change of memory", holder="the engine"):
             await change()
-        return answer(bodies.StateReply(state=state))
+        return http.answer(bodies.StateReply(state=state))
 
 
 def _answer_weights(state: str, weights: CommittedWeights | WeightsHandle) -> Response:
-    return answer(
+    return http.answer(
         bodies.WeightsReply(state=state, policy_version=weights.policy_version, fingerprint=weights.fingerprint)
     )

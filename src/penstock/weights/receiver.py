@@ -49,12 +49,7 @@ class Receiver:
     """A callable that maps the weights of a handle, from this machine or another one."""
 
     def __init__(
-        self,
-        expected: Layout,
-        *,
-        machine: str,
-        directory: Path,
-        neighbours: Callable[[], Iterable[Path]] = tuple,
+        self, expected: Layout, *, machine: str, directory: Path, neighbours: Callable[[], Iterable[Path]] = tuple
     ) -> None:
         """`expected`: the model's layout. `machine`: this machine's boot id. `directory`: for received files; a file
         stays until the next version arrives. `neighbours`: returns the directories of all receivers of this machine."""
