@@ -1,4 +1,5 @@
-"""Import of objects that a setting names by a path: `package.module:name`, or `path/to/file.py:name`."""
+"""Import of objects that a setting names by a path (`package.module:name`, or `path/to/file.py:name`), and of optional
+packages."""
 
 from __future__ import annotations
 
@@ -83,6 +84,15 @@ def import_named(key: str, path: str, *, wanted: str) -> Any:
         raise ConfigError(f"{key} {path!r}: {error}") from None
     except Exception as error:
         raise ConfigError(
-            f"{key} {path!r} cannot be imported: {type(error).__name__}: {error}; it names {wanted}, in a module that "
-            "is installed or in the working directory"
+            f"{key} {path!r} cannot be imported: {type(error).__name__}: {error}; it names {wanted}, in a file or in a "
+            "module that is installed or in the working directory"
         ) from error
+
+
+def import_package(package: str, *, needed_by: str, install: str) -> Any:
+    """Return an optional package. Raises `ConfigError` with the arguments for `pip install` if it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.replace("_", "-")
+        raise ConfigError(f"{needed_by} needs the package {name}: pip install {install}") from None

@@ -32,10 +32,7 @@ def identities(config: Config) -> dict[str, dict[str, str]]:
     environments, known = config.environments, functools.cache(fingerprint)
     purposes: tuple[Purpose, ...] = ("train", "eval")
     return {
-        f"{purpose} {tag}": {
-            "source": _source(settings.data, purpose),
-            "identity": identity(settings.data, purpose, known),
-        }
+        f"{purpose} {tag}": _described(settings.data, purpose, known)
         for purpose in purposes
         for tag, settings in environments.tagged(purpose).items()
     }
@@ -52,15 +49,20 @@ def check_identities(before: Identities, config: Config) -> None:
             )
 
 
-def identity(data: DataConfig, purpose: Purpose, content: Callable[[Path], str]) -> str:
-    """Return the hash of the items that `data` yields for one purpose. `content` returns the hash of a path."""
-    facts: dict[str, Any] = {"source": data.source}
+def _described(data: DataConfig, purpose: Purpose, content: Callable[[Path], str]) -> dict[str, str]:
+    """Return a readable name of the items that `data` yields for one purpose, and their hash. `content` returns the
+    hash of a path."""
+    source: str = data.source
+    facts: dict[str, Any] = {"source": source}
     if data.source == "reasoning_gym":
+        source = f"reasoning_gym {data.dataset}"
         facts |= {"dataset": data.dataset, "options": data.options, "version": _version("reasoning-gym")}
     elif data.has_rows:
         path, split = location(data, held_out=purpose == "eval")
+        source = str(path)
         facts |= {"split": split, "content": content(path)}
-    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES)
+    return {"source": source, "identity": digest.hexdigest()}
 
 
 def fingerprint(path: Path) -> str:
@@ -91,13 +93,6 @@ def _parts(path: Path) -> Iterator[bytes]:
         for number in range(NUM_PARTS):
             file.seek(number * (size - PART_BYTES) // (NUM_PARTS - 1))
             yield file.read(PART_BYTES)
-
-
-def _source(data: DataConfig, purpose: Purpose) -> str:
-    """Return a readable name of the data for error messages."""
-    if data.source == "reasoning_gym":
-        return f"reasoning_gym {data.dataset}"
-    return str(location(data, held_out=purpose == "eval")[0]) if data.has_rows else data.source
 
 
 def _version(package: str) -> str:

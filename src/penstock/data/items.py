@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.config import ConfigError, DataConfig
+from penstock.config.imports import import_package
 from penstock.data.table_files import Row, Table, open_table
 from penstock.seeding import nth_seed, stable_seed
 from penstock.types import Purpose
@@ -41,12 +42,8 @@ class ReasoningGym:
     size: int | None = None
 
     def __init__(self, dataset: str, options: dict[str, Any], *, seed: int, name: str) -> None:
-        try:
-            import reasoning_gym
-        except ImportError:
-            raise ConfigError(
-                "data.source reasoning_gym needs the package reasoning-gym: pip install 'penstock[tasks]'"
-            ) from None
+        needed_by = "data.source reasoning_gym"
+        reasoning_gym = import_package("reasoning_gym", needed_by=needed_by, install="'penstock[tasks]'")
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, seed=seed, size=_ENDLESS, **options)
         except (ValueError, TypeError, AssertionError) as error:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import ConfigError, DataConfig
+from penstock.config.imports import import_package
 
 Row = dict[str, Any]
 CHUNK_BYTES = 1 << 24
@@ -98,12 +99,8 @@ class HuggingFace:
     """A Hugging Face dataset in a local directory: written by `save_to_disk`, or a directory of data files."""
 
     def __init__(self, path: Path, split: str) -> None:
-        try:
-            import datasets
-        except ImportError:
-            raise ConfigError(
-                "data.source huggingface needs the package datasets: pip install 'penstock[huggingface]'"
-            ) from None
+        needed_by = "data.source huggingface"
+        datasets = import_package("datasets", needed_by=needed_by, install="'penstock[huggingface]'")
         if not path.is_dir():
             raise ConfigError(f"data: there is no directory {path}: download the dataset and save_to_disk it first")
         self.path, self._split, self.name = path, split, f"{path.name}/{split}"

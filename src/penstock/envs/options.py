@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
@@ -72,15 +71,6 @@ def check_exists(key: str, name: str, where: str) -> None:
         module = f"module {where} here or among the installed packages"
         missing = f"file {Path(where).absolute()}" if is_file(where) else module
         raise ConfigError(f"{key} {name!r}: there is no {missing}")
-
-
-def import_package(package: str, *, needed_by: str, install: str) -> Any:
-    """Return an optional package. Raises `ConfigError` with the arguments for `pip install` if it is missing."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        name = package.replace("_", "-")
-        raise ConfigError(f"{needed_by} needs the package {name}: pip install {install}") from None
 
 
 def source_of(where: str) -> Path | None:

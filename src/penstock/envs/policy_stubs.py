@@ -14,13 +14,12 @@ from itertools import cycle
 from typing import Any, Protocol
 
 from penstock.config import ConfigError
+from penstock.config.imports import import_package
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeFailure
 from penstock.envs.exception_location import described
-from penstock.envs.options import import_package
 from penstock.envs.worker_calls import awaited
 from penstock.model.chat import ChatTokenizer
-from penstock.ports import environment
 from penstock.samples import Segment, VersionSpan
 from penstock.types import Sampling, SegmentGrant
 
@@ -105,28 +104,28 @@ class Endpoint:
     """A model behind an OpenAI endpoint."""
 
     def __init__(self, *, base_url: str | None, model: str | None) -> None:
-        """Without `base_url` the address comes from OPENAI_BASE_URL. The key comes from OPENAI_API_KEY. Raises
-        `ConfigError` if neither an address nor a key is set, if the address is not http(s), or if the package openai is
-        missing."""
-        self._client = _client(base_url)
+        """Without `base_url` the address comes from OPENAI_BASE_URL. The key comes from OPENAI_API_KEY. `model`: None
+        uses the first model that the endpoint lists. Raises `ConfigError` if neither an address nor a key is set, if
+        the address is not http(s), or if the package openai is missing."""
+        openai = import_package("openai", needed_by="--policy openai", install="openai")
+        key = os.environ.get("OPENAI_API_KEY")
+        url = base_url or os.environ.get("OPENAI_BASE_URL")
+        if url is None and not key:
+            needed = "--base-url or OPENAI_BASE_URL (or OPENAI_API_KEY, for OpenAI's own)"
+            raise ConfigError(f"--policy openai needs {needed}")
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"the endpoint {url!r} does not begin with http:// or https://")
+        self._client = openai.AsyncOpenAI(base_url=url, api_key=key or "unused")
         self._model = model
 
-    async def describe(self) -> environment.Endpoint:
-        """Return the endpoint as an agent receives it. The model is the configured one, or the first that the endpoint
-        lists."""
+    async def act(self, said: Sequence[str]) -> str:
         if self._model is None:
             listed = await self._call(self._client.models.list())
             if not listed.data:
                 raise EpisodeFailure(f"{self._client.base_url} has no model")
             self._model = str(listed.data[0].id)
-        return environment.Endpoint(
-            base_url=str(self._client.base_url), api_key=self._client.api_key, model=self._model
-        )
-
-    async def act(self, said: Sequence[str]) -> str:
-        endpoint = await self.describe()
         messages = [{"role": role, "content": text} for role, text in zip(cycle(ROLES), said, strict=False)]
-        reply = await self._call(self._client.chat.completions.create(model=endpoint.model, messages=messages))
+        reply = await self._call(self._client.chat.completions.create(model=self._model, messages=messages))
         return reply.choices[0].message.content or ""
 
     async def close(self) -> None:
@@ -141,17 +140,6 @@ class Endpoint:
                 return await request
         except OpenAIError as error:
             raise EpisodeFailure(f"{url} does not answer: {type(error).__name__}: {error}") from None
-
-
-def _client(base_url: str | None) -> Any:
-    openai = import_package("openai", needed_by="--policy openai", install="openai")
-    key = os.environ.get("OPENAI_API_KEY")
-    url = base_url or os.environ.get("OPENAI_BASE_URL")
-    if url is None and not key:
-        raise ConfigError("--policy openai needs --base-url or OPENAI_BASE_URL (or OPENAI_API_KEY, for OpenAI's own)")
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise ConfigError(f"the endpoint {url!r} does not begin with http:// or https://")
-    return openai.AsyncOpenAI(base_url=url, api_key=key or "unused")
 
 
 def _read_action() -> str:

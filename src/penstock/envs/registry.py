@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.config import Config, ConfigError, EnvironmentConfig, TagConfig
 from penstock.config.environments import ATROPOS
-from penstock.config.imports import NoSuchName, is_file, load
+from penstock.config.imports import import_named, is_file
 from penstock.envs.adapter import PACKAGES, Adapter, adapt_class, adapt_id, check_package
 from penstock.envs.discovery import Unreadable, defines, read_file
 from penstock.envs.exception_location import origin
@@ -114,13 +114,7 @@ def resolve(name: str) -> type[Environment]:
         return adapt_id(name)
     if name in _PROGRAMS:
         raise ConfigError(f"env.name {name}: its environments are programs of their own, and cannot be made here")
-    try:
-        found = load(f"{where}:{class_name}")
-    except NoSuchName as error:
-        raise ConfigError(f"env.name {name!r}: {error}") from None
-    except Exception as error:
-        raise ConfigError(f"env.name {name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    return playable(name, found)
+    return playable(name, import_named("env.name", f"{where}:{class_name}", wanted="a class"))
 
 
 def playable(name: str, found: Any) -> type[Environment]:

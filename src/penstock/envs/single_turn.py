@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.config import ConfigError
-from penstock.envs.options import import_package
+from penstock.config.imports import import_package
 from penstock.types import Task
 
 

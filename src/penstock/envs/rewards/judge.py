@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config import ConfigError
-from penstock.envs.options import import_package
+from penstock.config.imports import import_package
 
 PROMPT = """Judge how good the answer to a question is.
 

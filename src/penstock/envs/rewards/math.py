@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.envs.options import import_package
+from penstock.config.imports import import_package
 from penstock.envs.rewards.reward import field_of
 
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.config import ConfigError
-from penstock.config.imports import NoSuchName, load
+from penstock.config.imports import import_named
 from penstock.envs.discovery import is_function
 from penstock.envs.options import check_exists, check_written, source_of, suggestion
 
@@ -84,11 +84,9 @@ def check_reward(key: str, name: str, options: Mapping[str, Any]) -> None:
 def make_reward(name: str, options: Mapping[str, Any]) -> Reward:
     """Import and create a reward. Raises `ConfigError`, also for any exception of the user's module."""
     where, attribute = locate_reward(name)
+    found = import_named("env.reward", f"{where}:{attribute}", wanted="a function or a class")
     try:
-        found = load(f"{where}:{attribute}")
         reward: Reward = found(**options) if isinstance(found, type) else _Function(found, options)
-    except NoSuchName as error:
-        raise ConfigError(f"env.reward {name!r}: {error}") from None
     except ConfigError:
         raise
     except TypeError as error:
