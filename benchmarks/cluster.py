@@ -32,7 +32,7 @@ from penstock.config import Config
 from penstock.groups.batch import Batch
 from penstock.groups.spawned import SpawnedBackend
 from penstock.processes.layout import model_dir, prepare
-from penstock.processes.role_placement import trainer_roles
+from penstock.processes.trainer import trainer_roles
 from penstock.trainer.actor_critic import ActorCritic
 
 NUM_RANKS = 2

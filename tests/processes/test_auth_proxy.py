@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from tiny_policy import serve, until
 
-from penstock.processes.auth_proxy import auth_proxy
+from penstock.processes.foreign_server import auth_proxy
 from penstock.rollout.app import ApiKeys
 from penstock.rollout.client import ServerClient
 from penstock.rollout.runner import EngineRunner

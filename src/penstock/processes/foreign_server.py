@@ -11,24 +11,27 @@ import os
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import NamedTuple
+from urllib.parse import quote
 
+import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
 
 from penstock.config import Config
-from penstock.deadline import Stalled, alongside, deadline, first
+from penstock.deadline import Stalled, alongside, deadline, first, warn_if_stalled
 from penstock.ports.observer import BusySpan
-from penstock.processes.auth_proxy import auth_proxy
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.layout import host_of, model_dir, port_of, server_number
 from penstock.processes.visible import of_foreign_server
-from penstock.rollout.app import ApiKeys
+from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.client import ServerClient
+from penstock.rollout.http import Access, Refused, Route, read_bytes, unless_disconnected
 from penstock.rollout.servers import CONFLICT, connect
-from penstock.rollout.session import HttpSession, RolloutError
-from penstock.runtime.http_server import bind, url_of
+from penstock.rollout.session import HttpSession, RolloutError, open_session
+from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
 
 ASK_EVERY_S = 0.5
@@ -53,18 +56,26 @@ UNTIED = '{"tie_word_embeddings": false}'
 untied, and we send these weights by name."""
 
 
-class Meters(NamedTuple):
-    """Metric names in an engine's `/metrics`."""
-
-    tokens: str
-    running: str
-
-
 METERS = {
-    "penstock": Meters("penstock_generation_tokens", "penstock_num_requests_running"),
-    "vllm": Meters("vllm:generation_tokens", "vllm:num_requests_running"),
-    "sglang": Meters("sglang:generation_tokens", "sglang:num_running_reqs"),
+    "penstock": ("penstock_generation_tokens", "penstock_num_requests_running"),
+    "vllm": ("vllm:generation_tokens", "vllm:num_requests_running"),
+    "sglang": ("sglang:generation_tokens", "sglang:num_running_reqs"),
 }
+"""Metric names in each engine's `/metrics`: the tokens generated so far, and the running requests."""
+
+OPEN: Mapping[str, Access] = {
+    "/health": "public",
+    "/generate": "generation",
+    "/model_info": "generation",
+    "/inference/v1/generate": "generation",
+    "/weight_info": "generation",
+}
+"""Routes open to clients without the admin key, for all engines. All other routes are control."""
+STALL_WARNING_S = 300.0
+"""Seconds without an answer before a stall is reported. The client has its own deadline."""
+UNREACHED = 502
+MAX_BODY_BYTES = 1 << 28
+"""The limit is large because a group's request repeats a long prompt once for each sample."""
 
 
 async def serve(child: Child, config: Config) -> None:
@@ -122,6 +133,40 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
                 await process.wait()
         except Stalled:
             process.kill()
+
+
+@asynccontextmanager
+async def auth_proxy(engine: str, *, host: str, port: int, keys: ApiKeys) -> AsyncIterator[str]:
+    """Run a proxy that requires an API key, for the length of the body. Yield the URL of the proxy.
+
+    It stands in front of an engine, at the URL `engine`, that checks no key on its control routes. It forwards each
+    request that has the right key to the engine, and returns the engine's answer.
+    """
+    own = {"Authorization": f"Bearer {keys.generation}"} if keys.generation else {}
+
+    async def forward(request: Request) -> Response:
+        body = await read_bytes(request, max_bytes=MAX_BODY_BYTES)
+        return await unless_disconnected(request, _answer(session, engine, request, body))
+
+    routes = [Route(path, ["GET", "POST"], forward, access) for path, access in OPEN.items()]
+    routes.append(Route("/{path}", ["GET", "POST", "PUT", "DELETE"], forward))
+    with bind(host, port) as listener:
+        async with open_session(own) as session, listening(App(routes, keys), listener):
+            yield url_of(host, listener)
+
+
+async def _answer(session: aiohttp.ClientSession, engine: str, request: Request, body: bytes) -> Response:
+    """Return the engine's answer. The forwarded path is the same one for which the key was checked."""
+    path, query = quote(request.scope["path"]), request.url.query
+    headers = {"Content-Type": request.headers.get("content-type", "application/json")}
+    url = f"{engine}{path}{'?' if query else ''}{query}"
+    with warn_if_stalled(STALL_WARNING_S, waiter="the auth proxy", resource=path, holder=engine):
+        try:
+            async with session.request(request.method, url, data=body, headers=headers) as answer:
+                kind = answer.headers.get("content-type")
+                return Response(await answer.read(), answer.status, media_type=kind)
+        except aiohttp.ClientError as error:
+            raise Refused(UNREACHED, f"the engine behind this proxy does not answer: {error}") from None
 
 
 def command(child: Child, config: Config, port: int) -> list[str]:

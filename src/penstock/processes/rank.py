@@ -35,7 +35,7 @@ async def serve(child: Child) -> None:
 
 def _answer_calls(child: Child) -> None:
     """Execute the trainer's calls until the trainer is gone."""
-    import_module("penstock.processes.role_placement")  # imports what every rank needs, while the trainer starts
+    import_module("penstock.processes.trainer_rank")  # imports what every rank needs, while the trainer starts
     worker, num_calls = RankWorker(), 0
     with closing(connect_to_trainer(child.runtime_dir, child.name)) as channel, suppress(EOFError, ConnectionError):
         while True:

@@ -1,8 +1,8 @@
 """The trainer process: executes one bus message at a time, by calls to the ranks that hold the models.
 
-A single rank runs in this process, on its own thread. Several ranks are processes of the run, possibly on other nodes:
-see `role_placement.py` and `rank.py`. If a rank is lost, the trainer ends. The supervisor restarts all of them
-together.
+An actor with a single rank runs in this process, on its own thread. All other ranks are processes of the run, possibly
+on other nodes: see `trainer_roles` and `rank.py`. If a rank is lost, the trainer ends. The supervisor restarts all of
+them together.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -30,6 +30,8 @@ from penstock.envs.demonstrations import demonstrations
 from penstock.envs.registry import maker_by_tag
 from penstock.groups.backend import Backend
 from penstock.groups.errors import RemoteError
+from penstock.groups.fused import Roles, place
+from penstock.groups.local import LocalBackend
 from penstock.groups.remote import RemoteBackend
 from penstock.groups.role import Role
 from penstock.model.chat import ChatTokenizer
@@ -37,9 +39,9 @@ from penstock.observe.log_lines import Paced, pairs
 from penstock.ports.observer import BusySpan
 from penstock.ports.training import TrainerState
 from penstock.processes.bus_client import Member, Telemetry, membership
-from penstock.processes.layout import model_dir, rank_name, rank_names, takes_turns
+from penstock.processes.layout import model_dir, places, rank_name, rank_names, takes_turns, without_keys
 from penstock.processes.pool_access import payloads_of
-from penstock.processes.role_placement import trainer_roles
+from penstock.processes.trainer_rank import Actor, CriticRank, ReferenceRank, TrainerRank
 from penstock.runtime.file_service import WEIGHTS
 from penstock.supervisor.child import Child
 from penstock.supervisor.procfs import boot_id
@@ -72,6 +74,10 @@ LOGGED = ("loss", "entropy", "grad_norm", "staleness_mean", "samples", "tokens",
 """Metrics of a step that its log line shows."""
 
 Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
+WORKERS: Mapping[str, type[TrainerRank]] = {"actor": Actor, "critic": CriticRank, "reference": ReferenceRank}
+
+Start = Callable[[Mapping[str, Role], Sequence[int]], Backend]
+"""Returns the workers of the given roles, in the trainer's processes with the given numbers."""
 
 
 class TrainerProcess(Member):
@@ -278,6 +284,41 @@ class TrainerProcess(Member):
         self._thread.shutdown(wait=True)
         self._ranks.close()
         self._channels.close()
+
+
+def trainer_roles(config: Config, start: Start, *, model_dir: Path, weights_dir: Path) -> Roles:
+    """Return all roles of the trainer, placed as configured, with their ranks connected.
+
+    `start`: starts roles in separate processes. `model_dir`: directory of the policy. `weights_dir`: where the weights
+    are published.
+
+    Roles that share a place share its processes, one for each rank. The processes on the trainer's machine come first.
+    """
+    together_in = places(config)
+    init: dict[str, dict[str, Any]] = {"actor": {"model_dir": model_dir, "weights_dir": weights_dir}}
+    roles = {
+        name: Role(WORKERS[name], {"config": without_keys(config), "place": number} | init.get(name, {}))
+        for number, together in enumerate(together_in.values())
+        for name in together
+    }
+    num_ranks, names = config.num_ranks, list(together_in)
+
+    def begin(name: str, together: Mapping[str, Role]) -> Backend:
+        if name == "actor" and num_ranks == 1:
+            return LocalBackend(together)
+        number = names.index(name) * num_ranks
+        return start(together, range(number, number + num_ranks))
+
+    placed = place(roles, together_in, begin)
+    try:
+        if num_ranks > 1:
+            for name, *_ in together_in.values():
+                group: Any = getattr(placed, name)
+                group.join(group.listen())
+    except BaseException:
+        placed.close()
+        raise
+    return placed
 
 
 @contextmanager

@@ -7,9 +7,8 @@ work takes part with an empty batch. Roles that share processes form one group o
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -31,20 +30,34 @@ from penstock.scheduler.segments import max_trained_tokens
 from penstock.supervisor.child import ADDRESS
 from penstock.trainer.critic import Critic
 from penstock.trainer.learner import Learner
+from penstock.trainer.model_role import ModelRole
 from penstock.trainer.rank_balancing import attention_per_token
 from penstock.trainer.ranks import Ranks, Rendezvous
 from penstock.trainer.reference import Reference
 from penstock.trainer.strategy import is_sharded
 from penstock.trainer.warm_start import Imitation
-from penstock.types import LearnerState, WeightsHandle
+from penstock.types import WeightsHandle
 from penstock.weights.shared_memory import WeightsPublisher
 
 LOOPBACK = "127.0.0.1"
 Held = TypeVar("Held", Critic, Reference)
 
 
-class TrainerRank(ABC):
+def of_held(method: Callable[..., Any], mode: Mode | None = None, **declaration: Any) -> Any:
+    """Return a remote method that calls this method of the object that the rank holds."""
+
+    @wraps(method)
+    def call(rank: TrainerRank, *arguments: Any, **named: Any) -> Any:
+        return getattr(rank._held, method.__name__)(*arguments, **named)
+
+    return remote_method(mode, **declaration)(call)
+
+
+class TrainerRank:
     """One rank of any role."""
+
+    _held: ModelRole
+    """The object that holds this role's data on the device."""
 
     def __init__(self, rank: Rank, roles: Mapping[str, Any], *, config: Config, place: int) -> None:
         """`roles`: the roles that this process already has. `place`: number of the trainer's place to which the process
@@ -75,19 +88,16 @@ class TrainerRank(ABC):
         """Free the device for other processes until `resume`. Does nothing on the CPU, which all processes share
         anyway."""
         if self._device.type != "cpu":
-            self._tenant.release()
+            self._held.release()
             torch.get_device_module(self._device).empty_cache()
 
     @remote_method()
     def resume(self) -> None:
         """Use the released device again."""
         if self._device.type != "cpu":
-            self._tenant.resume()
+            self._held.resume()
 
-    @property
-    @abstractmethod
-    def _tenant(self) -> Learner | Critic | Reference:
-        """The object that holds this role's data on the device."""
+    write = of_held(ModelRole.write)
 
     def _policy(self, directory: Path, *, weights: bool = True, whole: bool = False) -> PreTrainedModel:
         """Return the policy in the form that `strategy_of` takes.
@@ -138,15 +148,9 @@ class Actor(TrainerRank):
         self.__dict__.pop("_imitation", None)
         self._set_threads()
 
-    @remote_method(dispatch={"batch": PerRank()}, collect=reduce(add))
-    def accumulate(self, batch: Batch) -> dict[str, float]:
-        """See `Learner.accumulate`."""
-        return self._learner.accumulate(batch)
-
-    @remote_method(collect=first)
-    def step(self) -> LearnerState:
-        """See `Learner.step`."""
-        return self._learner.step()
+    accumulate = of_held(Learner.accumulate, dispatch={"batch": PerRank()}, collect=reduce(add))
+    step = of_held(Learner.step, collect=first)
+    write_policy = of_held(Learner.write_policy)
 
     @remote_method(collect=first)
     def publish(self) -> WeightsHandle | None:
@@ -154,26 +158,16 @@ class Actor(TrainerRank):
 
         Return the handle on rank 0 and None on the other ranks.
         """
-        gathered = self._learner.named_weights()
+        gathered = self._held.named_weights()
         if self._publisher is None:
             return None
-        return self._publisher.publish(self._served(gathered), self._learner.policy_version)
-
-    @remote_method()
-    def write_policy(self, directory: Path) -> None:
-        """See `Learner.write_policy`."""
-        self._learner.write_policy(directory)
-
-    @remote_method()
-    def write(self, directory: Path) -> None:
-        """See `Learner.write`."""
-        self._learner.write(directory)
+        return self._publisher.publish(self._served(gathered), self._held.policy_version)
 
     @remote_method()
     def read(self, directory: Path, policy_version: int) -> None:
         """Restore the state that `write` saved. Its version becomes `policy_version`."""
-        self._learner.read(directory)
-        self._learner.policy_version = policy_version
+        self._held.read(directory)
+        self._held.policy_version = policy_version
 
     @cached_property
     def _imitation(self) -> Imitation:
@@ -183,7 +177,7 @@ class Actor(TrainerRank):
         return Imitation(self._model, self._ranks)
 
     @cached_property
-    def _learner(self) -> Learner:
+    def _held(self) -> Learner:  # type: ignore[override] # only read
         """The learner. It is built after the warm start, which trains the whole model and leaves no optimizer state
         behind."""
         config = self._config
@@ -200,10 +194,6 @@ class Actor(TrainerRank):
             ranks=self._ranks,
         )
 
-    @property
-    def _tenant(self) -> Learner:
-        return self._learner
-
     def _served(self, gathered: dict[str, Tensor]) -> dict[str, Tensor]:
         named = {name: tensor.to(self._dtype) for name, tensor in gathered.items()}
         return with_tied_names(self._model, named) if self._config.rollout.engine == "vllm" else named
@@ -212,6 +202,7 @@ class Actor(TrainerRank):
 class PolicyCopyRank(TrainerRank, Generic[Held]):
     """A role with its own model, which started as a copy of the policy."""
 
+    _kind: type[Held]
     _held: Held
     """Set by `begin`."""
     _loaded: PreTrainedModel
@@ -226,18 +217,18 @@ class PolicyCopyRank(TrainerRank, Generic[Held]):
     @remote_method()
     def begin(self) -> None:
         """Build the role's model from the loaded policy."""
-        self._held = self._make(self._loaded)
+        config = self._config
+        self._held = self._kind(
+            self._loaded,
+            config.trainer,
+            max_staleness=config.scheduler.max_staleness,
+            temperature=config.env.temperature,
+            compute_dtype=self._dtype,
+            ranks=self._ranks,
+        )
         del self._loaded
 
-    @remote_method()
-    def read(self, directory: Path) -> None:
-        """Restore the state that `write` saved beside a policy."""
-        self._held.read(directory)
-
-    @remote_method()
-    def write(self, directory: Path) -> None:
-        """Save everything that determines the future of this role, as files."""
-        self._held.write(directory)
+    read = of_held(ModelRole.read)
 
     @remote_method(collect=sum)
     def busy_s(self) -> float:
@@ -245,59 +236,21 @@ class PolicyCopyRank(TrainerRank, Generic[Held]):
         is their mean."""
         return self._held.busy.take_seconds() / self._ranks.size
 
-    @property
-    def _tenant(self) -> Held:
-        return self._held
-
-    @abstractmethod
-    def _make(self, policy: PreTrainedModel) -> Held: ...
-
 
 class CriticRank(PolicyCopyRank[Critic]):
     """One rank of the critic, which holds the value function."""
 
-    @remote_method(Mode.DP_COMPUTE, blocking=False)
-    def values(self, batch: Batch) -> Batch:
-        """See `Critic.values`."""
-        return self._held.values(batch)
-
-    @remote_method(dispatch={"batch": PerRank()}, blocking=False)
-    def learn(self, batch: Batch, policy_version: int) -> None:
-        """See `Critic.learn`."""
-        self._held.learn(batch, policy_version)
-
-    @remote_method(collect=first, blocking=False)
-    def step(self) -> dict[str, float]:
-        """See `Critic.step`."""
-        return self._held.step()
-
-    def _make(self, policy: PreTrainedModel) -> Critic:
-        return Critic(
-            policy,
-            self._config.trainer,
-            max_staleness=self._config.scheduler.max_staleness,
-            compute_dtype=self._dtype,
-            ranks=self._ranks,
-        )
+    _kind = Critic
+    values = of_held(Critic.values, Mode.DP_COMPUTE, blocking=False)
+    learn = of_held(Critic.learn, dispatch={"batch": PerRank()}, blocking=False)
+    step = of_held(Critic.step, collect=first, blocking=False)
 
 
 class ReferenceRank(PolicyCopyRank[Reference]):
     """One rank of the reference policy: the policy as it was when training began."""
 
-    @remote_method(dispatch={"batch": PerRank()}, blocking=False)
-    def logprobs(self, batch: Batch, policy_version: int) -> Batch:
-        """See `Reference.logprobs`."""
-        return self._held.logprobs(batch, policy_version)
-
-    def _make(self, policy: PreTrainedModel) -> Reference:
-        return Reference(
-            policy,
-            self._config.trainer,
-            max_staleness=self._config.scheduler.max_staleness,
-            temperature=self._config.env.temperature,
-            compute_dtype=self._dtype,
-            ranks=self._ranks,
-        )
+    _kind = Reference
+    logprobs = of_held(Reference.logprobs, dispatch={"batch": PerRank()}, blocking=False)
 
 
 def _here(number: int, config: Config) -> range:

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from penstock.config import CriticConfig, TrainerConfig
+from penstock.config import CriticConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.optimizer import adamw, load_optimizer, take_step
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, per_sample
 from penstock.trainer.prepare import generalized_advantages
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.shards import load_parameters, read_state, write_state
+from penstock.trainer.shards import load_parameters, read_state
 
 NAME = "critic"
 """Name of the critic's files in a checkpoint."""
@@ -52,20 +51,10 @@ class Critic(ModelRole):
 
     shares_prefixes = False
 
-    def __init__(
-        self,
-        policy: PreTrainedModel,
-        config: TrainerConfig,
-        *,
-        max_staleness: int,
-        compute_dtype: torch.dtype = torch.float32,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """`config` has a critic. The critic takes ownership of `policy`. Other arguments: as for `Learner`."""
-        assert config.critic is not None
-        self._config, self._max_grad_norm = config.critic, config.max_grad_norm
-        super().__init__(policy, config, max_staleness=max_staleness, compute_dtype=compute_dtype, ranks=ranks)
-        self._function = ValueFunction(policy)
+    def _place(self, model: PreTrainedModel) -> None:
+        assert self._config.critic is not None
+        self._settings = self._config.critic
+        self._function = ValueFunction(model)
         self._strategy.place(self._function)
         self._parameters = list(self._function.parameters())
         self._optimizer = adamw(self._parameters)
@@ -89,7 +78,7 @@ class Critic(ModelRole):
             for micro in self._passes.of(table):
                 value = self._values_of(micro)
                 target, before = (torch.from_numpy(array[micro.tokens]).to(value.device) for array in (returns, values))
-                near = before + (value - before).clamp(-self._config.clip, self._config.clip)
+                near = before + (value - before).clamp(-self._settings.clip, self._settings.clip)
                 loss = 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2)
                 loss.sum().backward()  # type: ignore[no-untyped-call]
                 self._loss += float(loss.detach().sum())
@@ -107,7 +96,9 @@ class Critic(ModelRole):
             if tokens:
                 torch._foreach_div_(self._strategy.summed(self._parameters, in_place=True), tokens)
                 norm = take_step(
-                    self._optimizer, learning_rate=self._config.learning_rate, max_grad_norm=self._max_grad_norm
+                    self._optimizer,
+                    learning_rate=self._settings.learning_rate,
+                    max_grad_norm=self._config.max_grad_norm,
                 )
         is_finite = math.isfinite(norm)
         return {
@@ -117,13 +108,10 @@ class Critic(ModelRole):
         }
 
     def write(self, directory: Path) -> None:
-        """Save weights and optimizer as of the last step. All ranks must call this."""
         weights = {name: parameter.detach() for name, parameter in self._function.named_parameters()}
-        state = {"function": weights, "optimizer": self._optimizer.state_dict()}
-        write_state(state, directory, NAME, self._ranks, is_sharded=self._strategy.is_sharded)
+        self._write_state({"function": weights, "optimizer": self._optimizer.state_dict()}, directory, NAME)
 
     def read(self, directory: Path) -> None:
-        """Restore the state saved in `directory`. Accumulated gradients are dropped."""
         saved = read_state(directory, NAME)
         load_parameters(self._function, saved["function"])
         load_optimizer(self._optimizer, saved["optimizer"])

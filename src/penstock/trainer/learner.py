@@ -58,7 +58,7 @@ from penstock.trainer.noise import GradientNorm, gradient_norm, noise
 from penstock.trainer.optimizer import adamw, load_optimizer, take_step
 from penstock.trainer.packing import TokenTable, flatten
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.shards import load_parameters, read_state, whole, write_state
+from penstock.trainer.shards import load_parameters, read_state, whole
 from penstock.trainer.statistics import StepStatistics
 from penstock.types import LearnerState
 
@@ -89,39 +89,45 @@ class Learner(ModelRole):
     ) -> None:
         """Place the model on the ranks, and build optimizer and criterion.
 
-        `model`: has float32 weights, and lies where `strategy_of` expects it.
-        `temperature`: the sampling temperature, so that log-probabilities are those of the sampled policy.
-        `compute_dtype`: dtype of forward and backward passes (autocast), preferably that of the servers.
         `max_tokens`: length of the longest allowed answer.
         `whole_step`: number of samples of a full optimizer step.
         `measure_noise`: also compute the gradient's norm within a step, for the gradient noise scale.
-        `ranks`: None if this is the only rank.
+        Other arguments: as for `ModelRole`.
         """
         self.model, self._model_cls = model, type(model)
         self.policy_version = policy_version
-        self._config = config
         self._canaries = Canaries(config.canaries)
-        super().__init__(model, config, max_staleness=max_staleness, compute_dtype=compute_dtype, ranks=ranks)
+        self._max_tokens, self._whole_step = max_tokens, whole_step
+        self._pending = StepStatistics()
+        self._measure_noise = measure_noise
+        self._small: GradientNorm | None = None
+        """Gradient norm over the first samples of the step."""
+        self._num_steps = self._num_bad = 0
+        super().__init__(
+            model,
+            config,
+            max_staleness=max_staleness,
+            temperature=temperature,
+            compute_dtype=compute_dtype,
+            ranks=ranks,
+        )
+
+    def _place(self, model: PreTrainedModel) -> None:
+        config = self._config
         self._criterion = Criterion(
             model,
             config,
             strategy=self._strategy,
             autocast=self._autocast,
-            temperature=temperature,
-            max_staleness=max_staleness,
+            temperature=self._temperature,
+            max_staleness=self._max_staleness,
         )
-        self._max_tokens, self._whole_step = max_tokens, whole_step
         if config.lora is not None:
             attach(model, config.lora)
         self._strategy.place(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = adamw(self._parameters, weight_decay=config.weight_decay)
         self._optimizers = [self._optimizer]
-        self._pending = StepStatistics()
-        self._measure_noise = measure_noise
-        self._small: GradientNorm | None = None
-        """Gradient norm over the first samples of the step."""
-        self._num_steps = self._num_bad = 0
 
     def accumulate(self, batch: Batch) -> dict[str, float]:
         """Add the gradient of this rank's part of a batch from `prepare`.
@@ -292,15 +298,8 @@ class Learner(ModelRole):
         }
 
     def write(self, directory: Path) -> None:
-        """Write the policy and the remaining state as files. All ranks must call this, with a directory they share."""
         self.write_policy(directory)
-        write_state(
-            self._progress() | {"adapted": adapted_parameters(self.model)},
-            directory,
-            NAME,
-            self._ranks,
-            is_sharded=self._strategy.is_sharded,
-        )
+        self._write_state(self._progress() | {"adapted": adapted_parameters(self.model)}, directory, NAME)
 
     def write_policy(self, directory: Path) -> None:
         """Write the policy as a Hugging Face model, adapters merged. All ranks must call this."""
@@ -309,7 +308,6 @@ class Learner(ModelRole):
             self.model.save_pretrained(directory, state_dict=weights)
 
     def read(self, directory: Path) -> None:
-        """Restore the state that `write` wrote, with any number of ranks."""
         saved = self._model_cls.from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
         progress = read_state(directory, NAME)
         self.load_state_dict({"model": dict(saved.named_parameters()) | progress.pop("adapted"), **progress})

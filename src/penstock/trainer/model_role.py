@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from penstock.model.compute import BusyClock
 from penstock.trainer.forward import pass_cost, recompute_activations, shares_prefixes
 from penstock.trainer.packing import Ints, MicroBatch, TokenTable, flatten, micro_batches, per_sample
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.shards import write_state
 from penstock.trainer.strategy import Strategy, strategy_of
 
 Bools = npt.NDArray[np.bool_]
@@ -79,14 +81,21 @@ class ModelRole(ABC):
         config: TrainerConfig,
         *,
         max_staleness: int,
-        compute_dtype: torch.dtype,
-        ranks: Ranks | None,
+        temperature: float = 1.0,
+        compute_dtype: torch.dtype = torch.float32,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`model` lies where `strategy_of` expects it; the subclass places it. `compute_dtype`: dtype of the passes;
-        autocast is on for bfloat16 only. `ranks`: None if this is the only rank."""
+        """Take ownership of `model`, and place it on the ranks.
+
+        `model`: has float32 weights, and lies where `strategy_of` expects it.
+        `temperature`: the sampling temperature, so that log-probabilities are those of the sampled policy.
+        `compute_dtype`: dtype of the passes (autocast), preferably that of the servers; autocast is on for bfloat16
+        only.
+        `ranks`: None if this is the only rank.
+        """
         if self.is_trained and config.activation_checkpointing:
             recompute_activations(model)
-        self._ranks = ranks or Ranks()
+        self._config, self._ranks, self._temperature = config, ranks or Ranks(), temperature
         self._strategy = strategy_of(model, config, self._ranks)
         self._device = self._strategy.device
         max_tokens = config.tokens_per_microbatch
@@ -98,6 +107,20 @@ class ModelRole(ABC):
         self._released: Sequence[Module] = ()
         self._released_states: list[tuple[dict[str, Any], str]] = []
         """(a parameter's optimizer state, entry name) for each entry that was on the device."""
+        self._place(model)
+
+    @abstractmethod
+    def _place(self, model: PreTrainedModel) -> None:
+        """Place the model on the ranks, and build what belongs to it."""
+
+    @abstractmethod
+    def write(self, directory: Path) -> None:
+        """Save the role's state at the last step boundary as files. All ranks must call this, with a directory they
+        share."""
+
+    @abstractmethod
+    def read(self, directory: Path) -> None:
+        """Restore the state that `write` saved, with any number of ranks. Accumulated gradients are dropped."""
 
     def release(self) -> None:
         """Free the device until `resume`. Meanwhile the state can be saved; compute and restore are not allowed."""
@@ -127,6 +150,9 @@ class ModelRole(ABC):
                 )
         for state, name in self._released_states:
             state[name] = state[name].to(device, copy=True)
+
+    def _write_state(self, state: Mapping[str, Any], directory: Path, name: str) -> None:
+        write_state(state, directory, name, self._ranks, is_sharded=self._strategy.is_sharded)
 
     @abstractmethod
     def _modules(self) -> Sequence[Module]:

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.model_role import ModelRole
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.shards import load_parameters, read_state, write_state
+from penstock.trainer.shards import load_parameters, read_state
 from penstock.trainer.snapshot import Snapshot
 
 NAME = "reference"
@@ -26,21 +23,9 @@ class Reference(ModelRole):
 
     is_trained = False
 
-    def __init__(
-        self,
-        policy: PreTrainedModel,
-        config: TrainerConfig,
-        *,
-        max_staleness: int,
-        temperature: float = 1.0,
-        compute_dtype: torch.dtype = torch.float32,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """The reference takes ownership of `policy`. Other arguments: as for `Learner`."""
-        super().__init__(policy, config, max_staleness=max_staleness, compute_dtype=compute_dtype, ranks=ranks)
-        self._temperature = temperature
-        self._strategy.place(policy.requires_grad_(False))
-        self._snapshot = Snapshot(policy)
+    def _place(self, model: PreTrainedModel) -> None:
+        self._strategy.place(model.requires_grad_(False))
+        self._snapshot = Snapshot(model)
 
     def logprobs(self, batch: Batch, policy_version: int) -> Batch:
         """Return log-probabilities of the tokens that are in the loss while `policy_version` is trained.
@@ -52,17 +37,9 @@ class Reference(ModelRole):
         return Batch(values={NAME: self._computed(batch, in_loss, compute)})
 
     def write(self, directory: Path) -> None:
-        """Save the weights. All ranks must call this."""
-        write_state(
-            {"model": dict(self._snapshot.model.named_parameters())},
-            directory,
-            NAME,
-            self._ranks,
-            is_sharded=self._strategy.is_sharded,
-        )
+        self._write_state({"model": dict(self._snapshot.model.named_parameters())}, directory, NAME)
 
     def read(self, directory: Path) -> None:
-        """Restore the weights saved in `directory`."""
         load_parameters(self._snapshot.model, read_state(directory, NAME)["model"])
 
     def _modules(self) -> Sequence[Module]:
