@@ -31,7 +31,8 @@ from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.ports.work import PartialRollout
 from penstock.processes.env_worker import Worker
-from penstock.processes.pool_access import shared_pool
+from penstock.processes.pool_access import WorkerPool
+from penstock.store.payload_files import PayloadReader, PayloadWriter
 from penstock.types import Sampling, SegmentGrant, Task
 
 
@@ -117,7 +118,12 @@ class Stage:
 
     async def join(self, name: str) -> None:
         """A worker starts; the bus knows it when this returns."""
-        worker = Worker(self.config, name, shared_pool(self.directory, name), self.tasks)
+        worker = Worker(
+            self.config,
+            name,
+            WorkerPool(PayloadWriter(self.directory, name), PayloadReader(self.directory)),
+            self.tasks,
+        )
         peer = Peer(str(self.directory), name, worker.handle)
         scorers = Scorers(self.config)
         manager = EnvManager(

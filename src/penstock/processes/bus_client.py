@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -83,40 +83,35 @@ async def membership(
     try:
         async with alongside(peer.run()):
             await join()
-            pulse = _Pulse(child, member.telemetry)
+            pulses = _pulses(child, member.telemetry)
 
             async def beat() -> None:
                 while True:
-                    peer.notify(CONTROLLER, pulse.next())
+                    peer.notify(CONTROLLER, next(pulses))
                     await asyncio.sleep(config.supervisor.heartbeat_s)
 
             async with alongside(beat()):
                 with reporting_to(report):
                     yield peer
-                peer.notify(CONTROLLER, pulse.next())
+                peer.notify(CONTROLLER, next(pulses))
     finally:
         peer.close()
 
 
-class _Pulse:
-    """Turns running totals into heartbeats for the controller and the supervisor."""
-
-    def __init__(self, child: Child, telemetry: Callable[[], Telemetry]) -> None:
-        self._child, self._telemetry = child, telemetry
-        self._cpu_s, self._latest = 0.0, Telemetry()
-
-    def next(self) -> Heartbeat:
-        """Return the next heartbeat: the increments since the one before."""
-        before, before_cpu_s = self._latest, self._cpu_s
-        now, self._cpu_s = self._telemetry(), time.process_time()
-        self._latest = now
+def _pulses(child: Child, telemetry: Callable[[], Telemetry]) -> Iterator[Heartbeat]:
+    """Turn running totals into heartbeats: tell the supervisor the totals, and yield the increments since the heartbeat
+    before, for the controller."""
+    before, before_cpu_s = Telemetry(), 0.0
+    while True:
+        now, cpu_s = telemetry(), time.process_time()
         counted = {name: total for name, total in now.counters.items() if not name.startswith(COSTS)}
-        self._child.totals = {"busy_s": now.busy_s, **counted}
-        self._child.pulse(now.progress, now.doing)
-        return Heartbeat(
+        child.totals = {"busy_s": now.busy_s, **counted}
+        child.pulse(now.progress, now.doing)
+        yield Heartbeat(
             progress=now.progress,
-            cpu_s=self._cpu_s - before_cpu_s,
+            cpu_s=cpu_s - before_cpu_s,
             busy_s=now.busy_s - before.busy_s,
             counters={name: total - before.counters.get(name, 0.0) for name, total in now.counters.items()},
             spans=list(now.spans),
         )
+        before, before_cpu_s = now, cpu_s

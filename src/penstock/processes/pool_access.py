@@ -49,13 +49,8 @@ def payloads_of(child: Child) -> PayloadReader:
 def pool_of_worker(child: Child) -> WorkerPool:
     """Return the pool of one of a run's environment workers."""
     if child.address is None:
-        return shared_pool(child.run_dir / POOL, child.name)
+        return WorkerPool(PayloadWriter(child.run_dir / POOL, child.name), payloads_of(child))
     return WorkerPool(TemporaryPayloadWriter(child.runtime_dir / POOL, child.name), payloads_of(child))
-
-
-def shared_pool(directory: Path, worker: str) -> WorkerPool:
-    """Return the pool of a worker that shares one machine with all other processes."""
-    return WorkerPool(PayloadWriter(directory, worker), PayloadReader(directory))
 
 
 def _fetched(child: Child, directory: Path) -> PayloadReader:

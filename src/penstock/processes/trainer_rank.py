@@ -66,7 +66,8 @@ class TrainerRank:
         beside: TrainerRank | None = next(iter(roles.values()), None)
         self._ranks: Ranks = Ranks(rank) if beside is None else beside._ranks
         number = place * rank.size + rank.index
-        self._here = _here(number, config)
+        self._here = next(node.numbers for node in trainer_nodes(config) if number in node.numbers)
+        """Numbers of the trainer processes on this node, including this one."""
         self._device = device_of(number, config)
         self._dtype = resolve_dtype(config.model.dtype, self._device)
         self._set_threads()
@@ -251,8 +252,3 @@ class ReferenceRank(PolicyCopyRank[Reference]):
 
     _kind = Reference
     logprobs = of_held(Reference.logprobs, dispatch={"batch": PerRank()}, blocking=False)
-
-
-def _here(number: int, config: Config) -> range:
-    """Return the numbers of the trainer processes on the same node as process `number`, including itself."""
-    return next(node.numbers for node in trainer_nodes(config) if number in node.numbers)

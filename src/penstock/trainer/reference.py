@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
+from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
 from penstock.groups.batch import Batch
+from penstock.trainer.forward import token_logprobs
 from penstock.trainer.model_role import ModelRole
+from penstock.trainer.packing import MicroBatch
 from penstock.trainer.shards import load_parameters, read_state
-from penstock.trainer.snapshot import Snapshot
 
 NAME = "reference"
 """Name of the reference's files in a checkpoint, and of the column that it computes."""
@@ -25,7 +26,7 @@ class Reference(ModelRole):
 
     def _place(self, model: PreTrainedModel) -> None:
         self._strategy.place(model.requires_grad_(False))
-        self._snapshot = Snapshot(model)
+        self._model = model.eval()
 
     def logprobs(self, batch: Batch, policy_version: int) -> Batch:
         """Return log-probabilities of the tokens that are in the loss while `policy_version` is trained.
@@ -33,14 +34,17 @@ class Reference(ModelRole):
         They form the column `reference`, with one array per sample, and 0 at other tokens.
         """
         in_loss = self._masks(batch, policy_version).in_loss
-        compute = partial(self._snapshot.logprobs, temperature=self._temperature)
-        return Batch(values={NAME: self._computed(batch, in_loss, compute)})
+        return Batch(values={NAME: self._computed(batch, in_loss, self._logprobs_of)})
 
     def write(self, directory: Path) -> None:
-        self._write_state({"model": dict(self._snapshot.model.named_parameters())}, directory, NAME)
+        self._write_state({"model": dict(self._model.named_parameters())}, directory, NAME)
 
     def read(self, directory: Path) -> None:
-        load_parameters(self._snapshot.model, read_state(directory, NAME)["model"])
+        load_parameters(self._model, read_state(directory, NAME)["model"])
 
     def _modules(self) -> Sequence[Module]:
-        return [self._snapshot.model]
+        return [self._model]
+
+    def _logprobs_of(self, micro: MicroBatch) -> Tensor:
+        """Return the log-probabilities of the micro-batch's trained tokens, [N]."""
+        return token_logprobs(self._model, micro, temperature=self._temperature)[0]

@@ -7,7 +7,7 @@ one tensor at a time. All functions accept whole tensors too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.utils._pytree import tree_map
 
 from penstock.config import ConfigError
 from penstock.trainer.ranks import Ranks
@@ -89,7 +90,7 @@ def write_state(state: Mapping[str, Any], directory: Path, name: str, ranks: Ran
     if not (ranks.is_first or is_sharded):
         return
     state = {**state, "num_files": ranks.size if is_sharded else 1}
-    own = _walk([state], lambda trees: {ROWS: trees[0].to_local()} if isinstance(trees[0], DTensor) else trees[0])
+    own = tree_map(lambda value: {ROWS: value.to_local()} if isinstance(value, DTensor) else value, state)
     file = directory / _file_of(name, ranks.index)
     try:
         torch.save(own, file)
@@ -115,24 +116,16 @@ def read_state(directory: Path, name: str) -> dict[str, Any]:
 
     files = [load(0)]
     files += [load(rank) for rank in range(1, files[0]["num_files"])]
-    state: dict[str, Any] = _walk(
-        files, lambda trees: Saved([tree[ROWS] for tree in trees]) if _is_rows(trees[0]) else trees[0]
-    )
+
+    def join(*values: Any) -> Any:
+        return Saved([value[ROWS] for value in values]) if _is_rows(values[0]) else values[0]
+
+    state: dict[str, Any] = tree_map(join, *files, is_leaf=_is_rows)
     return state
 
 
 def _file_of(name: str, rank: int) -> str:
     return f"{name}_{rank}.pt" if rank else f"{name}.pt"
-
-
-def _walk(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """Apply `join` to each group of corresponding values in trees of dicts and lists."""
-    first = trees[0]
-    if isinstance(first, Mapping) and not _is_rows(first):
-        return {key: _walk([tree[key] for tree in trees], join) for key in first}
-    if isinstance(first, list | tuple):
-        return [_walk(list(items), join) for items in zip(*trees, strict=True)]
-    return join(list(trees))
 
 
 def _is_rows(value: Any) -> bool:
