@@ -11,9 +11,9 @@ import math
 import secrets
 import time
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -61,7 +61,7 @@ class Slot:
         }
 
 
-class Pools:
+class Pools(AbstractContextManager["Pools"]):
     """All pools of a run. Their resources are held until `release`. A context manager."""
 
     def __init__(self, held: list[HeldPart]) -> None:
@@ -97,9 +97,6 @@ class Pools:
         for held in self._held:
             remove_placement_group(held.group)
         self._held = []
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

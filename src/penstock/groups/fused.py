@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from contextlib import AbstractContextManager
 
 from penstock.groups.backend import Backend
 from penstock.groups.group import Group
@@ -20,7 +20,7 @@ Start = Callable[[str, Mapping[str, Role]], Backend]
 """Function that starts the workers of a place with these roles."""
 
 
-class Roles:
+class Roles(AbstractContextManager["Roles"]):
     """A group for every role, as an attribute with the role's name."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
@@ -41,9 +41,6 @@ class Roles:
     def num_places(self) -> int:
         """Return the number of places; workers of different places share no process."""
         return len(self._backends)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

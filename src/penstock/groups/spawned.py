@@ -24,9 +24,8 @@ ANSWERER = f"{RankWorker.__module__}:{RankWorker.__name__}"
 class SpawnedBackend(RemoteBackend):
     """Workers in child processes, one process for each rank."""
 
-    def __init__(self, roles: Mapping[str, Role], size: int = 1, *, start_s: float = START_S) -> None:
-        """`start_s`: limit for building all workers. Raises TypeError for classes of the script that runs, since
-        children cannot import it."""
+    def __init__(self, roles: Mapping[str, Role], size: int = 1) -> None:
+        """Raises TypeError for classes of the script that runs, since children cannot import it."""
         for name, role in roles.items():
             if role.worker_cls.__module__ == "__main__":
                 raise TypeError(
@@ -37,7 +36,7 @@ class SpawnedBackend(RemoteBackend):
         try:
             for _ in range(size):
                 children.append(ChildProcess(ANSWERER))
-            super().__init__(roles, [ChildConnection(child) for child in children], start_s=start_s)
+            super().__init__(roles, [ChildConnection(child) for child in children], start_s=START_S)
         except BaseException:
             for child in children:
                 child.kill()
