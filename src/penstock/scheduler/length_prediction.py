@@ -12,9 +12,8 @@ from penstock.scheduler.active_groups import DecisionLogger
 from penstock.scheduler.dispatch import DispatchPolicy
 from penstock.scheduler.length.classifier import ClassifierPredictor
 from penstock.scheduler.length.embedding import embedding
-from penstock.scheduler.length.heuristic import HeuristicPredictor
 from penstock.scheduler.length.history import HistoryPredictor
-from penstock.scheduler.length.predictor import LengthPredictor
+from penstock.scheduler.length.predictor import HeuristicPredictor, LengthPredictor
 from penstock.scheduler.length.trust import Trust
 from penstock.scheduler.segments import max_trained_tokens
 from penstock.types import Task

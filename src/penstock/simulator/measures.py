@@ -4,7 +4,7 @@ steps to the last step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,10 +86,6 @@ class Measures:
     """Mean time of an optimizer step."""
     steps: int
     simulated_s: float
-
-    def plain(self) -> dict[str, Any]:
-        """Return the figures as plain values for JSON."""
-        return asdict(self)
 
 
 def measure(run: Simulation, workload: Workload, *, shares_devices: bool) -> Measures:

@@ -43,7 +43,7 @@ class Result:
 
     def plain(self) -> dict[str, object]:
         """Return plain values for JSON: every run, and the mean and spread of every number."""
-        keys = [key for key, value in self.runs[0].plain().items() if isinstance(value, int | float)]
+        keys = [key for key, value in asdict(self.runs[0]).items() if isinstance(value, int | float)]
         return {
             **asdict(self),
             "mean": {key: self.mean(key) for key in keys},

@@ -15,14 +15,13 @@ from penstock.data.sources import TaskStream
 from penstock.deadline import reporting_to
 from penstock.ports.observer import Observer
 from penstock.scheduler.scheduler import Scheduler
-from penstock.simulator.admitted_tasks import AdmittedTasks
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.experience import Experience
 from penstock.simulator.fleet import Fleet
 from penstock.simulator.server_model import Totals
 from penstock.simulator.trainer_model import TrainerModel
 from penstock.simulator.workers import FleetWorkers
-from penstock.simulator.workload import Tasks, Workload
+from penstock.simulator.workload import AdmittedTasks, Tasks, Workload
 from penstock.system import System
 from penstock.types import LearnerState
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich.box import SIMPLE
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock.simulator.calibration import FIGURES, Comparison
 from penstock.simulator.prediction import Report, Result
@@ -16,11 +18,8 @@ COLUMNS = ("samples/s", "of X*", "bubble", "trainer idle", "staleness", "wait p9
 
 def table(report: Report) -> Table:
     """Return a table with one line per combination."""
-    lines = Table(title="Simulated", title_justify="left", header_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
-    lines.caption_justify = "left"
-    lines.add_column("strategy", no_wrap=True)
-    for column in COLUMNS:
-        lines.add_column(column, justify="right")
+    lines = _table("Simulated", "strategy", *COLUMNS)
+    lines.padding = (0, 1, 0, 0)
     for result in report.results:
         lines.add_row(result.name, *_cells(result))
     lines.caption = (
@@ -34,9 +33,7 @@ def makespans(report: Report) -> Table | None:
     """Return a table with one line per order of dispatch; None if no closed set was simulated."""
     if not report.makespans:
         return None
-    lines = Table(title="Makespan of a closed set", title_justify="left", header_style="bold", box=SIMPLE)
-    lines.add_column("dispatch")
-    lines.add_column("seconds", justify="right")
+    lines = _table("Makespan of a closed set", "dispatch", "seconds")
     for made in report.makespans:
         lines.add_row(made.dispatch, ", ".join(f"{seconds:,.0f}" for seconds in made.seconds))
     return lines
@@ -44,17 +41,21 @@ def makespans(report: Report) -> Table | None:
 
 def comparison(found: Comparison) -> Table:
     """Return a table of a run's figures beside those of its simulation."""
-    lines = Table(title="Calibrated", title_justify="left", header_style="bold", box=SIMPLE)
-    for column in ("", "measured", "simulated", "error"):
-        lines.add_column(column, justify="right" if column else "left")
+    lines = _table("Calibrated", "", "measured", "simulated", "error")
     for figure in FIGURES:
         pair = (f"{side[figure]:,.4g}" for side in (found.measured, found.predicted))
         lines.add_row(figure.replace("_", " "), *pair, f"{found.error(figure):+.1%}")
     return lines
 
 
+def _table(title: str, name: str, *numbers: str) -> Table:
+    """Return an empty table with a column of names, then columns of numbers."""
+    columns = [Column(name, no_wrap=True), *(Column(number, justify="right") for number in numbers)]
+    return Table(*columns, title=title, title_justify="left", caption_justify="left", header_style="bold", box=SIMPLE)
+
+
 def _cells(result: Result) -> list[str]:
-    mean = {key: result.mean(key) or 0.0 for key in result.runs[0].plain()}
+    mean = {key: result.mean(key) or 0.0 for key in asdict(result.runs[0])}
     spread = f" ± {result.spread('samples_per_s'):.2g}" if len(result.runs) > 1 else ""
     ready_s = result.mean("first_groups_s")
     return [

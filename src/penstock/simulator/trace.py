@@ -168,7 +168,5 @@ def _read_run(run_dir: Path) -> list[RecordedTask]:
 
 def _even_turns(tokens: int, num_turns: int) -> list[Turn]:
     """Return equal turns with tools that take no time; the index records only the number of turns."""
-    if num_turns <= 1:
-        return [Turn(tokens, 0.0)]
     bounds = np.linspace(0, tokens, max(min(num_turns, tokens), 1) + 1).astype(int)
     return [Turn(int(count), 0.0) for count in np.diff(bounds)]

@@ -6,11 +6,13 @@ task repeats. A predictor can therefore learn from the lengths of the same task,
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +27,12 @@ BLOCK = 512
 MAX_BLOCKS = 64
 """Number of blocks kept. A task that is needed again after its block was removed is drawn again, with the same
 lengths."""
+FIRST_ATTEMPT = 1 << 20
+"""Attempt number of rollouts before the run; larger than any attempt number of a run."""
+NUM_AHEAD = 256
+"""Number of tasks taught to the length predictor at a time."""
+NUM_ROLLOUTS = 2
+"""Number of rollouts of each task before the run."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -157,6 +165,47 @@ class Tasks:
         task_id = self._workload.task_id(index)
         text = f"{stable_seed(self._seed, task_id):016x}"
         return Task(task_id=task_id, tag="simulated", index=index, payload={"question": text})
+
+
+class AdmittedTasks:
+    """A `TaskSource` that records when each task was requested, which is the time of its admission.
+
+    With `simulator.known_lengths` it teaches rollouts from before the run to the length predictor, as a resumed run
+    does. It teaches a block of tasks before the first of them is admitted, so that the number of tasks needs no bound.
+    Of the two rollouts of a task, the first teaches the lengths to a predictor without data; the second shows that its
+    predictions can be trusted.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        tasks: Tasks,
+        *,
+        known_lengths: str,
+        learn_lengths: Callable[[Iterable[tuple[Task, Sequence[int]]]], None],
+    ) -> None:
+        self._workload, self._tasks = workload, tasks
+        self._known_lengths, self._learn_lengths = known_lengths, learn_lengths
+        self._num_taught = 0
+        self.admitted_at: list[float] = []
+
+    def task(self, index: int) -> Task | None:
+        while self._known_lengths != "none" and index >= self._num_taught:
+            ahead = [(i, self._tasks.task(i)) for i in range(self._num_taught, self._num_taught + NUM_AHEAD)]
+            known = [(i, task) for i, task in ahead if task is not None]
+            self._learn_lengths((task, self._lengths(i, number)) for number in range(NUM_ROLLOUTS) for i, task in known)
+            self._num_taught += NUM_AHEAD
+        found = self._tasks.task(index)
+        if found is not None:
+            self.admitted_at.append(asyncio.get_running_loop().time())
+        return found
+
+    def _lengths(self, index: int, number: int) -> Sequence[int]:
+        """Return the lengths of other answers to the prompt (`history`), or the mean length of the answers that the run
+        will see (`oracle`)."""
+        if self._known_lengths == "history":
+            return self._workload.plan(index, FIRST_ATTEMPT + number).lengths
+        return [round(fmean(self._workload.plan(index, 0).lengths))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

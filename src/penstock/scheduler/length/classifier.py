@@ -20,8 +20,7 @@ import numpy.typing as npt
 from penstock.config import ConfigError
 from penstock.scheduler.length import embedding
 from penstock.scheduler.length.features import features, text_of
-from penstock.scheduler.length.heuristic import HeuristicPredictor
-from penstock.scheduler.length.predictor import LengthPredictor
+from penstock.scheduler.length.predictor import HeuristicPredictor, LengthPredictor
 from penstock.types import Task
 
 NUM_OBSERVATIONS = 4096  # number of latest observations that a fit uses
