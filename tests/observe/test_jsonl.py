@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from penstock.observe.jsonl import Follower, JsonLinesWriter, append, read, tail
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with JsonLinesWriter(path) as writer:
+    with closing(JsonLinesWriter(path)) as writer:
         writer.write({"a": 1})
         assert read(path) == [{"a": 1}]
         append(path, {"b": "ü"})
@@ -40,7 +41,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
 
 def test_a_record_that_found_no_room_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write = tmp_path / "a.jsonl", os.write
-    with JsonLinesWriter(path) as writer:
+    with closing(JsonLinesWriter(path)) as writer:
         writer.write({"a": 1})
         with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
             full.setattr(os, "write", lambda fd, data: write(fd, data[:3]))

@@ -246,7 +246,7 @@ class Peer(_Endpoint):
         """Receive until cancelled; an exception in a handler ends it."""
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._listen(self._sockets.subscriber))
-            if self._sockets.may_move:
+            if self._sockets.keys is not None:  # then a restarted controller can have another address
                 self._tasks.create_task(self._follow())
             await self._listen(self._sockets.dealer)
 

@@ -75,32 +75,27 @@ class PeerSockets:
     """The sockets of every other process: DEALER for requests, SUB for broadcasts, connected to the controller."""
 
     def __init__(self, context: zmq.asyncio.Context, directory: Path, identity: bytes) -> None:
-        self._directory, self._keys = directory, Keys.read(directory)
+        self._directory, self.keys = directory, Keys.read(directory)
         self.dealer, self.subscriber = context.socket(zmq.DEALER), context.socket(zmq.SUB)
         self.dealer.setsockopt(zmq.IDENTITY, identity)
         self.subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         self._address: Address | None = None
-        if self._keys is None:
+        if self.keys is None:
             self.dealer.connect(f"ipc://{directory}/control.sock")
             self.subscriber.connect(f"ipc://{directory}/broadcast.sock")
         self.follow()
 
-    @property
-    def may_move(self) -> bool:
-        """Return whether a restarted controller can have another address."""
-        return self._keys is not None
-
     def follow(self) -> None:
         """Connect to the controller's address if it is new or has changed."""
         address = Address.read(self._directory)
-        if self._keys is None or address is None or address == self._address:
+        if self.keys is None or address is None or address == self._address:
             return
         before, self._address = self._address, address
         if before is not None:
             self.dealer.disconnect(before.endpoint)
             self.subscriber.disconnect(before.broadcast)
         for socket, endpoint in ((self.dealer, address.endpoint), (self.subscriber, address.broadcast)):
-            connect_as_member(socket, endpoint, self._keys, server=self._keys.controller)
+            connect_as_member(socket, endpoint, self.keys, server=self.keys.controller)
 
 
 def listen_as(socket: zmq.Socket[Any], host: str, *, public: str, secret: str, dead_ms: int = DEAD_MS) -> str:

@@ -12,13 +12,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import closing, suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 
-class JsonLinesWriter(AbstractContextManager["JsonLinesWriter"]):
+class JsonLinesWriter:
     """Appends records to `path`; records appear in order, each as a whole."""
 
     def __init__(self, path: str | Path) -> None:
@@ -41,13 +41,10 @@ class JsonLinesWriter(AbstractContextManager["JsonLinesWriter"]):
             os.close(self.fd)
             self.fd = -1
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def append(path: str | Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
     """Append one record and close the file. With `durable`, return only after the record is on disk."""
-    with JsonLinesWriter(path) as writer:
+    with closing(JsonLinesWriter(path)) as writer:
         writer.write(record)
         if durable:
             os.fsync(writer.fd)

@@ -1,4 +1,4 @@
-"""A child process behind a pipe: start it, end it, and report how it ended.
+"""A child process behind a pipe: start it, end it, and report how it ended. `main` is the program of the child.
 
 The child answers requests one at a time, in the order of arrival. The child exits when the pipe closes, so it also
 exits when its parent is killed. Its printed output goes to standard error. The parent chooses the class that answers.
@@ -8,11 +8,18 @@ That class determines the message format: a parent that cannot trust the answers
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
+from importlib import import_module
+from typing import Protocol
+
+from penstock.runtime import frames
+from penstock.runtime.frames import Frames
 
 END_S = 10.0
 """Time limit for a process to exit after it was killed or its pipe was closed."""
@@ -27,7 +34,7 @@ class ChildProcess:
         self.pipe, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.runtime.child_main", str(theirs.fileno()), answerer],
+                [sys.executable, "-m", "penstock.runtime.child_process", str(theirs.fileno()), answerer],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
@@ -59,3 +66,35 @@ class ChildProcess:
             self.kill()
             code = self._process.wait()
         return signal.Signals(-code).name if code < 0 else f"exit {code}"
+
+
+class Answerer(Protocol):
+    """The object in the child that answers requests."""
+
+    def answer(self, request: Frames) -> Frames:
+        """Carry out a request and return the answer. An error of the request is returned as an answer too."""
+
+
+def main() -> None:
+    """Answer the requests of the parent."""
+    pipe, (module, _, name) = socket.socket(fileno=int(sys.argv[1])), sys.argv[2].partition(":")
+    pipe.set_inheritable(False)  # otherwise programs started by the answerer would keep the pipe open
+    sys.stdout = sys.stderr
+    requests: queue.Queue[Frames] = queue.Queue()
+    threading.Thread(target=_read, args=(pipe, requests), daemon=True).start()
+    answerer: Answerer = getattr(import_module(module), name)()
+    while True:
+        frames.send(pipe, answerer.answer(requests.get()))
+
+
+def _read(pipe: socket.socket, requests: queue.Queue[Frames]) -> None:
+    """Queue requests until the pipe closes. Then the parent is gone, and this process exits."""
+    try:
+        while True:
+            requests.put(frames.receive(pipe))
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ class ActiveGroups:
     """Active groups by number and by stage. A stage keeps the order in which groups arrived."""
 
     def __init__(self, *, now: Callable[[], float], log_decision: DecisionLogger) -> None:
-        self._now, self._log_decision = now, log_decision
+        self.now, self.log_decision = now, log_decision
         self.ledger, self.evaluation_ledger = Ledger(), Ledger()
         self._groups: dict[int, ActiveGroup] = {}
         self._by_stage: dict[Stage, dict[int, ActiveGroup]] = {stage: {} for stage in Stage}
@@ -46,7 +46,7 @@ class ActiveGroups:
             size=size + redundancy,
             redundancy=redundancy,
             ledger=self.evaluation_ledger if kind == "evaluation" else self.ledger,
-            admitted_at=self._now(),
+            admitted_at=self.now(),
         )
         group.ledger.admit(number, group.size)
         self._groups[number] = group
@@ -66,7 +66,7 @@ class ActiveGroups:
         group.num_surplus += group.size - len(kept)
         group.ledger.keep_members(group.number, kept)
         group.size, group.redundancy = len(kept), 0
-        self._log_decision("surplus", f"{group.num_surplus} episodes more than needed", {"group": group.number})
+        self.log_decision("surplus", f"{group.num_surplus} episodes more than needed", {"group": group.number})
 
     def end_group(self, group: ActiveGroup, state: EpisodeState, *, trained_in: int | None = None) -> None:
         """Remove `group`. Members that have not ended yet end in `state`."""

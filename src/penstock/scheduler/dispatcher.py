@@ -8,7 +8,7 @@ scheduler calls it when its inputs have changed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -38,9 +38,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 class Dispatcher:
     """Hands waiting groups to workers."""
 
-    def __init__(self, config: Config, groups: ActiveGroups, supply: Supply, *, now: Callable[[], float]) -> None:
+    def __init__(self, config: Config, groups: ActiveGroups, supply: Supply) -> None:
         settings = config.scheduler
-        self._groups, self._supply, self._now = groups, supply, now
+        self._groups, self._supply, self._now = groups, supply, groups.now
         self._num_members, self._alternates = config.env.num_members, settings.alternates
         self._groups_per_round = config.trainer.groups_per_step
         self._restarts = settings.alternates and settings.leftovers == "restart"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from penstock.scheduler.active_group import ActiveGroup
-from penstock.scheduler.active_groups import ActiveGroups, DecisionLogger
+from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.wakeup import Progress, Signal
 from penstock.types import EpisodeState, EpisodeSummary, Task
 
@@ -14,11 +14,9 @@ from penstock.types import EpisodeState, EpisodeSummary, Task
 class Evaluations:
     """Evaluation groups that run beside training. They do not count in the staleness budget or the training ledger."""
 
-    def __init__(
-        self, groups: ActiveGroups, *, progress: Progress, runnable: Signal, log_decision: DecisionLogger
-    ) -> None:
+    def __init__(self, groups: ActiveGroups, *, progress: Progress, runnable: Signal) -> None:
         self.ledger = groups.evaluation_ledger
-        self._groups, self._progress, self._runnable, self._log_decision = groups, progress, runnable, log_decision
+        self._groups, self._progress, self._runnable = groups, progress, runnable
         self._evaluated = progress.signal("evaluation", resource="its episodes", holder="the environment workers")
         self._num_requested = self._num_ended = 0
         """Number of groups to evaluate, and of those that have ended. Both restart at 0 once all have ended."""
@@ -58,7 +56,7 @@ class Evaluations:
         self._num_ended += 1
         ended, requested = self._num_ended, self._num_requested
         inputs = {"group": group.number, "held_out_ended": ended, "held_out": requested}
-        self._log_decision("evaluation", f"{ended} of {requested} held-out tasks have ended", inputs)
+        self._groups.log_decision("evaluation", f"{ended} of {requested} held-out tasks have ended", inputs)
         self._progress.changed(self._evaluated)
 
     def clear(self) -> None:

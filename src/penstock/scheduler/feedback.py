@@ -99,10 +99,8 @@ class Signal:
 
     state: msgspec.Struct = NoState()
     """The state that a resumed run needs."""
-
-    def initial(self) -> Setting:
-        """Return the setting before the first optimizer step."""
-        return NORMAL
+    initial: Setting = NORMAL
+    """The setting before the first optimizer step."""
 
     def wanted(self, current: Setting, ratio: float, metrics: Mapping[str, float]) -> tuple[Setting, str]:
         """Return the setting after one more optimizer step, and why. Entropy is `ratio` times its reference."""
@@ -143,9 +141,7 @@ class Schedule(Signal):
 
     def __init__(self, config: FeedbackConfig, *, total_steps: int) -> None:
         self._config, self._total, self.state = config, total_steps, StepCount()
-
-    def initial(self) -> Setting:
-        return self._at(0)
+        self.initial = self._at(0)
 
     def wanted(self, current: Setting, ratio: float, metrics: Mapping[str, float]) -> tuple[Setting, str]:
         self.state.num_steps += 1
@@ -198,7 +194,7 @@ class Feedback:
         self._name, self._signal = name, signal
         self._config, self._entropy_gain = config, entropy_gain
         self._reference = RunningReference()
-        self._setting = signal.initial()
+        self._setting = signal.initial
         self._held = 0
         """Number of further steps without a change."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.scheduler.active_group import ActiveGroup
-from penstock.scheduler.active_groups import ActiveGroups, DecisionLogger
+from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.dispatcher import Dispatcher
 from penstock.types import EpisodeState, EpisodeSummary, GroupAttempt, PayloadRef
 
@@ -20,11 +20,10 @@ class MemberReports:
         dispatcher: Dispatcher,
         fail_group: Callable[[ActiveGroup, str], object],
         wake: Callable[[], None],
-        log_decision: DecisionLogger,
     ) -> None:
         """`fail_group` ends the current attempt of a group with an error. `wake` wakes the dispatch loop."""
         self._groups, self._dispatcher = groups, dispatcher
-        self._fail_group, self._wake, self._log_decision = fail_group, wake, log_decision
+        self._fail_group, self._wake, self._log_decision = fail_group, wake, groups.log_decision
 
     def request_grant(
         self, attempt: GroupAttempt, member: int, *, unfinished: bool, num_tokens: int, saved: PayloadRef | None = None

@@ -39,7 +39,8 @@ class Order(Generic[T]):
     def __init__(self, *, sign: int, aging_s: float, max_wait_s: float, look_ahead: int) -> None:
         """`sign` is 1 for shortest first, -1 for longest first, 0 for oldest first."""
         self._sign, self._aging_s, self._max_wait_s, self._look_ahead = sign, aging_s, max_wait_s, look_ahead
-        self._factor, self._mean, self._scale, self._weight = 1.0, 0.0, 0.0, 0.0
+        self._factor, self._mean, self._weight = 1.0, 0.0, 0.0
+        self.scale = 0.0  # tokens that weigh as much as `aging_s`, at factor 1
         self._num_pushed = 0
         self._window: dict[int, Waiting[T]] = {}
         self._youngest: Waiting[T] | None = None  # youngest entry that is or was in the window
@@ -48,17 +49,12 @@ class Order(Generic[T]):
         self._backlog: list[Waiting[T]] = []  # heap; empty unless the window is full
         self._outdated = False
 
-    @property
-    def scale(self) -> float:
-        """Tokens that weigh as much as `aging_s`, at factor 1."""
-        return self._scale
-
     def push(self, item: T, *, number: int, since: float, tokens: float) -> None:
         """Add `item`. Its waiting time starts at `since`."""
         self._num_pushed += 1
         waiting = Waiting(since, number, self._num_pushed, tokens, item)
         self._mean += (tokens - self._mean) / min(self._num_pushed, SCALE_WINDOW)
-        if self._sign and abs(self._mean - self._scale) > SCALE_TOLERANCE * self._scale:
+        if self._sign and abs(self._mean - self.scale) > SCALE_TOLERANCE * self.scale:
             self._outdated = True
         if len(self._window) < self._look_ahead:
             self._enter(waiting)
@@ -127,8 +123,8 @@ class Order(Generic[T]):
 
     def _rebuild(self) -> None:
         """Rebuild window, backlog and scores, after the scale or the factor changed or an old entry arrived late."""
-        self._scale = self._mean
-        self._weight = self._sign * self._factor / self._scale if self._scale > 0 else 0.0
+        self.scale = self._mean
+        self._weight = self._sign * self._factor / self.scale if self.scale > 0 else 0.0
         entries = sorted([*self._window.values(), *self._backlog])
         self._ages, self._backlog = entries[: self._look_ahead], entries[self._look_ahead :]
         self._window = {waiting.serial: waiting for waiting in self._ages}

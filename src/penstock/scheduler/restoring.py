@@ -28,12 +28,11 @@ class Restoring:
         lengths: LengthPrediction,
         filters: FilterChain,
         *,
-        now: Callable[[], float],
         wake: Callable[[], None],
     ) -> None:
         """`wake` wakes the loops that wait for groups to dispatch or to train."""
         self._env, self._has_trainer = config.env, config.has_trainer
-        self._groups, self._ledger, self._now, self._wake = groups, groups.ledger, now, wake
+        self._groups, self._ledger, self._now, self._wake = groups, groups.ledger, groups.now, wake
         self._dispatcher, self._supply, self._lengths, self._filters = dispatcher, supply, lengths, filters
         self._replayed: list[tuple[int, Task]] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.alarms import Alarms
 from penstock.config import Config
@@ -77,18 +78,15 @@ class Scheduler:
 
         self.groups = ActiveGroups(now=now, log_decision=log_decision)
         self.ledger = self.groups.ledger
-        self.evaluations = Evaluations(
-            self.groups, progress=self._progress, runnable=self._runnable, log_decision=log_decision
-        )
+        self.evaluations = Evaluations(self.groups, progress=self._progress, runnable=self._runnable)
         self.lengths = LengthPrediction(config, log_decision=log_decision, background=background)
         self.alarms = Alarms()
         self._supply = Supply(config, self.groups)
-        self._dispatcher = Dispatcher(config, self.groups, self._supply, now=now)
+        self._dispatcher = Dispatcher(config, self.groups, self._supply)
         self._filters = FilterChain(config.scheduler.group_filter)
         self._failure_budget = FailureBudget(max_filtered=config.scheduler.max_filtered_in_a_row, alarms=self.alarms)
-        self.members = MemberReports(
-            self.groups, self._dispatcher, self._fail, lambda: self._progress.changed(self._runnable), log_decision
-        )
+        wake = partial(self._progress.changed, self._runnable)
+        self.members = MemberReports(self.groups, self._dispatcher, self._fail, wake)
         self.health = Health(config, self._dispatcher, self._supply, self.lengths, self.alarms)
         self.restoring = Restoring(
             config,
@@ -97,8 +95,7 @@ class Scheduler:
             self._supply,
             self.lengths,
             self._filters,
-            now=now,
-            wake=lambda: self._progress.changed(self._runnable, self._trainable),
+            wake=partial(self._progress.changed, self._runnable, self._trainable),
         )
 
     @property
@@ -312,7 +309,7 @@ class Scheduler:
             self._trainable.clear()
             self.check_weights()
             decision = self._supply.decide(now=self._now())
-            if decision.fires:
+            if decision.num_groups or decision.step:
                 break
             if self._out_of_tasks is not None and not (self._dispatcher.num_waiting or self._dispatcher.num_playing):
                 raise OutOfTasks(self._out_of_tasks)

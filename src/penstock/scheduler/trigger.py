@@ -43,10 +43,6 @@ class TriggerDecision(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     look_again_at: float = math.inf
 
-    @property
-    def fires(self) -> bool:
-        return self.num_groups > 0 or self.step
-
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """N_min in groups, and T_max in seconds (infinite if only N_min fires)."""

@@ -74,8 +74,7 @@ class Simulation(Observer):
             workload=workload,
             experience=self.experience,
             collect=lambda *played: loop.collect(self.system, *played),
-            ended=scheduler.members.end_members,
-            request_grant=scheduler.members.request_grant,
+            reports=scheduler.members,
         )
         self._tasks = AdmittedTasks(
             workload,

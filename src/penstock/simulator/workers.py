@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.config import Config
 from penstock.ports.work import Work
+from penstock.scheduler.members import MemberReports
 from penstock.scheduler.segments import SegmentPolicy
 from penstock.simulator.experience import REF, Experience, Piece, Pieces
 from penstock.simulator.fleet import Fleet
@@ -30,7 +31,6 @@ from penstock.types import (
 )
 
 Collect = Callable[[int, PayloadRef | None, Sequence[EpisodeSummary]], None]
-Ended = Callable[[GroupAttempt, Sequence[EpisodeSummary], Sequence[PayloadRef | None]], None]
 
 
 class _RunningGroup:
@@ -67,8 +67,7 @@ class _Episode:
 
 
 class FleetWorkers:
-    """All environment workers. `collect` belongs to the training loop; `ended` and `request_grant` belong to the
-    scheduler."""
+    """All environment workers. `collect` belongs to the training loop, and `reports` to the scheduler."""
 
     def __init__(
         self,
@@ -78,12 +77,11 @@ class FleetWorkers:
         workload: Workload,
         experience: Experience,
         collect: Collect,
-        ended: Ended,
-        request_grant: Callable[..., None],
+        reports: MemberReports,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._fleet, self._workload, self._experience = fleet, workload, experience
-        self._collect, self._ended, self._request_grant = collect, ended, request_grant
+        self._collect, self._reports = collect, reports
         self._segments = SegmentPolicy.from_config(config, config.env)
         self._penalize, self._latency_s = config.env.penalize_truncation, config.simulator.engine.latency_s
         self._running: dict[int, _RunningGroup] = {}
@@ -245,7 +243,7 @@ class FleetWorkers:
 
     def _ask_for_grant(self, episode: _Episode, *, unfinished: bool) -> None:
         attempt, member = episode.id.group_attempt, episode.id.episode
-        self._request_grant(attempt, member, unfinished=unfinished, num_tokens=episode.num_tokens)
+        self._reports.request_grant(attempt, member, unfinished=unfinished, num_tokens=episode.num_tokens)
 
     def _end(self, episode: _Episode, status: TrajectoryStatus) -> None:
         running, member = episode.running, episode.id.episode
@@ -269,7 +267,7 @@ class FleetWorkers:
         """Report members that ended before their group was complete."""
         summaries, running.unreported = running.unreported, []
         if summaries and self._running.get(running.group) is running:
-            self._ended(summaries[0].episode.group_attempt, summaries, [None] * len(summaries))
+            self._reports.end_members(summaries[0].episode.group_attempt, summaries, [None] * len(summaries))
 
     def _whole(self, running: _RunningGroup, episodes: Sequence[EpisodeSummary], pieces: Pieces) -> None:
         del self._running[running.group]
