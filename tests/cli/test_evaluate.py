@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_commands import penstock
 
-from penstock.cli.play import AS_IT_IS
+from penstock.cli.train import AS_IT_IS
 from penstock.config import load_config
 
 CONFIG = "data: {source: seeds}\nenv: {name: guess_number}\n"

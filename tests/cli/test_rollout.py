@@ -9,7 +9,7 @@ import pytest
 import yaml
 from made_runs import make_run, note, penstock, take_step
 
-from penstock.cli.play import policy_word
+from penstock.cli.train import policy_word
 from penstock.config import Config
 from penstock.observe import jsonl
 from penstock.processes.layout import stages

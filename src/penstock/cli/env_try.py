@@ -17,8 +17,8 @@ from typing import Any, Literal, NoReturn
 
 from rich.text import Text
 
-from penstock.cli.play import no_held_out_tasks
 from penstock.cli.refusal import refusing
+from penstock.cli.train import no_held_out_tasks
 from penstock.config import Config, ConfigError, EnvironmentConfig, default_config, load_config
 from penstock.data.items import NothingLeft
 from penstock.data.sources import open_tasks

@@ -79,7 +79,7 @@ def rollout(
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Run a whole dataset with a fixed policy, and dump the trajectories. Nothing is trained."""
-    from penstock.cli import play as command
+    from penstock.cli import train as command
 
     words = _words(overrides, cluster)
     code = command.rollout(config, words, checkpoint=checkpoint, runs_dir=runs_dir, detach=detach, dry_run=dry_run)
@@ -113,7 +113,7 @@ def evaluate(
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Evaluate a policy on the held-out tasks, without training."""
-    from penstock.cli import play as command
+    from penstock.cli import train as command
 
     words = _words(overrides, cluster)
     raise typer.Exit(command.evaluate(config, words, checkpoint=checkpoint, runs_dir=runs_dir, results=json))

@@ -1,11 +1,14 @@
-"""`penstock train` and `penstock resume`: check, create or reopen the run, supervise it to its end, write its summary.
+"""`penstock train`, `eval`, `rollout` and `resume`: check, create or reopen the run, supervise it to its end, write its
+summary.
 
+`eval` and `rollout` are runs like any other, in which a fixed policy plays the held-out tasks, or a whole dataset.
 Exit codes: 0 completed, 1 failed or refused, 2 wrong configuration, 130 stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import subprocess
@@ -19,8 +22,10 @@ import yaml
 from penstock.cli.launching import ClusterResources, launching, reserving
 from penstock.cli.preflight import check, check_settings
 from penstock.cli.refusal import REFUSAL, Refused, refusing
+from penstock.cli.runs import find_directory
 from penstock.cli.status import status
 from penstock.config import Config, ConfigError, load_config
+from penstock.model.files import has_weights
 from penstock.observe import closing_report, log_lines, progress, summary
 from penstock.observe.tables import open_console
 from penstock.observe.view import Plan
@@ -39,9 +44,15 @@ from penstock.supervisor.run_directory import (
 from penstock.supervisor.run_journal import read_state
 from penstock.supervisor.states import RunState
 from penstock.supervisor.supervisor import Outcome, Supervisor, failed
+from penstock.system import CHECKPOINTS
+from penstock.trainer.checkpoint import newest
 
 logger = logging.getLogger(__name__)
 
+AS_IT_IS = ("pipeline=eval", "run_id=null", "model.warm_start.steps=0")
+"""Settings of an evaluation. They override the file, which is written for training; the command line overrides them."""
+PLAYS_ONLY = ("pipeline=rollout", "run_id=null", "scheduler.group_filter=[]")
+"""Settings of a rollout, with the same precedence: every task is run, and no group is dropped."""
 EXIT_CODES = {RunState.COMPLETED: 0, RunState.FAILED: 1, RunState.STOPPED: 130}
 UNTRAINED = "note: model.path is tiny, an untrained policy that acts at random: --checkpoint RUN plays a trained one"
 DETACH_S = 60.0
@@ -78,6 +89,48 @@ def begin(
         return start_detached(run_dir, [pipeline, str(path), *overrides, f"run_id={run_id}"], config)
     with reserving(config) as resources, open_run(config) as run:
         return conclude(run, carry_out(run, resources), results)
+
+
+@refusing
+def evaluate(
+    path: Path, overrides: Sequence[str], *, checkpoint: str | None, runs_dir: Path, results: Path | None
+) -> int:
+    """Run the validation tasks, also write the results to `results`; return the exit code. Raises `Refused`."""
+    if results is not None and not results.absolute().parent.is_dir():
+        raise Refused(f"--json: there is no directory {results.parent}")
+    return begin("eval", path, [*AS_IT_IS, *overrides, *policy_word(checkpoint, runs_dir)], results=results)
+
+
+@refusing
+def rollout(
+    path: Path, overrides: Sequence[str], *, checkpoint: str | None, runs_dir: Path, detach: bool, dry_run: bool
+) -> int:
+    """Run every task and dump the trajectories; return the exit code."""
+    held_out = no_held_out_tasks(load_config(path, [*PLAYS_ONLY, *overrides]))
+    words = [*PLAYS_ONLY, *held_out, *overrides, *policy_word(checkpoint, runs_dir)]
+    return begin("rollout", path, words, detach=detach, dry_run=dry_run)
+
+
+def no_held_out_tasks(config: Config) -> list[str]:
+    """Return settings with which `config` holds out no task, in any environment of its mixture."""
+    entries = {tag: {"data": {"eval_tasks": 0}} for tag in config.env.mixture}
+    mixture = [f"env.mixture={json.dumps(entries)}"] if entries else []
+    return ["data.eval_tasks=0", "validation.tasks=0", *mixture]
+
+
+def policy_word(checkpoint: str | None, runs_dir: Path) -> list[str]:
+    """Return the setting for the model directory or run that `--checkpoint` names; empty if `--checkpoint` is not
+    given. Raises `Refused`."""
+    if checkpoint is None:
+        return []
+    directory = Path(checkpoint).absolute()
+    if has_weights(directory):
+        return [f"model.path={directory}"]
+    run_dir = find_directory(runs_dir, checkpoint)
+    found = newest(run_dir / CHECKPOINTS)
+    if found is None:
+        raise Refused(f"--checkpoint {checkpoint}: run {run_dir.name} has no complete checkpoint: see `penstock runs`")
+    return [f"model.path={Path(found.directory).absolute()}"]
 
 
 @refusing
