@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from penstock.config.run_settings import TrainerConfig
+from penstock.config import TrainerConfig
 from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare

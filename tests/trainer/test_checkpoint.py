@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock.config.run_settings import TrainerConfig
+from penstock.config import TrainerConfig
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.training import SavedState, SavedStates
 from penstock.samples import Sample

@@ -12,7 +12,7 @@ from made_roles import AllRoles
 from made_samples import make_sample
 from transformers import PreTrainedModel
 
-from penstock.config.run_settings import TrainerConfig
+from penstock.config import TrainerConfig
 from penstock.samples import Sample
 from penstock.trainer.learner import NAME, Learner, NothingLearnt
 from penstock.trainer.losses.objective import OBJECTIVES

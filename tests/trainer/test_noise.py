@@ -8,7 +8,7 @@ import torch
 from made_samples import make_sample
 from transformers import PreTrainedModel
 
-from penstock.config.run_settings import TrainerConfig
+from penstock.config import TrainerConfig
 from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.noise import GradientNorm, first_half, gradient_norm, noise

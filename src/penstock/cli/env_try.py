@@ -10,7 +10,7 @@ import inspect
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -27,7 +27,7 @@ from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
 from penstock.envs.policy_stubs import Chance, Demonstrator, Endpoint, Person, PlayedBy, Player
 from penstock.envs.registry import is_agent, resolve
-from penstock.envs.rewards.scorer import scoring
+from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import byte_tokenizer
 from penstock.observe.tables import open_console
 from penstock.ports.environment import Environment
@@ -138,7 +138,7 @@ class Trial:
         async with (
             making(config, {env.name: self._kind}, whole_info=True) as make,
             gateway_for_agents(config, [self._kind], chat) as gateway,
-            scoring(config) as scorers,
+            aclosing(Scorers(config)) as scorers,
         ):
             manager = EnvManager(
                 config,

@@ -19,17 +19,10 @@ from penstock.config.environments import (
     ValidationConfig,
     with_fallbacks,
 )
-from penstock.config.policy_objective import (
-    UNCORRECTED,
-    CanaryConfig,
-    CriticConfig,
-    DistributedConfig,
-    LoraConfig,
-    ObjectiveConfig,
-)
 from penstock.config.scheduling import SchedulerConfig
 from penstock.config.section import Section
 from penstock.config.simulated_cluster import SimulatorConfig
+from penstock.config.trainer_settings import UNCORRECTED, TrainerConfig
 from penstock.config.trajectory_dump import DumpConfig, SynthesisConfig
 from penstock.types import UpdateMode
 
@@ -137,69 +130,6 @@ class RolloutConfig(Section):
                 yield f"{name} is for a foreign engine that the run starts, not for {started}"
         if any(word.startswith("--hf-overrides") for word in self.args) and self.engine == "vllm":
             yield "args: --hf-overrides is set already, so that updates reach tied output weights"
-
-
-class TrainerConfig(Section):
-    """The learner."""
-
-    steps: int = Field(100, ge=1)
-    """Maximum number of optimizer steps of the whole run."""
-    total_samples: int | None = Field(None, ge=1)
-    """Stop after the step at which the total of trained samples reaches this number. Use it for runs with steps of
-    different sizes."""
-    groups_per_step: int = Field(32, ge=1)
-    """Groups per optimizer step (B); B * group_size samples."""
-    learning_rate: float = Field(3e-4, gt=0)
-    warmup_steps: int = Field(10, ge=0)
-    """Optimizer steps over which the learning rate rises to its full value. An optimizer without history treats its
-    first gradients as typical; at the full rate these would undo part of what the policy already knew."""
-    scale_learning_rate: list[Literal["samples", "ess"]] = Field(default_factory=list)
-    """Scaling of the learning rate. `samples`: multiply it by the square root of (samples of the step / samples of
-    `groups_per_step` whole groups). `ess`: multiply it by the square root of the samples' effective size under their
-    importance weights. Data far from the policy then move it less (VCPO, arXiv 2602.17616)."""
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    objective: ObjectiveConfig = ObjectiveConfig()
-    critic: CriticConfig | None = None
-    """Settings of the value function. None uses the group's mean reward as the baseline (GRPO)."""
-    lora: LoraConfig | None = None
-    """Settings of low-rank adapters. None trains all weights."""
-    canaries: CanaryConfig = CanaryConfig()
-    normalize_advantages: bool = True
-    """Divide advantages by the standard deviation of the group's rewards (GRPO)."""
-    tokens_per_microbatch: int = Field(8192, ge=1)
-    """Maximum number of tokens per forward pass, padding included."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time. Prompts are then not shared between
-    samples."""
-    ranks: int = Field(1, ge=1)
-    """Number of trainer processes that share every optimizer step."""
-    split: list[Literal["critic", "reference"]] = Field(default_factory=list)
-    """Roles that run in separate processes, `ranks` processes for each role. The processes run beside those of the
-    actor or in a pool for the role. All other roles run in the actor's processes."""
-    distributed: DistributedConfig = DistributedConfig()
-    torch_threads: int = Field(1, ge=1)
-    """CPU threads of each rank."""
-    checkpoint_every: int = Field(20, ge=1)
-    """Optimizer steps between two checkpoints. This is the largest number of steps that are lost if the trainer
-    dies."""
-    keep_checkpoints: int = Field(2, ge=1)
-    max_bad_steps: int = Field(5, ge=1)
-    """The run fails after this many consecutive steps with a non-finite gradient or without a token to train."""
-
-    @property
-    def roles(self) -> list[str]:
-        """Return the trainer roles that these settings need."""
-        needed = {"actor": True, "critic": self.critic is not None, "reference": self.objective.kl_coef > 0}
-        return [role for role, is_needed in needed.items() if is_needed]
-
-    def contradictions(self) -> Iterator[str]:
-        for role in self.split:
-            if role not in self.roles:
-                setting = {"critic": "trainer.critic", "reference": "trainer.objective.kl_coef"}[role]
-                yield f"split names {role}, and there is none: set {setting}, or leave it out of split"
-        if len(set(self.split)) != len(self.split):
-            yield f"split names a role twice: {', '.join(self.split)}"
 
 
 class SupervisorConfig(Section):

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.config import ConfigError
 from penstock.config.imports import load
-from penstock.envs.exception_location import origin
+from penstock.envs.exception_location import Origin, origin
 from penstock.runtime.frames import Frames
 
 
@@ -37,9 +37,7 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
     is_config: bool
     """Whether the exception is a ConfigError."""
-    place: str
-    trace: str
-    """`place` and `trace` are those of `Origin`."""
+    origin: Origin
 
 
 Answer = Returned | Raised
@@ -63,9 +61,8 @@ class ObjectWorker:
         try:
             return encode(Returned(value=self._result_of(msgspec.msgpack.decode(request[0], type=Call))))
         except BaseException as error:
-            kind, is_config, found = type(error).__name__, isinstance(error, ConfigError), origin(error)
-            raised = Raised(kind=kind, message=str(error), is_config=is_config, place=found.place, trace=found.trace)
-            return encode(raised)
+            kind, is_config = type(error).__name__, isinstance(error, ConfigError)
+            return encode(Raised(kind=kind, message=str(error), is_config=is_config, origin=origin(error)))
 
     def _result_of(self, call: Call) -> Any:
         if self._object is None:

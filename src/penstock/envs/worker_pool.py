@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.config import ConfigError
 from penstock.deadline import acquire_permit, deadline
-from penstock.envs.exception_location import Origin, RaisedElsewhere
+from penstock.envs.exception_location import RaisedElsewhere
 from penstock.envs.worker_calls import Answer, Call, ObjectWorker, Raised, encode
 from penstock.runtime import frames
 from penstock.runtime.child_process import END_S, ChildProcess
@@ -71,7 +71,7 @@ class WorkerProcess:
             case Raised(is_config=True):
                 raise ConfigError(answer.message)
             case Raised():
-                raise RaisedElsewhere(f"{answer.kind}: {answer.message}", Origin(answer.place, answer.trace))
+                raise RaisedElsewhere(f"{answer.kind}: {answer.message}", answer.origin)
         return answer.value
 
     async def _answer_to(self, call: Call) -> Answer:

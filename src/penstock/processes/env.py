@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 from penstock.config import Config, ConfigError, load_config
 from penstock.config.environments import ATROPOS
@@ -17,7 +17,7 @@ from penstock.envs.agents import Gateway
 from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
 from penstock.envs.registry import is_agent, means, playable, resolve
-from penstock.envs.rewards.scorer import scoring
+from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Environment
 from penstock.processes.env_worker import Worker
@@ -65,7 +65,7 @@ async def play(
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
     async with (
         making(config, kinds) as make,
-        scoring(config) as scorers,
+        aclosing(Scorers(config)) as scorers,
         gateway_for_agents(config, kinds.values(), chat) as gateway,
         asyncio.TaskGroup() as tasks,
     ):

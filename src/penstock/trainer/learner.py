@@ -47,7 +47,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from penstock.alarms import HopelessError
-from penstock.config.run_settings import TrainerConfig
+from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.canaries import Canaries
 from penstock.trainer.criterion import Criterion

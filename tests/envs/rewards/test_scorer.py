@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 
 from penstock.config import Config, ConfigError, EnvConfig
 from penstock.envs.rewards.reward import RewardResult, locate_reward, make_reward
-from penstock.envs.rewards.scorer import RewardFailure, Scorer, scoring
+from penstock.envs.rewards.scorer import RewardFailure, Scorer, Scorers
 from penstock.simulator.clock import run_virtual
 
 
@@ -62,7 +62,7 @@ async def asks_others(answer: str, payload: Mapping[str, Any]) -> float:
 @asynccontextmanager
 async def scorer_of(reward: str, **settings: Any) -> AsyncIterator[Scorer]:
     config = Config(env=EnvConfig(reward=f"{__name__}:{reward}", **settings))
-    async with scoring(config) as scorers:
+    async with aclosing(Scorers(config)) as scorers:
         scorer = scorers.of(config.env)
         assert scorer is not None
         yield scorer
@@ -149,7 +149,7 @@ def test_waiting_for_a_place_costs_a_score_none_of_its_time() -> None:
 async def test_a_power_tower_is_worth_nothing() -> None:
     """Nothing interrupts it but the end of its process."""
     config = Config(env=EnvConfig(reward="math", reward_timeout_s=3.0))
-    async with scoring(config) as scorers:
+    async with aclosing(Scorers(config)) as scorers:
         scorer = scorers.of(config.env)
         assert scorer is not None
         assert await scorer.score("$9^{9^{9^{9}}}$", {"answer": "3"}, waiter="t") == 0.0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import msgspec
@@ -106,19 +105,9 @@ class Scorers:
         """Return the sum of all scorers' counters."""
         return sum((scorer.counts for scorer in self._scorers.values()), Counter())
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         for scorer in self._scorers.values():
             await scorer.close()
-
-
-@asynccontextmanager
-async def scoring(config: Config) -> AsyncIterator[Scorers]:
-    """Yield the scorers of all environments, and close them after the body."""
-    scorers = Scorers(config)
-    try:
-        yield scorers
-    finally:
-        await scorers.close()
 
 
 def _key(settings: EnvironmentConfig) -> bytes:
