@@ -10,8 +10,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.data.sources import TaskStream
-from penstock.ports.dumps import Dump
-from penstock.ports.group_pool import Pool
+from penstock.ports.group_pool import Dump, Pool
 from penstock.ports.inference import RolloutServers
 from penstock.ports.observer import Observer
 from penstock.ports.training import Trainer

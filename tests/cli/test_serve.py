@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 import torch
@@ -114,7 +115,8 @@ async def test_a_trainer_broadcasts_weights_to_it_in_buckets(model: Path) -> Non
     policy = load_policy(model, weights=False, seed=1)
     named = {name: parameter.detach() for name, parameter in policy.named_parameters()}
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        place = Rendezvous(name="g", address="127.0.0.1", port=listener.getsockname()[1], world_size=2)
+        port = listener.getsockname()[1]
+    place = Rendezvous(group_name="g", master_address="127.0.0.1", master_port=port, world_size=2, backend="gloo")
     with served(model) as (process, url):
         async with aiohttp.ClientSession(url) as session:
 
@@ -123,14 +125,7 @@ async def test_a_trainer_broadcasts_weights_to_it_in_buckets(model: Path) -> Non
                     return response.status, await response.json()
 
             joining = asyncio.create_task(asyncio.to_thread(Broadcast, place))
-            given = {
-                "master_address": place.address,
-                "master_port": place.port,
-                "rank_offset": 1,
-                "world_size": 2,
-                "group_name": "g",
-                "backend": "gloo",
-            }
+            given = msgspec.to_builtins(place) | {"rank_offset": 1}
             assert (await post("/init_weights_update_group", given))[0] == 200
             broadcast = await joining
             path, version = "/update_weights_from_distributed", {"weight_version": 1}

@@ -658,9 +658,12 @@ async def test_a_retracting_commit_computes_running_answers_anew(http: Http, run
     assert (await http.post("/generate", body))[1]["output_ids"] == reply["output_ids"][new["start"] :]
 
 
-async def test_what_is_staged_is_forgotten_when_its_lease_ends(runner: EngineRunner) -> None:
+async def test_what_is_staged_is_forgotten_when_its_lease_ends(
+    runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.rollout.update.LEASE_S", 0.0)
     update = WeightsUpdate(runner, receive_seed, fingerprint)
-    await update.begin(make_handle(1), lease_s=0.0)
+    await update.begin(make_handle(1))
     for _ in range(2):  # once for the timer, once for this
         await asyncio.sleep(0)
     with pytest.raises(Conflict, match="nothing is staged"):

@@ -19,10 +19,10 @@ def test_live_rows_fill_the_front_grouped_by_length(rows: list[tuple[int, bool]]
     lengths = np.array([length for length, _ in rows])
     live = np.array([alive for _, alive in rows])
     num_live = int(live.sum())
-    moves = regroup(lengths, live)
+    source, target = regroup(lengths, live)
 
     after = np.arange(len(rows))
-    after[moves.target] = moves.source
+    after[target] = source
     after = after[:num_live]
     assert sorted(after) == np.flatnonzero(live).tolist()
     groups = [lengths[after[i : i + GROUP_ROWS]] for i in range(0, num_live, GROUP_ROWS)]
@@ -36,9 +36,9 @@ def test_one_departure_moves_at_most_one_row_per_group(lengths: list[int], data:
     ordered = np.sort(np.array(lengths))[::-1]
     live = np.ones(len(lengths), dtype=np.bool_)
     live[data.draw(st.integers(0, len(lengths) - 1))] = False
-    assert len(regroup(ordered, live).source) <= -(-len(lengths) // GROUP_ROWS)
+    assert len(regroup(ordered, live)[0]) <= -(-len(lengths) // GROUP_ROWS)
 
 
 def test_nothing_moves_without_a_hole() -> None:
     lengths = np.full(2 * GROUP_ROWS, 7)
-    assert len(regroup(lengths, np.ones(len(lengths), dtype=np.bool_)).source) == 0
+    assert len(regroup(lengths, np.ones(len(lengths), dtype=np.bool_))[0]) == 0

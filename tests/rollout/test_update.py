@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_policy import make_engine, make_handle, make_request, print_of, receive_seed, until, weights
 
+import penstock.rollout.update as update_module
 from penstock.rollout.generator import Conflict
 from penstock.rollout.request import SamplingParams
 from penstock.rollout.runner import EngineRunner
@@ -245,18 +246,24 @@ async def test_whoever_takes_over_finds_neither_a_pause_nor_released_memory(
     assert len(segment.token_ids) == 3
 
 
-async def test_a_lease_that_ends_takes_its_pause_with_it(update: WeightsUpdate, runner: EngineRunner) -> None:
+async def test_a_lease_that_ends_takes_its_pause_with_it(
+    update: WeightsUpdate, runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(update_module, "LEASE_S", 0.0)
     await runner.pause("in_place")
-    bracket = await update.open(lease_s=0.0)
+    bracket = await update.open()
     await until(lambda: not runner.engine.paused)
     assert not update.is_open(bracket) and holds(runner, 0)
 
 
-async def test_a_lease_that_ends_leaves_the_pauses_of_others(update: WeightsUpdate, runner: EngineRunner) -> None:
+async def test_a_lease_that_ends_leaves_the_pauses_of_others(
+    update: WeightsUpdate, runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(update_module, "LEASE_S", 0.0)
     for pause_first in (True, False):
         if pause_first:
             await runner.pause("in_place")
-        bracket = await update.open(lease_s=0.0)
+        bracket = await update.open()
         await runner.continue_generation()
         await runner.pause("in_place")
         await until(lambda bracket=bracket: not update.is_open(bracket))  # type: ignore[misc]

@@ -24,7 +24,11 @@ SHAPES = {"a.weight": [300, 200], "b.bias": [7]}
 
 def announced(shapes: dict[str, list[int]], *, flat: bool = True, name: str = "g") -> GroupTensors:
     return GroupTensors(
-        group_name=name, names=list(shapes), dtypes=["float32"] * len(shapes), shapes=list(shapes.values()), flat=flat
+        group_name=name,
+        names=list(shapes),
+        dtypes=["float32"] * len(shapes),
+        shapes=list(shapes.values()),
+        load_format="flattened_bucket" if flat else None,
     )
 
 
@@ -54,11 +58,18 @@ async def joined(trainer: TrainerProcess, groups: Groups, *, timeout_s: float = 
         ({"backend": "nccl"}, 1, "nccl needs a device, and this server computes on the CPU"),
         ({"world_size": 1}, 1, "rank 0 is the trainer's"),
         ({}, 0, "rank 0 is the trainer's"),
-        ({"port": 0}, 1, "not a port"),
+        ({"master_port": 0}, 1, "not a port"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused_at_once(change: dict[str, object], rank: int, message: str) -> None:
-    place = {"name": "g", "address": "127.0.0.1", "port": 1, "world_size": 2, **change}
+    place = {
+        "group_name": "g",
+        "master_address": "127.0.0.1",
+        "master_port": 1,
+        "world_size": 2,
+        "backend": "gloo",
+        **change,
+    }
     with pytest.raises(GroupFailed, match=message):
         make_groups().join(Rendezvous(**place), rank)  # type: ignore[arg-type]
 
@@ -67,7 +78,9 @@ def test_a_group_that_cannot_be_is_refused_at_once(change: dict[str, object], ra
 def test_a_backend_that_is_not_there_is_named(backend: str) -> None:
     meeting = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     groups = Groups(device=torch.device("cuda"), max_bytes=1, join_timeout_s=5.0)
-    place = Rendezvous(name="g", address="127.0.0.1", port=meeting.port, world_size=2, backend=backend)
+    place = Rendezvous(
+        group_name="g", master_address="127.0.0.1", master_port=meeting.port, world_size=2, backend=backend
+    )
     for _ in range(2):
         with pytest.raises(GroupFailed, match=r"rank 1 waited up to 5 s for rank 0 .* to join group g: \S"):
             groups.join(place, 1)
@@ -176,4 +189,4 @@ async def test_whoever_comes_alone_gives_up(trainer: TrainerProcess) -> None:
     assert error is not None and "rank 0 waited up to 0.2 s for 1 servers to join group g" in error
     groups = make_groups(join_timeout_s=0.2)
     with pytest.raises(GroupFailed, match=r"rank 1 waited up to 0.2 s for rank 0 at 127.0.0.1:\d+ to join group g"):
-        groups.join(Rendezvous(**trainer.place(port=trainer.port)), 1)
+        groups.join(Rendezvous(**trainer.place(master_port=trainer.port)), 1)

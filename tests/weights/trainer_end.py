@@ -48,7 +48,7 @@ def announce(named: Mapping[str, Tensor], group: str) -> GroupTensors:
         names=list(named),
         dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in named.values()],
         shapes=[list(tensor.shape) for tensor in named.values()],
-        flat=True,
+        load_format="flattened_bucket",
     )
 
 
@@ -103,7 +103,14 @@ class TrainerProcess:
         )
 
     def place(self, **more: Any) -> dict[str, Any]:
-        return {"name": "g", "address": "127.0.0.1", "port": self.port, "world_size": 2, **more}
+        return {
+            "group_name": "g",
+            "master_address": "127.0.0.1",
+            "master_port": self.port,
+            "world_size": 2,
+            "backend": "gloo",
+            **more,
+        }
 
     def call(self, do: str, **told: Any) -> str | None:
         """The error, if there was one."""

@@ -28,12 +28,15 @@ from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
 from penstock.rollout.app import ApiKeys, App, bearer
 from penstock.rollout.generation import Generation
-from penstock.rollout.generator import Increment, OnTokens, PromptScores
+from penstock.rollout.generator import AnswersOnly, Increment, OnTokens
 from penstock.rollout.http import Refused
-from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.request import GenerateRequest
 from penstock.rollout.session import RolloutError
 from penstock.samples import Segment
 
+IGNORED = {"temperature", "top_p", "top_k", "min_p"}
+"""Sampling parameters that the run sets. An episode refuses the others: they would change the policy's own answer, or
+ask for data that the gateway does not have."""
 REMEMBERED_KEYS = 65_536
 """Maximum number of keys of ended episodes that are kept. Older keys count as unknown."""
 
@@ -79,14 +82,16 @@ class AgentGateway:
             await refuse(unknown)(scope, receive, send)
 
 
-class Session:
-    """One conversation with its own application. It is the `Generator` and the chat template of its endpoints."""
+class Session(AnswersOnly):
+    """One conversation with its own application. It is the `Generator` and the chat template of its endpoints. It
+    identifies requests by their prompts."""
 
     policy_version = 0
     """A placeholder for the `Generator` interface. Each answer carries its real policy_version."""
 
     def __init__(self, conversation: Conversation, chat: ChatTokenizer, *, model_name: str) -> None:
-        self._conversation, self._chat = conversation, chat
+        self._conversation = conversation
+        self.encode, self.decode = chat.encode, chat.decode
         self._messages: dict[tuple[int, ...], Sequence[Mapping[str, Any]]] = {}
         """Messages that each prompt was rendered from, by the prompt's tokens."""
         self._prompts: dict[str, list[int]] = {}
@@ -101,28 +106,16 @@ class Session:
     def max_context(self) -> int:
         return self._conversation.max_context
 
-    def serves(self, rid: str) -> bool:
-        """Return False: requests are identified by their prompts, not by their ids."""
-        return False
-
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError for parameters that would change the policy's own answer."""
         if len(request.seeds) != 1:
             raise ValueError("one answer at a time: `n` must be 1 in an episode")
-        params, plain = request.params, SamplingParams()
-        asked = {name: getattr(params, name) for name in CHANGING if getattr(params, name) != getattr(plain, name)}
+        asked = request.params.changed() - IGNORED
         if request.ends is not None:
-            asked["stop"] = "strings"
+            asked.add("stop")
         if asked:
             names = ", ".join(sorted(asked))
             raise ValueError(f"{names}: not served in an episode, which is trained as the policy's own answers")
-
-    def check_prompt(self, prompt_ids: list[int]) -> None:
-        """Raise ValueError, because an episode does not score prompts."""
-        raise ValueError("prompts are not scored in an episode")
-
-    async def score(self, prompt_ids: list[int]) -> PromptScores:
-        raise ValueError("prompts are not scored in an episode")
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
         """Return the conversation's next answer, or its earlier answer to the same prompt. Generation continues if the
@@ -158,31 +151,11 @@ class Session:
             self._messages[tuple(ids)] = messages
         return self._prompts[asked]
 
-    def encode(self, text: str) -> list[int]:
-        return self._chat.encode(text)
-
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return self._chat.decode(token_ids, skip_special=skip_special)
-
     async def close(self) -> None:
         """Cancel all running answers and wait until they have ended."""
         for task in self._answers.values():
             task.cancel()
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
-
-
-CHANGING = (
-    "stop_token_ids",
-    "ignore_eos",
-    "min_new_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "top_logprobs",
-)
-"""Sampling parameters that an episode refuses: they would change the policy's own answer, or ask for data that the
-gateway does not have."""
 
 
 def _key_and_path(scope: Scope) -> tuple[str, str]:

@@ -31,13 +31,14 @@ from starlette.responses import PlainTextResponse, Response
 
 import penstock
 from penstock.deadline import Stalled, deadline, warn_if_stalled
+from penstock.rollout.bodies import Outcome
 from penstock.rollout.client import UNKNOWN
 from penstock.rollout.http import HANDLE_FORMAT, Refused, Route, answer, answer_error, error_object, read_body
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.update import RECEIVE_TIMEOUT_S, CommittedWeights, StagedWeights, WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
-from penstock.weights.collective import Groups, GroupTensors, Rendezvous
+from penstock.weights.collective import DEFAULT_GROUP, Groups, GroupTensors, Rendezvous
 
 CONTROL_TIMEOUT_S = 60.0
 """Time limit for the engine to end its step."""
@@ -49,13 +50,6 @@ MAX_JOINS = 16
 """Maximum number of groups that the server joins at the same time. Further joins wait."""
 
 Seconds = Annotated[float, Meta(ge=0, le=MAX_FLUSH_WAIT_S)]
-
-
-class Outcome(Struct, kw_only=True):
-    """Result of a call that changes the server's state."""
-
-    success: bool
-    message: str
 
 
 class PauseBody(Struct, kw_only=True):
@@ -95,27 +89,22 @@ class FromTensorBody(WeightsBody, kw_only=True):
 class GroupBody(Struct, kw_only=True):
     """The request of `/destroy_weights_update_group`."""
 
-    group_name: str = "weight_update_group"
+    group_name: str = DEFAULT_GROUP
 
 
-class InitGroupBody(GroupBody, kw_only=True):
+class InitGroupBody(Rendezvous, kw_only=True):
     """The request of `/init_weights_update_group`. This server is rank `rank_offset`; rank 0 broadcasts."""
 
-    master_address: str
-    master_port: int
     rank_offset: int
-    world_size: int
-    backend: str = "nccl"
 
 
-class FromDistributedBody(WeightsBody, kw_only=True):
-    """The request of `/update_weights_from_distributed`: one bucket, broadcast while this call is in flight."""
+class FromDistributedBody(GroupTensors, kw_only=True):
+    """The request of `/update_weights_from_distributed`: one bucket, broadcast while this call is in flight. It has the
+    fields of `WeightsBody` too."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str = "weight_update_group"
-    load_format: Literal["flattened_bucket"] | None = None
+    weight_version: str | int | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
 
 
 class VersionBody(Struct, kw_only=True):
@@ -332,15 +321,8 @@ class SGLang:
         """Join a group, and answer once all ranks have joined. Weights that an earlier group of this name staged are
         dropped, and so is an empty bracket."""
         body = await read_body(request, InitGroupBody)
-        place = Rendezvous(
-            name=body.group_name,
-            address=body.master_address,
-            port=body.master_port,
-            world_size=body.world_size,
-            backend=body.backend,
-        )
         with _warn_if_group_stalls(body.group_name, "all ranks"):
-            await asyncio.get_running_loop().run_in_executor(self._joining, self._groups.join, place, body.rank_offset)
+            await asyncio.get_running_loop().run_in_executor(self._joining, self._groups.join, body, body.rank_offset)
         await self._update.drop(body.group_name)
         return _outcome(True, f"joined group {body.group_name} as rank {body.rank_offset} of {body.world_size}")
 
@@ -356,16 +338,9 @@ class SGLang:
         """Receive one bucket of weights from a group. The bucket is checked only after it is received, so that a bad
         bucket does not bring the ranks out of step."""
         body = await read_body(request, FromDistributedBody)
-        announced = GroupTensors(
-            group_name=body.group_name,
-            names=body.names,
-            dtypes=body.dtypes,
-            shapes=body.shapes,
-            flat=body.load_format == "flattened_bucket",
-        )
         try:
             with _warn_if_group_stalls(body.group_name, "a bucket of weights"):
-                received = await asyncio.to_thread(self._groups.receive, announced)
+                received = await asyncio.to_thread(self._groups.receive, body)
             version = None if body.weight_version is None else self._version(body.weight_version)
             staged = await self._update.add(received, sender=body.group_name, policy_version=version)
             if body.abort_all_requests:

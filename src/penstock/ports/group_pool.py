@@ -1,12 +1,12 @@
-"""The index of the experience pool. It survives the processes of a run."""
+"""The experience pool: its index, which survives the processes of a run, and the dumps made from it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
-from penstock.types import EpisodeSummary, PayloadRef, Task
+from penstock.types import EpisodeState, EpisodeSummary, GroupAttempt, PayloadRef, Task
 
 
 class Pool(Protocol):
@@ -53,3 +53,23 @@ class Pool(Protocol):
         """Write all changes so far to disk."""
 
     def close(self) -> None: ...
+
+
+class Dump(Protocol):
+    """A writer of completed groups that runs beside the loops. Only `finish` waits."""
+
+    @property
+    def unwritten(self) -> Collection[int]:
+        """Return the groups that the dump has not written yet, so that it still needs their tokens."""
+
+    def restore(self, records: Iterable[GroupRecord]) -> None:
+        """Continue the dump of an earlier controller, from the records of its groups."""
+
+    def add_group(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
+        """Add a group that is in the pool; `state` is the state of its episodes."""
+
+    def stepped(self, step: int) -> None:
+        """Record an optimizer step."""
+
+    async def finish(self) -> None:
+        """Write the remaining groups."""

@@ -1,4 +1,5 @@
-"""The ASGI application: finds the route, checks the API key, formats errors as the route does, counts responses.
+"""The ASGI application: finds the route, checks the API key, formats errors as the route does, counts responses. Its
+OpenAPI 3.1 description is made from the routes and the types of their bodies.
 
 At hundreds of requests per second, a web framework's routing, middleware and validation would be most of the work. This
 module implements only the parts that the server needs.
@@ -11,15 +12,20 @@ import hmac
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+import penstock
 from penstock.config.run_settings import RolloutConfig
 from penstock.rollout.generator import Stopped
 from penstock.rollout.http import EXPECTED, Access, Refused, Route, not_found
 
+REFERENCE = "#/components/schemas/{name}"
+STREAMS: dict[str, Any] = {"text/event-stream": {}}
 NOT_FOUND = Route("/{rest}", [], not_found, access="generation")
 
 
@@ -123,3 +129,51 @@ def refuse(route: Route, error: Exception) -> Response:
     if isinstance(error, Refused):
         response.headers.update(error.headers)
     return response
+
+
+def openapi(routes: Iterable[Route], keys: ApiKeys) -> dict[str, Any]:
+    """Return the OpenAPI description. It omits routes without methods and marks routes that need one of `keys`."""
+    shown = [route for route in routes if route.methods]
+    named = [(route.body, route.reply, route.error, *route.query.values()) for route in shown]
+    kinds = [kind for kinds in named for kind in kinds if kind is not None]
+    found, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
+    schemas = dict(zip(map(repr, kinds), found, strict=True))
+    paths: dict[str, Any] = {}
+    for route in shown:
+        for method in route.methods:
+            operation = _operation(route, method, schemas)
+            operation["security"] = [{"key": []}] if keys.accepted(route.access) else []
+            paths.setdefault(route.path, {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock rollout server", "version": penstock.__version__},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(route: Route, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    summary = (route.endpoint.__doc__ or "").split("\n\n")[0]
+    content = {"text/plain": {}} if route.reply is None else _json(schemas[repr(route.reply)])
+    refused = _json(schemas[repr(route.error)]) | (content if route.reply is None else {})
+    operation: dict[str, Any] = {
+        "operationId": f"{method.lower()}{route.path}",
+        "summary": " ".join(summary.split()),
+        "responses": {
+            "200": {"description": "Done.", "content": content | (STREAMS if route.streams else {})},
+            "default": {"description": "Refused or failed.", "content": refused},
+        },
+    }
+    places = [(name, "query", schemas[repr(kind)]) for name, kind in route.query.items()]
+    if "{" in route.path:
+        places.append((route.path.partition("{")[2].rstrip("}"), "path", {"type": "string"}))
+    operation["parameters"] = [
+        {"name": name, "in": place, "required": place == "path", "schema": schema} for name, place, schema in places
+    ]
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(schemas[repr(route.body)])}
+    return operation
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

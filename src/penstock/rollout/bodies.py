@@ -230,6 +230,13 @@ class WeightsReply(Struct, kw_only=True):
     fingerprint: str
 
 
+class Outcome(Struct, kw_only=True):
+    """Result of a call of SGLang's control API that changes the server's state."""
+
+    success: bool
+    message: str
+
+
 class ErrorMessage(Struct, kw_only=True):
     """The message of an error."""
 

@@ -17,14 +17,13 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from penstock.rollout.admission import Admission
 from penstock.rollout.slot_attention import Packed
 from penstock.rollout.slot_rows import Rows
-from penstock.rollout.slots import SlotCache
+from penstock.rollout.slots import Ints, SlotCache
 
 SMALLEST_RECORDED, LARGEST_RECORDED = 64, 4096
 """Bounds on prompt tokens. A larger forward takes longer to compute than to launch, so it is not recorded."""
@@ -34,7 +33,6 @@ FLASH_CAPABILITY = (8, 0)
 
 logger = logging.getLogger(__name__)
 
-Ints = npt.NDArray[np.int64]
 NOTHING: Ints = np.zeros(0, dtype=np.int64)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from penstock.rollout.request import GenerateRequest
 from penstock.samples import Segment, VersionSpan
@@ -76,6 +76,21 @@ class Generator(Protocol):
 
     async def score(self, prompt_ids: list[int]) -> PromptScores:
         """Return the log-probability of every prompt token except the first."""
+
+
+class AnswersOnly:
+    """Base class of generators that score no prompts, and that identify requests without their ids."""
+
+    def serves(self, rid: str) -> bool:
+        """Return False, so that any request id is free."""
+        return False
+
+    def check_prompt(self, prompt_ids: list[int]) -> NoReturn:
+        """Raise ValueError: prompts are not scored."""
+        raise ValueError("this endpoint scores no prompts: set logprob_start_len to -1, and max_new_tokens above 0")
+
+    async def score(self, prompt_ids: list[int]) -> PromptScores:
+        self.check_prompt(prompt_ids)
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

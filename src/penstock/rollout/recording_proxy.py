@@ -10,14 +10,13 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from penstock.deadline import Stalled
 from penstock.ports.environment import PolicyClient
 from penstock.rollout.generation_cache import GenerationCache
-from penstock.rollout.generator import Increment, OnTokens, PromptScores
+from penstock.rollout.generator import AnswersOnly, Increment, OnTokens
 from penstock.rollout.http import Refused
-from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.request import GenerateRequest
 from penstock.rollout.session import RolloutError
 from penstock.samples import Segment
 from penstock.types import NO_VERSION, EpisodeId, Sampling, SegmentGrant
@@ -29,8 +28,8 @@ SUPPORTED = ("temperature", "top_p", "top_k", "stop_token_ids")
 """Supported sampling parameters. The proxy passes them to the servers, or cuts the answer at the stop tokens."""
 
 
-class RecordingProxy:
-    """Generates with the weights that the servers hold, and records the answers."""
+class RecordingProxy(AnswersOnly):
+    """Generates with the weights that the servers hold, and records the answers. It numbers requests itself."""
 
     def __init__(
         self, policy: PolicyClient, cache: GenerationCache, *, name: str, max_context: int, is_open: Callable[[], bool]
@@ -46,15 +45,9 @@ class RecordingProxy:
     def policy_version(self) -> int:
         return max(self.served.newest, 0) if self._is_open() else NO_VERSION
 
-    def serves(self, rid: str) -> bool:
-        """Return False: the proxy identifies requests by its own numbers, so any request id is free."""
-        return False
-
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError if the request is too long or uses unsupported sampling parameters."""
-        params, plain = request.params, SamplingParams()
-        changed = {name for name in params.__slots__ if getattr(params, name) != getattr(plain, name)}
-        if unsupported := sorted(changed - set(SUPPORTED)):
+        if unsupported := sorted(request.params.changed() - set(SUPPORTED)):
             raise ValueError(
                 f"this endpoint does not support {', '.join(unsupported)}, only {', '.join(SUPPORTED)} and stop strings"
             )
@@ -64,13 +57,6 @@ class RecordingProxy:
                 f"{len(request.prompt_ids)} prompt tokens and {max(request.max_new_tokens)} new ones do not fit into "
                 f"model.max_context {self.max_context}"
             )
-
-    def check_prompt(self, prompt_ids: list[int]) -> NoReturn:
-        """Raise ValueError: the proxy does not score prompts."""
-        raise ValueError("this endpoint returns no log-probabilities of prompts: set logprob_start_len to -1")
-
-    async def score(self, prompt_ids: list[int]) -> PromptScores:
-        self.check_prompt(prompt_ids)
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
         """Return one segment per seed. `on_tokens` gets each segment as a whole, after all have ended."""

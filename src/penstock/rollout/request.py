@@ -57,6 +57,11 @@ class SamplingParams:
         if not all(-MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()):
             raise ValueError(f"each logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}")
 
+    def changed(self) -> set[str]:
+        """Return the names of the parameters without their default value."""
+        default = SamplingParams()
+        return {name for name in self.__slots__ if getattr(self, name) != getattr(default, name)}
+
     @property
     def shapes_logits(self) -> bool:
         """Whether sampling needs more than temperature, top-k, top-p and min-p."""

@@ -19,11 +19,10 @@ from starlette.responses import Response
 
 from penstock.deadline import deadline
 from penstock.rollout import bodies, http
-from penstock.rollout.app import ApiKeys, App
+from penstock.rollout.app import ApiKeys, App, openapi
 from penstock.rollout.generation import Generation
 from penstock.rollout.generator import Conflict
 from penstock.rollout.metrics import ServerMetrics
-from penstock.rollout.openapi_schema import openapi
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.text import Tokenizer
 from penstock.rollout.update import CommittedWeights, WeightsUpdate

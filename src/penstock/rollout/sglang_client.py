@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 from penstock.rollout import bodies
 from penstock.rollout.client import ANSWER_S, COMMIT_S, PROBE_S, RESUME_S, UNKNOWN, ServerClient, sampling_body
 from penstock.rollout.session import RolloutError
@@ -21,13 +19,6 @@ PAUSES: dict[UpdateMode, str] = {"in_place": "in_place", "retract": "abort"}
 """Pause mode of SGLang for each update mode.
 
 SGLang's own `retract` would keep prompts that the old weights computed: SGLang refuses to flush while requests wait."""
-
-
-class Outcome(Struct):
-    """The reply of a weights update."""
-
-    success: bool
-    message: str
 
 
 class SGLangClient(ServerClient):
@@ -77,7 +68,7 @@ class SGLangClient(ServerClient):
             if pause is not None:
                 await self._post("/pause_generation", {"mode": pause})
             path, seconds = "/update_weights_from_disk", COMMIT_S[self.update_mode]
-            outcome = await self._session.call("POST", self.url, path, body, Outcome, timeout_s=seconds)
+            outcome = await self._session.call("POST", self.url, path, body, bodies.Outcome, timeout_s=seconds)
         finally:
             if pause is not None:
                 await self._post("/continue_generation", {}, timeout_s=RESUME_S)

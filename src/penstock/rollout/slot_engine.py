@@ -106,13 +106,9 @@ class SlotEngine:
         check_prompt(prompt_ids, vocab_size=self._vocab_size, max_context=self.max_context)
 
     def submit(self, request: GenerateRequest) -> list[Finished]:
-        """Queue a request. A later `step` or `abort` returns its segments.
+        """Queue a request that `check` accepts and with an unused id. A later `step` or `abort` returns its segments.
 
-        An engine that is released or has no current weights ends the request at once and returns it. Raises ValueError
-        for a bad request, or if a request with this id is already being served."""
-        self.check(request)
-        if request.rid in self._requests:
-            raise ValueError(f"request {request.rid} is already being served")
+        An engine that is released or has no current weights ends the request at once and returns it."""
         running = RunningRequest(request)
         self._requests[request.rid] = running
         self._waiting.add(running)
@@ -303,11 +299,11 @@ class SlotEngine:
         rows = self._rows
         live = np.ones(len(rows), dtype=np.bool_)
         live[list(ended)] = False
-        moves = regroup(rows.positions[: len(rows)], live)
-        if len(moves.source):
-            source, target = (torch.from_numpy(x).to(self.model.device) for x in (moves.source, moves.target))
-            self._cache.move(source, target, int(rows.positions[moves.source].max()))
-        rows.move(moves.source, moves.target, int(live.sum()))
+        source, target = regroup(rows.positions[: len(rows)], live)
+        if len(source):
+            from_slots, to_slots = (torch.from_numpy(x).to(self.model.device) for x in (source, target))
+            self._cache.move(from_slots, to_slots, int(rows.positions[source].max()))
+        rows.move(source, target, int(live.sum()))
 
     def _take(self, running: RunningRequest) -> Finished:
         """Remove a finished request from the engine and return its result."""

@@ -7,13 +7,14 @@ to the longest of all would dominate the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
+
+Ints = npt.NDArray[np.int64]
 
 GROUP_ROWS = 32
 """Rows that share one attention call: small enough to keep padding low, large enough to keep calls few."""
@@ -65,16 +66,9 @@ class SlotCache:
         self._values[:, slot] = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Regrouping:
-    """Slot moves: `source[i]` is copied to `target[i]`, all at once."""
-
-    source: npt.NDArray[np.int64]
-    target: npt.NDArray[np.int64]
-
-
-def regroup(lengths: npt.NDArray[np.int64], live: npt.NDArray[np.bool_]) -> Regrouping:
-    """Return moves that close the holes of rows that are not `live` and put groups of longer rows first.
+def regroup(lengths: Ints, live: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Return slot moves (source, target): `source[i]` is copied to `target[i]`, all at once. They close the holes of
+    rows that are not `live` and put groups of longer rows first.
 
     A row that is already in the right group stays in place. So one ended row causes at most one move per group.
     """
@@ -86,4 +80,4 @@ def regroup(lengths: npt.NDArray[np.int64], live: npt.NDArray[np.bool_]) -> Regr
     movers = rows[~stays]
     free = np.ones(len(rows), dtype=np.bool_)
     free[rows[stays]] = False
-    return Regrouping(source=movers[np.argsort(group[movers], kind="stable")], target=np.flatnonzero(free))
+    return movers[np.argsort(group[movers], kind="stable")], np.flatnonzero(free)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from penstock.rollout.admission import Admission
 from penstock.rollout.slot_attention import MASKED, DecodeGroup, PromptGroup, SlotBatch
 from penstock.rollout.slot_rows import Rows
-from penstock.rollout.slots import GROUP_ROWS, SlotCache
+from penstock.rollout.slots import GROUP_ROWS, Ints, SlotCache
 
 MERGE_PADDING = 1024
 """Number of padded positions (rows x length) that cost as much as one more attention call."""
@@ -58,7 +57,7 @@ def pack(cache: SlotCache, rows: Rows, num_decode: int, admissions: list[Admissi
     )
 
 
-def _decode_groups(positions: npt.NDArray[np.int64], device: torch.device) -> list[DecodeGroup]:
+def _decode_groups(positions: Ints, device: torch.device) -> list[DecodeGroup]:
     """Group the decoding rows. Neighbouring blocks share a group if padding costs less than one more call."""
     starts = np.arange(0, len(positions), GROUP_ROWS)
     lengths = (np.maximum.reduceat(positions, starts) + 1).tolist() if len(starts) else []
@@ -75,9 +74,7 @@ def _decode_groups(positions: npt.NDArray[np.int64], device: torch.device) -> li
     return groups
 
 
-def _decode_group(
-    positions: npt.NDArray[np.int64], start: int, end: int, length: int, device: torch.device
-) -> DecodeGroup:
+def _decode_group(positions: Ints, start: int, end: int, length: int, device: torch.device) -> DecodeGroup:
     ends = positions[start:end, None]
     mask = None
     if ends.min() < length - 1:
@@ -97,5 +94,5 @@ def _prompt_groups(admissions: list[Admission], first_row: int, device: torch.de
     return groups
 
 
-def _index(first: npt.NDArray[np.int64], then: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def _index(first: Ints, then: Ints, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([first, then])).to(device)

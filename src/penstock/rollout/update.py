@@ -101,7 +101,6 @@ class WeightsUpdate:
         self.staged: StagedWeights | None = None
         """The received part of the open update, or None."""
         self._lease: asyncio.TimerHandle | None = None
-        self._lease_s = LEASE_S
         self._ending_pause: asyncio.Task[None] | None = None
         self._served: CommittedWeights | None = None
 
@@ -111,9 +110,7 @@ class WeightsUpdate:
             self._lock, RECEIVE_TIMEOUT_S, waiter="server", resource="the weights update", holder="another update call"
         )
 
-    async def begin(
-        self, handle: WeightsHandle, *, lease_s: float = LEASE_S, bracket: StagedWeights | None = None
-    ) -> WeightsHandle:
+    async def begin(self, handle: WeightsHandle, *, bracket: StagedWeights | None = None) -> WeightsHandle:
         """Map and verify `handle` in a thread; inside a `bracket`, if one is given.
 
         Raises Conflict unless the handle is newer than the served weights, and if the `bracket` is closed or has parts.
@@ -136,7 +133,7 @@ class WeightsUpdate:
                 tensors = dict(await asyncio.to_thread(self._map, handle))
             staged.policy_version, staged.tensors = handle.policy_version, tensors
             staged.fingerprint = handle.fingerprint
-            self._stage(staged, lease_s)
+            self._stage(staged)
             return handle
 
     def _is_known(self, handle: WeightsHandle) -> bool:
@@ -151,12 +148,12 @@ class WeightsUpdate:
         except OSError as error:
             raise ValueError(f"cannot read the weights: {error}") from error
 
-    async def open(self, *, lease_s: float = LEASE_S) -> StagedWeights:
+    async def open(self) -> StagedWeights:
         """Open a bracket and return its update. `add` adds its parts, and `finish` serves it."""
         await self._stop_draining()
         async with self._exclusive():
             staged = StagedWeights(bracketed=True)
-            self._stage(staged, lease_s)
+            self._stage(staged)
             return staged
 
     async def add(
@@ -361,7 +358,7 @@ class WeightsUpdate:
             )
         _check_bound(policy_version)
 
-    def _stage(self, staged: StagedWeights | None, lease_s: float | None = None) -> None:
+    def _stage(self, staged: StagedWeights | None) -> None:
         """Set the open update (None for no update) and restart its lease."""
         self.staged = staged
         if self._lease is not None:
@@ -369,17 +366,14 @@ class WeightsUpdate:
             self._lease = None
         if staged is not None:
             staged.pause = self._runner.num_pauses if self._runner.engine.paused else staged.pause
-            self._lease_s = self._lease_s if lease_s is None else lease_s
-            self._lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire)
-        else:
-            self._lease_s = LEASE_S
+            self._lease = asyncio.get_running_loop().call_later(LEASE_S, self._expire)
 
     def _expire(self) -> None:
         staged = self.staged
         if staged is None:
             return
         if self._lock.locked():  # it is being committed or replaced: check again later
-            self._lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire)
+            self._lease = asyncio.get_running_loop().call_later(LEASE_S, self._expire)
             return
         self.staged = None
         self._end_pause_of(staged)

@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as distributed
+from msgspec import Struct
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
@@ -33,6 +33,7 @@ TRANSFER_TIMEOUT_S = 120.0
 POLL_S, RELEASE_POLL_S = 0.0005, 0.2
 BACKENDS = ("gloo", "nccl", "hccl")
 MAX_WORLD_SIZE = 100_000
+DEFAULT_GROUP = "weight_update_group"
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -45,28 +46,27 @@ class GroupFailed(ValueError):
     """A group could not be joined, or is closed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """The name, size and backend of a group, and where its ranks meet. Rank 0 listens at `address`."""
+class Rendezvous(Struct, kw_only=True):
+    """The name, size and backend of a group, and where its ranks meet. Rank 0 listens at the master's address."""
 
-    name: str
-    address: str
-    port: int
+    group_name: str = DEFAULT_GROUP
+    master_address: str
+    master_port: int
     world_size: int
-    backend: str = "gloo"
+    backend: str = "nccl"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTensors:
+class GroupTensors(Struct, kw_only=True):
     """Announcement of tensors that rank 0 of a process group broadcasts."""
 
     names: list[str]
     dtypes: list[str]
     """Names as in torch, e.g. `bfloat16`."""
     shapes: list[list[int]]
-    group_name: str
-    flat: bool = False
-    """Whether one broadcast carries the concatenated bytes of all tensors. Otherwise each tensor has a broadcast."""
+    group_name: str = DEFAULT_GROUP
+    load_format: Literal["flattened_bucket"] | None = None
+    """`flattened_bucket`: one broadcast carries the concatenated bytes of all tensors. None: each tensor has its own
+    broadcast."""
 
 
 class Spec(NamedTuple):
@@ -127,9 +127,11 @@ class Group:
         try:
             self._group: distributed.ProcessGroup | None = _join(place, rank, timedelta(seconds=join_timeout_s))
         except Exception as error:  # backends are plugins, and a missing backend can raise any error
-            others = f"rank 0 at {place.address}:{place.port}" if rank else f"{place.world_size - 1} servers"
+            others = (
+                f"rank 0 at {place.master_address}:{place.master_port}" if rank else f"{place.world_size - 1} servers"
+            )
             raise GroupFailed(
-                f"rank {rank} waited up to {join_timeout_s:g} s for {others} to join group {place.name}: "
+                f"rank {rank} waited up to {join_timeout_s:g} s for {others} to join group {place.group_name}: "
                 f"{_first_line(error)}"
             ) from error
 
@@ -142,7 +144,7 @@ class Group:
         """Broadcast `tensors` from rank 0 to all ranks, in order. On error, close the group and raise `GroupFailed`."""
         with self._lock:
             if self._group is None:
-                raise GroupFailed(f"group {self.place.name} is closed: {self._failure}; join it again")
+                raise GroupFailed(f"group {self.place.group_name} is closed: {self._failure}; join it again")
             start = time.monotonic()
             try:
                 self._works = _begin(self._group, tensors, self._transfer_timeout_s)
@@ -202,19 +204,19 @@ class Groups:
         """
         self._check(place, rank)
         with self._lock:
-            known = self._groups.get(place.name)
-            if (known is not None and known.is_open) or place.name in self._joining:
-                raise GroupFailed(f"group {place.name} exists already: destroy it first")
-            self._joining.add(place.name)
+            known = self._groups.get(place.group_name)
+            if (known is not None and known.is_open) or place.group_name in self._joining:
+                raise GroupFailed(f"group {place.group_name} exists already: destroy it first")
+            self._joining.add(place.group_name)
         try:
             group = Group(place, rank, join_timeout_s=self._join_timeout_s, transfer_timeout_s=self._transfer_timeout_s)
             with self._lock:
-                self._groups[place.name] = group
+                self._groups[place.group_name] = group
             if self._ended:
                 self.close()
         finally:
             with self._lock:
-                self._joining.discard(place.name)
+                self._joining.discard(place.group_name)
 
     def receive(self, announced: GroupTensors) -> dict[str, Tensor]:
         """Receive the announced tensors into new memory.
@@ -227,7 +229,7 @@ class Groups:
         if group is None:
             raise GroupFailed(f"there is no group {announced.group_name!r}: it must be joined first")
         try:
-            return self._receive(group, specs(announced, max_bytes=self._max_bytes), flat=announced.flat)
+            return self._receive(group, announced)
         except ValueError as error:
             group.close(str(error))
             raise
@@ -236,10 +238,11 @@ class Groups:
             group.close(failure)
             raise GroupFailed(f"{failure}; join the group again, and send smaller buckets") from error
 
-    def _receive(self, group: Group, wanted: Sequence[Spec], *, flat: bool) -> dict[str, Tensor]:
+    def _receive(self, group: Group, announced: GroupTensors) -> dict[str, Tensor]:
+        wanted = specs(announced, max_bytes=self._max_bytes)
         device = torch.device("cpu") if group.place.backend == "gloo" else self._device
-        resource = f"{len(wanted)} tensors of group {group.place.name}"
-        if flat:
+        resource = f"{len(wanted)} tensors of group {group.place.group_name}"
+        if announced.load_format is not None:
             together = torch.empty(sum(spec.num_bytes for spec in wanted), dtype=torch.uint8, device=device)
             group.broadcast([together], resource)
             return unflatten(together, wanted)
@@ -272,13 +275,18 @@ class Groups:
             raise GroupFailed(
                 f"rank_offset {rank} of world_size {place.world_size}: rank 0 is the trainer's, this server takes one"
             )
-        if not 0 < place.port < 2**16:
-            raise GroupFailed(f"master_port {place.port} is not a port")
+        if not 0 < place.master_port < 2**16:
+            raise GroupFailed(f"master_port {place.master_port} is not a port")
 
 
 def _join(place: Rendezvous, rank: int, timeout: timedelta) -> distributed.ProcessGroup:
     store = TCPStore(
-        place.address, place.port, place.world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+        place.master_address,
+        place.master_port,
+        place.world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
     )
     # An empty list of ranks makes torch build the group like a default group, but does not install it as the default.
     group: distributed.ProcessGroup
@@ -287,8 +295,8 @@ def _join(place: Rendezvous, rank: int, timeout: timedelta) -> distributed.Proce
         rank,
         [],
         place.backend,
-        PrefixStore(place.name, store),
-        group_name=distributed_c10d.GroupName(place.name),
+        PrefixStore(place.group_name, store),
+        group_name=distributed_c10d.GroupName(place.group_name),
         timeout=timeout,
     )
     distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(place.world_size)}

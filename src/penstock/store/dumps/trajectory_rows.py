@@ -27,17 +27,15 @@ class Played:
     sample: Sample
     payload: Mapping[str, Any]
     """Payload of the task."""
-    run_id: str | None
-    mode: str
+    config: Config
     step: int | None
     """Optimizer step after which the trajectory was written; None if the run has no steps."""
-    model: str
     transcript: Transcript
 
     @property
     def name(self) -> str:
         """Return a name that no other trajectory of any run has."""
-        return f"{self.run_id}/{self.summary.episode}"
+        return f"{self.config.run_id}/{self.summary.episode}"
 
     @cached_property
     def messages(self) -> list[Message]:
@@ -47,7 +45,7 @@ class Played:
 OF_EPISODE = ("tag", "group", "episode", "attempt")
 OF_SUMMARY = ("status", "stop_reason", "error", "reward", "num_turns", "prompt_tokens", "response_tokens", "seconds")
 FACTS: Mapping[str, Callable[[Played], Any]] = {
-    **{name: attrgetter(name) for name in ("mode", "step", "model", "messages")},
+    **{name: attrgetter(name) for name in ("step", "messages")},
     **{name: attrgetter(f"record.{name}") for name in ("task_index", "task_id")},
     **{name: attrgetter(f"summary.episode.{name}") for name in OF_EPISODE},
     **{name: attrgetter(f"summary.{name}") for name in OF_SUMMARY},
@@ -56,6 +54,8 @@ FACTS: Mapping[str, Callable[[Played], Any]] = {
     "logprobs": lambda it: it.sample.logprobs.tolist(),
     "versions": lambda it: it.sample.versions.tolist(),
     "trajectory": attrgetter("name"),
+    "mode": attrgetter("config.pipeline"),
+    "model": attrgetter("config.model.path"),
     "seed": attrgetter("summary.env_seed"),
     "policy_version_min": lambda it: _version(it.summary.version_min),
     "policy_version_max": lambda it: _version(it.summary.version_max),
@@ -69,7 +69,7 @@ class RowMaker:
 
     def __init__(self, config: Config, chat: ChatTokenizer, *, columns: Sequence[Column]) -> None:
         self.columns = columns
-        self._run_id, self._mode, self._model = config.run_id, config.pipeline, config.model.path
+        self._config = config
         self.unfilled = {column.name for column in columns} - OWN_COLUMNS
         """Columns that neither the task nor the environment has filled so far."""
         self._transcript = Transcript(chat)
@@ -89,10 +89,8 @@ class RowMaker:
                     summary=summary,
                     sample=Sample.overlaid(tokens[summary.episode.episode]),
                     payload=payload,
-                    run_id=self._run_id,
-                    mode=self._mode,
+                    config=self._config,
                     step=step,
-                    model=self._model,
                     transcript=self._transcript,
                 )
             )

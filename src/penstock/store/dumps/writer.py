@@ -48,6 +48,8 @@ COLLECTED = (EpisodeState.COLLECTED,)
 
 Payload = Mapping[str, Any]
 """Payload of a task."""
+Payloads = Mapping[int, Payload]
+"""Payloads of the tasks of groups, by group."""
 Tell = Callable[..., None]
 """Records an event."""
 
@@ -62,13 +64,8 @@ class Rendering:
     maker: RowMaker
     target: Target
 
-    def write(
-        self, shard: Shard, records: Sequence[GroupRecord], payloads: Mapping[int, Payload], *, again: bool = False
-    ) -> Shard:
-        """Write a shard, and return it with its number of rows and CPU seconds.
-
-        `payloads`: task payloads by group. Raises `DumpError`.
-        """
+    def write(self, shard: Shard, records: Sequence[GroupRecord], payloads: Payloads, *, again: bool = False) -> Shard:
+        """Write a shard, and return it with its number of rows and CPU seconds. Raises `DumpError`."""
         started, reader = time.thread_time(), PayloadReader(self.pool)
         rows = [row for record in records for row in self._rows(record, reader, payloads, shard.step)]
         if rows:
@@ -76,9 +73,7 @@ class Rendering:
         cpu_s = time.thread_time() - started
         return msgspec.structs.replace(shard, num_rows=len(rows), cpu_s=cpu_s)
 
-    def _rows(
-        self, record: GroupRecord, reader: PayloadReader, payloads: Mapping[int, Payload], step: int | None
-    ) -> list[Row]:
+    def _rows(self, record: GroupRecord, reader: PayloadReader, payloads: Payloads, step: int | None) -> list[Row]:
         assert record.ref is not None
         try:
             samples = reader.read(record.ref)
@@ -236,9 +231,7 @@ class Dump:
             await asyncio.sleep(0)
         return payloads
 
-    def _write_now(
-        self, shard: Shard, records: Sequence[GroupRecord], payloads: Mapping[int, Payload], again: bool
-    ) -> Shard:
+    def _write_now(self, shard: Shard, records: Sequence[GroupRecord], payloads: Payloads, again: bool) -> Shard:
         """Write a shard, in a thread. First flush its groups and its plan to disk."""
         sync_files(self._rendering.pool, {record.ref.file for record in records if record.ref is not None})
         self._index.sync_index()
