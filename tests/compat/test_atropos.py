@@ -16,7 +16,7 @@ from fake_ports import leased
 
 from penstock.compat import atropos_api
 from penstock.compat.atropos_api import OVER, Atropos
-from penstock.compat.pushed_groups import Limits, ProvenanceMatch, read_group
+from penstock.compat.pushed_groups import ProvenanceMatch, read_group
 from penstock.config import Config
 from penstock.envs.pushed_group_exchange import Exchange, ScoredEpisode
 from penstock.rollout.app import ApiKeys, App
@@ -24,7 +24,6 @@ from penstock.runtime.http_server import bind, listening, url_of
 from penstock.samples import Segment, Trajectory, Turn, VersionSpan
 from penstock.types import Sampling
 
-LIMITS = Limits(group_size=2, max_context=32, vocab_size=99, sampling=Sampling())
 CONFIG = Config.model_validate(
     {
         "env": {"group_size": 2, "max_new_tokens": 8},
@@ -48,7 +47,7 @@ class Versioned:
         return 0
 
     def match(self, document: object, *, oldest_version: int) -> ProvenanceMatch:
-        data = read_group(document, LIMITS)
+        data = read_group(document, CONFIG, vocab_size=99)
         said = [
             Segment(token_ids=[9], logprobs=[-0.1], spans=[VersionSpan(self.version, 0, 1)], finish_reason="stop")
             for _ in data.scores

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
-from penstock.compat.pushed_groups import Limits, Provenance, ProvenanceMatch, PushedGroup, parse, read_group
+from penstock.compat.pushed_groups import Provenance, ProvenanceMatch, PushedGroup, parse, read_group
+from penstock.config import Config
 from penstock.rollout.generation_cache import GenerationCache
 from penstock.samples import Segment, Trajectory, VersionSpan
 from penstock.types import EpisodeId, FinishReason, Sampling
 
-LIMITS = Limits(group_size=2, max_context=16, vocab_size=100, sampling=Sampling())
+VOCAB_SIZE = 100
+CONFIG = Config.model_validate(
+    {"env": {"group_size": 2, "max_new_tokens": 8}, "model": {"max_context": 16}, "trainer": {"steps": 1}}
+)
 OLDEST = 3
 
 
@@ -47,13 +51,15 @@ def group(**changes: Any) -> dict[str, Any]:
 )
 def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_group(group(**changes), LIMITS)
+        read_group(group(**changes), CONFIG, vocab_size=VOCAB_SIZE)
 
 
 def test_what_environments_send_beside_it_does_no_harm() -> None:
     """The aggregator of `collect_trajectory` sends empty lists, and nulls for the rest."""
     empty = {"advantages": [], "ref_logprobs": [], "messages": [], "overrides": [], "images": [], "group_overrides": {}}
-    data = read_group(group(**empty, distill_logprobs=None, generation_params=None, unheard_of=1), LIMITS)
+    data = read_group(
+        group(**empty, distill_logprobs=None, generation_params=None, unheard_of=1), CONFIG, vocab_size=VOCAB_SIZE
+    )
     assert data.scores == [1.0, 0.0]
 
 
@@ -81,12 +87,16 @@ def remembered() -> GenerationCache:
 
 
 def trace(remembered: GenerationCache, **changes: Any) -> ProvenanceMatch:
-    return Provenance(remembered, LIMITS, decode=decode).match(group(**changes), oldest_version=OLDEST)
+    return Provenance(remembered, CONFIG, Letters()).match(group(**changes), oldest_version=OLDEST)
 
 
-def decode(token_ids: Sequence[int]) -> str:
+class Letters:
     """Token 36 reads as 10 does: every letter has several tokens."""
-    return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+    vocab_size = VOCAB_SIZE
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
 
 
 def flat(traced: ProvenanceMatch, number: int) -> dict[str, Any]:
@@ -189,4 +199,4 @@ def test_what_was_said_longest_ago_is_forgotten_first() -> None:
 
 def test_a_group_needs_no_more_than_tokens_masks_and_scores() -> None:
     plain = {name: value for name, value in group().items() if name != "env_id"}
-    assert isinstance(read_group(plain, LIMITS), PushedGroup)
+    assert isinstance(read_group(plain, CONFIG, vocab_size=VOCAB_SIZE), PushedGroup)

@@ -24,18 +24,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.compat.openai_wire import (
-    ChatBody,
-    CompletionBody,
-    CompletionReply,
-    Model,
-    ModelList,
-    OpenAIError,
-    OpenAIErrorDetails,
-    SamplingFields,
-    UnservedFields,
-    Usage,
-)
+from penstock.compat import openai_wire as wire
 from penstock.rollout import bodies, convert, http
 from penstock.rollout.convert import Answer, GrowingSample, PromptRequest
 from penstock.rollout.generation import Answers
@@ -79,19 +68,19 @@ class OpenAI:
         self._started = int(time.time())
 
     def routes(self) -> list[http.Route]:
-        route = partial(http.Route, access="generation", refuse=refuse, error=OpenAIError)
-        generate = partial(route, methods=["POST"], reply=CompletionReply, streams=True)
+        route = partial(http.Route, access="generation", refuse=refuse, error=wire.OpenAIError)
+        generate = partial(route, methods=["POST"], reply=wire.CompletionReply, streams=True)
         return [
-            route("/v1/models", ["GET"], self.models, reply=ModelList),
-            route("/v1/models/{name}", ["GET"], self.model, reply=Model),
-            generate("/v1/completions", endpoint=self.completions, body=CompletionBody),
-            generate("/v1/chat/completions", endpoint=self.chat, body=ChatBody),
+            route("/v1/models", ["GET"], self.models, reply=wire.ModelList),
+            route("/v1/models/{name}", ["GET"], self.model, reply=wire.Model),
+            generate("/v1/completions", endpoint=self.completions, body=wire.CompletionBody),
+            generate("/v1/chat/completions", endpoint=self.chat, body=wire.ChatBody),
             route("/v1/{rest}", [], http.not_found),
         ]
 
     async def models(self, request: Request) -> Response:
         """List the only model."""
-        return http.answer(ModelList(data=[self._model()]))
+        return http.answer(wire.ModelList(data=[self._model()]))
 
     async def model(self, request: Request) -> Response:
         """Describe the model of this name."""
@@ -102,7 +91,7 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         """Generate the continuation of a prompt."""
-        body = await http.read_body(request, CompletionBody)
+        body = await http.read_body(request, wire.CompletionBody)
         prompt: Any = body.prompt
         kinds = {str} if isinstance(prompt, str) else {type(part) for part in prompt}
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
@@ -117,7 +106,7 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         """Generate the assistant's next message."""
-        body = await http.read_body(request, ChatBody)
+        body = await http.read_body(request, wire.ChatBody)
         ids = body.prompt_token_ids
         calls_function = bodies.asks(body.function_call) and body.function_call not in ("auto", "none")
         continues = body.continue_final_message or not body.add_generation_prompt
@@ -140,7 +129,7 @@ class OpenAI:
         generate.input_ids = list(ids)
         return await self._answer(request, body, generate, ChatFormat(self._tokenizer))
 
-    def _rendered(self, body: ChatBody) -> list[int]:
+    def _rendered(self, body: wire.ChatBody) -> list[int]:
         settings = body.chat_template_kwargs
         if taken := sorted(settings.keys() & {"messages", "tools", "self"}):
             raise ValueError(f"`chat_template_kwargs` cannot set {', '.join(taken)}")
@@ -152,7 +141,7 @@ class OpenAI:
             raise ValueError(f"the conversation cannot be rendered: {error}") from error
 
     async def _answer(
-        self, request: Request, body: SamplingFields, generate: bodies.GenerateBody, form: CompletionFormat
+        self, request: Request, body: wire.SamplingFields, generate: bodies.GenerateBody, form: CompletionFormat
     ) -> Response:
         prompts = convert.read_requests(generate, self._tokenizer)
         self._answers.check(prompts)
@@ -190,9 +179,9 @@ class OpenAI:
             yield http.event(_error(error))
         yield http.LAST_EVENT
 
-    def _model(self) -> Model:
+    def _model(self) -> wire.Model:
         name, max_context = self._model_name, self._generator.max_context
-        return Model(id=name, created=self._started, root=name, max_model_len=max_context)
+        return wire.Model(id=name, created=self._started, root=name, max_model_len=max_context)
 
 
 class CompletionFormat:
@@ -306,11 +295,11 @@ def refuse(error: Exception) -> Response:
 
 
 def _generate_body(
-    body: SamplingFields, max_tokens: int, *, top_logprobs: int | None, wanted: bool
+    body: wire.SamplingFields, max_tokens: int, *, top_logprobs: int | None, wanted: bool
 ) -> bodies.GenerateBody:
     """Return the request as a body of `/generate`. Raises ValueError for unsupported fields and invalid values."""
     num_samples = 1 if body.n is None else body.n
-    unserved = [name for name in UnservedFields.__struct_fields__ if bodies.asks(getattr(body, name))]
+    unserved = [name for name in wire.UnservedFields.__struct_fields__ if bodies.asks(getattr(body, name))]
     form = "text" if body.response_format is None else body.response_format.get("type")
     _refuse_if(
         (max_tokens < 0, f"max_tokens must be at least 0, not {max_tokens}"),
@@ -367,11 +356,11 @@ def _with_decoded_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function}
 
 
-def _usage(answers: Sequence[Answer]) -> Usage:
+def _usage(answers: Sequence[Answer]) -> wire.Usage:
     prompt_tokens = sum({each.prompt.rid: len(each.prompt.prompt_ids) for each in answers}.values())
     completion_tokens = sum(len(segment.token_ids) for each in answers for segment in each.segments)
     total_tokens = prompt_tokens + completion_tokens
-    return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total_tokens)
+    return wire.Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total_tokens)
 
 
 def _provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> dict[str, Any]:
@@ -394,8 +383,8 @@ def _fingerprint(policy_version: object) -> str:
     return f"policy_version-{policy_version}"
 
 
-def _error(error: Exception) -> OpenAIError:
+def _error(error: Exception) -> wire.OpenAIError:
     status = http.status_of(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = "model_not_found" if isinstance(error, NoSuchModel) else CODES.get(status)
-    return OpenAIError(error=OpenAIErrorDetails(message=str(error), type=kind, code=code))
+    return wire.OpenAIError(error=wire.OpenAIErrorDetails(message=str(error), type=kind, code=code))

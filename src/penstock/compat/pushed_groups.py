@@ -19,18 +19,18 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
+from penstock.config import Config
 from penstock.envs.pushed_group_exchange import ScoredEpisode
+from penstock.model.chat import ChatTokenizer
 from penstock.rollout.generation_cache import CachedAnswer, GenerationCache
 from penstock.samples import Segment, Turn, VersionSpan
-from penstock.types import Sampling
 
 UNTRAINED = -100
 UNSERVED = ("advantages", "images", "distill_token_ids", "distill_logprobs")
@@ -47,17 +47,6 @@ class PushedGroup(Struct):
     overrides: list[dict[str, Any]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits that a pushed group must respect."""
-
-    group_size: int
-    max_context: int
-    vocab_size: int
-    sampling: Sampling
-    """The sampling parameters that the run trains with."""
-
-
 def parse(body: bytes) -> Any:
     """Decode JSON in Python's dialect, including NaN: later checks can then name the field with the bad number. Raises
     ValueError."""
@@ -67,20 +56,20 @@ def parse(body: bytes) -> Any:
         raise ValueError(f"the body is not JSON: {error}") from None
 
 
-def read_group(document: Any, limits: Limits) -> PushedGroup:
-    """Return a group that can be trained. Raises ValueError, which names the bad field."""
+def read_group(document: Any, config: Config, *, vocab_size: int) -> PushedGroup:
+    """Return a group that can be trained in the run of `config`. Raises ValueError, which names the bad field."""
     try:
         data = msgspec.convert(document, PushedGroup)
     except msgspec.ValidationError as error:
         raise ValueError(str(error).replace("$.", "")) from None
     for name in ("tokens", "masks", "scores"):
-        if (size := len(getattr(data, name))) != limits.group_size:
+        if (size := len(getattr(data, name))) != config.env.group_size:
             raise ValueError(
-                f"{name} holds {size} sequences, and env.group_size is {limits.group_size}: "
-                f"give the environment --env.group_size {limits.group_size}"
+                f"{name} holds {size} sequences, and env.group_size is {config.env.group_size}: "
+                f"give the environment --env.group_size {config.env.group_size}"
             )
     for number, (tokens, mask, score) in enumerate(zip(data.tokens, data.masks, data.scores, strict=True)):
-        _check_sequence(number, tokens, mask, limits)
+        _check_sequence(number, tokens, mask, config.model.max_context, vocab_size)
         if not math.isfinite(score):
             raise ValueError(f"scores[{number}] is {score}, not a finite number")
     if data.inference_logprobs and list(map(len, data.inference_logprobs)) != list(map(len, data.tokens)):
@@ -94,18 +83,18 @@ def read_group(document: Any, limits: Limits) -> PushedGroup:
     return data
 
 
-def _check_sequence(number: int, tokens: list[int], mask: list[int], limits: Limits) -> None:
+def _check_sequence(number: int, tokens: list[int], mask: list[int], max_context: int, vocab_size: int) -> None:
     if len(mask) != len(tokens):
         raise ValueError(f"masks[{number}] has {len(mask)} values for the {len(tokens)} of tokens[{number}]")
-    if len(tokens) > limits.max_context:
-        raise ValueError(f"tokens[{number}] are {len(tokens)}, more than model.max_context {limits.max_context}")
+    if len(tokens) > max_context:
+        raise ValueError(f"tokens[{number}] are {len(tokens)}, more than model.max_context {max_context}")
     try:
         ids, masked = np.asarray(tokens, dtype=np.int64), np.asarray(mask, dtype=np.int64)
     except OverflowError:
         raise ValueError(f"tokens[{number}] or masks[{number}] hold a number that no token can be") from None
-    for place in np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))[:1].tolist():
+    for place in np.flatnonzero((ids < 0) | (ids >= vocab_size))[:1].tolist():
         raise ValueError(
-            f"tokens[{number}][{place}] is {tokens[place]}, and the model's tokens go up to {limits.vocab_size - 1}: "
+            f"tokens[{number}][{place}] is {tokens[place]}, and the model's tokens go up to {vocab_size - 1}: "
             "the environment must use the model's own tokenizer"
         )
     for place in np.flatnonzero((masked != UNTRAINED) & (masked != ids))[:1].tolist():
@@ -136,14 +125,15 @@ class _Sequence(NamedTuple):
 class Provenance:
     """Matches pushed tokens with the policy's recorded answers."""
 
-    def __init__(self, cache: GenerationCache, limits: Limits, *, decode: Callable[[Sequence[int]], str]) -> None:
-        self._cache, self._limits, self._decode = cache, limits, decode
+    def __init__(self, cache: GenerationCache, config: Config, chat: ChatTokenizer) -> None:
+        self._cache, self._config = cache, config
+        self._vocab_size, self._decode = chat.vocab_size, chat.decode
 
     def match(self, document: object, *, oldest_version: int) -> ProvenanceMatch:
         """Read a group and match all its sequences. `oldest_version`: policy_version of answers without a record.
         Raises ValueError for a group that cannot be trained, or that was sampled with other parameters than the run
         trains with."""
-        data = read_group(document, self._limits)
+        data = read_group(document, self._config, vocab_size=self._vocab_size)
         counts: Counter[str] = Counter()
         episodes = []
         for number, tokens in enumerate(data.tokens):
@@ -211,7 +201,7 @@ class Provenance:
 
     def _check_sampling(self, sequence: _Sequence, answer: CachedAnswer) -> None:
         for name in ("temperature", "top_p", "top_k"):
-            sampled, trained = getattr(answer.sampling, name), getattr(self._limits.sampling, name)
+            sampled, trained = getattr(answer.sampling, name), getattr(self._config.env, name)
             if sampled != trained:
                 raise ValueError(
                     f"tokens[{sequence.number}] were sampled at {name} {sampled:g}, and the run trains at env.{name} "

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.compat.atropos_api import Atropos
 from penstock.compat.openai import OpenAI
-from penstock.compat.pushed_groups import Limits, Provenance
+from penstock.compat.pushed_groups import Provenance
 from penstock.config import Config, ConfigError
 from penstock.config.environments import AtroposOptions
 from penstock.envs.pushed_group_exchange import Exchange
@@ -34,7 +34,6 @@ from penstock.rollout.generation_cache import GenerationCache
 from penstock.rollout.recording_proxy import RecordingProxy
 from penstock.runtime.http_server import CannotListen, bind, listening, url_of
 from penstock.supervisor.child import Child
-from penstock.types import Sampling
 
 LOOPBACK = "127.0.0.1"
 ADDRESS = "atropos.json"
@@ -60,13 +59,6 @@ async def trade(child: Child, config: Config) -> None:
 async def open_exchange(child: Child, config: Config, policy: PolicyClient) -> AsyncIterator[Exchange]:
     """Serve the environments for the length of the body, and yield the exchange that receives their groups."""
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
-    sampling = Sampling(temperature=config.env.temperature, top_p=config.env.top_p, top_k=config.env.top_k)
-    limits = Limits(
-        group_size=config.env.group_size,
-        max_context=config.model.max_context,
-        vocab_size=chat.vocab_size,
-        sampling=sampling,
-    )
     cache = GenerationCache()
     exchange = Exchange(
         max_staleness=config.scheduler.max_staleness,
@@ -76,7 +68,7 @@ async def open_exchange(child: Child, config: Config, policy: PolicyClient) -> A
     relay = RecordingProxy(
         policy, cache, name=config.env.name, max_context=config.model.max_context, is_open=lambda: exchange.has_begun
     )
-    provenance = Provenance(cache, limits, decode=chat.decode)
+    provenance = Provenance(cache, config, chat)
     atropos = Atropos(exchange, provenance, relay.served, config, child.run_id, child.run_dir)
     surfaces = atropos, OpenAI(relay, chat, model_name=config.model.path), Generation(relay, chat)
     app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())

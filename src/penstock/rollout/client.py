@@ -78,7 +78,7 @@ class ServerClient(ABC):
     async def served_version(self) -> int:
         """Return the served policy_version within seconds. Raises RolloutError or Stalled unless the server can
         generate with published weights."""
-        return read_version(self.url, (await self._label()).weight_version)
+        return self._version((await self._label()).weight_version)
 
     async def _label(self) -> ServedLabel:
         return await self._session.call("GET", self.url, self.label_path, None, ServedLabel, timeout_s=PROBE_S)
@@ -126,7 +126,43 @@ class ServerClient(ABC):
     def _segments(self, replies: Sequence[bodies.GenerateReply], count: int) -> list[Segment]:
         if len(replies) != count:
             raise RolloutError(self.url, f"returned {len(replies)} samples instead of {count}", 200)
-        return [read_segment(self.url, reply) for reply in replies]
+        segments = []
+        for reply in replies:
+            meta = reply.meta_info
+            logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs or () if logprob is not None]
+            reason = FINISH_REASONS[type(meta.finish_reason)]
+            segments.append(self._segment(reply.output_ids, logprobs, meta.weight_versions or (), reason))
+        return segments
+
+    def _segment(
+        self, token_ids: list[int], logprobs: list[float], labelled: Sequence[bodies.WeightSpan], reason: FinishReason
+    ) -> Segment:
+        """Return a segment. Raises RolloutError if a token lacks its log-probability or its policy_version."""
+        spans = [VersionSpan(self._version(span.version), span.start, span.end) for span in labelled]
+        if len(logprobs) != len(token_ids):
+            raise RolloutError(
+                self.url,
+                "returned tokens without their log-probabilities, which training needs: use an engine that honours "
+                "return_logprob",
+                200,
+            )
+        if [*(span.start for span in spans), len(token_ids)] != [0, *(span.end for span in spans)]:
+            raise RolloutError(
+                self.url,
+                f"returned {len(token_ids)} tokens with the version spans {spans}, which do not cover them; the "
+                "correction for stale data needs the policy_version of every token: try a newer release of the engine",
+                200,
+            )
+        return Segment(token_ids=token_ids, logprobs=logprobs, spans=spans, finish_reason=reason)
+
+    def _version(self, label: str) -> int:
+        """Return an engine's weights label as a policy_version.
+
+        Raises RolloutError with status 503 for any other label. Engines have their own label before the first update.
+        The label is `UNKNOWN` after an update that failed."""
+        if not label.isdecimal():
+            raise RolloutError(self.url, f"serves weights with the label {label!r}, which no trainer published", 503)
+        return int(label)
 
 
 class RolloutClient(ServerClient):
@@ -207,48 +243,3 @@ def sampling_body(sampling: Sampling, **own: Any) -> bodies.SamplingBody:
     return bodies.SamplingBody(
         temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or -1, **own
     )
-
-
-def read_segment(url: str, reply: bodies.GenerateReply) -> Segment:
-    """Return a reply as a segment. Raises RolloutError if a token lacks its log-probability or its policy_version."""
-    meta = reply.meta_info
-    logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs or () if logprob is not None]
-    return make_segment(
-        url, reply.output_ids, logprobs, meta.weight_versions or (), FINISH_REASONS[type(meta.finish_reason)]
-    )
-
-
-def make_segment(
-    url: str,
-    token_ids: list[int],
-    logprobs: list[float],
-    labelled: Sequence[bodies.WeightSpan],
-    finish_reason: FinishReason,
-) -> Segment:
-    """Return a segment. Raises RolloutError if a token lacks its log-probability or its policy_version."""
-    spans = [VersionSpan(read_version(url, span.version), span.start, span.end) for span in labelled]
-    if len(logprobs) != len(token_ids):
-        raise RolloutError(
-            url,
-            "returned tokens without their log-probabilities, which training needs: use an engine that honours "
-            "return_logprob",
-            200,
-        )
-    if [*(span.start for span in spans), len(token_ids)] != [0, *(span.end for span in spans)]:
-        raise RolloutError(
-            url,
-            f"returned {len(token_ids)} tokens with the version spans {spans}, which do not cover them; the correction "
-            "for stale data needs the policy_version of every token: try a newer release of the engine",
-            200,
-        )
-    return Segment(token_ids=token_ids, logprobs=logprobs, spans=spans, finish_reason=finish_reason)
-
-
-def read_version(url: str, label: str) -> int:
-    """Return an engine's weights label as a policy_version.
-
-    Raises RolloutError with status 503 for any other label. Engines have their own label before the first update. The
-    label is `UNKNOWN` after an update that failed."""
-    if not label.isdecimal():
-        raise RolloutError(url, f"serves weights with the label {label!r}, which no trainer published", 503)
-    return int(label)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from penstock.rollout import bodies
-from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, UNKNOWN, ServerClient, make_segment
+from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, UNKNOWN, ServerClient
 from penstock.rollout.generator import all_of
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.samples import Segment
@@ -108,8 +108,8 @@ class VllmClient(ServerClient):
         (choice,) = reply.choices
         logprobs = choice.logprobs.content if choice.logprobs else None
         spans = [span for span in choice.weight_versions or () if span.end > span.start]
-        segment = make_segment(
-            self.url, choice.token_ids, [each.logprob for each in logprobs or ()], spans, choice.finish_reason
+        segment = self._segment(
+            choice.token_ids, [each.logprob for each in logprobs or ()], spans, choice.finish_reason
         )
         if spans:
             self._salt = spans[-1].version
