@@ -159,7 +159,7 @@ async def train(system: System, swaps: Swaps) -> None:
         with watch_swap("the swap before"):
             await swaps.put((system.num_steps, handle))
         scheduler = system.scheduler
-        system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.health.metrics())
+        system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
         for dump in system.dumps:
             dump.stepped(system.num_steps)
         system.record_alarms(learner.alarms)
@@ -249,7 +249,7 @@ async def watch_progress(system: System) -> NoReturn:
 def record_progress(system: System) -> None:
     """Record the progress of a run without a trainer: it has no optimizer steps."""
     scheduler = system.scheduler
-    system.recorder.progressed(scheduler.groups.num_ended, scheduler.ledger.counts(), scheduler.health.metrics())
+    system.recorder.progressed(scheduler.groups.num_ended, scheduler.ledger.counts(), scheduler.metrics())
 
 
 def restore_dumps(system: System) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.scheduling import FeedbackConfig, TriggerConfig
-from penstock.scheduler.feedback import Adjustment, Feedback, RunningReference, feedback, preference
+from penstock.scheduler.feedback import Adjustment, Feedback, RunningReference, preference
 from penstock.scheduler.trigger import Trigger, TriggerState
 from penstock.types import LearnerState
 
@@ -26,7 +26,7 @@ def trigger_config(signal: str, **options: Any) -> TriggerConfig:
 
 
 def feedback_for(signal: str, **options: Any) -> Feedback:
-    return feedback(trigger_config(signal, **options), entropy_gain=1.0, total_steps=STEPS, min_samples=32)
+    return Feedback(trigger_config(signal, **options).feedback, entropy_gain=1.0, total_steps=STEPS, min_samples=32)
 
 
 def learner(entropy: float = 1.0, **metrics: float) -> LearnerState:
@@ -87,7 +87,7 @@ def test_preference_is_a_power() -> None:
 
 def test_high_entropy_halves_the_thresholds_and_low_entropy_doubles_them() -> None:
     config = trigger_config("entropy", reference_steps=1000, hold_steps=0)
-    subject = feedback(config, entropy_gain=1.0, total_steps=STEPS, min_samples=32)
+    subject = Feedback(config.feedback, entropy_gain=1.0, total_steps=STEPS, min_samples=32)
     trigger = Trigger(config, group_size=8, groups_per_step=32)
     observe(subject, [1.0] * 50)
 
@@ -143,7 +143,7 @@ def test_time_goes_geometrically_from_the_first_step_to_the_last() -> None:
 @given(st.integers(1, 60), st.integers(0, 9))
 def test_time_reaches_its_end_in_stairs(total_steps: int, hold_steps: int) -> None:
     config = trigger_config("time", hold_steps=hold_steps)
-    subject = feedback(config, entropy_gain=1.0, total_steps=total_steps, min_samples=32)
+    subject = Feedback(config.feedback, entropy_gain=1.0, total_steps=total_steps, min_samples=32)
     factors = [subject.adjustment.factor] + [f.factor for f in observe(subject, [1.0] * total_steps)]
     assert factors[0] == 0.5 and factors == sorted(factors)
     if total_steps > hold_steps + 1:

@@ -12,9 +12,8 @@ from recording import ENGINE, TRAINER, config, record
 from penstock.config import Config, ConfigError
 from penstock.observe import jsonl
 from penstock.rollout.costs import StepCosts
-from penstock.simulator.calibration import Comparison, calibrate, compare, fit_engine, non_negative
+from penstock.simulator.calibration import Comparison, calibrate, compare, fit_engine, non_negative, read
 from penstock.simulator.prediction import predict
-from penstock.simulator.run_log import read
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from penstock.config.scheduling import FeedbackConfig, TriggerConfig
+from penstock.config.scheduling import FeedbackConfig
 from penstock.types import LearnerState
 
 FLOOR = 1e-3
@@ -190,11 +190,19 @@ class NoiseScale(Signal):
 class Feedback:
     """A signal, the hold after each change, and the `sjf` preference that follows from entropy."""
 
-    def __init__(self, name: str, signal: Signal, config: FeedbackConfig, *, entropy_gain: float) -> None:
-        self._name, self._signal = name, signal
+    def __init__(self, config: FeedbackConfig, *, entropy_gain: float, total_steps: int, min_samples: int) -> None:
+        """The factors multiply `min_samples` (N_min)."""
+        self._signal = Signal()
+        match config.signal:
+            case "entropy":
+                self._signal = EntropyLevel(config)
+            case "time":
+                self._signal = Schedule(config, total_steps=total_steps)
+            case "noise_scale":
+                self._signal = NoiseScale(config, min_samples=min_samples)
         self._config, self._entropy_gain = config, entropy_gain
         self._reference = RunningReference()
-        self._setting = signal.initial
+        self._setting = self._signal.initial
         self._held = 0
         """Number of further steps without a change."""
 
@@ -231,7 +239,7 @@ class Feedback:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON values."""
         return {
-            "name": self._name,
+            "name": self._config.signal,
             "reference": msgspec.to_builtins(self._reference),
             "signal": msgspec.to_builtins(self._signal.state),
             "setting": list(self._setting),
@@ -241,20 +249,7 @@ class Feedback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state. If it is from another signal, restore only the reference entropy."""
         self._reference = msgspec.convert(state["reference"], RunningReference)
-        if state["name"] != self._name:
+        if state["name"] != self._config.signal:
             return
         self._signal.state = msgspec.convert(state["signal"], type(self._signal.state))
         self._setting, self._held = Setting(*state["setting"]), int(state["held"])
-
-
-def feedback(config: TriggerConfig, *, entropy_gain: float, total_steps: int, min_samples: int) -> Feedback:
-    """Return the feedback that `scheduler.trigger.feedback` configures. Its factors multiply `min_samples` (N_min)."""
-    settings, signal = config.feedback, Signal()
-    match settings.signal:
-        case "entropy":
-            signal = EntropyLevel(settings)
-        case "time":
-            signal = Schedule(settings, total_steps=total_steps)
-        case "noise_scale":
-            signal = NoiseScale(settings, min_samples=min_samples)
-    return Feedback(settings.signal, signal, settings, entropy_gain=entropy_gain)

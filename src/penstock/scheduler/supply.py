@@ -8,7 +8,7 @@ from penstock.config import Config
 from penstock.scheduler.active_group import ActiveGroup, Stage
 from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.bias import LengthBias
-from penstock.scheduler.feedback import feedback
+from penstock.scheduler.feedback import Feedback
 from penstock.scheduler.trigger import Thresholds, Trigger, TriggerDecision, TriggerState
 from penstock.types import NO_VERSION, EpisodeState, GroupRef, LearnerState
 
@@ -29,8 +29,8 @@ class Supply:
             group_size=config.env.group_size,
             groups_per_step=config.trainer.groups_per_step,
         )
-        self.feedback = feedback(
-            settings.trigger,
+        self.feedback = Feedback(
+            settings.trigger.feedback,
             entropy_gain=settings.dispatch.entropy_gain,
             total_steps=config.trainer.steps,
             min_samples=self._trigger.min_samples,
