@@ -188,6 +188,7 @@ class Recorder(Observer):
         if not learner.metrics.get("kl_tokens"):
             measured["kl_engine_trainer"] = None  # this step trained no token of the current version
         trained, masked = self._totals["tokens_trained_total"], self._totals["tokens_masked_total"]
+        trainers = self._of("trainer")
         line = {
             **self._line(step),
             "policy_version": learner.policy_version,
@@ -196,8 +197,8 @@ class Recorder(Observer):
             "tokens_masked_share": masked / max(trained + masked, 1.0),
             "entropy": learner.entropy,
             **measured,
-            "trainer_busy_s": self._total("trainer_busy_s", (each.busy_s for each in self._of("trainer"))),
-            "num_trainers": len(self._of("trainer")),
+            **self._with_earlier_lives({"trainer_busy_s": sum(each.busy_s for each in trainers)}),
+            "num_trainers": len(trainers),
             **scheduling,
             **self._groups_from_outside(),
             "samples_unusable": dict(self._skipped),
@@ -225,24 +226,21 @@ class Recorder(Observer):
         figures = _figures([episode for episodes in self._finished.values() for episode in episodes])
         for tag, episodes in self._finished.items():
             figures |= {f"{name}/{tag}": value for name, value in _figures(episodes).items()}
-        cpu_s = [time.process_time(), *(process.cpu_s for process in self._processes.values())]
+        sums = {
+            "wall_s": time.monotonic() - self._opened,
+            "tokens_generated_total": sum(each.counters["tokens"] for each in servers),
+            **{f"{name}_total": sum(each.counters[name] for each in workers) for name in COUNTED_BY_WORKERS},
+            "generator_busy_s": sum(each.busy_s for each in servers),
+            "cpu_s": time.process_time() + sum(process.cpu_s for process in self._processes.values()),
+        }
         return {
             "step": step,
             "time": time.time(),
-            "wall_s": self._total("wall_s", [time.monotonic() - self._opened]),
             "policy_version": self._newest_version,
             "episodes_total": self._totals["episodes_total"],
             **figures,
             **self._evaluated,
-            "tokens_generated_total": self._total(
-                "tokens_generated_total", (each.counters["tokens"] for each in servers)
-            ),
-            **{
-                f"{name}_total": self._total(f"{name}_total", (each.counters[name] for each in workers))
-                for name in COUNTED_BY_WORKERS
-            },
-            "generator_busy_s": self._total("generator_busy_s", (each.busy_s for each in servers)),
-            "cpu_s": self._total("cpu_s", cpu_s),
+            **self._with_earlier_lives(sums),
             "num_servers": len(servers),
             "groups_dropped": dict(self._dropped),
         }
@@ -317,10 +315,9 @@ class Recorder(Observer):
     def _of(self, role: str) -> list[_Process]:
         return [process for process in self._processes.values() if process.role == role]
 
-    def _total(self, name: str, values: Iterable[float]) -> float:
-        """Return the total of `values` and of the earlier lives of the run."""
-        before: float = self._before.get(name, 0.0)
-        return before + sum(values)
+    def _with_earlier_lives(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return `sums` plus those of the earlier lives of the run."""
+        return {name: self._before.get(name, 0.0) + value for name, value in sums.items()}
 
 
 def _figures(episodes: Sequence[EpisodeSummary]) -> dict[str, float | None]:

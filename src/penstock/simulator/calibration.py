@@ -293,18 +293,14 @@ def _with_latency(config: Config, episode_s: float, grants: float) -> tuple[Conf
         added_s = max(missing_s / grants, -config.simulator.engine.latency_s)
         if abs(missing_s) <= LATENCY_TOLERANCE * episode_s or added_s == 0:
             break
-        later = _later(config, added_s)
+        engine = config.simulator.engine
+        engine = engine.model_copy(update={"latency_s": engine.latency_s + added_s})
+        later = config.model_copy(update={"simulator": config.simulator.model_copy(update={"engine": engine})})
         found = _simulated(later)
         if (found.episode_s - measures.episode_s) / (added_s * grants) < LATENCY_SHOWS:
             break
         config, measures = later, found
     return config, measures
-
-
-def _later(config: Config, added_s: float) -> Config:
-    engine = config.simulator.engine
-    engine = engine.model_copy(update={"latency_s": engine.latency_s + added_s})
-    return config.model_copy(update={"simulator": config.simulator.model_copy(update={"engine": engine})})
 
 
 def _grants_per_episode(run: RecordedRun) -> float:
