@@ -90,7 +90,7 @@ class Session(AnswersOnly):
     """A placeholder for the `Generator` interface. Each answer carries its real policy_version."""
 
     def __init__(self, conversation: Conversation, chat: ChatTokenizer, *, model_name: str) -> None:
-        self._conversation = conversation
+        self._conversation, self.max_context = conversation, conversation.max_context
         self.encode, self.decode = chat.encode, chat.decode
         self._messages: dict[tuple[int, ...], Sequence[Mapping[str, Any]]] = {}
         """Messages that each prompt was rendered from, by the prompt's tokens."""
@@ -101,10 +101,6 @@ class Session(AnswersOnly):
         """Answers by the prompt's tokens."""
         surfaces = OpenAI(self, self, model_name=model_name), Generation(self, self)
         self.app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())
-
-    @property
-    def max_context(self) -> int:
-        return self._conversation.max_context
 
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError for parameters that would change the policy's own answer."""

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.rollout import bodies, convert, http
-from penstock.rollout.convert import Answer, GrowingSample, PromptRequest
+from penstock.rollout.convert import Answer, GrowingSample, PromptRequest, write_replies
 from penstock.rollout.generator import Conflict, Generator, Increment, OnTokens, all_of
 from penstock.rollout.text import Tokenizer
 from penstock.samples import Segment
@@ -114,9 +114,7 @@ class Generation:
             return StreamingResponse(self._stream(prompts, started), media_type="text/event-stream")
         answers = await http.unless_disconnected(request, self._answers.give(prompts))
         latency_s = time.perf_counter() - started
-        replies = [
-            reply for each in answers for reply in convert.write_replies(each, self._tokenizer, latency_s=latency_s)
-        ]
+        replies = [reply for each in answers for reply in write_replies(each, self._tokenizer, latency_s=latency_s)]
         response = http.answer(replies if len(replies) > 1 or convert.is_batch(body) else replies[0])
         response.headers.update(convert.version_header(answers))
         return response
@@ -132,9 +130,7 @@ class Generation:
                     text = sample.text() if sample.prompt.body.return_text else ""
                     reply = convert.write_reply(sample.prompt, sample.member, sample, text=text, latency_s=latency_s)
                 else:
-                    (reply,) = convert.write_replies(
-                        sample.answer, self._tokenizer, latency_s=latency_s, first=sample.member
-                    )
+                    (reply,) = write_replies(sample.answer, self._tokenizer, latency_s=latency_s, first=sample.member)
                 reply.index = sample.index if several else None
                 yield http.event(reply)
         except http.EXPECTED as error:

@@ -214,7 +214,8 @@ class Servers:
 
         Raises RolloutError if another server is usable, or if this server no longer belongs to the run. Otherwise the
         server may recover, so only report the stall."""
-        if self._has_other_usable(server) or server not in self._servers:
+        others = [other for other in self._servers if other is not server]
+        if any(other.lost_at is None for other in others) or server not in self._servers:
             _raise_unresponsive(server, waited_s)
         report(waiter=str(episode), resource="an answer", holder=server.client.url, seconds=waited_s)
 
@@ -230,9 +231,6 @@ class Servers:
                 server.failed_probes += 1
         finally:
             server.probing = False
-
-    def _has_other_usable(self, server: ServerState) -> bool:
-        return any(other.lost_at is None for other in self._servers if other is not server)
 
     async def _choose_server(self, episode: EpisodeId, tried: Sequence[ServerState]) -> ServerState:
         with warn_if_stalled(ALL_LOST_S, waiter=str(episode), resource="a server that serves", holder=self._names):

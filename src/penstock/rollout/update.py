@@ -282,9 +282,7 @@ class WeightsUpdate:
             reason = "" if staged.refused is None else f", and part of it was refused: {staged.refused}"
             raise Conflict(f"the update lacks {len(missing)} weights, the first is {missing[0]}{reason}")
         if mode == "drain" and self._runner.engine.paused:
-            raise Conflict(
-                "generation is paused, so running answers cannot end: continue it, or commit in another mode"
-            )
+            raise Conflict("generation is paused, so running answers cannot end: continue, or commit in another mode")
         if self._runner.policy_version != policy_version:  # if equal, an earlier commit took effect after its deadline
             self._draining = mode == "drain"
             seconds = DRAIN_TIMEOUT_S if self._draining else LOAD_TIMEOUT_S

@@ -35,9 +35,7 @@ BACKENDS = ("gloo", "nccl", "hccl")
 MAX_WORLD_SIZE = 100_000
 DEFAULT_GROUP = "weight_update_group"
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 """Accepted dtypes. Shorter (quantized) dtypes are meaningless without their scales."""
 MAX_DIMENSIONS = 64
 

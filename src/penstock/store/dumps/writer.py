@@ -247,14 +247,13 @@ class Dump:
         if not self._trains:
             self._cut(None)
         self._due.put_nowait(None)
-        with warn_if_stalled(
-            WRITE_S, waiter="the run", resource="the end of its dump", holder=self._rendering.target.where
-        ):
+        where = self._rendering.target.where
+        with warn_if_stalled(WRITE_S, waiter="the run", resource="the end of its dump", holder=where):
             await self._finished.wait()
         written = [shard for shard in self._index.shards() if shard.written]
         self._tell(
             "dumped",
-            url=self._rendering.target.where,
+            url=where,
             shards=len(written),
             rows=sum(shard.num_rows for shard in written),
             cpu_s=sum(shard.cpu_s for shard in written),
