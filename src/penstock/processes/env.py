@@ -24,7 +24,7 @@ from penstock.processes.env_worker import Worker
 from penstock.processes.layout import model_dir
 from penstock.processes.pool_access import pool_of_worker
 from penstock.supervisor.child import Child
-from penstock.supervisor.run_journal import is_supervised, owner_of, read_state
+from penstock.supervisor.run_journal import living_owner, read_state
 from penstock.supervisor.states import RunState
 
 LOOPBACK = "127.0.0.1"
@@ -115,8 +115,7 @@ def kinds_with(kind: type[Environment], config: Config) -> dict[str, type[Enviro
 def goes_on(child: Child) -> bool:
     """Return whether the run is pending, starting or running, and has a live supervisor."""
     state = read_state(child.run_dir) or {}
-    owner = owner_of(state)
-    return state.get("status") in GOES_ON and owner is not None and is_supervised(child.run_dir, owner)
+    return state.get("status") in GOES_ON and living_owner(child.run_dir, state) is not None
 
 
 async def _watch(child: Child, stop: asyncio.Event) -> None:

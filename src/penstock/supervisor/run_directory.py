@@ -23,15 +23,7 @@ from penstock.data.identity import check_identities, identities
 from penstock.observe import jsonl
 from penstock.observe.view import Plan, RunView
 from penstock.supervisor.ownership import owning
-from penstock.supervisor.run_journal import (
-    FORMAT,
-    RunJournal,
-    holds_run,
-    is_supervised,
-    owner_of,
-    read_state,
-    unreadable,
-)
+from penstock.supervisor.run_journal import FORMAT, RunJournal, holds_run, living_owner, read_state, unreadable
 from penstock.supervisor.runtime import remove_orphans_of, runtime_path
 from penstock.supervisor.states import RunState
 
@@ -176,8 +168,8 @@ def reopen_run(run_dir: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
 def _supervisor_of(run_dir: Path) -> str | None:
     """Return text about the process that wrote the state, if it is still alive; else None."""
     state = read_state(run_dir) or {}
-    owner = owner_of(state)
-    if owner is None or not is_supervised(run_dir, owner):
+    owner = living_owner(run_dir, state)
+    if owner is None:
         return None
     return f"process {owner.pid}" + ("" if owner.is_here else f" on {state['supervisor'].get('host')}")
 

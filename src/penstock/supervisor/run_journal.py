@@ -218,6 +218,12 @@ def is_supervised(run_dir: Path, supervisor: Identity) -> bool:
     return is_owned(run_dir) or not run_dir.is_dir()
 
 
+def living_owner(run_dir: Path, state: Mapping[str, Any]) -> Identity | None:
+    """Return the supervisor that wrote the snapshot of a run, if it is known and still alive; else None."""
+    owner = owner_of(state)
+    return owner if owner is not None and is_supervised(run_dir, owner) else None
+
+
 def close_journal(run_dir: Path, leftovers: list[str]) -> None:
     """Close the journal of a run that has no supervisor any more. The caller must own the run."""
     journal = RunJournal.load(run_dir)
