@@ -22,23 +22,6 @@ SAMPLE_WEIGHT_CAP = 2.0
 """Upper bound of a sample's product of ratios, which is heavy-tailed. verl truncates sequence weights at this value."""
 
 
-class Snapshot:
-    """A frozen copy of the policy, as large as the policy."""
-
-    def __init__(self, policy: PreTrainedModel) -> None:
-        """`policy` is placed already. The snapshot takes ownership of it."""
-        self.model = policy.requires_grad_(False).eval()
-
-    def logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
-        """Return the log-probabilities of the micro-batch's trained tokens, [N]."""
-        with torch.no_grad():
-            return token_logprobs(self.model, micro, temperature=temperature)[0]
-
-    def renew(self, model: PreTrainedModel) -> None:
-        """Copy the present weights of `model`, adapters merged."""
-        load_parameters(self.model, merged_weights(model))
-
-
 class Parity:
     """Selects the tokens that compare engine and trainer: both must compute them with the same version.
 
@@ -50,7 +33,7 @@ class Parity:
         """`every`: number of steps without a comparable token after which a copy is made; None: never."""
         self._model, self._strategy = model, strategy
         self._every, self._max_staleness = every, max_staleness
-        self.copy: Snapshot | None = None
+        self.copy: PreTrainedModel | None = None
         """Copy of the policy at version `_copied`; None while the policy itself is compared."""
         self._copied = self._num_quiet = 0
 
@@ -68,7 +51,7 @@ class Parity:
         if self.copy is not None and (num_compared or policy_version - self._copied > self._max_staleness):
             self.copy, self._num_quiet = None, 0
         if self.copy is None and self._every is not None and self._num_quiet >= self._every:
-            self.copy, self._copied = Snapshot(self._strategy.copied(self._model)), policy_version
+            self.copy, self._copied = self._strategy.copied(self._model), policy_version
 
 
 class Criterion:
@@ -91,7 +74,7 @@ class Criterion:
         and training."""
         self._model, self._config = model, config.objective
         self._autocast, self._strategy, self._temperature = autocast, strategy, temperature
-        self._proximal = Snapshot(strategy.copied(model)) if self._config.proximal == "snapshot" else None
+        self._proximal = strategy.copied(model) if self._config.proximal == "snapshot" else None
         self._parity = Parity(model, strategy, every=config.canaries.parity_every, max_staleness=max_staleness)
 
     def rows(
@@ -151,16 +134,16 @@ class Criterion:
         """
         self._parity.stepped(policy_version, num_compared=num_compared)
         if self._proximal is not None and num_steps % self._config.proximal_every == 0:
-            self._proximal.renew(self._model)
+            load_parameters(self._proximal, merged_weights(self._model))
 
     @property
     def copies(self) -> list[PreTrainedModel]:
         """Return the copies of the policy that exist now."""
-        return [copy.model for copy in (self._proximal, self._parity.copy) if copy is not None]
+        return [copy for copy in (self._proximal, self._parity.copy) if copy is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the proximal copy's state, or nothing if the objective has no such copy."""
-        return {} if self._proximal is None else {"proximal": dict(self._proximal.model.named_parameters())}
+        return {} if self._proximal is None else {"proximal": dict(self._proximal.named_parameters())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the saved proximal copy.
@@ -169,10 +152,11 @@ class Criterion:
         """
         self._parity.forget()
         if self._proximal is not None and "proximal" in state:
-            load_parameters(self._proximal.model, state["proximal"])
+            load_parameters(self._proximal, state["proximal"])
 
-    def _logprobs(self, snapshot: Snapshot | None, micro: MicroBatch) -> Tensor | None:
-        if snapshot is None:
+    def _logprobs(self, copy: PreTrainedModel | None, micro: MicroBatch) -> Tensor | None:
+        """Return the log-probabilities of the micro-batch's trained tokens under a copy of the policy, [N]."""
+        if copy is None:
             return None
-        with self._autocast():
-            return snapshot.logprobs(micro, temperature=self._temperature)
+        with torch.no_grad(), self._autocast():
+            return token_logprobs(copy, micro, temperature=self._temperature)[0]

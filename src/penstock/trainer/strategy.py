@@ -50,8 +50,8 @@ class Strategy:
         self.ranks.broadcast(trained, BROADCAST)
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """Return a placed copy of the present policy, with adapters merged or not."""
-        return copy.deepcopy(policy)
+        """Return a placed and frozen copy of the present policy, with adapters merged or not."""
+        return copy.deepcopy(policy).requires_grad_(False).eval()
 
     def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
         """Return the gradients summed over ranks. Unless `in_place`, accumulated gradients stay unchanged."""
@@ -99,7 +99,7 @@ class Sharded(Strategy):
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
         made = copy.deepcopy(self._hollow)
         self._load_sharded(made, merged_weights(policy))
-        return made
+        return made.requires_grad_(False).eval()
 
     def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
