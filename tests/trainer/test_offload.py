@@ -52,7 +52,7 @@ def held(roles: AllRoles) -> Iterator[torch.Tensor]:
     learner, critic, reference = roles.learner, roles._critic, roles._reference
     modules = [learner.model, *learner._criterion.copies]
     modules += [critic._function] if critic is not None else []
-    modules += [reference._snapshot.model] if reference is not None else []
+    modules += [reference._model] if reference is not None else []
     for module in modules:
         yield from (*module.parameters(), *module.buffers())
     for optimizer in [learner._optimizer] + ([critic._optimizer] if critic is not None else []):
