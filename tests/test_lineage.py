@@ -76,6 +76,14 @@ def test_what_data_and_weights_rest_on_may_not(override: str, message: str) -> N
     assert "resume it without this, or begin another" in str(refusal.value)
 
 
+def test_a_setting_that_an_earlier_release_did_not_know_had_its_default() -> None:
+    begun_with = lineage(Config.model_validate(BASE))
+    del begun_with["model.warm_start.noise"]
+    check_lineage(begun_with, Config.model_validate(BASE))
+    with pytest.raises(ConfigError, match=r"model\.warm_start\.noise was 0\.0 and cannot become 0\.5"):
+        check_lineage(begun_with, changed("model.warm_start.noise=0.5"))
+
+
 def test_changes_are_named_with_both_values() -> None:
     before = Config.model_validate(BASE)
     assert changes(before, changed("trainer.steps=7")) == {"trainer.steps": (100, 7)}

@@ -69,6 +69,9 @@ class Length:
     def score(self, answer, payload): ...
 
 def prefix(answer, payload, *, letters=3): ...
+
+class Dice(Coins):
+    def __init__(self, *args, sides=6): ...
 """
 
 
@@ -103,12 +106,17 @@ def prefix(answer, payload, *, letters=3): ...
             ["env.reward=games.py:prefix", "env.reward_options.payload=1"],
             "env.reward_options.payload: prefix (games.py, line 11) has no such option; its options are letters",
         ),
+        (
+            ["env.reward=broken.py:prefix"],
+            "broken.py cannot be read: SyntaxError: '(' was never closed (broken.py, line 2)",
+        ),
     ],
 )
 def test_a_misfitting_option_is_found_before_anything_starts(
     config: Path, tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     (tmp_path / "games.py").write_text(GAMES)
+    (tmp_path / "broken.py").write_text("\ndef prefix(")
     result = penstock("train", config, *overrides)
     assert result.exit_code == 2 and message in result.stderr, result.stderr
     assert not (tmp_path / "runs").exists()
@@ -118,6 +126,7 @@ def test_fitting_options_are_accepted(config: Path, tmp_path: Path) -> None:
     (tmp_path / "games.py").write_text(GAMES)
     fitting = ["env.name=games.py:Coins", "env.options={limit: 3, colour: blue}", "env.reward=games.py:prefix"]
     assert penstock("train", config, "--dry-run", *fitting, "env.reward_options.letters=2").exit_code == 0
+    assert penstock("train", config, "--dry-run", "env.name=games.py:Dice", "env.options.sides=3").exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,20 @@ async def test_a_lost_record_of_an_ended_member_fails_its_group(tmp_path: Path, 
     assert [(e.episode.attempt, e.response_tokens) for e in played.episodes] == [(2, 20), (2, 20)]
 
 
+async def test_a_lost_record_of_a_member_that_its_group_can_spare_is_reported_and_the_others_play(
+    tmp_path: Path,
+) -> None:
+    async with working(tmp_path, answer=tokens, config=settings()) as stage:
+        lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, crc32=1)
+        saved = [PartialRollout(episode=EpisodeId("train", 1, 0, 1), refs=(lost,), ended=True)]
+        members = {"members": (0, 1, 2), "group_size": 2, "redundancy": 1}
+        await stage.start("env-0", job(1, attempt=1, grant=4, max_new_tokens=20, saved=saved, **members))
+        report = await stage.controller.ended.get()
+        played = await finish(stage, "env-0")
+    assert [(e.episode.episode, e.status) for e in report.episodes] == [(0, "failed")]
+    assert [(e.episode.episode, e.response_tokens) for e in played.episodes] == [(1, 20), (2, 20)]
+
+
 async def test_the_scheduler_plays_the_whole_group_again_for_a_lost_record(tmp_path: Path) -> None:
     scheduler = Scheduler(settings(), now=lambda: 0.0, log_decision=lambda *_: None)
     scheduler.add_worker("env-0", 64)

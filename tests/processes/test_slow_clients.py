@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
+from http.client import HTTPConnection
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.rollout import http
+from penstock.rollout import app, http
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.http import Route, read_body
 from penstock.runtime import http_server
@@ -25,7 +26,7 @@ async def echo(request: Request) -> Response:
 
 
 APP = App(
-    [Route("/echo", ["POST"], echo, "public")],
+    [Route("/echo", ["POST"], echo, "public"), Route("/secret", ["POST"], echo, "generation")],
     ApiKeys(generation="secret"),
 )
 
@@ -86,11 +87,32 @@ async def test_a_body_must_come_in_time(port: int, monkeypatch: pytest.MonkeyPat
     assert b'"message":"the body did not arrive within 0.05 s"' in answer
 
 
-async def test_a_body_that_is_too_long_is_not_awaited(port: int) -> None:
+@pytest.mark.parametrize(
+    ("path", "length", "status"), [("/echo", http.MAX_BODY_BYTES + 1, 413), ("/secret", 10_000_000, 401)]
+)
+async def test_the_body_of_a_refused_request_must_come_in_time_too(
+    port: int, monkeypatch: pytest.MonkeyPatch, path: str, length: int, status: int
+) -> None:
+    monkeypatch.setattr(app, "REST_S", SOON_S)
     async with client(port) as (reader, writer):
-        writer.write(posted(b"{", length=http.MAX_BODY_BYTES + 1))
+        writer.write(posted(b"{", length=length, path=path))
         answer = await rest(reader, writer)
-    assert answer.startswith(b"HTTP/1.1 413")
+    assert answer.startswith(f"HTTP/1.1 {status}".encode())
+
+
+def post_with_standard_library(port: int, length: int) -> tuple[int, str]:
+    """Post a body in one piece, with a client that reads nothing before it has sent all; then a second request."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    with closing(connection):
+        connection.request("POST", "/echo", body=bytes(length))
+        status = connection.getresponse().status
+        connection.request("POST", "/echo", body=b"{}")
+        return status, connection.getresponse().reason
+
+
+async def test_a_client_that_sends_too_much_reads_that_it_is_refused(port: int) -> None:
+    answers = await asyncio.to_thread(post_with_standard_library, port, 4 * http.MAX_BODY_BYTES)
+    assert answers == (413, "OK")
 
 
 async def test_an_answer_must_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,7 +302,9 @@ class Registry:
     def poll(self, number: int) -> Environment:
         """Record that an environment is connected, and return it. An unknown number gets a placeholder: the environment
         may have registered before a restart of the run."""
-        environment = self._get(number) or Environment(name=f"environment {number}", desired_name="")
+        environment = self._get(number)
+        if environment is None:
+            return Environment(name=f"environment {number}", desired_name="")
         self._polled_at[environment.name] = _now()
         return environment
 

@@ -32,8 +32,10 @@ def lineage(config: Config) -> dict[str, Any]:
 
 
 def check_lineage(before: Mapping[str, Any], config: Config) -> None:
-    """Raise `ConfigError` naming every fixed setting that differs from the one the run was started with."""
-    changed = _differences(before, lineage(config))
+    """Raise `ConfigError` naming every fixed setting that differs from the one the run was started with. A setting that
+    an earlier release did not know had its default."""
+    now, defaults = lineage(config), lineage(Config())
+    changed = _differences({name: defaults.get(name) for name in now} | dict(before), now)
     if changed:
         lines = [f"{name} was {old!r} and cannot become {new!r}" for name, (old, new) in changed.items()]
         lines.append("the data and weights of a run depend on these settings: resume it without this, or begin another")

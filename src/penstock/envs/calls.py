@@ -56,16 +56,16 @@ class ConcurrencyLimit:
     `max_concurrent`."""
 
     def __init__(self) -> None:
-        self._free: dict[object, asyncio.Semaphore] = {}
+        self._free: dict[int, asyncio.Semaphore] = {}
 
     @asynccontextmanager
     async def slot(self, limited: object, *, waiter: str) -> AsyncIterator[None]:
-        """Hold a slot of `limited`, a class or an object, during the body. Wait for one if all are taken."""
+        """Hold a slot of `limited`, a class or a lasting object, during the body. Wait for one if all are taken."""
         limit: int | None = getattr(limited, "max_concurrent", None)
         if limit is None:
             yield
             return
-        free = self._free.setdefault(limited, asyncio.Semaphore(limit))
+        free = self._free.setdefault(id(limited), asyncio.Semaphore(limit))
         holder = f"{limit} others (max_concurrent)"
         async with permit(
             free,

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config import ConfigError
+
 PLAIN_BASES = ("object", "Protocol", "ABC")
 """Base classes that do not change how a class is constructed."""
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -62,9 +64,8 @@ def read_file(file: Path) -> list[EnvironmentClass | Unreadable]:
 
 
 def defines(file: Path, class_name: str) -> bool:
-    """Return whether `file` defines a class of this name, or imports this name with `from ... import`. The file must be
-    valid Python."""
-    nodes = ast.parse(file.read_bytes()).body
+    """Return whether `file` defines a class of this name, or imports this name with `from ... import`."""
+    nodes = _parsed(file)
     imported = (alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names)
     names = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     return class_name in names | {alias.asname or alias.name for alias in imported}
@@ -72,7 +73,7 @@ def defines(file: Path, class_name: str) -> bool:
 
 def is_function(file: Path, name: str) -> bool:
     """Return whether `name` is a function of that file."""
-    return any(isinstance(node, _FUNCTIONS) and node.name == name for node in ast.parse(file.read_bytes()).body)
+    return any(isinstance(node, _FUNCTIONS) and node.name == name for node in _parsed(file))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,8 @@ class Parameters:
 
 def parameters_of(file: Path, name: str) -> Parameters | None:
     """Return the parameters of the class or function `name` in `file`. None if the source alone cannot tell, because of
-    `**options`, an imported name, a decorator, or a class without a constructor in this file."""
-    nodes = {n.name: n for n in ast.parse(file.read_bytes()).body if isinstance(n, ast.ClassDef | _FUNCTIONS)}
+    `*args`, `**options`, an imported name, a decorator, or a class without a constructor in this file."""
+    nodes = {n.name: n for n in _parsed(file) if isinstance(n, ast.ClassDef | _FUNCTIONS)}
     node = nodes.get(name)
     if node is None or node.decorator_list:
         return None
@@ -112,12 +113,20 @@ def parameters_of(file: Path, name: str) -> Parameters | None:
     return None
 
 
+def _parsed(file: Path) -> list[ast.stmt]:
+    """Return the statements of `file`. Raises `ConfigError` if it cannot be read or is not valid Python."""
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file)).body
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {type(error).__name__}: {error}") from None
+
+
 def _parameters(
     given: ast.arguments, line: int, *, has_foreign_base: bool, bound: Sequence[ast.arg] = ()
 ) -> Parameters | None:
-    """Return the parameters of a signature; None if it has `**options`. `bound`: arguments that Python fills in, like
-    `self`."""
-    if given.kwarg is not None:
+    """Return the parameters of a signature; None if it has `*args` or `**options`. `bound`: arguments that Python fills
+    in, like `self`."""
+    if given.kwarg is not None or given.vararg is not None:
         return None
     positional = [*given.posonlyargs, *given.args]
     with_default = {each.arg for each in positional[len(positional) - len(given.defaults) :]}

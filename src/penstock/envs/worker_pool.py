@@ -88,9 +88,10 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill the process and all its descendants in the same session."""
-        self._killed = True
-        self._writer.close()
-        self._child.kill()
+        if not self._killed:
+            self._killed = True
+            self._writer.close()
+            self._child.kill()
 
     async def close(self) -> None:
         """Kill the process and wait until it has ended."""
@@ -140,7 +141,7 @@ class WorkerPool:
             try:
                 await worker.call(self._maker, *self._args)
             except BaseException:
-                self._lost.append(worker)
+                self._discard(worker)
                 raise
         return worker
 

@@ -179,9 +179,10 @@ class Worker(Member):
             group.keep(trajectory, "")
         group.unreported += saved.failed
         group.num_saved |= {member: len(begun.turns[0].segments) for member, begun in saved.begun.items()}
-        if group.whole or group.failed:
+        has_ended = group.whole or group.failed
+        if has_ended or (saved.failed and len(group.unreported) == len(saved.failed)):
             self._spawn(self._report(group), name=f"report-{number}")
-        else:
+        if not has_ended:
             assert self.player is not None
             playing = self.player.play(saved.work, partial(self._ended, group), begun=saved.begun)
             group.tasks.add(self._tasks.create_task(playing))

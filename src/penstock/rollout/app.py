@@ -11,21 +11,26 @@ import asyncio
 import hmac
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import penstock
 from penstock.config.run_settings import RolloutConfig
+from penstock.deadline import Stalled, deadline
 from penstock.rollout.generator import Stopped
 from penstock.rollout.http import EXPECTED, Access, Refused, Route, not_found
 
 REFERENCE = "#/components/schemas/{name}"
 STREAMS: dict[str, Any] = {"text/event-stream": {}}
+REST_S = 5.0
+"""Time limit for the rest of a refused body to arrive."""
 NOT_FOUND = Route("/{rest}", [], not_found, access="generation")
 
 
@@ -63,6 +68,29 @@ class ApiKeys:
         return [key for key in keys if key is not None]
 
 
+class IncomingBody:
+    """The body of one request."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive = receive
+        headers = Headers(scope=scope)
+        self.has_ended = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+
+    async def receive(self) -> Message:
+        """Return the next message, as ASGI defines it."""
+        message = await self._receive()
+        self.has_ended = not message.get("more_body", False)
+        return message
+
+    async def discard_rest(self) -> None:
+        """Read the rest of the body, for at most `REST_S`. A connection that is closed with unread data may be reset
+        before its client has read the answer."""
+        with suppress(Stalled):
+            async with deadline(REST_S, waiter="server", resource="the rest of a refused body", holder="its client"):
+                while not self.has_ended:
+                    await self.receive()
+
+
 def bearer(authorization: str) -> str:
     """Return the key in an `Authorization` header, or "" if it carries none. The scheme is case-insensitive."""
     scheme, _, key = authorization.partition(" ")
@@ -94,7 +122,8 @@ class App:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         route = next((route for route in routes if method in route.methods), routes[0])
         scope["path_params"] = {"rest": rest}
-        request, defect = Request(scope, receive), None
+        body = IncomingBody(scope, receive)
+        request, defect = Request(scope, body.receive), None
         try:
             self._keys.check(route.access, request)
             if route.access == "control" and "origin" in request.headers and not self._keys.accepted("control"):
@@ -110,7 +139,10 @@ class App:
         except Exception as error:  # a defect: the log gets the traceback, the client a plain 500
             response, defect = refuse(route, Refused(500, "internal error")), error
         self.responses[route.path, response.status_code] += 1
-        await response(scope, receive, send)
+        if response.status_code >= 400 and not body.has_ended:
+            await _refuse_early(response, body, send)
+        else:
+            await response(scope, receive, send)
         if defect is not None:
             raise defect
 
@@ -121,6 +153,15 @@ class App:
         found = ((above, route) for above, route in self._below if path.startswith(above))
         above, route = next(found, ("", NOT_FOUND))
         return [route], path[len(above) :]
+
+
+async def _refuse_early(response: Response, body: IncomingBody, send: Send) -> None:
+    """Send a whole response before the request's body has ended. Then read the rest, and close the connection."""
+    response.headers["Connection"] = "close"
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    await body.discard_rest()
+    await send({"type": "http.response.body"})
 
 
 def refuse(route: Route, error: Exception) -> Response:

@@ -18,8 +18,6 @@ from penstock.rollout.generator import Conflict, EngineDead, GenerationFailed, S
 MAX_BODY_BYTES = 16 * 2**20
 BODY_S = 30.0
 """Time limit for a whole body to arrive, also over a slow connection."""
-HANG_UP = {"Connection": "close"}
-"""Header that closes the connection: the server does not wait for the end of a refused body."""
 HANDLE_FORMAT = (
     "send a JSON handle with policy_version, path, num_bytes and fingerprint; `path` names a safetensors file in "
     "shared memory or on disk; the server accepts no tensors in the body"
@@ -81,16 +79,16 @@ async def read_bytes(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> by
     """Return the raw body. Raises Refused if it is too long (413) or too slow (408)."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
-        raise Refused(413, f"the body exceeds {max_bytes} bytes", HANG_UP)
+        raise Refused(413, f"the body exceeds {max_bytes} bytes")
     body = bytearray()
     try:
         async with deadline(BODY_S, waiter="server", resource="the body of a request", holder="its client"):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
-                    raise Refused(413, f"the body exceeds {max_bytes} bytes", HANG_UP)
+                    raise Refused(413, f"the body exceeds {max_bytes} bytes")
     except Stalled:
-        raise Refused(408, f"the body did not arrive within {BODY_S:g} s", HANG_UP) from None
+        raise Refused(408, f"the body did not arrive within {BODY_S:g} s") from None
     return bytes(body)
 
 

@@ -138,7 +138,8 @@ class SlotEngine:
     def abort(self, rids: Iterable[str]) -> list[Finished]:
         """End requests now. Their unfinished samples keep their tokens so far. Unknown ids are ignored."""
         requests = [self._requests[rid] for rid in rids if rid in self._requests]
-        rows = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running in requests}
+        chosen = set(requests)
+        rows = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running in chosen}
         waiting = [sequence for running in requests for sequence in self._waiting.remove(running)]
         for sequence in [*(self._rows.sequences[row] for row in rows), *waiting]:
             sequence.finish("abort", self.policy_version)

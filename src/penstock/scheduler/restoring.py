@@ -46,7 +46,8 @@ class Restoring:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the feedback and the filters from a saved state."""
-        self._supply.feedback.load_state_dict(state["feedback"])
+        self._supply.load_feedback(state["feedback"])
+        self._lengths.arrange(self._dispatcher.policy, preference=self._supply.adjustment.preference)
         self._filters.load_state_dict(state["filters"])
 
     def restore_groups(self, records: Iterable[GroupRecord], task: Callable[[GroupRecord], Task]) -> None:
@@ -60,7 +61,7 @@ class Restoring:
                 self._ledger.add_counts(record.counts)
                 self._groups.num_ended += 1
             else:
-                self._restore_group(record, task(record))
+                self._restore_group(record, task(record), since=self._now())
         self._ledger.check()
         self._wake()
 
@@ -81,12 +82,14 @@ class Restoring:
     def rewind(self, version: int, lost: Iterable[GroupRecord], task: Callable[[GroupRecord], Task]) -> None:
         """Adapt to a learner that restarts from an earlier state, under the new number `version`.
 
-        The groups that it trained since that state (`lost`) and the groups that it had accumulated are ready again.
+        The groups that it trained since that state (`lost`) and the groups that it had accumulated are ready again. A
+        lost group has waited as long as the next group admitted after it.
         """
         self._supply.rewind(version, now=self._now())
         for record in lost:
             self._ledger.remove_counts(record.counts)
-            self._restore_group(record, task(record))
+            later = (group.admitted_at for group in self._groups if group.number > record.group)
+            self._restore_group(record, task(record), since=min(later, default=self._now()))
         self.replay_stale_groups()
         self._ledger.check()
         self._wake()
@@ -96,9 +99,8 @@ class Restoring:
         env = self._env
         return self._groups.admit_group(task, "train", env.group_size, redundancy=env.redundancy, number=number)
 
-    def _restore_group(self, record: GroupRecord, task: Task) -> None:
-        """Admit a group again. Its waiting time equals that of the next group admitted after it."""
-        since = min([g.admitted_at for g in self._groups if g.number > record.group], default=self._now())
+    def _restore_group(self, record: GroupRecord, task: Task, *, since: float) -> None:
+        """Admit a group again. It has waited since then."""
         group = self.admit_group(task, number=record.group)
         group.admitted_at, group.attempt = since, record.attempt
         if record.ref is None:

@@ -42,6 +42,8 @@ class PayloadError(RuntimeError):
     """A record cannot be read or does not match its reference. If a file is damaged, the message names the file and the
     offset."""
 
+    self_explanatory = True
+
 
 class _SampleHeader(msgspec.Struct, frozen=True, array_like=True):
     group: int

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -126,8 +127,9 @@ async def test_a_reward_that_asks_others_stays_on_the_loop() -> None:
             await score(scorer, "hangs")
 
 
+@dataclass
 class Queued:
-    """One at a time, each of them well in time."""
+    """One at a time, each of them well in time. It has no hash."""
 
     max_concurrent = 1
 
