@@ -109,6 +109,12 @@ async def test_a_signal_reaches_it_and_its_end_is_told(launcher: Launcher) -> No
     await again.signal(signal.SIGKILL)
 
 
+async def test_it_has_the_priority_of_whoever_started_the_run(launcher: Launcher) -> None:
+    """Ray lowers that of its actors, and so that of what they start."""
+    process = await launcher.spawn(spec("env-0", "steady"))
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
 async def test_its_last_words_come_with_its_end(launcher: Launcher) -> None:
     process = await launcher.spawn(spec("env-1", "dies"))
     end = await process.wait()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,57 @@ def test_ranks_find_the_trainer_and_each_answers_for_itself(
             assert bytes(said) == name.encode()
             assert np.array_equal(unpack(frames)["large"], large["large"])
             assert [bytes(frame) for frame in channel.receive()] == [name.encode(), b"second"]
+
+
+class Cable(threading.Thread):
+    """A way to `port` that is cut, once, after `num_bytes` in one direction. It can be used again afterwards."""
+
+    def __init__(self, port: int, num_bytes: int) -> None:
+        super().__init__(daemon=True)
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self._port, self._num_left = port, num_bytes
+        self.endpoint = f"tcp://{LOOPBACK}:{self._listener.getsockname()[1]}"
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            far = socket.create_connection((LOOPBACK, self._port))
+            for way in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=way, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            num_left = self._num_left
+            while data := source.recv(2**16):
+                num_left -= len(data)
+                if num_left < 0:
+                    self._num_left = sys.maxsize
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_call_that_is_lost_on_its_way_ends_the_channel(tmp_path: Path) -> None:
+    """Although the way is free again at once: nobody waits for an answer to what never arrived."""
+    Keys.make().write(tmp_path)
+    with closing(RankChannels(tmp_path, NAMES[:1], host=LOOPBACK)) as channels:
+        endpoints = TrainerAddress.read(tmp_path).endpoints[NAMES[0]]
+        ways = [Cable(int(endpoint.rpartition(":")[2]), 1_000_000).endpoint for endpoint in endpoints]
+        TrainerAddress(endpoints={NAMES[0]: (ways[0], ways[1])}).write(tmp_path)
+        rank = Echo(tmp_path, NAMES[0])
+        channels.await_ranks(waiter="trainer-0", seconds=WAIT_S)
+        (channel,) = channels.channels.values()
+        channel.send([b"first"])
+        assert bytes(channel.receive()[1]) == b"first"
+        channel.send([bytes(10_000_000)])
+        with pytest.raises(EOFError):
+            channel.receive()
+        channel.ended()
+        rank.join(WAIT_S)
+        assert not rank.is_alive()
 
 
 def test_a_message_may_change_once_it_is_sent(tmp_path: Path, host: str | None, echoes: list[Echo]) -> None:

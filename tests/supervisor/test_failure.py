@@ -31,6 +31,14 @@ def test_the_earliest_failure_is_the_cause_even_if_it_ends_last() -> None:
     )
 
 
+def test_what_the_supervisor_killed_is_the_cause_of_nothing() -> None:
+    exits = {
+        "trainer-0": Exit(time=1.0, returncode=-9, kind=ExitKind.KILLED_BY_SUPERVISOR, reason="killed by supervisor"),
+        "rank-1": exit_of(-11, time=2.0),
+    }
+    assert first_failed(exits, {}) == "rank-1"
+
+
 def test_a_process_that_left_no_word_is_described_by_its_code() -> None:
     told = explain("rollout-0", exit_of(-11), None, phase="while starting")
     assert told == "rollout-0 failed while starting (killed by SIGSEGV)"

@@ -18,7 +18,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.control.runtime_files import Keys, RuntimeFile
-from penstock.control.sockets import Members, connect_as_member, listen_as
+from penstock.control.sockets import NEVER, Members, connect_as_member, listen_as
 from penstock.deadline import Stalled
 from penstock.runtime.http_server import CannotListen
 
@@ -29,6 +29,8 @@ SILENT_MS = 20_000
 earlier, since it knows the reason better."""
 FOLLOW_S = 0.5
 """Seconds between two reads of the trainer's address."""
+CONNECT_S = 20.0
+"""Time after which a connection to the trainer that has not come about is begun anew."""
 
 
 class TrainerAddress(RuntimeFile, frozen=True, kw_only=True):
@@ -153,17 +155,17 @@ class RankChannels:
 def connect_to_trainer(directory: Path, name: str) -> RankChannel:
     """Block until the channel of rank `name` is connected to the trainer, and return it. Follow the trainer's address
     in `directory` when it changes."""
-    channel, address = RankChannel(zmq.Context.instance()), None
+    channel, address, give_up = RankChannel(zmq.Context.instance()), None, 0.0
     while not (address and channel.is_connected):
-        found = TrainerAddress.read(directory)
-        if found is not None and found != address and name in found.endpoints:
-            address = found
+        found, now = TrainerAddress.read(directory), time.monotonic()
+        if found is not None and name in found.endpoints and (found != address or now > give_up):
+            address, give_up = found, now + CONNECT_S
             channel.close()
             channel, keys = RankChannel(zmq.Context.instance()), Keys.read(directory)
             for socket, endpoint in zip((channel.incoming, channel.outgoing), address.endpoints[name], strict=True):
                 if keys is None:
                     socket.connect(endpoint)
                 else:
-                    connect_as_member(socket, endpoint, keys, server=keys.member, dead_ms=SILENT_MS)
+                    connect_as_member(socket, endpoint, keys, server=keys.member, dead_ms=SILENT_MS, reconnect_ms=NEVER)
         time.sleep(FOLLOW_S if address is None else LOOK_MS / 1000)
     return channel

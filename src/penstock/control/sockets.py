@@ -22,6 +22,7 @@ PING_MS, DEAD_MS = 2000, 10_000
 """Time between two heartbeats of an idle connection, and time without a sign of life until it is given up."""
 CONNECT_MS = 5000
 RECONNECT_MS, RECONNECT_MOST_MS = 100, 2000
+NEVER = -1
 
 
 class ControllerSockets:
@@ -110,10 +111,18 @@ def listen_as(socket: zmq.Socket[Any], host: str, *, public: str, secret: str, d
 
 
 def connect_as_member(
-    socket: zmq.Socket[Any], endpoint: str, keys: Keys, *, server: str, dead_ms: int = DEAD_MS
+    socket: zmq.Socket[Any],
+    endpoint: str,
+    keys: Keys,
+    *,
+    server: str,
+    dead_ms: int = DEAD_MS,
+    reconnect_ms: int = RECONNECT_MS,
 ) -> None:
-    """Connect to a server that owns the public key `server`, as a process of the run."""
+    """Connect to a server that owns the public key `server`, as a process of the run. `reconnect_ms`: how soon a lost
+    connection is tried again; `NEVER`: not at all."""
     _across_machines(socket, dead_ms)
+    socket.setsockopt(zmq.RECONNECT_IVL, reconnect_ms)
     socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.member.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.member_secret.encode())
@@ -126,5 +135,4 @@ def _across_machines(socket: zmq.Socket[Any], dead_ms: int) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, dead_ms)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, DEAD_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)

@@ -73,7 +73,9 @@ def describe_code(returncode: int) -> str:
 
 def first_failed(exits: Mapping[str, Exit], reports: Mapping[str, Report]) -> str:
     """Return the process that failed first: it reported an error, or it ended, or both. Later failures follow from
-    it."""
+    it, and so does what the supervisor did to others."""
+    own = {name: exit_ for name, exit_ in exits.items() if exit_.kind is not ExitKind.KILLED_BY_SUPERVISOR}
+    exits = own if own or reports else exits
 
     def began(name: str) -> float:
         return min(found[name].time for found in (reports, exits) if name in found)

@@ -61,7 +61,9 @@ class ProcessMonitor:
 
     async def report(self) -> Report | None:
         """Return the error that the process itself reported."""
-        return (await self.process.look()).report if self.process else None
+        if self.process is None:
+            return None
+        return self.process.end.report if self.process.end else (await self.process.look()).report
 
     async def keep(self, judge: Judge) -> None:
         """Run the process, and restart it as `judge` decides, until it ends for good."""
