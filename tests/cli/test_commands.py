@@ -298,7 +298,7 @@ def test_a_detached_run_that_is_refused_says_one_sentence(config: Path, tmp_path
     result = penstock("train", config, "run_id=mine", "--detach")
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
-        f"error: directory {logs.parent} holds a run without its state.json: choose another run_id, or move it away"
+        f"error: {logs.parent} holds a run without its state.json: choose another run_id, or move it away"
     ]
 
 

@@ -168,7 +168,7 @@ def test_a_trainer_of_several_processes_has_the_devices_of_all_its_slots(overrid
 @pytest.mark.parametrize(
     ("pools", "overrides", "message"),
     [
-        ({}, [], "cluster.address is set, and cluster.pools is empty: add pools"),
+        ({}, [], "cluster.pools is empty: add pools"),
         (
             {"all": {"roles": HERE, "nodes": 2, "slots_per_node": 2}},
             ["rollout.servers=3", "env.workers=2", "trainer.ranks=2"],

@@ -194,7 +194,7 @@ async def test_the_synchronous_client(url: str) -> None:
     ("body", "message"),
     [
         ({"messages": []}, "`messages` is empty"),
-        ({"messages": [{"role": "user", "content": "A"}], "n": 0}, "n must be between 1 and 1024"),
+        ({"messages": [{"role": "user", "content": "A"}], "n": 0}, "n must be from 1 to 1024"),
         ({"messages": [{"role": "user", "content": "A"}], "temperature": -1}, "temperature"),
         ({"messages": [{"role": "user", "content": "A"}], "max_tokens": 10**6}, "more than the context"),
         ({"messages": [{"role": "user", "content": "A"}], "max_tokens": -1}, "max_tokens must be at least 0"),

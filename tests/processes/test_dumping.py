@@ -53,7 +53,7 @@ def test_a_store_out_of_reach_ends_no_training(tmp_path: Path, monkeypatch: pyte
     sections = {"tell": lambda event, reason: told.append(f"{event}: {reason}"), "dump": {"url": "s3://bucket/x"}}
     assert [type(dump) for dump in dumps(tmp_path, "train", **sections)] == [Samples]
     assert len(told) == 1 and "alarm: nothing is dumped until `penstock resume`: dump.url s3://" in told[0]
-    with pytest.raises(ConfigError, match="needs the package s3fs"):
+    with pytest.raises(ConfigError, match="needs s3fs"):
         dumps(tmp_path, "rollout", **sections)
 
 

@@ -109,11 +109,11 @@ async def test_many_ask_at_once(tmp_path: Path) -> None:
     [
         (
             "nobody listens",
-            r"env-0-00000\.seg cannot be fetched from host http://127\.0\.0\.1:9 at offset 0: Cannot connect",
+            r"env-0-00000\.seg cannot be read from host http://127\.0\.0\.1:9 at offset 0: Cannot connect",
         ),
-        ("a removed file", r"cannot be fetched from host http://127.* at offset 0: HTTP 404 Not Found"),
-        ("a short file", r"cannot be fetched from host http://127.* at offset 0: the answer is not bytes 0 to"),
-        ("another run", r"cannot be fetched from host http://127.* at offset 0: HTTP 403 Forbidden"),
+        ("a removed file", r"cannot be read from host http://127.* at offset 0: HTTP 404 Not Found"),
+        ("a short file", r"cannot be read from host http://127.* at offset 0: the answer is not bytes 0 to"),
+        ("another run", r"cannot be read from host http://127.* at offset 0: HTTP 403 Forbidden"),
         ("a damaged record", r"env-0-00000\.seg of host http://127.* arrived damaged at offset 0"),
         ("no directory", r"No such file or directory"),
         ("a host that hangs", r"controller waited 0\.2 s for records of env-0-00000\.seg, held by host http://127"),

@@ -254,7 +254,7 @@ def test_a_rank_that_comes_alone_gives_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "why"), [("nccl", "the trainer computes on the CPU: use gloo"), ("hccl", "needs the package torch_npu")]
+    ("backend", "why"), [("nccl", "needs an accelerator: use gloo on the CPU"), ("hccl", "needs torch_npu")]
 )
 def test_a_backend_that_cannot_work_is_refused(backend: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.distributed.backend {backend} .*{why}"):

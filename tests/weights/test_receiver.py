@@ -165,9 +165,7 @@ async def test_weights_out_of_reach(tmp_path: Path, sender: Sender, what: str, m
             (sender.runtime_dir / "weights" / "3" / "model.safetensors").unlink()
         case "nobody listens":
             handle = replace(handle, url="http://127.0.0.1:9/weights/3/model.safetensors?token=hidden")
-    with pytest.raises(
-        WeightsOutOfReach, match=rf"policy_version 3 cannot be fetched from http://.*{message}"
-    ) as raised:
+    with pytest.raises(WeightsOutOfReach, match=rf"policy_version 3 cannot be read from http://.*{message}") as raised:
         await asyncio.to_thread(receiver(tmp_path), handle)
     assert "token" not in str(raised.value) and left(tmp_path) == []
 

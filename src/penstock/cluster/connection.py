@@ -59,9 +59,7 @@ def _resolve(address: str) -> str:
     try:
         found = canonicalize_bootstrap_address(address)
     except (ConnectionError, ValueError) as error:
-        raise NotConnected(
-            f"cluster.address: {address} is not the address of a Ray cluster ({error}); {REMEDY}"
-        ) from None
+        raise NotConnected(f"cluster.address: {address} is no address of a Ray cluster ({error}); {REMEDY}") from None
     if found is None:
         raise NotConnected(f"cluster.address: {address} finds no Ray cluster on this machine; {REMEDY}")
     return found

@@ -51,9 +51,7 @@ class Slot:
         part = self.held.part
         wanted = {name: amount * share for name, amount in part.wanted_by(part.bundles[self.bundle]).items()}
         return {
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.held.group, placement_group_bundle_index=self.bundle
-            ),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.held.group, self.bundle),
             "num_cpus": wanted.pop("CPU", 0.0),
             "num_gpus": wanted.pop("GPU", 0.0),
             "memory": int(wanted.pop("memory", 0.0)) or None,

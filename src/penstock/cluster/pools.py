@@ -166,11 +166,8 @@ class _Search:
         """Return the nodes that can hold the part now, the fullest first. Of equal unused nodes return only one."""
         used = {placed.node.node_id for placed in self._chosen}
         used_by_pool = {placed.node.node_id for placed in self._chosen if placed.part.pool == part.pool}
-        fitting = [
-            node
-            for node in self._nodes
-            if node.node_id not in used_by_pool and fits(part, self._free[node.node_id], node.labels)
-        ]
+        nodes = [node for node in self._nodes if node.node_id not in used_by_pool]
+        fitting = [node for node in nodes if fits(part, self._free[node.node_id], node.labels)]
         fitting.sort(key=lambda node: sum(self._free[node.node_id].get(name, 0.0) for name in part.per_slot))
         different: dict[object, Node] = {}
         for node in fitting:
@@ -223,10 +220,8 @@ def _node_shown(parts: Sequence[Part], node: Node, free: Resources) -> str:
     names = sorted({name for part in parts for name in part.per_slot})
     keys = sorted({key for part in parts for key in part.labels})
     labels = "".join(f", {key}={node.labels.get(key, 'none')}" for key in keys)
-    amounts = (
-        f"{_amount(name, free.get(name, 0.0))} of {_amount(name, node.total.get(name, 0.0))} {name}" for name in names
-    )
-    return f"{node.address} ({node.node_id[:8]}) has {', '.join(amounts) or 'none of the resources'}{labels}"
+    shown = (f"{_amount(name, free.get(name, 0))} of {_amount(name, node.total.get(name, 0))} {name}" for name in names)
+    return f"{node.address} ({node.node_id[:8]}) has {', '.join(shown) or 'none of the resources'}{labels}"
 
 
 def _amounts(resources: Resources) -> str:

@@ -59,9 +59,7 @@ def assign_slots(
     goes before other processes of its size. `split`: roles of the trainer that have processes of their own.
     `in_turns`: trainer and servers never compute at the same time. Raises `ConfigError` with the numbers."""
     if not config.pools:
-        raise ConfigError(
-            "cluster.address is set, and cluster.pools is empty: add pools with their roles, or remove cluster.address"
-        )
+        raise ConfigError("cluster.pools is empty: add pools with their roles, or remove cluster.address")
     _check_within(config, split)
     assigned: dict[str, SlotAssignment] = {}
     bundles: dict[str, list[list[int]]] = {}

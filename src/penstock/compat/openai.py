@@ -46,6 +46,7 @@ SAMPLING_FIELDS = {
 }
 """Names of the sampling fields here and in the body of `/generate`."""
 
+Logprobs = Sequence[float | None]
 TopLogprobs = list[list[tuple[float, int]]] | None
 
 
@@ -95,7 +96,7 @@ class OpenAI:
         prompt: Any = body.prompt
         kinds = {str} if isinstance(prompt, str) else {type(part) for part in prompt}
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        generate = _generate_body(body, max_tokens, top_logprobs=body.logprobs, wanted=body.logprobs is not None)
+        generate = _generate_body(body, max_tokens, top=body.logprobs, wanted=body.logprobs is not None)
         _refuse_if(
             (body.echo and body.stream, "`echo` is not served in a stream"),
             (len(kinds) != 1, "`prompt` is a string, a list of strings, token ids, or a list of lists of token ids"),
@@ -108,15 +109,12 @@ class OpenAI:
         """Generate the assistant's next message."""
         body = await http.read_body(request, wire.ChatBody)
         ids = body.prompt_token_ids
-        calls_function = bodies.asks(body.function_call) and body.function_call not in ("auto", "none")
+        calls = bodies.asks(body.function_call) and body.function_call not in ("auto", "none")
         continues = body.continue_final_message or not body.add_generation_prompt
         _refuse_if(
             (not body.messages and ids is None, "`messages` is empty: a chat needs them, or `prompt_token_ids`"),
             (body.tool_choice not in (None, "auto", "none"), "`tool_choice` can only be `auto` or `none`"),
-            (
-                calls_function or bodies.asks(body.functions),
-                "`functions` and `function_call` are not served: give `tools`",
-            ),
+            (calls or bodies.asks(body.functions), "`functions` and `function_call` are not served: give `tools`"),
             (body.modalities not in (None, [], ["text"]), "`modalities` is not served but for `text`"),
             (bodies.asks(body.chat_template), "`chat_template` is not served: the model's own is used"),
             (continues, "an assistant's message is not continued: give the conversation as `prompt_token_ids`"),
@@ -125,7 +123,7 @@ class OpenAI:
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if max_tokens is None:
             max_tokens = max(self._generator.max_context - len(ids), 1)
-        generate = _generate_body(body, max_tokens, top_logprobs=body.top_logprobs, wanted=bool(body.logprobs))
+        generate = _generate_body(body, max_tokens, top=body.top_logprobs, wanted=bool(body.logprobs))
         generate.input_ids = list(ids)
         return await self._answer(request, body, generate, ChatFormat(self._tokenizer))
 
@@ -240,9 +238,7 @@ class CompletionFormat:
     def _chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
         return {"text": text}
 
-    def _logprobs(
-        self, ids: Sequence[int], logprobs: Sequence[float | None], tops: TopLogprobs, start: int = 0
-    ) -> dict[str, Any]:
+    def _logprobs(self, ids: Sequence[int], logprobs: Logprobs, tops: TopLogprobs, start: int = 0) -> dict[str, Any]:
         """Return the log-probabilities in OpenAI's format. `start`: offset in the text of the first token."""
         tokens = [self._text(token) for token in ids]
         return {
@@ -270,9 +266,7 @@ class ChatFormat(CompletionFormat):
     def _chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
 
-    def _logprobs(
-        self, ids: Sequence[int], logprobs: Sequence[float | None], tops: TopLogprobs, start: int = 0
-    ) -> dict[str, Any]:
+    def _logprobs(self, ids: Sequence[int], logprobs: Logprobs, tops: TopLogprobs, start: int = 0) -> dict[str, Any]:
         places = zip(ids, logprobs, tops or [[]] * len(ids), strict=True)
         return {
             "content": [
@@ -294,34 +288,26 @@ def refuse(error: Exception) -> Response:
     return response
 
 
-def _generate_body(
-    body: wire.SamplingFields, max_tokens: int, *, top_logprobs: int | None, wanted: bool
-) -> bodies.GenerateBody:
+def _generate_body(body: wire.SamplingFields, max_tokens: int, *, top: int | None, wanted: bool) -> bodies.GenerateBody:
     """Return the request as a body of `/generate`. Raises ValueError for unsupported fields and invalid values."""
     num_samples = 1 if body.n is None else body.n
     unserved = [name for name in wire.UnservedFields.__struct_fields__ if bodies.asks(getattr(body, name))]
     form = "text" if body.response_format is None else body.response_format.get("type")
     _refuse_if(
         (max_tokens < 0, f"max_tokens must be at least 0, not {max_tokens}"),
-        (
-            not 0 <= (top_logprobs or 0) <= MAX_TOP_LOGPROBS,
-            f"there are at most {MAX_TOP_LOGPROBS} top log-probabilities, not {top_logprobs}",
-        ),
+        (not 0 <= (top or 0) <= MAX_TOP_LOGPROBS, f"at most {MAX_TOP_LOGPROBS} top log-probabilities, not {top}"),
         (body.best_of not in (None, 1, body.n), "`best_of` is not served: sample with `n` and choose"),
         (unserved, f"`{'`, `'.join(unserved)}` is not served"),
         (not body.skip_special_tokens, "`skip_special_tokens` false is not served: read `token_ids`"),
-        (top_logprobs and not wanted, "`top_logprobs` needs `logprobs`"),
+        (top and not wanted, "`top_logprobs` needs `logprobs`"),
         (form != "text", "`response_format` is not served but for `text`"),
-        (
-            not 1 <= num_samples <= bodies.MAX_SAMPLES,
-            f"n must be between 1 and {bodies.MAX_SAMPLES}, not {num_samples}",
-        ),
+        (not 1 <= num_samples <= bodies.MAX_SAMPLES, f"n must be from 1 to {bodies.MAX_SAMPLES}, not {num_samples}"),
     )
     sampling = {name: value for field, name in SAMPLING_FIELDS.items() if (value := getattr(body, field)) is not None}
     return bodies.GenerateBody(
         rid=body.rid or body.request_id,
         return_logprob=wanted,
-        top_logprobs_num=top_logprobs or 0,
+        top_logprobs_num=top or 0,
         sampling_params=bodies.SamplingBody(max_new_tokens=max_tokens, **sampling),
     )
 

@@ -93,9 +93,8 @@ class _Endpoint(ABC):
         future: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
         self._pending[peer, id_] = future
         try:
-            async with deadline(
-                timeout_s, waiter=self.name, resource=f"the answer to {type(message).__name__}", holder=peer
-            ):
+            answer = f"the answer to {type(message).__name__}"
+            async with deadline(timeout_s, waiter=self.name, resource=answer, holder=peer):
                 while not future.done():
                     self._post(peer, envelope)
                     await asyncio.wait([future], timeout=self.resend_s)

@@ -38,9 +38,8 @@ class RemoteTrainer:
         return (await self._ask(messages.Begin(policy_version=policy_version), messages.Metrics, WARM_START_S)).metrics
 
     async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
-        await self._ask(
-            messages.Restore(directory=str(directory), step=step, policy_version=policy_version), messages.Ack
-        )
+        message = messages.Restore(directory=str(directory), step=step, policy_version=policy_version)
+        await self._ask(message, messages.Ack)
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
         return (await self._ask(messages.Accumulate(groups=list(groups)), messages.Metrics)).metrics

@@ -27,9 +27,7 @@ class Roles(AbstractContextManager["Roles"]):
         self._backends = backends
         self._groups = {name: Group(backend, name) for backend in backends for name in backend.roles}
         if hidden := self._groups.keys() & set(dir(self)):
-            raise ValueError(
-                f"the role name {min(hidden)!r} is reserved, because `Roles` has this attribute: rename it"
-            )
+            raise ValueError(f"the role name {min(hidden)!r} is reserved, as `Roles` has this attribute: rename it")
 
     def __getattr__(self, name: str) -> Group:
         groups: dict[str, Group] = self.__dict__.get("_groups", {})

@@ -148,6 +148,4 @@ def _log_error(name: str, handle: Future[Any]) -> None:
     """Log the error that a method raised. A lost worker is not logged here, since other calls report it."""
     error = None if handle.cancelled() else handle.exception()
     if isinstance(error, RemoteError):
-        logger.error(
-            "%s failed on rank %d, and no caller took its result:\n%s", name, error.rank, error.remote_traceback
-        )
+        logger.error("%s failed on rank %d, no caller took its result:\n%s", name, error.rank, error.remote_traceback)

@@ -66,9 +66,7 @@ class PerRank(Intent):
 
     def split(self, name: str, value: Any, num_parts: int) -> Sequence[Any]:
         if not isinstance(value, list | tuple):
-            raise ValueError(
-                f"{name} is per rank, expected a list or tuple of {num_parts}, given {type(value).__name__}"
-            )
+            raise ValueError(f"{name} is per rank, expected list or tuple of {num_parts}, given {type(value).__name__}")
         if len(value) != num_parts:
             raise ValueError(f"{name} is per rank, expected {num_parts} values, given {len(value)}")
         return value

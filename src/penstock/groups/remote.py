@@ -47,10 +47,8 @@ class RemoteBackend(Backend):
         self._lock = threading.Lock()
         self._ranks = [_RemoteRank(rank, connection) for rank, connection in enumerate(connections)]
         try:
-            handles = [
-                rank.send(pack(Make(self.roles, Rank(i, self.size))), self._init_handle(i))
-                for i, rank in enumerate(self._ranks)
-            ]
+            ranks = enumerate(self._ranks)
+            handles = [rank.send(pack(Make(self.roles, Rank(i, self.size))), self._init_handle(i)) for i, rank in ranks]
             self._await_workers(handles, start_s)
         except BaseException:
             self.close()

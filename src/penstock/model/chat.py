@@ -84,9 +84,7 @@ class ChatTokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """Return the text of a conversation, up to the start of the assistant's next turn."""
         if self._template is None:
-            raise ModelError(
-                "the model has no chat template: add chat_template.jinja, or `chat_template` in tokenizer_config.json"
-            )
+            raise ModelError("no chat template: add chat_template.jinja, or `chat_template` in tokenizer_config.json")
         try:
             known = {"add_generation_prompt": True, "messages": messages} | self._special_tokens | settings
             text = self._template.render(**known)
@@ -138,13 +136,11 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) 
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    env.filters["tojson"] = _to_json
+    env.globals["raise_exception"] = _refuse
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return env
 
 
 def _template(model_dir: Path, config: Mapping[str, Any]) -> Template | None:

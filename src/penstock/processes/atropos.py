@@ -60,11 +60,8 @@ async def open_exchange(child: Child, config: Config, policy: PolicyClient) -> A
     """Serve the environments for the length of the body, and yield the exchange that receives their groups."""
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
     cache = GenerationCache()
-    exchange = Exchange(
-        max_staleness=config.scheduler.max_staleness,
-        newest=lambda: relay.served.newest,
-        holder=lambda: atropos.holder(),
-    )
+    limit = config.scheduler.max_staleness
+    exchange = Exchange(max_staleness=limit, newest=lambda: relay.served.newest, holder=lambda: atropos.holder())
     relay = RecordingProxy(
         policy, cache, name=config.env.name, max_context=config.model.max_context, is_open=lambda: exchange.has_begun
     )

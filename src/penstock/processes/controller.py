@@ -281,9 +281,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
     )
     if config.scheduler.length.learn_from is not None:
         played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=MAX_LEARNED_GROUPS)
-        async with deadline(
-            DATA_S, waiter="controller", resource="lengths to learn from", holder="the length predictor"
-        ):
+        async with deadline(DATA_S, waiter="controller", resource="lengths to learn", holder="the length predictor"):
             await asyncio.to_thread(system.scheduler.lengths.learn_lengths, played)
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     if config.env.seeds == "arithmetic":

@@ -26,7 +26,7 @@ from penstock.samples import Trajectory
 from penstock.supervisor.child import Child
 from penstock.types import EpisodeId, GroupAttempt, PayloadRef, SegmentGrant
 
-GRANT_TIMEOUT_S = 3600.0
+GRANT_S = 3600.0
 """Limit of the wait for an open episode's next grant. In colocated mode a training phase may come in between."""
 GOODBYE_S = 2.0
 RECALL_S = 600.0
@@ -49,7 +49,7 @@ class Worker(Member):
         )
         self._writer, self._saved = pool.writer, PartialRollouts(config, pool)
         self._controllers_host = ""
-        self._recalling = asyncio.Lock()
+        self._reading = asyncio.Lock()
         """Held while fetched records are read and their files removed, so that only one task does so at a time."""
         self._grants: dict[EpisodeId, asyncio.Future[SegmentGrant]] = {}
         self._groups: dict[int, GroupProgress] = {}
@@ -108,9 +108,7 @@ class Worker(Member):
         try:
             request = messages.GrantRequest(episode=episode, unfinished=unfinished, num_tokens=num_tokens, saved=saved)
             await self._report_records(request, [saved])
-            async with deadline(
-                GRANT_TIMEOUT_S, waiter=str(episode), resource="its next grant", holder="the scheduler"
-            ):
+            async with deadline(GRANT_S, waiter=str(episode), resource="its next grant", holder="the scheduler"):
                 return await grant
         finally:
             del self._grants[episode]
@@ -158,9 +156,7 @@ class Worker(Member):
         if not work.saved:
             self._start(work)
             return
-        async with holding(
-            self._recalling, RECALL_S, waiter=self._name, resource="saved episodes", holder="other work"
-        ):
+        async with holding(self._reading, RECALL_S, waiter=self._name, resource="saved episodes", holder="other work"):
             await self._saved.fetch(work, host=self._controllers_host)
             self._start(work)
 

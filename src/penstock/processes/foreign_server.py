@@ -193,11 +193,8 @@ def environment(config: Config, number: int) -> dict[str, str]:
     The key is passed here because a command line is visible to other users.
     """
     wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | os.environ
-    return (
-        wanted
-        | of_foreign_server(config, number)
-        | ({"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {})
-    )
+    api_key = {"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {}
+    return wanted | of_foreign_server(config, number) | api_key
 
 
 def free_port() -> int:
@@ -259,7 +256,7 @@ async def await_server(config: Config, claim: ServerClaim, process: Process | No
         except (RolloutError, Stalled) as error:
             if process is not None and process.returncode is not None:
                 raise RolloutError(
-                    url, f"{engine} ended with exit code {process.returncode} before it answered"
+                    url, f"{engine} ended with exit code {process.returncode} before answering"
                 ) from None
             status = error.status if isinstance(error, RolloutError) else None
             if (status is not None and status < 500 and status != CONFLICT) or time.monotonic() > limit:

@@ -225,15 +225,11 @@ class EngineMember(Member):
         self._runner = runner
 
     def telemetry(self) -> Telemetry:
-        runner = self._runner
+        runner, engine = self._runner, self._runner.engine
         return Telemetry(
-            progress=runner.engine.num_generated_tokens + runner.num_prompt_tokens,
-            doing="generation" if runner.engine.has_work else "",
+            progress=engine.num_generated_tokens + runner.num_prompt_tokens,
+            doing="generation" if engine.has_work else "",
             busy_s=runner.meter.busy_s,
-            counters={
-                "tokens": runner.engine.num_generated_tokens,
-                "active": runner.engine.num_active,
-                **runner.costs.counters(),
-            },
+            counters={"tokens": engine.num_generated_tokens, "active": engine.num_active, **runner.costs.counters()},
             spans=runner.meter.drain(),
         )

@@ -112,9 +112,7 @@ class ServerClient(ABC):
 
     async def release(self) -> None:
         """Free the generation memory. Running requests end with their tokens so far, later requests without tokens."""
-        raise RolloutError(
-            self.url, "this engine cannot release its memory to the trainer: set rollout.engine to penstock", 400
-        )
+        raise RolloutError(self.url, "this engine cannot release its memory: set rollout.engine to penstock", 400)
 
     async def resume(self) -> None:
         """Allocate the generation memory again."""

@@ -142,9 +142,7 @@ def write_replies(
             ]
         if (start := prompt.scored_from) is not None and answer.prompt_logprobs is not None:
             logprobs = [None, *answer.prompt_logprobs]
-            meta.input_token_logprobs = _triples(
-                logprobs[start:], prompt.prompt_ids[start:], tokenizer=logprob_tokenizer
-            )
+            meta.input_token_logprobs = _triples(logprobs[start:], prompt.prompt_ids[start:], logprob_tokenizer)
         replies.append(reply)
     return replies
 
@@ -279,7 +277,7 @@ def finish_reason(
 
 
 def _triples(
-    logprobs: Sequence[float | None], token_ids: Sequence[int], *, tokenizer: Tokenizer | None
+    logprobs: Sequence[float | None], token_ids: Sequence[int], tokenizer: Tokenizer | None
 ) -> list[bodies.LogprobTriple]:
     texts = [tokenizer.decode([token]) for token in token_ids] if tokenizer else [None] * len(token_ids)
     return list(zip(logprobs, token_ids, texts, strict=True))
@@ -295,10 +293,8 @@ def _prompt_ids(body: bodies.GenerateBody, tokenizer: Tokenizer | None) -> list[
 
 
 def _refuse_unserved(body: bodies.GenerateBody, sampling: bodies.SamplingBody) -> None:
-    for part, kind, label in (
-        (body, bodies.UnservedFields, "field"),
-        (sampling, bodies.UnservedSampling, "sampling parameter"),
-    ):
+    parts = (body, bodies.UnservedFields, "field"), (sampling, bodies.UnservedSampling, "sampling parameter")
+    for part, kind, label in parts:
         for name in kind.__struct_fields__:
             if bodies.asks(getattr(part, name)):
                 raise ValueError(f"{label} `{name}` is not supported")

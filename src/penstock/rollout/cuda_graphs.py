@@ -159,9 +159,8 @@ class RaggedBatch:
         keys[self.slots, :, self.positions] = packed.key
         values[self.slots, :, self.positions] = packed.value
         queries = torch.split(packed.query, [num_tokens for num_tokens, _ in self.reaches])
-        return torch.cat(
-            [_flash(part, keys, values, reach, scaling) for part, (_, reach) in zip(queries, self.reaches, strict=True)]
-        )
+        parts = zip(queries, self.reaches, strict=True)
+        return torch.cat([_flash(query, keys, values, reach, scaling) for query, (_, reach) in parts])
 
 
 def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reach: Reach, scaling: float) -> torch.Tensor:
@@ -249,9 +248,7 @@ class CudaGraphs:
 
     def _compute(self, shape: Shape, inputs: torch.Tensor) -> torch.Tensor:
         ids, positions, slots, last, *bounds = torch.split(inputs, shape.sizes)
-        key_starts, key_lengths, query_starts, prompt_starts, prompt_lengths = (
-            bound.to(torch.int32) for bound in bounds
-        )
+        key_starts, key_lengths, query_starts, prompt_starts, prompt_lengths = (each.to(torch.int32) for each in bounds)
         one_each = torch.arange(shape.decoding + 1, dtype=torch.int32, device=inputs.device)
         reaches = [
             (shape.decoding, Reach(one_each, key_starts, key_lengths, 1)),

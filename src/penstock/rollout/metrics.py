@@ -33,9 +33,7 @@ class ServerMetrics(Collector):
         yield gauge("num_requests_running", "Samples being generated.", engine.num_active)
         yield gauge("num_requests_waiting", "Samples without a slot yet.", engine.num_waiting)
         yield gauge("slots", "Samples that can be generated at once.", engine.num_slots)
-        yield gauge(
-            "policy_version", "Version of the served weights; -1 before the first weights.", engine.policy_version
-        )
+        yield gauge("policy_version", "Version of the served weights; -1 before the first.", engine.policy_version)
         yield gauge("paused", "1 while generation is paused.", engine.paused)
         yield gauge("released", "1 while the generation memory is released.", engine.released)
         yield gauge("alive", "0 once the engine's thread has failed.", runner.error is None)

@@ -103,9 +103,7 @@ class GenerateRequest:
             )
         _check_tokens([*self.params.stop_token_ids, *self.params.logit_bias], vocab_size)
         if self.params.top_logprobs > vocab_size:
-            raise ValueError(
-                f"top_logprobs is {self.params.top_logprobs}, but the vocabulary has only {vocab_size} tokens"
-            )
+            raise ValueError(f"top_logprobs is {self.params.top_logprobs}, but there are only {vocab_size} tokens")
 
 
 def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_context: int) -> None:

@@ -115,17 +115,13 @@ class Servers:
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager that admits one weights update at a time."""
-        return holding(
-            self._updating, UPDATE_S, waiter="rollout client", resource="a weights update", holder="another update"
-        )
+        return holding(self._updating, UPDATE_S, waiter="rollout client", resource="a weights update", holder="another")
 
     def set_urls(self, urls: Sequence[str]) -> None:
         """Set the current servers. A new server is used once it serves weights. A removed one gets no more calls."""
         known = {server.client.url: server for server in self._servers}
-        now = asyncio.get_running_loop().time()
-        self._servers = [
-            known.get(url.rstrip("/")) or ServerState(self._connect(url), lost_at=now - RETRY_S) for url in urls
-        ]
+        due = asyncio.get_running_loop().time() - RETRY_S
+        self._servers = [known.get(url.rstrip("/")) or ServerState(self._connect(url), lost_at=due) for url in urls]
 
     async def bring_up(self, url: str) -> None:
         """Give a restarted server the weights that the other servers serve. Raises RolloutError or Stalled if the
@@ -182,9 +178,7 @@ class Servers:
             return segments
         except asyncio.CancelledError:
             if server.failed_probes:  # the caller's deadline passed while the server failed probes
-                self._mark_lost(
-                    server, RolloutError(server.client.url, "did not answer before the deadline of the request")
-                )
+                self._mark_lost(server, RolloutError(server.client.url, "did not answer before the request's deadline"))
             raise
         finally:
             server.load -= len(grants)

@@ -54,12 +54,8 @@ class Stops:
         """Return `text` without an end that may be the beginning of a stop string."""
         if self.keep:
             return text
-        starts = (
-            len(text) - length
-            for string in self.strings
-            for length in range(1, len(string))
-            if text.endswith(string[:length])
-        )
+        beginnings = (string[:length] for string in self.strings for length in range(1, len(string)))
+        starts = (len(text) - len(beginning) for beginning in beginnings if text.endswith(beginning))
         return text[: min(starts, default=len(text))]
 
 

@@ -106,9 +106,7 @@ class WeightsUpdate:
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager that admits one call at a time."""
-        return holding(
-            self._lock, RECEIVE_TIMEOUT_S, waiter="server", resource="the weights update", holder="another update call"
-        )
+        return holding(self._lock, RECEIVE_TIMEOUT_S, waiter="server", resource="the weights update", holder="another")
 
     async def begin(self, handle: WeightsHandle, *, bracket: StagedWeights | None = None) -> WeightsHandle:
         """Map and verify `handle` in a thread; inside a `bracket`, if one is given.
@@ -137,10 +135,8 @@ class WeightsUpdate:
             return handle
 
     def _is_known(self, handle: WeightsHandle) -> bool:
-        known = (handle.policy_version, handle.fingerprint)
-        return known == self._served or (
-            self.staged is not None and known == (self.staged.policy_version, self.staged.fingerprint)
-        )
+        staged, known = self.staged, (handle.policy_version, handle.fingerprint)
+        return known == self._served or (staged is not None and known == (staged.policy_version, staged.fingerprint))
 
     def _map(self, handle: WeightsHandle) -> Tensors:
         try:
@@ -351,8 +347,7 @@ class WeightsUpdate:
     def _check_newer(self, policy_version: int) -> None:
         if policy_version <= self._runner.policy_version:
             raise Conflict(
-                f"policy_version {policy_version} is not newer than "
-                f"{self._runner.policy_version}, which is being served"
+                f"policy_version {policy_version} is not newer than {self._runner.policy_version}, which is served"
             )
         _check_bound(policy_version)
 

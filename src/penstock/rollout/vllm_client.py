@@ -106,11 +106,9 @@ class VllmClient(ServerClient):
         if len(reply.choices) != 1:
             raise RolloutError(self.url, f"returned {len(reply.choices)} samples instead of 1", 200)
         (choice,) = reply.choices
-        logprobs = choice.logprobs.content if choice.logprobs else None
         spans = [span for span in choice.weight_versions or () if span.end > span.start]
-        segment = self._segment(
-            choice.token_ids, [each.logprob for each in logprobs or ()], spans, choice.finish_reason
-        )
+        logprobs = [each.logprob for each in choice.logprobs.content] if choice.logprobs else []
+        segment = self._segment(choice.token_ids, logprobs, spans, choice.finish_reason)
         if spans:
             self._salt = spans[-1].version
         return segment

@@ -63,11 +63,8 @@ class ExperiencePool(PoolIndex):
         self.put([replace(record, state=EpisodeState.READY, counts={}, trained_in=None) for record in records])
 
     def free_covered(self, policy_version: int, *, keep: Collection[int] = ()) -> None:
-        self._needed = {
-            group: record
-            for group, record in self._needed.items()
-            if group in keep or _is_needed(record, policy_version)
-        }
+        held = self._needed.items()
+        self._needed = {group: record for group, record in held if group in keep or _is_needed(record, policy_version)}
         oldest = min((record.admitted_at for record in self._needed.values()), default=time.time())
         remove_files(self._directory, written_before=oldest, keep=self._needed_files())
 

@@ -45,7 +45,7 @@ class PayloadError(RuntimeError):
     self_explanatory = True
 
 
-class _SampleHeader(msgspec.Struct, frozen=True, array_like=True):
+class _Header(msgspec.Struct, frozen=True, array_like=True):
     group: int
     episode: int
     reward: float
@@ -54,14 +54,12 @@ class _SampleHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[_SampleHeader])
+_decoder = msgspec.msgpack.Decoder(list[_Header])
 
 
 def encode(samples: Sequence[Sample]) -> bytes:
     """Return the samples of a group as one record."""
-    header = _encoder.encode(
-        [_SampleHeader(s.group, s.episode, s.reward, s.truncated, len(s.token_ids)) for s in samples]
-    )
+    header = _encoder.encode([_Header(s.group, s.episode, s.reward, s.truncated, len(s.token_ids)) for s in samples])
     parts = [_PREFIX.pack(_MAGIC, len(header)), header]
     parts.append(_padding(_PREFIX.size + len(header)))
     for name, dtype in _COLUMNS:

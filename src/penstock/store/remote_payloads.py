@@ -67,9 +67,7 @@ class FetchedPayloads(PayloadReader):
         try:
             await read_range(url, ref.offset, ref.offset + ref.length, record.extend, max_silence_s=MAX_SILENCE_S)
         except FileUnavailable as error:
-            raise PayloadsLost(
-                f"{ref.file} cannot be fetched from host {host} at offset {ref.offset}: {error}"
-            ) from None
+            raise PayloadsLost(f"{ref.file} cannot be read from host {host} at offset {ref.offset}: {error}") from None
         if zlib.crc32(record) != ref.crc32:
             raise PayloadsLost(f"{ref.file} of host {host} arrived damaged at offset {ref.offset}")
         return bytes(record)

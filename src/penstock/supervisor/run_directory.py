@@ -79,9 +79,7 @@ def open_run(config: Config) -> Iterator[OpenRun]:
         if (run_dir / "state.json").exists():
             raise RunRefused(f"run {run_id} exists already in {run_dir}: `penstock resume {run_id}` continues it")
         if holds_run(run_dir):
-            raise RunRefused(
-                f"directory {run_dir} holds a run without its state.json: choose another run_id, or move it away"
-            )
+            raise RunRefused(f"{run_dir} holds a run without its state.json: choose another run_id, or move it away")
         begun_with = lineage(config) | {DATASETS: identities(config)}
         _write_config(config, run_dir)
         jsonl.write_json(run_dir / LINEAGE, begun_with)

@@ -168,9 +168,7 @@ def _tolerating_a_full_disk() -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         with suppress(OSError):
-            print(
-                f"warning: the disk is full, and the run cannot record its state: {error}", file=sys.stderr, flush=True
-            )
+            print(f"warning: the disk is full, and the run cannot record its state: {error}", file=sys.stderr)
 
 
 def _new_life(runtime_dir: Path) -> dict[str, Any]:

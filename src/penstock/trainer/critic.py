@@ -95,11 +95,8 @@ class Critic(ModelRole):
             norm = 0.0
             if tokens:
                 torch._foreach_div_(self._strategy.summed(self._parameters, in_place=True), tokens)
-                norm = take_step(
-                    self._optimizer,
-                    learning_rate=self._settings.learning_rate,
-                    max_grad_norm=self._config.max_grad_norm,
-                )
+                rate = self._settings.learning_rate
+                norm = take_step(self._optimizer, learning_rate=rate, max_grad_norm=self._config.max_grad_norm)
         is_finite = math.isfinite(norm)
         return {
             "value_loss": loss / max(tokens, 1),

@@ -136,9 +136,7 @@ class Learner(ModelRole):
         batch also has the column `reference` (see `Reference`). Returns counts; their sums over the ranks are those of
         the whole batch.
         """
-        if not self._measure_noise or any(
-            self._ranks.total([self._pending.counts["tokens"]], "find out whether a step begins")
-        ):
+        if not self._measure_noise or any(self._ranks.total([self._pending.counts["tokens"]], "see if a step begins")):
             return self._add(batch)
         counted = self._add(batch.select(batch["early"]))
         with self.busy:

@@ -69,8 +69,5 @@ def adapted_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
 
     A checkpoint needs them, since `merged_weights` holds only their sum.
     """
-    return {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if ".base_layer." in name or ".lora_" in name
-    }
+    named = model.named_parameters()
+    return {name: value.detach() for name, value in named if ".base_layer." in name or ".lora_" in name}

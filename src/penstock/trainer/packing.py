@@ -139,10 +139,8 @@ def plan(
         np.maximum.at(widest, prefix_ids, rests)
         together = np.lexsort((rests[samples], prefix_ids[samples], widest[prefix_ids[samples]]))
         by_length = np.lexsort((prefix_ids[samples], rests[samples]))
-        plans += [
-            _cut(samples[order], rests, prefix_widths, prefix_ids, max_tokens, pass_cost)
-            for order in (together, by_length)
-        ]
+        orders = samples[together], samples[by_length]
+        plans += [_cut(order, rests, prefix_widths, prefix_ids, max_tokens, pass_cost) for order in orders]
     return min(plans, key=lambda buckets: sum(bucket.cost(pass_cost) for bucket in buckets))
 
 
@@ -163,12 +161,7 @@ def _cut(
 
 
 def micro_batches(
-    table: TokenTable,
-    max_tokens: int,
-    device: torch.device,
-    *,
-    share_prefixes: bool,
-    pass_cost: int = PASS_COST_TOKENS,
+    table: TokenTable, max_tokens: int, device: torch.device, *, share_prefixes: bool, pass_cost: int = PASS_COST_TOKENS
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches that hold every sample with a trained token exactly once.
 
@@ -184,9 +177,7 @@ def micro_batches(
 def idle(device: torch.device) -> MicroBatch:
     """Return an empty micro-batch: it feeds one column and trains no token."""
     zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-    table = TokenTable(
-        np.zeros(2, np.int64), np.zeros(2, np.bool_), zero, widths=one, prefix_widths=zero, prefix_ids=zero
-    )
+    table = TokenTable(np.zeros(2, np.int64), np.zeros(2, bool), zero, widths=one, prefix_widths=zero, prefix_ids=zero)
     return _collate(table, Bucket(samples=[0]), device)
 
 

@@ -17,6 +17,8 @@ from penstock.groups.batch import Batch
 from penstock.samples import Sample
 from penstock.trainer.noise import first_half
 
+PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions")
+"""Columns of a sample with one value per token."""
 EPSILON = 1e-6
 """Keeps the division finite where a group's rewards barely differ."""
 
@@ -40,10 +42,7 @@ def prepare(
             "groups": groups,
             "early": np.arange(len(kept)) < first_half(groups),
         },
-        values={
-            name: [getattr(sample, name) for sample in kept]
-            for name in ("token_ids", "loss_mask", "logprobs", "versions")
-        },
+        values={name: [getattr(sample, name) for sample in kept] for name in PER_TOKEN},
     )
     return batch, dict(Counter(reason for reason in reasons if reason is not None))
 

@@ -186,14 +186,11 @@ def _backend(device: torch.device, backend: str | None) -> str:
             importlib.import_module(PLUGINS[backend])
         except ImportError:
             raise ConfigError(
-                f"trainer.distributed.backend {backend} needs the package {PLUGINS[backend]}: install it, or choose "
-                "another backend"
+                f"trainer.distributed.backend {backend} needs {PLUGINS[backend]}: install it, or choose another"
             ) from None
     name = backend or distributed.get_default_backend_for_device(device)
     if device.type == "cpu" and name != "gloo":
-        raise ConfigError(
-            f"trainer.distributed.backend {name} needs an accelerator, and the trainer computes on the CPU: use gloo"
-        )
+        raise ConfigError(f"trainer.distributed.backend {name} needs an accelerator: use gloo on the CPU")
     if not distributed.is_backend_available(name):
         raise ConfigError(f"trainer.distributed.backend {name} is not in this build of torch: choose another")
     return name

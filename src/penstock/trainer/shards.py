@@ -105,9 +105,7 @@ def read_state(directory: Path, name: str) -> dict[str, Any]:
     Raises `ConfigError` if absent.
     """
     if not (directory / _file_of(name, 0)).exists():
-        raise ConfigError(
-            f"{directory} has no file {_file_of(name, 0)}: it is no checkpoint, or its trainer had no {name}"
-        )
+        raise ConfigError(f"{directory} has no file {_file_of(name, 0)}: it is no checkpoint, or one without {name}")
 
     def load(rank: int) -> dict[str, Any]:
         file = directory / _file_of(name, rank)

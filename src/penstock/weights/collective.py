@@ -125,11 +125,9 @@ class Group:
         try:
             self._group: distributed.ProcessGroup | None = _join(place, rank, timedelta(seconds=join_timeout_s))
         except Exception as error:  # backends are plugins, and a missing backend can raise any error
-            others = (
-                f"rank 0 at {place.master_address}:{place.master_port}" if rank else f"{place.world_size - 1} servers"
-            )
+            who = f"rank 0 at {place.master_address}:{place.master_port}" if rank else f"{place.world_size - 1} servers"
             raise GroupFailed(
-                f"rank {rank} waited up to {join_timeout_s:g} s for {others} to join group {place.group_name}: "
+                f"rank {rank} waited up to {join_timeout_s:g} s for {who} to join group {place.group_name}: "
                 f"{_first_line(error)}"
             ) from error
 

@@ -104,10 +104,8 @@ def _fetch(handle: WeightsHandle, path: Path) -> None:
             asyncio.run(read_range(handle.url, 0, handle.num_bytes, partial(_write, file), max_silence_s=MAX_SILENCE_S))
         unfinished.rename(path)
     except FileUnavailable as error:
-        where = without_token(handle.url)
-        raise WeightsOutOfReach(
-            f"policy_version {handle.policy_version} cannot be fetched from {where}: {error}"
-        ) from error
+        url = without_token(handle.url)
+        raise WeightsOutOfReach(f"policy_version {handle.policy_version} cannot be read from {url}: {error}") from error
     finally:
         unfinished.unlink(missing_ok=True)
 

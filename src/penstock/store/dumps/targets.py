@@ -110,9 +110,7 @@ class ObjectStore:
 
             self._files, prefix = fsspec.core.url_to_fs(url)
         except ImportError:
-            raise ConfigError(
-                f"dump.url {scheme}:// needs the package {package}: pip install 'penstock[{extra}]'"
-            ) from None
+            raise ConfigError(f"dump.url {scheme}:// needs {package}: pip install 'penstock[{extra}]'") from None
         except Exception as error:  # each store raises its own types
             raise ConfigError(f"dump.url: cannot open {url}: {_say(error)}") from None
         self._prefix, self._format, self._columns = prefix.rstrip("/"), config.format, config.columns
