@@ -27,7 +27,7 @@ TRAINER_DIES = [
     ("supervisor", r"trainer-0: exited .*killed by SIGKILL"),
     ("trainer-0", r"restart 1 of trainer-0 \(killed by SIGKILL\)"),
     ("trainer-0", r"starts \(penstock "),
-    ("trainer-0", r"goes back to the checkpoint \S+/step_\d+"),
+    ("trainer-0", r"goes back to \S+/step_\d+"),
     ("controller", r"rewound: step="),
     ("supervisor", r"ends: the run is completed"),
 ]

@@ -223,17 +223,11 @@ class RayLauncher:
         context, node_id = self.context, ray.get_runtime_context().get_node_id()
         (context.run_dir / TOKEN).write_text(context.token)
         self.keys.write(self.local.runtime_dir)
-        self._probe: Any = (
-            ray.remote(SupervisorProbe)
-            .options(
-                name=PROBE_NAME,
-                namespace=context.namespace,
-                num_cpus=0,
-                max_restarts=-1,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-            )
-            .remote()
+        here, probe = NodeAffinitySchedulingStrategy(node_id, soft=False), ray.remote(SupervisorProbe)
+        options = probe.options(
+            name=PROBE_NAME, namespace=context.namespace, num_cpus=0, max_restarts=-1, scheduling_strategy=here
         )
+        self._probe: Any = options.remote()
         await call(self._probe.ping, seconds=START_S, what="its start", holder="Ray on this machine")
         return self
 

@@ -252,8 +252,5 @@ def _values_from_wire(values: Any) -> list[Any]:
 
 
 def _from_wire(columns: Mapping[str, Any], values: Mapping[str, Any], meta: Mapping[str, Any]) -> Batch:
-    return Batch(
-        {name: _column_from_wire(column) for name, column in columns.items()},
-        {name: _values_from_wire(value) for name, value in values.items()},
-        meta,
-    )
+    arrays = {name: _column_from_wire(column) for name, column in columns.items()}
+    return Batch(arrays, {name: _values_from_wire(value) for name, value in values.items()}, meta)

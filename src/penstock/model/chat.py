@@ -33,15 +33,11 @@ class ChatTokenizer:
     """The tokenizer and the chat template of a model directory."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: Template | None,
-        special_tokens: Mapping[str, str],
-        eos_ids: tuple[int, ...],
+        self, tokenizer: Tokenizer, template: Template | None, specials: Mapping[str, str], eos_ids: tuple[int, ...]
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens = dict(specials)
         self.eos_ids = eos_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 

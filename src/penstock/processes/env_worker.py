@@ -41,12 +41,9 @@ class Worker(Member):
 
     def __init__(self, config: Config, name: str, pool: WorkerPool, tasks: asyncio.TaskGroup) -> None:
         self._config, self._name = config, name
-        self.servers = Servers(
-            [],  # the controller sends the URLs
-            engine=config.rollout.engine,
-            api_key=config.rollout.api_key,
-            timeout_s=config.rollout.request_timeout_s,
-        )
+        rollout = config.rollout
+        # The controller sends the URLs.
+        self.servers = Servers([], engine=rollout.engine, api_key=rollout.api_key, timeout_s=rollout.request_timeout_s)
         self._writer, self._saved = pool.writer, PartialRollouts(config, pool)
         self._controllers_host = ""
         self._reading = asyncio.Lock()

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from urllib.parse import quote
 
 import aiohttp
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
@@ -87,11 +88,8 @@ async def serve(child: Child, config: Config) -> None:
             claim = ServerClaim(connect(config.rollout.engine, url, session), child.run_id, child.nonce)
             await await_server(config, claim, process)
             metrics = EngineMetrics(child.name, config, url, session)
-            async with (
-                claim.renewed(),
-                alongside(metrics.keep_reading()),
-                membership(child, config, role="rollout", member=metrics, url=url),
-            ):
+            joined = membership(child, config, role="rollout", member=metrics, url=url)
+            async with claim.renewed(), alongside(metrics.keep_reading()), joined:
                 child.report_ready(url)
                 await first(stop.wait(), *([process.wait()] if process is not None else []))
     finally:
@@ -278,6 +276,10 @@ def remedy(status: int | None, engine: str) -> str:
             return ""
 
 
+def _total(family: Metric) -> float:
+    return sum(sample.value for sample in family.samples if not sample.name.endswith("_created"))
+
+
 class EngineMetrics(Member):
     """Reads the engine's own metrics. The engine counts as busy while it reports running requests."""
 
@@ -298,15 +300,10 @@ class EngineMetrics(Member):
         """Read the metrics once. An engine that does not answer is ignored: its clients notice that."""
         try:
             text = (await self._session.send("GET", self._url, "/metrics", timeout_s=ASK_EVERY_S * 4)).decode()
-            families = {family.name: family for family in text_string_to_metric_families(text)}
+            totals = {family.name: _total(family) for family in text_string_to_metric_families(text)}
         except (RolloutError, Stalled, ValueError):
             return
-        self._tokens, running = (
-            int(sum(sample.value for sample in families[name].samples if not sample.name.endswith("_created")))
-            if name in families
-            else 0
-            for name in self._meters
-        )
+        self._tokens, running = (int(totals.get(name, 0)) for name in self._meters)
         now = time.time()
         if self._running and running:
             self._busy_s += now - self._seen_at
@@ -315,10 +312,5 @@ class EngineMetrics(Member):
 
     def telemetry(self) -> Telemetry:
         spans, self._spans = self._spans, []
-        return Telemetry(
-            progress=self._tokens,
-            doing="generation" if self._running else "",
-            busy_s=self._busy_s,
-            counters={"tokens": self._tokens, "active": self._running},
-            spans=spans,
-        )
+        doing, counters = "generation" if self._running else "", {"tokens": self._tokens, "active": self._running}
+        return Telemetry(progress=self._tokens, doing=doing, busy_s=self._busy_s, counters=counters, spans=spans)

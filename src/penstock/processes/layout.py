@@ -197,11 +197,8 @@ def _keys(config: Config, role: str) -> dict[str, str]:
 
     An empty value hides the variable that a process would inherit.
     """
-    known = role in ("controller", "rollout")
-    return {
-        "PENSTOCK_API_KEY": config.rollout.api_key or "",
-        "PENSTOCK_ADMIN_API_KEY": (config.rollout.admin_api_key or "") if known else "",
-    }
+    admin_key = config.rollout.admin_api_key if role in ("controller", "rollout") else ""
+    return {"PENSTOCK_API_KEY": config.rollout.api_key or "", "PENSTOCK_ADMIN_API_KEY": admin_key or ""}
 
 
 def model_dir(config: Config, run_dir: Path) -> Path:

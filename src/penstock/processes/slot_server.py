@@ -187,14 +187,15 @@ async def serving(
             model_path=str(directory),
             model_name=model_name,
         )
+        keys, openai = ApiKeys.of(config.rollout), OpenAI(runner, tokenizer, model_name=model_name)
         app = create_app(
             runner,
             identity=identity,
             update=update,
             tokenizer=tokenizer,
-            keys=ApiKeys.of(config.rollout),
+            keys=keys,
             claim=claim,
-            foreign=[OpenAI(runner, tokenizer, model_name=model_name), sglang],
+            foreign=[openai, sglang],
         )
         gc.collect()
         gc.freeze()  # later collections need not scan the model's objects while answers are made

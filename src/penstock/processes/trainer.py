@@ -206,10 +206,8 @@ class TrainerProcess(Member):
         with self._span("restore") as start:
             self._ranks.read(Path(point.directory), point.policy_version)
             self._begun = True
-        logger.info(
-            f"goes back to the checkpoint {point.directory}, now policy_version {point.policy_version}, in "
-            f"{time.time() - start:.3f} s"
-        )
+        seconds = time.time() - start
+        logger.info("goes back to %s, now policy_version %d, in %.3f s", point.directory, point.policy_version, seconds)
 
     def _accumulate(self, groups: list[GroupRef]) -> dict[str, float]:
         with self._span("train"):
@@ -244,9 +242,10 @@ class TrainerProcess(Member):
         if not settings.steps:
             return {}
         with self._span("warm_start"):
+            imitate, examples = self._ranks.imitate, self._demonstrations()
             return warm_start(
-                self._ranks.imitate,
-                self._demonstrations(),
+                imitate,
+                examples,
                 steps=settings.steps,
                 batch_size=settings.batch_size,
                 learning_rate=settings.learning_rate,

@@ -138,12 +138,8 @@ class ServerClient(ABC):
         """Return a segment. Raises RolloutError if a token lacks its log-probability or its policy_version."""
         spans = [VersionSpan(self._version(span.version), span.start, span.end) for span in labelled]
         if len(logprobs) != len(token_ids):
-            raise RolloutError(
-                self.url,
-                "returned tokens without their log-probabilities, which training needs: use an engine that honours "
-                "return_logprob",
-                200,
-            )
+            message = "returned tokens without log-probabilities: use an engine that honours return_logprob"
+            raise RolloutError(self.url, message, 200)
         if [*(span.start for span in spans), len(token_ids)] != [0, *(span.end for span in spans)]:
             raise RolloutError(
                 self.url,
@@ -172,16 +168,10 @@ class RolloutClient(ServerClient):
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
         limits = [grant.max_tokens for grant in grants]
+        limit = limits[0] if len(set(limits)) == 1 else limits
+        params = sampling_body(sampling, n=len(grants), max_new_tokens=limit, sampling_seed=list(seeds))
         body = bodies.GenerateBody(
-            input_ids=list(prompt_ids),
-            sampling_params=sampling_body(
-                sampling,
-                n=len(grants),
-                max_new_tokens=limits[0] if len(set(limits)) == 1 else limits,
-                sampling_seed=list(seeds),
-            ),
-            return_logprob=True,
-            return_text=False,
+            input_ids=list(prompt_ids), sampling_params=params, return_logprob=True, return_text=False
         )
         kind = bodies.GenerateReply | list[bodies.GenerateReply]
         reply: Any = await self._session.call("POST", self.url, "/generate", body, kind, timeout_s=ANSWER_S)  # type: ignore[arg-type]
@@ -219,12 +209,9 @@ class RolloutClient(ServerClient):
         path = f"/weights/{step}"
         reply = await self._session.call("POST", self.url, path, body, bodies.WeightsReply, timeout_s=timeout_s)
         if (reply.policy_version, reply.fingerprint) != (handle.policy_version, handle.fingerprint):
-            raise RolloutError(
-                self.url,
-                f"holds policy_version {reply.policy_version} with fingerprint {reply.fingerprint}, "
-                f"not {handle.policy_version} with {handle.fingerprint}",
-                200,
-            )
+            held = f"policy_version {reply.policy_version} with fingerprint {reply.fingerprint}"
+            message = f"holds {held}, not {handle.policy_version} with {handle.fingerprint}"
+            raise RolloutError(self.url, message, 200)
 
     async def abort_weights(self) -> None:
         await self._post("/weights/abort", {})

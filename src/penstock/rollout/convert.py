@@ -142,7 +142,9 @@ def write_replies(
             ]
         if (start := prompt.scored_from) is not None and answer.prompt_logprobs is not None:
             logprobs = [None, *answer.prompt_logprobs]
-            meta.input_token_logprobs = _triples(logprobs[start:], prompt.prompt_ids[start:], logprob_tokenizer)
+            meta.input_token_logprobs = _triples(
+                logprobs[start:], prompt.prompt_ids[start:], tokenizer=logprob_tokenizer
+            )
         replies.append(reply)
     return replies
 
@@ -277,7 +279,7 @@ def finish_reason(
 
 
 def _triples(
-    logprobs: Sequence[float | None], token_ids: Sequence[int], tokenizer: Tokenizer | None
+    logprobs: Sequence[float | None], token_ids: Sequence[int], *, tokenizer: Tokenizer | None
 ) -> list[bodies.LogprobTriple]:
     texts = [tokenizer.decode([token]) for token in token_ids] if tokenizer else [None] * len(token_ids)
     return list(zip(logprobs, token_ids, texts, strict=True))

@@ -33,12 +33,8 @@ class CachedAnswer:
     sampling: Sampling
 
     def segment(self) -> Segment:
-        return Segment(
-            token_ids=self.token_ids.tolist(),
-            logprobs=self.logprobs.tolist(),
-            spans=list(self.spans),
-            finish_reason=self.finish_reason,
-        )
+        ids, logprobs = self.token_ids.tolist(), self.logprobs.tolist()
+        return Segment(token_ids=ids, logprobs=logprobs, spans=list(self.spans), finish_reason=self.finish_reason)
 
 
 class GenerationCache:
@@ -53,13 +49,8 @@ class GenerationCache:
         """Store `segment` as an answer to `prompt_ids`."""
         if not segment.token_ids:
             return
-        answer = CachedAnswer(
-            np.asarray(segment.token_ids, dtype=np.int32),
-            np.asarray(segment.logprobs, dtype=np.float32),
-            tuple(segment.spans),
-            segment.finish_reason,
-            sampling,
-        )
+        ids, logprobs = np.asarray(segment.token_ids, dtype=np.int32), np.asarray(segment.logprobs, dtype=np.float32)
+        answer = CachedAnswer(ids, logprobs, tuple(segment.spans), segment.finish_reason, sampling)
         key = _key(prompt_ids)
         answers = self._answers.setdefault(key, [])
         answers.append(answer)

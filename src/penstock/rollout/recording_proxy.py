@@ -59,12 +59,8 @@ class RecordingProxy(AnswersOnly):
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
         """Return one segment per seed. `on_tokens` gets each segment as a whole, after all have ended."""
         params = request.params
-        sampling = Sampling(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            max_new_tokens=max(request.max_new_tokens),
-        )
+        most = max(request.max_new_tokens)
+        sampling = Sampling(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, max_new_tokens=most)
         try:
             begun = await self._sample(request.prompt_ids, request.max_new_tokens, sampling, request.seeds)
             samples = zip(begun, request.max_new_tokens, request.seeds, strict=True)

@@ -65,13 +65,8 @@ class SamplingParams:
     @property
     def shapes_logits(self) -> bool:
         """Whether sampling needs more than temperature, top-k, top-p and min-p."""
-        return bool(
-            self.frequency_penalty
-            or self.presence_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
-            or self.min_new_tokens
-        )
+        penalizes = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
+        return bool(penalizes or self.logit_bias or self.min_new_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -341,12 +341,8 @@ class EngineRunner:
             for rid in engine.begun:
                 if (pending := self._requests.get(rid)) is not None:
                     self.first_tokens.observe(now - pending.requested_at)
-        self.costs.add(
-            decoded=engine.num_decoded,
-            context=engine.num_context,
-            prefilled=engine.num_prefilled,
-            seconds=self.meter.busy_s - busy_s,
-        )
+        decoded, prefilled, seconds = engine.num_decoded, engine.num_prefilled, self.meter.busy_s - busy_s
+        self.costs.add(decoded=decoded, context=engine.num_context, prefilled=prefilled, seconds=seconds)
         return finished
 
     def _report_growth(self, finished: list[Finished]) -> None:

@@ -239,12 +239,9 @@ class SlotEngine:
         logits = self._logits(num_decode, admissions)
         rows.positions[: len(rows)] += 1
         to_draw_from = shaped(logits, rows.sequences)
-        tokens, vocabulary = sample(
-            logits,
-            rows.params,
-            uniforms(rows.params["seed"], rows.positions[: len(rows)]),
-            shaped=None if to_draw_from is logits else to_draw_from,
-        )
+        uniform = uniforms(rows.params["seed"], rows.positions[: len(rows)])
+        changed = None if to_draw_from is logits else to_draw_from
+        tokens, vocabulary = sample(logits, rows.params, uniform, shaped=changed)
         self._add_top_logprobs(vocabulary)
         logprobs = vocabulary.gather(1, tokens[:, None])[:, 0]
         # One transfer for both: float64 holds every token id exactly.

@@ -107,7 +107,7 @@ class VllmClient(ServerClient):
             raise RolloutError(self.url, f"returned {len(reply.choices)} samples instead of 1", 200)
         (choice,) = reply.choices
         spans = [span for span in choice.weight_versions or () if span.end > span.start]
-        logprobs = [each.logprob for each in choice.logprobs.content] if choice.logprobs else []
+        logprobs = [each.logprob for each in choice.logprobs.content or ()] if choice.logprobs else []
         segment = self._segment(choice.token_ids, logprobs, spans, choice.finish_reason)
         if spans:
             self._salt = spans[-1].version

@@ -81,15 +81,10 @@ def decode(record: memoryview) -> list[Sample]:
         column = np.frombuffer(record, dtype=dtype, count=bounds[-1], offset=offset)
         columns[name] = [column[start:end] for start, end in pairwise(bounds)]
         offset = _aligned(offset + column.nbytes)
+    arrays = [dict(zip(columns, own, strict=True)) for own in zip(*columns.values(), strict=True)]
     return [
-        Sample(
-            group=h.group,
-            episode=h.episode,
-            reward=h.reward,
-            truncated=h.truncated,
-            **{name: columns[name][i] for name, _ in _COLUMNS},
-        )
-        for i, h in enumerate(headers)
+        Sample(group=h.group, episode=h.episode, reward=h.reward, truncated=h.truncated, **own)
+        for h, own in zip(headers, arrays, strict=True)
     ]
 
 

@@ -37,13 +37,9 @@ class Janitor:
         root = Path(__file__).parents[2]
         start = f"import sys; sys.path.insert(0, {str(root)!r}); from penstock.supervisor.janitor import main; main()"
         with (run_dir / "logs" / "janitor.log").open("ab") as log:
+            command = [sys.executable, "-I", "-S", "-c", start]
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", start],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={},
-                start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={}, start_new_session=True
             )
         recorded = {"run_dir": str(run_dir.absolute())} if keeps_journal else {}
         self.order(**recorded, runtime_dir=str(runtime_dir), nonce=nonce)

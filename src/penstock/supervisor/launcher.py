@@ -217,11 +217,9 @@ class LocalLauncher:
         """Collect an exit code. First kill the rest of the process group: while its leader is a zombie, no other group
         can have its number."""
         _signal_group(process.pid, signal.SIGKILL)
-        process.end = End(
-            returncode=process.popen.wait(),
-            report=process.report(),
-            is_out_of_memory=procfs.num_oom_kills() > process.num_oom_kills,
-        )
+        returncode, report = process.popen.wait(), process.report()
+        is_out_of_memory = procfs.num_oom_kills() > process.num_oom_kills
+        process.end = End(returncode=returncode, report=report, is_out_of_memory=is_out_of_memory)
         _reserved.discard(process.pid)
         self._janitor.order(forget=process.pid)
         _reap_orphans()

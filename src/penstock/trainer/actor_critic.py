@@ -74,10 +74,8 @@ class ActorCritic:
             parts = [part.union(reference) for part, reference in zip(parts, logprobs.result(), strict=True)]
         learning = None
         if values is not None and self._config.critic is not None:
-            parts = [
-                with_values(part, computed["values"], self._config.critic)
-                for part, computed in zip(parts, values.result(), strict=True)
-            ]
+            valued = zip(parts, values.result(), strict=True)
+            parts = [with_values(part, computed["values"], self._config.critic) for part, computed in valued]
             learning = self._critic.learn(parts, self.policy_version)
         counted: dict[str, float] = self._actor.accumulate(parts)
         if learning is not None:

@@ -131,13 +131,10 @@ def with_values(batch: Batch, values: Sequence[npt.NDArray[np.float32]], config:
     array per sample; `values` has n arrays.
     """
     ids = batch["token_ids"]
+    flat_values, flat_mask = flatten(values, np.float32), flatten(batch["loss_mask"], np.bool_)
+    lengths = [np.size(tokens) for tokens in ids]
     advantages, returns = generalized_advantages(
-        batch["rewards"],
-        flatten(values, np.float32),
-        flatten(batch["loss_mask"], np.bool_),
-        [np.size(tokens) for tokens in ids],
-        discount=config.discount,
-        trace=config.trace,
+        batch["rewards"], flat_values, flat_mask, lengths, discount=config.discount, trace=config.trace
     )
     columns = {"advantages": per_sample(advantages, ids), "returns": per_sample(returns, ids), "values": values}
     return batch.keep(name for name in batch.names if name not in columns).union(Batch(values=columns))

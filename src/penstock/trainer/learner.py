@@ -148,12 +148,9 @@ class Learner(ModelRole):
         return {name: count + rest[name] for name, count in counted.items()}
 
     def _divisor(self, pending: StepStatistics) -> float:
-        return denominator(
-            self._config.objective.normalize,
-            tokens=pending.counts["tokens"],
-            samples=pending.counts["trained_samples"],
-            max_tokens=self._max_tokens,
-        )
+        normalize, counts = self._config.objective.normalize, pending.counts
+        samples = counts["trained_samples"]
+        return denominator(normalize, tokens=counts["tokens"], samples=samples, max_tokens=self._max_tokens)
 
     def _add(self, batch: Batch) -> dict[str, float]:
         """Add gradients and sums of a batch without normalisation. Return this rank's counts."""
@@ -176,11 +173,8 @@ class Learner(ModelRole):
                 rows["loss"].sum().backward()  # type: ignore[no-untyped-call]
                 self._pending.add_tokens(rows)
         ages = masks.staleness[masks.in_loss]
-        counted = {
-            "samples": float(len(batch)),
-            "tokens": float(len(ages)),
-            "tokens_masked_stale": float((masks.sampled & (masks.staleness > self._max_staleness)).sum()),
-        }
+        stale = masks.sampled & (masks.staleness > self._max_staleness)
+        counted = {"samples": float(len(batch)), "tokens": float(len(ages)), "tokens_masked_stale": float(stale.sum())}
         self._pending.add_counts(
             **counted,
             trained_samples=(table.widths > 0).sum(),
@@ -223,12 +217,8 @@ class Learner(ModelRole):
             "busy_s": pending.counts["busy_s"] + self.busy.seconds,
             **noise_metrics,
         }
-        return LearnerState(
-            policy_version=self.policy_version,
-            entropy=metrics["entropy"],
-            metrics=metrics,
-            alarms=self._canaries.look(self._num_steps, metrics),
-        )
+        alarms, entropy = self._canaries.look(self._num_steps, metrics), metrics["entropy"]
+        return LearnerState(policy_version=self.policy_version, entropy=entropy, metrics=metrics, alarms=alarms)
 
     def _update(self, pending: StepStatistics, learning_rate: float) -> tuple[float, dict[str, float]]:
         """Sum the gradients over ranks, normalise, clip, and apply them.

@@ -116,13 +116,7 @@ class Bucket:
 
 
 def plan(
-    widths: Ints,
-    prefix_widths: Ints,
-    prefix_ids: Ints,
-    max_tokens: int,
-    *,
-    share: bool,
-    pass_cost: int = PASS_COST_TOKENS,
+    widths: Ints, prefix_widths: Ints, prefix_ids: Ints, max_tokens: int, *, share: bool, pass_cost: int
 ) -> list[Bucket]:
     """Return the cheapest of a few plans that put all samples of non-zero width into buckets. Arrays are [n].
 

@@ -66,13 +66,8 @@ def like(value: Tensor | Saved, model: Tensor) -> Any:
         return value.redistribute(model.device_mesh, model.placements)
     chunks, rank = value.chunk(model.device_mesh.size()), model.device_mesh.get_local_rank()
     mine = chunks[rank] if rank < len(chunks) else value[:0]
-    return DTensor.from_local(
-        mine.to(model.device, model.dtype).contiguous(),
-        model.device_mesh,
-        model.placements,
-        shape=model.shape,
-        stride=model.stride(),
-    )
+    local = mine.to(model.device, model.dtype).contiguous()
+    return DTensor.from_local(local, model.device_mesh, model.placements, shape=model.shape, stride=model.stride())
 
 
 def load_parameters(module: Module, weights: Mapping[str, Tensor | Saved]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -82,18 +82,11 @@ class RowMaker:
         tokens: dict[int, list[Sample]] = {}
         for sample in samples:
             tokens.setdefault(sample.episode, []).append(sample)
+        played = partial(
+            Played, record=record, payload=payload, config=self._config, step=step, transcript=self._transcript
+        )
         return [
-            self._row(
-                Played(
-                    record=record,
-                    summary=summary,
-                    sample=Sample.overlaid(tokens[summary.episode.episode]),
-                    payload=payload,
-                    config=self._config,
-                    step=step,
-                    transcript=self._transcript,
-                )
-            )
+            self._row(played(summary=summary, sample=Sample.overlaid(tokens[summary.episode.episode])))
             for summary in record.episodes
         ]
 
