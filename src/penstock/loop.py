@@ -21,7 +21,7 @@ staleness budget only after the swap. In the alternating modes, generation pause
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -31,7 +31,7 @@ from penstock.ports.training import TrainerLost
 from penstock.ports.work import Work
 from penstock.scheduler.scheduler import TrainBatch
 from penstock.system import CHECKPOINTS, System
-from penstock.types import EpisodeSummary, LearnerState, PayloadRef, WeightsHandle
+from penstock.types import LearnerState, PayloadRef, Summaries, WeightsHandle
 from penstock.validation import Validation, evaluate
 
 Swaps = asyncio.Queue[tuple[int, WeightsHandle]]
@@ -83,10 +83,7 @@ async def train_all(system: System) -> None:
     async with asyncio.TaskGroup() as loops:
         validation = Validation(system, loops)
         validation.repeat_missed()
-        endless = [
-            loops.create_task(admit(system)),
-            loops.create_task(never_returns(swap, system, swaps, validation)),
-        ]
+        endless = [loops.create_task(admit(system)), loops.create_task(never_returns(swap, system, swaps, validation))]
         while True:
             try:
                 await train(system, swaps)
@@ -125,7 +122,7 @@ async def dispatch(system: System) -> NoReturn:
                 system.workers.grant(assignment.worker, assignment.item)
 
 
-def collect(system: System, group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
+def collect(system: System, group: int, ref: PayloadRef | None, episodes: Summaries) -> None:
     """Record a completed group from a worker. Groups of an earlier attempt are ignored."""
     attempt = episodes[0].episode.group_attempt
     if (task := system.scheduler.task_of(attempt)) is None:

@@ -139,9 +139,8 @@ async def _restore(system: System) -> WeightsHandle:
         system.scheduler.restoring.load_state_dict(point.state["scheduler"])
         if not num_groups:
             _restore_without_pool(system, point)
-        system.recorder.event(
-            "resumed", step=point.step, policy_version=handle.policy_version, groups=num_groups, revived=num_lost
-        )
+        counts = {"groups": num_groups, "revived": num_lost}
+        system.recorder.event("resumed", step=point.step, policy_version=handle.policy_version, **counts)
     system.scheduler.restoring.attach_learner(handle.policy_version)
     system.update_pool()
     return handle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -128,9 +128,7 @@ class Trajectory:
         )
 
     @classmethod
-    def unflatten(
-        cls, sample: Sample, *, episode: EpisodeId, task_id: str, ended: bool, env_seed: int = 0
-    ) -> Trajectory:
+    def unflatten(cls, sample: Sample, *, episode: EpisodeId, task_id: str, ended: bool, env_seed: int = 0) -> Self:
         """Return the trajectory of a saved sample: the inverse of `flatten`, without `stop_reason` and `info`."""
         bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))  # [start, end) of each action
         turns, seen = [], 0

@@ -13,6 +13,7 @@ ten times cheaper than frozen dataclasses. One word per idea:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
@@ -172,6 +173,10 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     env_seed: int = 0
     info: dict[str, Any] = {}
     """See `Trajectory.info`."""
+
+
+Summaries = Sequence[EpisodeSummary]
+"""The summaries of a group's episodes, or of some of them."""
 
 
 class GroupRef(msgspec.Struct, frozen=True, kw_only=True):

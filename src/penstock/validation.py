@@ -63,7 +63,5 @@ class Validation:
     async def wait_until_ended(self) -> None:
         """Wait until no validation is running."""
         if self._running is not None:
-            with warn_if_stalled(
-                STALL_WARNING_S, waiter="the run", resource="the last validation", holder="its episodes"
-            ):
+            with warn_if_stalled(STALL_WARNING_S, waiter="the run", resource="the validation", holder="its episodes"):
                 await asyncio.wait([self._running])

@@ -19,7 +19,7 @@ def policy(**bounds: Any) -> SegmentPolicy:
 
 
 def after(subject: SegmentPolicy, reason: FinishReason, turn: int, episode: int, segments: int) -> AnswerState:
-    return subject.after(finish_reason=reason, turn_tokens=turn, episode_tokens=episode, turn_segments=segments)
+    return subject.after(reason=reason, turn_tokens=turn, episode_tokens=episode, turn_segments=segments)
 
 
 def test_the_bounds_come_from_the_configuration() -> None:

@@ -45,9 +45,7 @@ def _show_version(is_wanted: bool) -> None:
 
 @app.callback(help=DESCRIPTION)
 def options(
-    version: Annotated[
-        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
-    ] = False,
+    show: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     """Read the options of `penstock` itself."""
 
@@ -88,11 +86,7 @@ def rollout(
 
 @app.command()
 def resume(
-    run: RunName,
-    overrides: Overrides = None,
-    cluster: Cluster = None,
-    detach: Detach = False,
-    runs_dir: RunsDir = RUNS,
+    run: RunName, overrides: Overrides = None, cluster: Cluster = None, detach: Detach = False, runs_dir: RunsDir = RUNS
 ) -> None:
     """Continue a run that was stopped, has failed, or was killed, in its own directory."""
     from penstock.cli import train as command
@@ -144,9 +138,7 @@ def simulate(
 def serve(
     model: Annotated[Path, Option(metavar="PATH", help="A Hugging Face model directory.")],
     port: Annotated[int, Option(help="The port to listen on; 0 takes a free one.")] = 8000,
-    host: Annotated[
-        str, Option(help="The address to listen on. Any but loopback needs PENSTOCK_API_KEY.")
-    ] = "127.0.0.1",
+    host: Annotated[str, Option(help="The address. Any but loopback needs PENSTOCK_API_KEY.")] = "127.0.0.1",
     name: Annotated[str | None, Option(help="The name of the model for clients; its directory by default.")] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -158,9 +150,7 @@ def serve(
 
 @app.command()
 def envs(
-    place: Annotated[
-        Path | None, Argument(metavar="PATH", help="Search this file, or the files below it, too.")
-    ] = None,
+    place: Annotated[Path | None, Argument(metavar="PATH", help="Search this file or the files below it, too.")] = None,
 ) -> None:
     """List the environments, without importing any."""
     from penstock.cli import envs as command

@@ -146,6 +146,5 @@ def check_port(host: str, port: int) -> None:
             probe.bind(address)
         except OSError as error:
             raise Refused(
-                f"rollout.port: cannot listen on {host}:{port} ({error.strerror}); "
-                "choose another, or 0 to let the system choose"
+                f"rollout.port: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
             ) from None

@@ -266,8 +266,4 @@ def next_commands(document: Document) -> dict[str, str]:
         case status if has_ended(status):
             return {f"penstock stop {run}": "end its remaining processes"} | resume
     attach = {needed: "attach an environment worker"} if (needed := document["progress"]["needs"]) else {}
-    return {
-        **attach,
-        f"penstock logs {run} -f": "follow its processes",
-        f"penstock stop {run}": "stop it; it can be resumed",
-    }
+    return {**attach, f"penstock logs {run} -f": "follow its log", f"penstock stop {run}": "stop it; it can be resumed"}

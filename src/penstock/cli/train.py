@@ -63,13 +63,7 @@ JOIN_S = 60.0
 
 @refusing
 def begin(
-    pipeline: str,
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    detach: bool = False,
-    dry_run: bool = False,
-    results: Path | None = None,
+    pipeline: str, path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool, results: Path | None = None
 ) -> int:
     """Start a new run and return the exit code. `pipeline` is also the name of the command. The results of an
     evaluation are also written to `results`."""
@@ -92,13 +86,12 @@ def begin(
 
 
 @refusing
-def evaluate(
-    path: Path, overrides: Sequence[str], *, checkpoint: str | None, runs_dir: Path, results: Path | None
-) -> int:
+def evaluate(path: Path, overrides: Sequence[str], checkpoint: str | None, runs_dir: Path, results: Path | None) -> int:
     """Run the validation tasks, also write the results to `results`; return the exit code. Raises `Refused`."""
     if results is not None and not results.absolute().parent.is_dir():
         raise Refused(f"--json: there is no directory {results.parent}")
-    return begin("eval", path, [*AS_IT_IS, *overrides, *policy_word(checkpoint, runs_dir)], results=results)
+    words = [*AS_IT_IS, *overrides, *policy_word(checkpoint, runs_dir)]
+    return begin("eval", path, words, detach=False, dry_run=False, results=results)
 
 
 @refusing

@@ -258,9 +258,7 @@ def with_fallbacks(tree: dict[str, Any]) -> dict[str, Any]:
     env, data, validation = (_section(tree.get(name)) for name in ("env", "data", "validation"))
     base = {name: env[name] for name in EnvironmentConfig.model_fields if name in env} | {"data": data}
     trained = {tag: _merged(base, entry) for tag, entry in _section(env.get("mixture")).items()}
-    validated = {
-        tag: _merged(trained.get(tag, base), entry) for tag, entry in _section(validation.get("mixture")).items()
-    }
+    validated = {tag: _merged(trained.get(tag, base), own) for tag, own in _section(validation.get("mixture")).items()}
     whole = _with_source(tree, env) if "env" in tree else tree
     for name, section, entries in (("env", env, trained), ("validation", validation, validated)):
         if entries:

@@ -13,12 +13,7 @@ class Section(BaseModel):
     text."""
 
     model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
+        frozen=True, strict=True, allow_inf_nan=False, extra="forbid", use_attribute_docstrings=True
     )
 
     def contradictions(self) -> Iterator[str]:

@@ -59,9 +59,7 @@ class DumpConfig(Section):
     run, and training writes only `observe.trajectories`."""
     format: Literal["jsonl", "parquet"] = "jsonl"
     """Format of the files."""
-    columns: list[Column] = Field(
-        [Column(name=name, type=kind) for name, kind in DEFAULT_COLUMNS.items()], min_length=1
-    )
+    columns: list[Column] = Field([Column(name=key, type=kind) for key, kind in DEFAULT_COLUMNS.items()], min_length=1)
     """Columns of the table: `[[name, type], ...]` with types bigint, double, string, boolean and json. A name that is
     not a field of a trajectory is looked up in the task, then in the `info` that the environment returned."""
     rows_per_shard: int = Field(512, ge=1)

@@ -38,9 +38,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )
 
 
@@ -140,8 +138,7 @@ def _with_absolute_names(section: dict[str, Any], path: Path) -> dict[str, Any]:
             changed[key] = f"{(beside if beside.is_file() else Path(file)).absolute()}:{class_name}"
     if isinstance(mixture := section.get("mixture"), dict):
         changed["mixture"] = {
-            tag: _with_absolute_names(entry, path) if isinstance(entry, dict) else entry
-            for tag, entry in mixture.items()
+            tag: _with_absolute_names(each, path) if isinstance(each, dict) else each for tag, each in mixture.items()
         }
     return changed
 

@@ -31,9 +31,8 @@ class MixedTasks:
     ) -> None:
         """`sizes`: the number of items to use of each tag. Default: all items of the tag."""
         self._items, self._purpose = items, purpose
-        self._order = Interleaving(
-            weights or dict.fromkeys(items, 1), sizes or {tag: each.size for tag, each in items.items()}
-        )
+        sizes = sizes or {tag: each.size for tag, each in items.items()}
+        self._order = Interleaving(weights or dict.fromkeys(items, 1), sizes)
         self.size = self._order.size
         """Number of tasks; None if endless."""
 

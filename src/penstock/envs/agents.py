@@ -100,15 +100,11 @@ class Conversation:
         self._episode.num_drifts += 1
         return self._episode.context + self._chat.encode(text[len(known) :])
 
-    async def answer(
-        self, prompt_ids: list[int], max_tokens: int, messages: Sequence[Message] | None = None
-    ) -> Segment:
-        """Generate one turn and return its segments joined into one. `messages`: the messages behind `prompt_ids`, if
+    async def answer(self, prompt_ids: list[int], max_tokens: int, history: Sequence[Message] | None = None) -> Segment:
+        """Generate one turn and return its segments joined into one. `history`: the messages behind `prompt_ids`, if
         `prompt` made them. Raises `Diverged` if the history differs from the recorded one, and `Over` when no turn or
         token is left."""
-        async with holding(
-            self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its agent's other request"
-        ):
+        async with holding(self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its other request"):
             episode, known = self._episode, len(self._episode.context)
             episode.bounds = self._bounds
             if prompt_ids[:known] != episode.context:
@@ -140,8 +136,8 @@ class Conversation:
             said = Segment.joined(episode.turns[-1].segments, "stop" if finished else "length")
             episode.text = self._chat.decode(said.token_ids)
             self._history = []
-            if messages is not None:
-                self._history = [*_plain(messages), {"role": "assistant", "content": episode.text}]
+            if history is not None:
+                self._history = [*_plain(history), {"role": "assistant", "content": episode.text}]
             return said
 
     def _end(self, reason: StopReason, message: str) -> Over:
@@ -199,6 +195,4 @@ def _plain(messages: Sequence[Message]) -> list[Message]:
     """Return the messages without empty fields, which do not affect the tokens. Clients add such fields when they echo
     answers."""
     empty: tuple[Any, ...] = (None, [], {}, "")
-    return [
-        {key: value for key, value in message.items() if key == "content" or value not in empty} for message in messages
-    ]
+    return [{key: value for key, value in each.items() if key == "content" or value not in empty} for each in messages]

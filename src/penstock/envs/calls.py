@@ -66,13 +66,8 @@ class ConcurrencyLimit:
             yield
             return
         free = self._free.setdefault(id(limited), asyncio.Semaphore(limit))
-        holder = f"{limit} others (max_concurrent)"
-        async with permit(
-            free,
-            waiter=waiter,
-            resource=f"a slot of {getattr(limited, '__name__', type(limited).__name__)}",
-            holder=holder,
-        ):
+        name = getattr(limited, "__name__", type(limited).__name__)
+        async with permit(free, waiter=waiter, resource=f"a slot of {name}", holder=f"{limit} others (max_concurrent)"):
             yield
 
 
@@ -209,13 +204,11 @@ def _unpack(result: object, form: str) -> Sequence[Any]:
 
 
 def _outcome(result: object) -> Outcome:
-    observation, reward, terminated, truncated, info = _unpack(
-        result, "observation, reward, terminated, truncated, info"
-    )
+    said, reward, terminated, truncated, info = _unpack(result, "observation, reward, terminated, truncated, info")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if type(flag).__name__ not in ("bool", "bool_"):  # Python's or NumPy's
             raise EpisodeFailure(f"{name} is {flag!r}, not a boolean")
-    return Outcome(observation, check_reward(reward), bool(terminated), bool(truncated), info)
+    return Outcome(said, check_reward(reward), bool(terminated), bool(truncated), info)
 
 
 def check_reward(reward: object) -> float | None:

@@ -39,9 +39,7 @@ def demonstrations(
                     f"model.warm_start needs an environment with demonstrate(); {type(env).__name__} has none: "
                     "set model.warm_start.steps to 0 or use a trained model"
                 )
-            example = _episode(
-                env, chat, max_turns(task), mistakes, seed=stable_seed(seed, "demonstration", task.index)
-            )
+            shown = _episode(env, chat, max_turns(task), mistakes, stable_seed(seed, "demonstration", task.index))
         except ConfigError:
             raise
         except Exception as error:
@@ -50,7 +48,7 @@ def demonstrations(
         finally:
             if hasattr(env, "close"):
                 env.close()
-        yield example
+        yield shown
 
 
 class _Mistakes:
@@ -67,13 +65,11 @@ class _Mistakes:
         return shown
 
 
-def _episode(
-    env: Any, chat: ChatTokenizer, max_turns: int, mistakes: _Mistakes, *, seed: int
-) -> tuple[list[int], list[int]]:
+def _episode(env: Any, chat: ChatTokenizer, turns: int, mistakes: _Mistakes, seed: int) -> tuple[list[int], list[int]]:
     observation, _ = env.reset(seed)
     token_ids = chat.prompt([{"role": "user", "content": observation}])
     mask = [0] * len(token_ids)
-    for turn in range(1, max_turns + 1):
+    for turn in range(1, turns + 1):
         action = env.demonstrate()
         if not isinstance(action, str):
             raise ConfigError(f"model.warm_start: {type(env).__name__}.demonstrate returned {action!r}, not a string")
@@ -81,7 +77,7 @@ def _episode(
         action_ids = [*chat.encode(action), chat.eos_ids[0]]
         token_ids, mask = token_ids + action_ids, mask + [1] * len(action_ids)
         observation, _, terminated, truncated, _ = env.step(action)
-        if terminated or truncated or turn == max_turns:
+        if terminated or truncated or turn == turns:
             break
         observed = chat.continuation([{"role": "user", "content": observation}], ended=True)
         token_ids, mask = token_ids + observed, mask + [0] * len(observed)

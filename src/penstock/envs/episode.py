@@ -137,7 +137,7 @@ class Episode:
         self.num_tokens += len(segment.token_ids)
         self.turn_tokens += len(segment.token_ids)
         return self.bounds.after(
-            finish_reason=segment.finish_reason,
+            reason=segment.finish_reason,
             turn_tokens=self.turn_tokens,
             episode_tokens=self.num_tokens,
             turn_segments=self.turn_segments,

@@ -245,13 +245,10 @@ class EnvManager:
                 raise EpisodeFailure("the same seed gives another first observation: the episode cannot continue")
             await self._play(episode, environment, await self._generate(episode, episode.grant))
 
-    async def _reset(self, episode: Episode, environment: EpisodeEnvironment) -> None:
-        await environment.enter()
-        async with (
-            environment.slot(),
-            spending([episode], resource="its first observation", holder=environment.holder("reset")),
-        ):
-            observation, info = await environment.reset(episode.lease.env_seed)
+    async def _reset(self, episode: Episode, env: EpisodeEnvironment) -> None:
+        await env.enter()
+        async with env.slot(), spending([episode], resource="its first observation", holder=env.holder("reset")):
+            observation, info = await env.reset(episode.lease.env_seed)
         episode.said = [observation]
         episode.hear(info)
 
@@ -282,12 +279,9 @@ class EnvManager:
         """Generate the first segment of the next answer, or the next segment of a cut one, with a new grant."""
         return await self._generate(episode, await self._next_grant(episode, unfinished=unfinished))
 
-    async def _step(self, episode: Episode, environment: EpisodeEnvironment) -> Outcome:
-        async with (
-            environment.slot(),
-            spending([episode], resource="its next observation", holder=environment.holder("step")),
-        ):
-            outcome = await environment.step(episode.text)
+    async def _step(self, episode: Episode, env: EpisodeEnvironment) -> Outcome:
+        async with env.slot(), spending([episode], resource="its next observation", holder=env.holder("step")):
+            outcome = await env.step(episode.text)
         episode.hear(outcome.info)
         return outcome
 

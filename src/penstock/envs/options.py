@@ -27,12 +27,7 @@ def check_options(name: str, made: Callable[..., Any], /, *args: Any, **options:
 
 
 def check_written(
-    key: str,
-    where: tuple[str, str],
-    options: Mapping[str, Any],
-    *,
-    num_given: int,
-    extra: Collection[str] = (),
+    key: str, where: tuple[str, str], options: Mapping[str, Any], *, num_given: int, extra: Collection[str] = ()
 ) -> None:
     """Raise `ConfigError` if the source of a class or function shows that it does not accept `options`. Nothing is
     imported. `key`: the setting that holds the options. `where`: (file or module, name in it). `num_given`: number of

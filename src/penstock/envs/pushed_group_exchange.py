@@ -92,9 +92,8 @@ class Exchange:
         self._match()
         trajectory = partial(Trajectory, task_id=work.task.task_id)
         try:
-            with warn_if_stalled(
-                STALL_WARNING_S, waiter=f"group {work.group}", resource="a pushed group", holder=self._holder
-            ):
+            waiter = f"group {work.group}"
+            with warn_if_stalled(STALL_WARNING_S, waiter=waiter, resource="a pushed group", holder=self._holder):
                 offer = await lease
         except EpisodeFailure as error:
             for episode in work.episodes:

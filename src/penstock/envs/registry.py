@@ -28,9 +28,7 @@ _BUILT_IN = {
 
 
 ADAPTER_OPTIONS = [
-    name
-    for name, parameter in inspect.signature(Adapter).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    name for name, each in inspect.signature(Adapter).parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY
 ]
 _PROGRAMS = {ATROPOS: "groups that Atropos environments play and push, which are programs of their own"}
 
@@ -122,9 +120,7 @@ def playable(name: str, found: Any) -> type[Environment]:
     `ConfigError` if it is not a valid environment or agent."""
     plays = is_agent(found) or (hasattr(found, "reset") and hasattr(found, "step"))
     if not (isinstance(found, type) and plays):
-        raise ConfigError(
-            f"env.name {name!r} is not a class with reset(seed) and step(action), nor one with play(llm, seed)"
-        )
+        raise ConfigError(f"env.name {name!r} is no class with reset(seed) and step(action), nor with play(llm, seed)")
     play = getattr(found, "play", None)
     if play is not None and not getattr(found, "blocking", False) and not inspect.iscoroutinefunction(play):
         raise ConfigError(

@@ -147,12 +147,7 @@ def _fence(*, network: bool) -> list[str]:
 def _limited(limits: Limits) -> list[str]:
     """Return the command prefix that sets hard limits. A process that reaches a limit is killed or its request is
     refused. It cannot raise the limit."""
-    words = [
-        f"--cpu={limits.cpu_s}",
-        f"--as={limits.memory_bytes}",
-        f"--fsize={limits.file_bytes}",
-        "--core=0",
-    ]
+    words = [f"--cpu={limits.cpu_s}", f"--as={limits.memory_bytes}", f"--fsize={limits.file_bytes}", "--core=0"]
     if has_namespaces():  # without them the kernel counts all processes of this user
         words.append(f"--nproc={limits.max_processes}")
     return ["prlimit", *words, "--"]

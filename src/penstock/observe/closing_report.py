@@ -97,9 +97,8 @@ def evaluation_table(evaluation: dict[str, Any]) -> Table:
 def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[str], config: Config) -> Table:
     """Return the most important lines of the summary."""
     wall_s, trajectories = summary["wall_seconds"], count(summary["trajectories"])
-    rows: list[tuple[str, RenderableType]] = [
-        ("status", summary["status"] + (f" after {clock(wall_s)}" if wall_s else ""))
-    ]
+    after = f" after {clock(wall_s)}" if wall_s else ""
+    rows: list[tuple[str, RenderableType]] = [("status", summary["status"] + after)]
     if summary["eval_before"] is not None:
         change = f"{number(summary['eval_before'])} → {number(summary['eval_after'])}"
         played = f"mean of {config.validation_tasks} tasks, {answers_of(config)}"

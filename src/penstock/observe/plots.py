@@ -134,9 +134,7 @@ def _mark_evaluations(axes: Any, events: Sequence[Record], last_step: float) -> 
     steps_of = {"before": 0.0, "after": last_step}
     latest = {event["when"]: event for event in events if event.get("event") == "evaluation"}
     known = sorted(
-        (steps_of.get(when, event["step"]), event["reward"], when)
-        for when, event in latest.items()
-        if event.get("reward") is not None
+        (steps_of.get(when, e["step"]), e["reward"], when) for when, e in latest.items() if e.get("reward") is not None
     )
     if not known:
         return

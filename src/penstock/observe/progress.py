@@ -199,9 +199,8 @@ def _processes(view: RunView) -> RenderableType:
 def _figures(view: RunView) -> RenderableType:
     progress = view.progress
     course = sparkline(list(view.rewards.values()), SPARKLINE_WIDTH)
-    rows: dict[str, RenderableType] = {
-        "reward": Text.assemble((number(progress["reward"]), "bold green"), "  ", (course, "green"))
-    }
+    reward = Text.assemble((number(progress["reward"]), "bold green"), "  ", (course, "green"))
+    rows: dict[str, RenderableType] = {"reward": reward}
     if view.evaluations:
         rows["held out"] = held_out(view.evaluations)
     if len(view.tags) > 1:

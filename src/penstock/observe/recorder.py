@@ -19,8 +19,8 @@ from penstock.observe.log_lines import Paced, pairs
 from penstock.observe.summary import PLAYED, mean
 from penstock.observe.trackers import Tracker
 from penstock.ports.group_records import GroupRecord
-from penstock.ports.observer import BusySpan, Observer
-from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, LearnerState, Task
+from penstock.ports.observer import BusySpan, Observer, Scheduling
+from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, LearnerState, Summaries, Task
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Recorder(Observer):
             self._groups_failed += record.state == EpisodeState.FAILED
             self._add(record.episodes)
 
-    def _add(self, episodes: Sequence[EpisodeSummary]) -> None:
+    def _add(self, episodes: Summaries) -> None:
         """Add episodes to the totals."""
         self._totals["episodes_total"] += len(episodes)
         self._totals["tokens_played_total"] += sum(episode.response_tokens for episode in episodes)
@@ -165,7 +165,7 @@ class Recorder(Observer):
             jsonl.write_json(self._results_path, results)
             self._results = results
 
-    def group_completed(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
+    def group_completed(self, tag: str, episodes: Summaries) -> None:
         """Record completed episodes before any filter: the reward curve must not depend on what is trained."""
         finished = [episode for episode in episodes if episode.status != "failed"]
         self._finished[tag] += finished
@@ -178,9 +178,7 @@ class Recorder(Observer):
             if name.startswith("skipped_"):
                 self._skipped[name.removeprefix("skipped_")] += int(count)
 
-    def stepped(
-        self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]
-    ) -> None:
+    def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
         """Write the line of a step."""
         measured: dict[str, float | None] = {
             name: value for name, value in learner.metrics.items() if name not in ("tokens", "busy_s")
@@ -206,7 +204,7 @@ class Recorder(Observer):
         }
         self._write(line)
 
-    def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
+    def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
         """Write a progress line unless no group has ended since the latest one. Its step is the number of ended groups.
         Its tokens are those of completed episodes."""
         if groups == self._latest_step:
@@ -272,7 +270,7 @@ class Recorder(Observer):
         when: str,
         step: int,
         tasks: Sequence[Task],
-        played: Sequence[Sequence[EpisodeSummary]],
+        played: Sequence[Summaries],
         *,
         num_shown: int,
         solved_at: float,
@@ -320,7 +318,7 @@ class Recorder(Observer):
         return {name: self._before.get(name, 0.0) + value for name, value in sums.items()}
 
 
-def _figures(episodes: Sequence[EpisodeSummary]) -> dict[str, float | None]:
+def _figures(episodes: Summaries) -> dict[str, float | None]:
     """Return the figures of completed episodes for the line of a step."""
     return {
         "reward": mean([episode.reward for episode in episodes]),

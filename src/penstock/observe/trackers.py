@@ -52,8 +52,6 @@ class Wandb:
 Tracker = TensorBoard | Wandb
 
 
-def open_trackers(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> list[Tracker]:
+def open_trackers(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Tracker]:
     """Return the trackers that `observe.trackers` names."""
-    return [
-        TensorBoard(run_dir) if name == "tensorboard" else Wandb(run_dir, settings) for name in dict.fromkeys(names)
-    ]
+    return [TensorBoard(run_dir) if name == "tensorboard" else Wandb(run_dir, config) for name in dict.fromkeys(names)]

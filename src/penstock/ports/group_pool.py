@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
-from penstock.types import EpisodeState, EpisodeSummary, GroupAttempt, PayloadRef, Task
+from penstock.types import EpisodeState, GroupAttempt, PayloadRef, Summaries, Task
 
 
 class Pool(Protocol):
@@ -15,7 +15,7 @@ class Pool(Protocol):
     def admit_groups(self, groups: Sequence[tuple[int, Task]]) -> None:
         """Record groups as `pending`: new groups, or known groups that will be played again."""
 
-    def add_group(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
+    def add_group(self, group: int, task: Task, ref: PayloadRef, episodes: Summaries) -> None:
         """Record a completed group as `ready`."""
 
     def end_groups(self, groups: Sequence[EndedGroup]) -> None:

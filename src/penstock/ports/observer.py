@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.ports.group_records import GroupRecord
-from penstock.types import NO_VERSION, EpisodeSummary, LearnerState, Task
+from penstock.types import NO_VERSION, LearnerState, Summaries, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,10 @@ class BusySpan:
     policy_version: int = NO_VERSION
 
 
+Scheduling = Mapping[str, float | None]
+"""The scheduler's figures at a step, by name."""
+
+
 class Observer:
     """The record of a run: events, decisions and metrics. A method that a subclass leaves out records nothing."""
 
@@ -35,18 +39,16 @@ class Observer:
     def restore(self, records: Iterable[GroupRecord]) -> None:
         """Continue the metrics of a run without a trainer, from the group records of an earlier controller."""
 
-    def group_completed(self, tag: str, episodes: Sequence[EpisodeSummary]) -> None:
+    def group_completed(self, tag: str, episodes: Summaries) -> None:
         """Record a completed training group."""
 
     def accumulated(self, counts: Mapping[str, float]) -> None:
         """Record the counts of one `Trainer.accumulate`."""
 
-    def stepped(
-        self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]
-    ) -> None:
+    def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
         """Record an optimizer step."""
 
-    def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]) -> None:
+    def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
         """Record progress of a run without a trainer: `groups` have ended. Repeated progress is ignored."""
 
     def evaluated(
@@ -54,7 +56,7 @@ class Observer:
         when: str,
         step: int,
         tasks: Sequence[Task],
-        played: Sequence[Sequence[EpisodeSummary]],
+        played: Sequence[Summaries],
         *,
         num_shown: int,
         solved_at: float,

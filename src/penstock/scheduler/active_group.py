@@ -13,7 +13,7 @@ instead of WAITING, and ends when its last member ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Literal
 
@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.ports.work import PartialRollout
 from penstock.scheduler.ledger import Ledger
-from penstock.types import EpisodeId, EpisodeState, EpisodeSummary, GroupAttempt, PayloadRef, Task
+from penstock.types import EpisodeId, EpisodeState, EpisodeSummary, GroupAttempt, PayloadRef, Summaries, Task
 
 Kind = Literal["train", "leftover", "evaluation"]
 """A `leftover` is a training group that did not complete in its round. It starts over in a later round."""
@@ -80,10 +80,10 @@ class ActiveGroup(msgspec.Struct, kw_only=True, eq=False):
     """Tokens generated so far, by member. Only members that asked for another grant are in it."""
     partial_rollouts: dict[int, PartialRollout] = msgspec.field(default_factory=dict)
     """Tokens saved in the pool, by member, so that another worker can continue the member."""
-    summaries: Sequence[EpisodeSummary] = ()
+    summaries: Summaries = ()
     """Summaries of all members, once the group is complete."""
     ref: PayloadRef | None = None
-    result: asyncio.Future[Sequence[EpisodeSummary]] | None = None
+    result: asyncio.Future[Summaries] | None = None
     """Delivers the summaries of an evaluation group."""
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from penstock.scheduler.active_group import ActiveGroup
 from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.wakeup import Progress, Signal
-from penstock.types import EpisodeState, EpisodeSummary, Task
+from penstock.types import EpisodeState, EpisodeSummary, Summaries, Task
 
 
 class Evaluations:
@@ -21,7 +21,7 @@ class Evaluations:
         self._num_requested = self._num_ended = 0
         """Number of groups to evaluate, and of those that have ended. Both restart at 0 once all have ended."""
 
-    async def evaluate_tasks(self, tasks: Sequence[Task], *, num_samples: int = 1) -> list[Sequence[EpisodeSummary]]:
+    async def evaluate_tasks(self, tasks: Sequence[Task], *, num_samples: int = 1) -> list[Summaries]:
         """Play each task `num_samples` times. Returns the episodes of each task, failed episodes included."""
         if self._num_ended == self._num_requested:
             self._num_requested = self._num_ended = 0
@@ -34,7 +34,7 @@ class Evaluations:
                 await self._progress.wait(self._evaluated)
         return [result.result() for result in results]
 
-    def _add_group(self, task: Task, size: int) -> asyncio.Future[Sequence[EpisodeSummary]]:
+    def _add_group(self, task: Task, size: int) -> asyncio.Future[Summaries]:
         group = self._groups.admit_group(task, "evaluation", size)
         group.result = asyncio.get_running_loop().create_future()
         return group.result
@@ -50,7 +50,7 @@ class Evaluations:
         episodes = [group.episode_id(member) for member in range(group.size)]
         self._deliver(group, [EpisodeSummary(episode=each, status="failed", error=error) for each in episodes])
 
-    def _deliver(self, group: ActiveGroup, summaries: Sequence[EpisodeSummary]) -> None:
+    def _deliver(self, group: ActiveGroup, summaries: Summaries) -> None:
         assert group.result is not None
         group.result.set_result(summaries)
         self._num_ended += 1

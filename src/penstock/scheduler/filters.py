@@ -22,7 +22,7 @@ import msgspec
 from penstock.alarms import HopelessError
 from penstock.config import ConfigError, GroupFilterConfig
 from penstock.config.imports import import_named
-from penstock.types import EpisodeSummary, StopReason, Task
+from penstock.types import StopReason, Summaries, Task
 
 KEY = "scheduler.group_filter"
 ZERO_VARIANCE = "zero_variance"
@@ -49,7 +49,7 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group for a filter to judge. All its members have ended."""
 
     task: Task
-    episodes: Sequence[EpisodeSummary]
+    episodes: Summaries
 
 
 class GroupFilter(Protocol):

@@ -44,9 +44,7 @@ class Leases:
         """Return work for `members` of `group`. Members with partial rollouts continue from them."""
         task = group.task
         _, sampling = self._limits(task.tag, task.purpose)
-        sampling_seed = stable_seed(
-            self._config.seed, "sampling", task.purpose, task.tag, task.index, group.num_failures
-        )
+        seed = stable_seed(self._config.seed, "sampling", task.purpose, task.tag, task.index, group.num_failures)
         saved = [(member, group.partial_rollouts[member]) for member in members if member in group.partial_rollouts]
         return Work(
             task=task,
@@ -57,7 +55,7 @@ class Leases:
             members=tuple(members),
             max_tokens=tuple(self._max_tokens(group, member) for member in members),
             env_seed=env_seed(self._config, task),
-            sampling_seed=sampling_seed,
+            sampling_seed=seed,
             deadline_s=self._config.env.episode_timeout_s,
             sampling=sampling,
             saved=tuple(msgspec.structs.replace(each, episode=group.episode_id(member)) for member, each in saved),

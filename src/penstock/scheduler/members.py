@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from penstock.scheduler.active_group import ActiveGroup
 from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.dispatcher import Dispatcher
-from penstock.types import EpisodeState, EpisodeSummary, GroupAttempt, PayloadRef
+from penstock.types import EpisodeState, GroupAttempt, PayloadRef, Summaries
 
 
 class MemberReports:
@@ -56,9 +56,7 @@ class MemberReports:
             self._dispatcher.enqueue_rest(group, probe_tokens)
         self._wake()
 
-    def end_members(
-        self, attempt: GroupAttempt, summaries: Sequence[EpisodeSummary], saved: Sequence[PayloadRef | None]
-    ) -> None:
+    def end_members(self, attempt: GroupAttempt, summaries: Summaries, saved: Sequence[PayloadRef | None]) -> None:
         """Record members that ended before their group was complete. The worker keeps their tokens."""
         if (group := self._groups.find_attempt(attempt)) is None:
             return
@@ -82,7 +80,7 @@ class MemberReports:
         self._wake()
 
 
-def errors_of(summaries: Sequence[EpisodeSummary]) -> dict[int, str]:
+def errors_of(summaries: Summaries) -> dict[int, str]:
     """Return the errors of failed and aborted episodes, by member."""
     failed = [summary for summary in summaries if summary.status in ("failed", "aborted")]
     return {summary.episode.episode: summary.error or "no reason given" for summary in failed}

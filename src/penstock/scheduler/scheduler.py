@@ -27,16 +27,7 @@ from penstock.scheduler.members import MemberReports, errors_of
 from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.supply import Supply
 from penstock.scheduler.wakeup import Progress
-from penstock.types import (
-    NO_VERSION,
-    EpisodeState,
-    EpisodeSummary,
-    GroupAttempt,
-    GroupRef,
-    LearnerState,
-    PayloadRef,
-    Task,
-)
+from penstock.types import NO_VERSION, EpisodeState, GroupAttempt, GroupRef, LearnerState, PayloadRef, Summaries, Task
 
 MAX_STALE_SHARE = 0.1
 """Share of a step's tokens or samples that may be too old to train before an alarm is raised."""
@@ -224,9 +215,7 @@ class Scheduler:
         group = self.groups.find_attempt(attempt)
         return None if group is None else group.task
 
-    def finish_group(
-        self, attempt: GroupAttempt, ref: PayloadRef | None, summaries: Sequence[EpisodeSummary]
-    ) -> EpisodeState | None:
+    def finish_group(self, attempt: GroupAttempt, ref: PayloadRef | None, summaries: Summaries) -> EpisodeState | None:
         """Record a group that a worker has completed. Returns the new state of its episodes; None for an earlier or a
         cancelled attempt."""
         if (group := self.groups.find_attempt(attempt)) is None:

@@ -72,15 +72,13 @@ class SegmentPolicy:
             left.append(self.global_max_length - num_tokens)
         return max(min(left), 0)
 
-    def after(
-        self, *, finish_reason: FinishReason, turn_tokens: int, episode_tokens: int, turn_segments: int
-    ) -> AnswerState:
+    def after(self, *, reason: FinishReason, turn_tokens: int, episode_tokens: int, turn_segments: int) -> AnswerState:
         """Return the state of the answer after a segment.
 
         `turn_segments` counts the segments of the turn that were cut for length. It does not count segments that a
         server aborted.
         """
-        if finish_reason == "stop":
+        if reason == "stop":
             return "finished"
         is_used_up = (
             turn_tokens >= self.max_turn_tokens

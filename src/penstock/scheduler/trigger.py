@@ -91,9 +91,8 @@ class Trigger:
         if now >= expires_at:
             waited = f"{ready} groups ready for {now - state.waiting_since:.3f} s of {limits.max_wait_s:g} s"
             return self._fire(take, room, f"timeout: {waited}, {wanted} wanted")
-        return TriggerDecision(
-            num_groups=0, step=False, reason=f"{ready} of {wanted} groups ready", look_again_at=expires_at
-        )
+        reason = f"{ready} of {wanted} groups ready"
+        return TriggerDecision(num_groups=0, step=False, reason=reason, look_again_at=expires_at)
 
     def _fire(self, take: int, room: int, reason: str) -> TriggerDecision:
         return TriggerDecision(num_groups=take, step=self.use == "step" or take == room, reason=reason)

@@ -20,15 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import (
-    Config,
-    ConfigError,
-    EngineModelConfig,
-    SimulatorConfig,
-    TrainerModelConfig,
-    WorkloadConfig,
-    load_config,
-)
+from penstock.config import Config, ConfigError, load_config
+from penstock.config.simulated_cluster import EngineModelConfig, SimulatorConfig, TrainerModelConfig, WorkloadConfig
 from penstock.observe import jsonl
 from penstock.observe.summary import read_steps
 from penstock.ports.group_records import GroupRecord

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
 from penstock.simulator.server_model import Request
-from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, GroupRef, PayloadRef, Task
+from penstock.types import NO_VERSION, EpisodeState, GroupRef, PayloadRef, Summaries, Task
 
 REF = PayloadRef(file="simulated", offset=0, length=0, crc32=0)
 """Payload reference of every group; a simulation has no tokens to point to."""
@@ -67,7 +67,7 @@ class Experience:
     def admit_groups(self, groups: Sequence[tuple[int, Task]]) -> None:
         """Do nothing: the simulation counts only finished groups."""
 
-    def add_group(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
+    def add_group(self, group: int, task: Task, ref: PayloadRef, episodes: Summaries) -> None:
         lengths = array("l", [episode.response_tokens for episode in episodes])
         oldest = [episode.version_min for episode in episodes]
         prompt_tokens = sum([episode.prompt_tokens for episode in episodes])

@@ -95,7 +95,7 @@ def measure(run: Simulation, workload: Workload, *, shares_devices: bool) -> Mea
     people = population(workload, run.num_tasks, longest=longest)
     filtered = experience.num_filtered / max(experience.num_groups, 1)
     kept_tokens = float(np.mean(experience.trained_lengths)) if experience.num_filtered else people.mean_tokens
-    bounds = limits(config, people, kept=1 - filtered, kept_tokens=kept_tokens, shares_devices=shares_devices)
+    bounds = limits(config, people, kept=1 - filtered, kept_tokens=kept_tokens, shared=shares_devices)
     first, last = run.marks[config.simulator.warmup_steps], run.marks[-1]
     rate = (last.num_samples - first.num_samples) / max(last.time - first.time, 1e-12)
     whole, batch = np.sort(np.asarray(run.workers.whole_at)), config.trainer.groups_per_step
@@ -121,9 +121,7 @@ def measure(run: Simulation, workload: Workload, *, shares_devices: bool) -> Mea
     )
 
 
-def limits(
-    config: Config, population: Population, *, kept: float, kept_tokens: float, shares_devices: bool
-) -> dict[str, Any]:
+def limits(config: Config, population: Population, *, kept: float, kept_tokens: float, shared: bool) -> dict[str, Any]:
     """Return the samples per second that the modelled machines allow: the upper bound X* for any scheduler, and its
     parts.
 
@@ -139,7 +137,7 @@ def limits(
     """
     generation = kept * _generation(config, population)
     training = _training(config, population.prompt_tokens + kept_tokens)
-    both = 1 / (1 / generation + 1 / training) if shares_devices else min(generation, training)
+    both = 1 / (1 / generation + 1 / training) if shared else min(generation, training)
     return {"limit_samples_per_s": both, "limit_generation": generation, "limit_training": training}
 
 

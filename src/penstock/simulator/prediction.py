@@ -44,11 +44,7 @@ class Result:
     def plain(self) -> dict[str, object]:
         """Return plain values for JSON: every run, and the mean and spread of every number."""
         keys = [key for key, value in asdict(self.runs[0]).items() if isinstance(value, int | float)]
-        return {
-            **asdict(self),
-            "mean": {key: self.mean(key) for key in keys},
-            "spread": {key: self.spread(key) for key in keys},
-        }
+        return {**asdict(self), "mean": {k: self.mean(k) for k in keys}, "spread": {k: self.spread(k) for k in keys}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +87,11 @@ def predict(config: Config, *, watch: Watch = lambda name, step, steps: None) ->
 
 
 def _open(config: Config, seed: int) -> Workload:
-    engine, settings = config.simulator.engine, config.simulator.workload
+    kv_tokens, settings = config.simulator.engine.kv_tokens, config.simulator.workload
     workload = open_workload(settings, group_size=config.env.num_members, seed=seed)
     longest = workload.max_tokens + settings.prompt_tokens
-    if engine.kv_tokens is not None and engine.kv_tokens < longest:
-        raise ConfigError(
-            f"simulator.engine.kv_tokens ({engine.kv_tokens}) does not hold the longest sequence ({longest} tokens)"
-        )
+    if kv_tokens is not None and kv_tokens < longest:
+        raise ConfigError(f"simulator.engine.kv_tokens ({kv_tokens}) does not hold the longest sequence ({longest})")
     return workload
 
 

@@ -13,7 +13,7 @@ from penstock import loop
 from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.deadline import reporting_to
-from penstock.ports.observer import Observer
+from penstock.ports.observer import Observer, Scheduling
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.experience import Experience
@@ -60,11 +60,9 @@ class Simulation(Observer):
         num_tasks: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        now = asyncio.get_running_loop().time
+        now, rollout = asyncio.get_running_loop().time, config.rollout
         self.config, self._progress = config, progress
-        self.fleet = Fleet(
-            config.simulator.engine, num_servers=config.rollout.num_servers, num_slots=config.rollout.slots
-        )
+        self.fleet = Fleet(config.simulator.engine, num_servers=rollout.num_servers, num_slots=rollout.slots)
         self.experience = Experience(max_staleness=config.scheduler.max_staleness)
         self.trainer = TrainerModel(config.simulator.trainer, self.experience)
         scheduler = Scheduler(config, now=now, log_decision=self.decision)
@@ -113,9 +111,7 @@ class Simulation(Observer):
         await loop.run(self.system)
         return self
 
-    def stepped(
-        self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Mapping[str, float | None]
-    ) -> None:
+    def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
         self.marks.append(self._mark(step))
         if self._progress is not None:
             self._progress(step)

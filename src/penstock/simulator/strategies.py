@@ -44,9 +44,8 @@ class Combination:
     @property
     def shares_devices(self) -> bool:
         """Return whether generation and training take turns on the same devices."""
-        return self.strategy in ON_ALL_DEVICES or (
-            self.strategy == "configured" and self.config.scheduler.mode == "colocated"
-        )
+        is_colocated = self.config.scheduler.mode == "colocated"
+        return self.strategy in ON_ALL_DEVICES or (self.strategy == "configured" and is_colocated)
 
 
 def combinations(config: Config, workload: Workload) -> list[Combination]:

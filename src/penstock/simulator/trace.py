@@ -20,12 +20,8 @@ from penstock.simulator.workload import LogNormalWorkload, Plan, Repeats, Turn, 
 from penstock.store.index import read_groups
 
 SETTING = "simulator.workload.path"
-READERS = {
-    ".jsonl": ("pyarrow.json", "read_json"),
-    ".csv": ("pyarrow.csv", "read_csv"),
-    ".parquet": ("pyarrow.parquet", "read_table"),
-}
-"""Suffix of a trace file -> the module and function that read it."""
+READERS = {".jsonl": ("json", "read_json"), ".csv": ("csv", "read_csv"), ".parquet": ("parquet", "read_table")}
+"""Suffix of a trace file -> the module of pyarrow and the function that read it."""
 NEEDED = ("task_id", "response_tokens")
 NUMBERS = ("response_tokens", "prompt_tokens", "turn", "tool_s", "reward")
 
@@ -55,12 +51,10 @@ class RecordedWorkload:
     """A workload that repeats recorded tasks, in a new random order each time. If a task has fewer episodes than a
     group has members, some episodes occur twice."""
 
-    def __init__(
-        self, tasks: Sequence[RecordedTask], *, group_size: int, seed: int, reward: float, in_order_first: bool
-    ) -> None:
+    def __init__(self, tasks: Sequence[RecordedTask], config: WorkloadConfig, *, group_size: int, seed: int) -> None:
         self._tasks = list(tasks)
-        self._group_size, self._seed, self._reward = group_size, seed, reward
-        self._repeats = Repeats(len(tasks), seed=seed, in_order_first=in_order_first)
+        self._group_size, self._seed, self._reward = group_size, seed, config.reward_probability
+        self._repeats = Repeats(len(tasks), seed=seed, in_order_first=config.source == "run")
         episodes = [episode for task in self._tasks for episode in task.episodes]
         self.max_tokens = max(episode.tokens for episode in episodes)
         self.max_turns = max(len(episode.turns) for episode in episodes)
@@ -90,13 +84,7 @@ def open_workload(config: WorkloadConfig, *, group_size: int, seed: int) -> Work
         return LogNormalWorkload(config, group_size=group_size, seed=seed)
     assert config.path is not None
     tasks = _read_trace(Path(config.path), config) if config.source == "trace" else _read_run(Path(config.path))
-    return RecordedWorkload(
-        tasks,
-        group_size=group_size,
-        seed=seed,
-        reward=config.reward_probability,
-        in_order_first=config.source == "run",
-    )
+    return RecordedWorkload(tasks, config, group_size=group_size, seed=seed)
 
 
 def _read_trace(path: Path, config: WorkloadConfig) -> list[RecordedTask]:
@@ -135,7 +123,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{SETTING}: {path} is none of {', '.join(READERS)}")
     module, function = READERS[path.suffix]
     try:
-        table = getattr(import_module(module), function)(str(path))
+        table = getattr(import_module(f"pyarrow.{module}"), function)(str(path))
     except FileNotFoundError:
         raise ConfigError(f"{SETTING}: {path} does not exist") from None
     except (pyarrow.ArrowInvalid, OSError) as error:

@@ -27,10 +27,11 @@ from penstock.types import (
     GroupAttempt,
     PayloadRef,
     SegmentGrant,
+    Summaries,
     TrajectoryStatus,
 )
 
-Collect = Callable[[int, PayloadRef | None, Sequence[EpisodeSummary]], None]
+Collect = Callable[[int, PayloadRef | None, Summaries], None]
 
 
 class _RunningGroup:
@@ -137,14 +138,9 @@ class FleetWorkers:
         self._request(running, lengths, context, self._generated, episodes)
 
     def _request(
-        self,
-        running: _RunningGroup,
-        lengths: Sequence[int],
-        context: int,
-        on_done: Callable[[Request], None],
-        key: object,
+        self, running: _RunningGroup, lengths: Sequence[int], context: int, done: Callable[[Request], None], key: object
     ) -> None:
-        request = Request(lengths, context, on_done, key=key)
+        request = Request(lengths, context, done, key=key)
         if self._latency_s:
             self._loop.call_later(self._latency_s, self._submit, running, request)
         else:
@@ -217,7 +213,7 @@ class FleetWorkers:
         """Handle a turn that was cut: truncate the episode or ask for another grant."""
         episode.num_segments += not aborted
         state = self._segments.after(
-            finish_reason="abort" if aborted else "length",
+            reason="abort" if aborted else "length",
             turn_tokens=episode.turn_tokens,
             episode_tokens=episode.num_tokens,
             turn_segments=episode.num_segments,
@@ -269,7 +265,7 @@ class FleetWorkers:
         if summaries and self._running.get(running.group) is running:
             self._reports.end_members(summaries[0].episode.group_attempt, summaries, [None] * len(summaries))
 
-    def _whole(self, running: _RunningGroup, episodes: Sequence[EpisodeSummary], pieces: Pieces) -> None:
+    def _whole(self, running: _RunningGroup, episodes: Summaries, pieces: Pieces) -> None:
         del self._running[running.group]
         running.unreported = []
         self.whole_at.append(self._loop.time())

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from penstock.ports.group_records import EndedGroup, GroupRecord
 from penstock.store.index import PoolIndex
 from penstock.store.payload_files import is_whole, remove_files, sync_files
-from penstock.types import EpisodeState, EpisodeSummary, PayloadRef, Task
+from penstock.types import EpisodeState, PayloadRef, Summaries, Task
 
 
 class ExperiencePool(PoolIndex):
@@ -46,7 +46,7 @@ class ExperiencePool(PoolIndex):
             records.append(record)
         self.put(records)
 
-    def add_group(self, group: int, task: Task, ref: PayloadRef, episodes: Sequence[EpisodeSummary]) -> None:
+    def add_group(self, group: int, task: Task, ref: PayloadRef, episodes: Summaries) -> None:
         facts = {"ref": ref, "episodes": list(episodes), "attempt": episodes[0].episode.attempt}
         self.put([replace(self._needed[group], state=EpisodeState.READY, **facts)])
 

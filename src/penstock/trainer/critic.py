@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from penstock.config import CriticConfig
+from penstock.config.trainer_settings import CriticConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.optimizer import adamw, load_optimizer, take_step

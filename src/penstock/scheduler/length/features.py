@@ -21,11 +21,12 @@ class Cue(NamedTuple):
     chinese: tuple[str, ...]
 
     def occurs(self, lower: str, *, ascii_only: bool) -> bool:
-        return any(word in lower for word in self.english) or (
-            not ascii_only and any(word in lower for word in self.chinese)
-        )
+        words = self.english if ascii_only else self.english + self.chinese
+        return any(word in lower for word in words)
 
 
+EXPLAIN = (" explain", " why ", " describe", " discuss", " compare", " analy")
+CODE = (" write a program", " write a function", " implement", " algorithm", " source code", "```", " def ", " class ")
 CUES = (
     Cue("proof", 3.0, (" prove ", " proof", " derive ", " show that "), ("证明", "求证", "推导", "論證")),
     Cue(
@@ -34,27 +35,8 @@ CUES = (
         (" step by step", " step-by-step", " show your work", " reason carefully", " think carefully"),
         ("一步一步", "一步步", "逐步", "详细过程", "解题过程", "思考过程"),
     ),
-    Cue(
-        "explain",
-        1.6,
-        (" explain", " why ", " describe", " discuss", " compare", " analy"),
-        ("解释", "说明", "为什么", "分析", "讨论", "阐述"),
-    ),
-    Cue(
-        "code",
-        2.0,
-        (
-            " write a program",
-            " write a function",
-            " implement",
-            " algorithm",
-            " source code",
-            "```",
-            " def ",
-            " class ",
-        ),
-        ("写代码", "编程", "编写", "实现一个", "程序", "算法", "函数实现"),
-    ),
+    Cue("explain", 1.6, EXPLAIN, ("解释", "说明", "为什么", "分析", "讨论", "阐述")),
+    Cue("code", 2.0, CODE, ("写代码", "编程", "编写", "实现一个", "程序", "算法", "函数实现")),
     Cue(
         "essay",
         3.0,
