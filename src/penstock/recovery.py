@@ -119,13 +119,8 @@ async def rewind(system: System) -> None:
     system.scheduler.mark_served(handle.policy_version)
     num_steps, system.num_steps = system.num_steps, point.step if point else 0
     system.saved_versions.clear()
-    system.recorder.event(
-        "rewound",
-        step=system.num_steps,
-        lost_steps=num_steps - system.num_steps,
-        policy_version=handle.policy_version,
-        groups=len(lost),
-    )
+    details = {"policy_version": handle.policy_version, "groups": len(lost)}
+    system.recorder.event("rewound", step=system.num_steps, lost_steps=num_steps - system.num_steps, **details)
 
 
 async def _restore(system: System) -> WeightsHandle:

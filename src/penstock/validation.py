@@ -25,7 +25,7 @@ async def evaluate(system: System, when: str) -> None:
     step, settings = system.num_steps, system.config.validation
     played = await system.scheduler.evaluations.evaluate_tasks(system.held_out, num_samples=settings.samples)
     num_shown = system.config.observe.samples
-    system.recorder.evaluated(when, step, system.held_out, played, num_shown=num_shown, solved_at=settings.solved_at)
+    system.recorder.evaluated(when, step, system.held_out, played, shown=num_shown, solved_at=settings.solved_at)
 
 
 class Validation:

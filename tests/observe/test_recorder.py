@@ -77,7 +77,7 @@ def test_a_validation_that_is_being_played_is_told(tmp_path: Path) -> None:
     assert jsonl.read_json(tmp_path / "played.json")["held_out"] == {"ended": 2, "tasks": 9}
     recorder = Recorder(tmp_path)
     recorder.decision("evaluation", "9 of 9", {"group": 3, "held_out_ended": 9, "held_out": 9})
-    recorder.evaluated("step 2", 2, [], [], num_shown=0, solved_at=1.0)
+    recorder.evaluated("step 2", 2, [], [], shown=0, solved_at=1.0)
     assert jsonl.read_json(tmp_path / "played.json")["held_out"] is None
     recorder.close()
 
@@ -123,7 +123,7 @@ def test_rewards_are_kept_by_tag_and_so_is_what_a_validation_found(tmp_path: Pat
     recorder.group_completed("words", [played(EpisodeId("words", 1, 0, 0), reward=0.0, response_tokens=4)])
     task = Task(task_id="t", tag="words", index=0, purpose="eval")
     found = [[played(EpisodeId("words", 2, 0, 0), reward=0.7)]]
-    recorder.evaluated("step 20", 20, [task], found, num_shown=1, solved_at=1.0)
+    recorder.evaluated("step 20", 20, [task], found, shown=1, solved_at=1.0)
     step(recorder, 21)
     step(recorder, 22)
     recorder.close()

@@ -120,7 +120,7 @@ def record(run_dir: Path, config: Config, *, seed: int = 0) -> None:
     events = JsonLinesWriter(run_dir / "events.jsonl")
 
     async def main() -> None:
-        simulation = Simulation(config, workload, seed=seed)
+        simulation = Simulation(config, workload, seed=seed, num_tasks=None, progress=None)
         system = simulation.system
         system.pool = TeePool(run_dir / "pool", simulation.experience)
         system.trainer = TimedTrainer(system.trainer, timeline)

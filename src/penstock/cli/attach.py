@@ -78,13 +78,8 @@ def member_of(run_dir: Path) -> Child:
     if mark is None or mark.run_dir != str(run_dir.absolute()):
         status = state.get("status", "unknown")
         raise Refused(f"run {run_dir.name} is {status}, and there is nothing to attach to in {run_dir}")
-    return Child(
-        name=f"env-attached-{os.getpid()}",
-        run_dir=run_dir,
-        runtime_dir=Path(mark.runtime_dir),
-        run_id=state["run_id"],
-        nonce=mark.nonce,
-    )
+    name, runtime_dir = f"env-attached-{os.getpid()}", Path(mark.runtime_dir)
+    return Child(name=name, run_dir=run_dir, runtime_dir=runtime_dir, run_id=state["run_id"], nonce=mark.nonce)
 
 
 def play(kind: type[Environment], child: Child) -> int:

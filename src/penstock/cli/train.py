@@ -30,17 +30,8 @@ from penstock.observe import closing_report, log_lines, progress, summary
 from penstock.observe.tables import open_console
 from penstock.observe.view import Plan
 from penstock.processes.layout import prepare, stages
-from penstock.supervisor import log_files
-from penstock.supervisor.run_directory import (
-    OpenRun,
-    check_data,
-    check_unsupervised,
-    new_run_id,
-    open_run,
-    plan_resumption,
-    publishable,
-    reopen_run,
-)
+from penstock.supervisor import log_files, run_directory
+from penstock.supervisor.run_directory import OpenRun
 from penstock.supervisor.run_journal import read_state
 from penstock.supervisor.states import RunState
 from penstock.supervisor.supervisor import Outcome, Supervisor, failed
@@ -72,16 +63,16 @@ def begin(
         raise ConfigError(f"pipeline is {config.pipeline}: `penstock {config.pipeline} {path}` runs it")
     if dry_run:
         check_settings(config)
-        sys.stdout.write(yaml.safe_dump(publishable(config), sort_keys=False))
+        sys.stdout.write(yaml.safe_dump(run_directory.publishable(config), sort_keys=False))
         return 0
     check(config)
     if pipeline != "train" and config.model.path == "tiny":
         print(UNTRAINED, file=sys.stderr)
     if detach:
-        run_id = config.run_id or new_run_id()
+        run_id = config.run_id or run_directory.new_run_id()
         run_dir = Path(config.runs_dir).absolute() / run_id
         return start_detached(run_dir, [pipeline, str(path), *overrides, f"run_id={run_id}"], config)
-    with reserving(config) as resources, open_run(config) as run:
+    with reserving(config) as resources, run_directory.open_run(config) as run:
         return conclude(run, carry_out(run, resources), results)
 
 
@@ -130,17 +121,17 @@ def policy_word(checkpoint: str | None, runs_dir: Path) -> list[str]:
 def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
     """Resume a run and return the exit code."""
     run_dir = run_dir.absolute()
-    resumption = plan_resumption(run_dir, overrides)
+    resumption = run_directory.plan_resumption(run_dir, overrides)
     if resumption.is_complete:
         print(f"run {run_dir.name} is complete, so there is nothing to resume: {further(resumption.config)}")
         return 0
     if not detach:  # the process in the background checks the data itself
-        check_data(run_dir, resumption.config)
-    check_unsupervised(run_dir)
+        run_directory.check_data(run_dir, resumption.config)
+    run_directory.check_unsupervised(run_dir)
     check(resumption.config)
     if detach:
         return start_detached(run_dir, ["resume", str(run_dir), *overrides], resumption.config)
-    with reserving(resumption.config) as resources, reopen_run(run_dir, overrides) as run:
+    with reserving(resumption.config) as resources, run_directory.reopen_run(run_dir, overrides) as run:
         return conclude(run, carry_out(run, resources))
 
 
@@ -240,18 +231,13 @@ def start_detached(run_dir: Path, words: Sequence[str], config: Config) -> int:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     log = run_dir / "logs" / "supervisor.log"
     begun = log_files.end_of(log)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli.main", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    with log.open("ab") as out:
+        command = [sys.executable, "-m", "penstock.cli.main", *words]
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     joined_s = JOIN_S + config.cluster.place_timeout_s if config.cluster.address else 0.0
     limit = time.monotonic() + DETACH_S + joined_s
-    while (read_state(run_dir) or {}).get("supervisor", {}).get("pid") != process.pid:
-        if process.poll() is not None or time.monotonic() > limit:
+    while (read_state(run_dir) or {}).get("supervisor", {}).get("pid") != child.pid:
+        if child.poll() is not None or time.monotonic() > limit:
             raise Refused(why_not_started(run_dir.name, log, begun))
         time.sleep(0.02)
     print(f"run {run_dir.name} started in {run_dir}\nfollow it with: penstock status {run_dir.name}")

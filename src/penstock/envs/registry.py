@@ -150,12 +150,10 @@ def maker_by_tag(
     return lambda task: made(task.tag, task.purpose)(task)
 
 
-def environment_maker(
-    config: EnvironmentConfig, kind: type[Environment] | None = None
-) -> Callable[[Task], Environment]:
-    """Return a function that makes one environment per episode: `Class(task, **env.options)`. `kind`: the class, if it
+def environment_maker(config: EnvironmentConfig, cls: type[Environment] | None = None) -> Callable[[Task], Environment]:
+    """Return a function that makes one environment per episode: `Class(task, **env.options)`. `cls`: the class, if it
     is known already."""
-    found: Any = kind or resolve(config.name)
+    found: Any = cls or resolve(config.name)
 
     def make(task: Task) -> Environment:
         check_options(config.name, found, task, **config.options)

@@ -180,9 +180,7 @@ class Recorder(Observer):
 
     def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
         """Write the line of a step."""
-        measured: dict[str, float | None] = {
-            name: value for name, value in learner.metrics.items() if name not in ("tokens", "busy_s")
-        }
+        measured: dict[str, float | None] = {k: v for k, v in learner.metrics.items() if k not in ("tokens", "busy_s")}
         if not learner.metrics.get("kl_tokens"):
             measured["kl_engine_trainer"] = None  # this step trained no token of the current version
         trained, masked = self._totals["tokens_trained_total"], self._totals["tokens_masked_total"]
@@ -209,13 +207,8 @@ class Recorder(Observer):
         Its tokens are those of completed episodes."""
         if groups == self._latest_step:
             return
-        tokens = self._totals["tokens_played_total"]
-        totals = {
-            "tasks": self._num_tasks,
-            "reward_total": self._totals["reward_total"],
-            "tokens_played_total": tokens,
-            "tokens_generated_total": tokens,
-        }
+        played = {name: self._totals[name] for name in ("reward_total", "tokens_played_total")}
+        totals = {"tasks": self._num_tasks, **played, "tokens_generated_total": played["tokens_played_total"]}
         self._write({**self._line(groups), **totals, **scheduling, "ledger": ledger})
 
     def _line(self, step: int) -> dict[str, Any]:
@@ -266,14 +259,7 @@ class Recorder(Observer):
         return {"step": self._latest_step or 0, "episodes": episodes, "tokens_trained": tokens}
 
     def evaluated(
-        self,
-        when: str,
-        step: int,
-        tasks: Sequence[Task],
-        played: Sequence[Summaries],
-        *,
-        num_shown: int,
-        solved_at: float,
+        self, when: str, step: int, tasks: Sequence[Task], played: Sequence[Summaries], *, shown: int, solved_at: float
     ) -> None:
         """Record the results of a validation; the line of the next step shows them too."""
         samples = [
@@ -283,7 +269,7 @@ class Recorder(Observer):
                 "answer": episodes[0].text,
                 "reward": episodes[0].reward,
             }
-            for task, episodes in list(zip(tasks, played, strict=True))[:num_shown]
+            for task, episodes in list(zip(tasks, played, strict=True))[:shown]
         ]
         found = results(tasks, played, solved_at=solved_at)
         self._held_out = None

@@ -52,13 +52,6 @@ class Observer:
         """Record progress of a run without a trainer: `groups` have ended. Repeated progress is ignored."""
 
     def evaluated(
-        self,
-        when: str,
-        step: int,
-        tasks: Sequence[Task],
-        played: Sequence[Summaries],
-        *,
-        num_shown: int,
-        solved_at: float,
+        self, when: str, step: int, tasks: Sequence[Task], played: Sequence[Summaries], *, shown: int, solved_at: float
     ) -> None:
         """Record an evaluation after optimizer step `step`: the episodes `played` of each held-out task."""

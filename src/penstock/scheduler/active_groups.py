@@ -9,6 +9,7 @@ from typing import Any
 from penstock.ports.group_records import EndedGroup
 from penstock.scheduler.active_group import ActiveGroup, Kind, Stage
 from penstock.scheduler.ledger import FINAL, Ledger
+from penstock.scheduler.wakeup import Clock
 from penstock.types import EpisodeState, GroupAttempt, Task
 
 DecisionLogger = Callable[[str, str, Mapping[str, Any]], None]
@@ -20,7 +21,7 @@ STARTED = (Stage.PLAYING, Stage.INTERRUPTED)
 class ActiveGroups:
     """Active groups by number and by stage. A stage keeps the order in which groups arrived."""
 
-    def __init__(self, *, now: Callable[[], float], log_decision: DecisionLogger) -> None:
+    def __init__(self, *, now: Clock, log_decision: DecisionLogger) -> None:
         self.now, self.log_decision = now, log_decision
         self.ledger, self.evaluation_ledger = Ledger(), Ledger()
         self._groups: dict[int, ActiveGroup] = {}

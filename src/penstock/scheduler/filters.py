@@ -156,9 +156,7 @@ def _make(config: GroupFilterConfig) -> GroupFilter:
     try:
         found: Any = kind(**config.options)
     except Exception as error:
-        raise ConfigError(
-            f"{KEY} {name} with options {dict(config.options)}: {type(error).__name__}: {error}"
-        ) from None
+        raise ConfigError(f"{KEY} {name} with options {config.options}: {type(error).__name__}: {error}") from None
     if not callable(getattr(found, "decide", None)):
         raise ConfigError(f"{KEY} {name!r} has no decide(group)")
     made: GroupFilter = found

@@ -9,19 +9,18 @@ from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.dispatcher import Dispatcher
 from penstock.types import EpisodeState, GroupAttempt, PayloadRef, Summaries
 
+FailGroup = Callable[[ActiveGroup, str], object]
+"""Ends the current attempt of a group with an error."""
+
 
 class MemberReports:
     """Handler of member reports. It frees grants so that other members can run, and ignores reports about earlier
     attempts."""
 
     def __init__(
-        self,
-        groups: ActiveGroups,
-        dispatcher: Dispatcher,
-        fail_group: Callable[[ActiveGroup, str], object],
-        wake: Callable[[], None],
+        self, groups: ActiveGroups, dispatcher: Dispatcher, fail_group: FailGroup, wake: Callable[[], None]
     ) -> None:
-        """`fail_group` ends the current attempt of a group with an error. `wake` wakes the dispatch loop."""
+        """`wake` wakes the dispatch loop."""
         self._groups, self._dispatcher = groups, dispatcher
         self._fail_group, self._wake, self._log_decision = fail_group, wake, groups.log_decision
 

@@ -38,11 +38,8 @@ class Restoring:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint must hold beside the pool's index, as plain values."""
-        return {
-            "next_group": self._groups.next_number,
-            "feedback": self._supply.feedback.state_dict(),
-            "filters": self._filters.state_dict(),
-        }
+        feedback, filters = self._supply.feedback.state_dict(), self._filters.state_dict()
+        return {"next_group": self._groups.next_number, "feedback": feedback, "filters": filters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the feedback and the filters from a saved state."""

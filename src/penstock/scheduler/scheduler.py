@@ -8,7 +8,7 @@ in one consistent step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +26,7 @@ from penstock.scheduler.length_prediction import Background, LengthPrediction, r
 from penstock.scheduler.members import MemberReports, errors_of
 from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.supply import Supply
-from penstock.scheduler.wakeup import Progress
+from penstock.scheduler.wakeup import Clock, Progress
 from penstock.types import NO_VERSION, EpisodeState, GroupAttempt, GroupRef, LearnerState, PayloadRef, Summaries, Task
 
 MAX_STALE_SHARE = 0.1
@@ -47,12 +47,7 @@ class Scheduler:
     """Admission, dispatch, collection and trigger of one run."""
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        now: Callable[[], float],
-        log_decision: DecisionLogger,
-        background: Background = run_now,
+        self, config: Config, *, now: Clock, log_decision: DecisionLogger, background: Background = run_now
     ) -> None:
         self._config, self._now, self._log_decision = config, now, log_decision
         self._look_ahead = config.look_ahead

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 from penstock.deadline import report, stalled
 
+Clock = Callable[[], float]
+"""Returns seconds since any moment."""
 REPORTED_AFTER = 0.25
 """The waits are reported after this share of `stall_s` without any change."""
 
@@ -27,7 +29,7 @@ class Progress:
     It reports the waits if no change came for a quarter of `stall_s`. The waits raise `Stalled` after `stall_s`.
     """
 
-    def __init__(self, *, now: Callable[[], float], stall_s: float) -> None:
+    def __init__(self, *, now: Clock, stall_s: float) -> None:
         self._now, self._stall_s = now, stall_s
         self._changed_at = now()
         self._signals: list[Signal] = []

@@ -52,13 +52,7 @@ class Simulation(Observer):
     observer, it records only the steps."""
 
     def __init__(
-        self,
-        config: Config,
-        workload: Workload,
-        *,
-        seed: int,
-        num_tasks: int | None = None,
-        progress: Progress | None = None,
+        self, config: Config, workload: Workload, *, seed: int, num_tasks: int | None, progress: Progress | None
     ) -> None:
         now, rollout = asyncio.get_running_loop().time, config.rollout
         self.config, self._progress = config, progress
@@ -69,8 +63,8 @@ class Simulation(Observer):
         self.workers = FleetWorkers(
             config,
             fleet=self.fleet,
-            workload=workload,
-            experience=self.experience,
+            plans=workload,
+            pool=self.experience,
             collect=lambda *played: loop.collect(self.system, *played),
             reports=scheduler.members,
         )

@@ -145,16 +145,14 @@ def _read_run(run_dir: Path) -> list[RecordedTask]:
         episodes = [e for e in record.episodes if e.status != "failed" and e.response_tokens > 0]
         if episodes:
             prompt_tokens = sum(e.prompt_tokens for e in episodes) // len(episodes)
-            recorded = [
-                RecordedEpisode(turns=_even_turns(e.response_tokens, e.num_turns), reward=e.reward) for e in episodes
-            ]
-            tasks.append(RecordedTask(task_id=record.task_id, prompt_tokens=prompt_tokens, episodes=recorded))
+            played = [RecordedEpisode(turns=_turns(e.response_tokens, e.num_turns), reward=e.reward) for e in episodes]
+            tasks.append(RecordedTask(task_id=record.task_id, prompt_tokens=prompt_tokens, episodes=played))
     if not tasks:
         raise ConfigError(f"{SETTING}: run {run_dir} has no completed group")
     return tasks
 
 
-def _even_turns(tokens: int, num_turns: int) -> list[Turn]:
+def _turns(tokens: int, num_turns: int) -> list[Turn]:
     """Return equal turns with tools that take no time; the index records only the number of turns."""
     bounds = np.linspace(0, tokens, max(min(num_turns, tokens), 1) + 1).astype(int)
     return [Turn(int(count), 0.0) for count in np.diff(bounds)]

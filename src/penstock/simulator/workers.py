@@ -20,16 +20,7 @@ from penstock.simulator.experience import REF, Experience, Piece, Pieces
 from penstock.simulator.fleet import Fleet
 from penstock.simulator.server_model import Request
 from penstock.simulator.workload import Plan, Turn, Workload
-from penstock.types import (
-    NO_VERSION,
-    EpisodeId,
-    EpisodeSummary,
-    GroupAttempt,
-    PayloadRef,
-    SegmentGrant,
-    Summaries,
-    TrajectoryStatus,
-)
+from penstock.types import NO_VERSION, EpisodeId, EpisodeSummary, GroupAttempt, PayloadRef, SegmentGrant, Summaries
 
 Collect = Callable[[int, PayloadRef | None, Summaries], None]
 
@@ -71,17 +62,10 @@ class FleetWorkers:
     """All environment workers. `collect` belongs to the training loop, and `reports` to the scheduler."""
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        fleet: Fleet,
-        workload: Workload,
-        experience: Experience,
-        collect: Collect,
-        reports: MemberReports,
+        self, config: Config, fleet: Fleet, plans: Workload, pool: Experience, collect: Collect, reports: MemberReports
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._fleet, self._workload, self._experience = fleet, workload, experience
+        self._fleet, self._workload, self._experience = fleet, plans, pool
         self._collect, self._reports = collect, reports
         self._segments = SegmentPolicy.from_config(config, config.env)
         self._penalize, self._latency_s = config.env.penalize_truncation, config.simulator.engine.latency_s
@@ -219,7 +203,7 @@ class FleetWorkers:
             turn_segments=episode.num_segments,
         )
         if state == "truncated":
-            self._end(episode, "truncated")
+            self._end(episode, truncated=True)
         else:
             self._ask_for_grant(episode, unfinished=True)
 
@@ -227,7 +211,7 @@ class FleetWorkers:
         tool_s = episode.turns[episode.turn].tool_s
         episode.turn += 1
         if episode.turn == len(episode.turns):
-            self._end(episode, "completed")
+            self._end(episode, truncated=False)
             return
         episode.left = episode.turns[episode.turn].tokens
         episode.turn_tokens = episode.num_segments = 0
@@ -241,14 +225,14 @@ class FleetWorkers:
         attempt, member = episode.id.group_attempt, episode.id.episode
         self._reports.request_grant(attempt, member, unfinished=unfinished, num_tokens=episode.num_tokens)
 
-    def _end(self, episode: _Episode, status: TrajectoryStatus) -> None:
+    def _end(self, episode: _Episode, *, truncated: bool) -> None:
         running, member = episode.running, episode.id.episode
         request, sequence = episode.pieces[-1]
         self.ended_at.append(request.ended[sequence])
         summary = EpisodeSummary(
             episode=episode.id,
-            status=status,
-            reward=0.0 if status == "truncated" and self._penalize else running.plan.rewards[member],
+            status="truncated" if truncated else "completed",
+            reward=0.0 if truncated and self._penalize else running.plan.rewards[member],
             num_turns=max(episode.turn, 1),
             prompt_tokens=running.plan.prompt_tokens,
             response_tokens=episode.num_tokens,

@@ -34,6 +34,8 @@ NUM_AHEAD = 256
 NUM_ROLLOUTS = 2
 """Number of rollouts of each task before the run."""
 
+LearnLengths = Callable[[Iterable[tuple[Task, Sequence[int]]]], None]
+"""Called with tasks and the lengths of their answers."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -176,14 +178,7 @@ class AdmittedTasks:
     predictions can be trusted.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        tasks: Tasks,
-        *,
-        known_lengths: str,
-        learn_lengths: Callable[[Iterable[tuple[Task, Sequence[int]]]], None],
-    ) -> None:
+    def __init__(self, workload: Workload, tasks: Tasks, *, known_lengths: str, learn_lengths: LearnLengths) -> None:
         self._workload, self._tasks = workload, tasks
         self._known_lengths, self._learn_lengths = known_lengths, learn_lengths
         self._num_taught = 0

@@ -41,12 +41,9 @@ class Code:
         instead of 1 if all pass and 0 otherwise. The limits apply to every run of the program (see
         `penstock.envs.sandbox`)."""
         self._tests_key, self._partial = tests_key, partial
+        memory_bytes, file_bytes = memory_mb << 20, file_mb << 20
         self._limits = Limits(
-            wall_s=wall_s,
-            cpu_s=cpu_s,
-            memory_bytes=memory_mb << 20,
-            max_processes=max_processes,
-            file_bytes=file_mb << 20,
+            wall_s=wall_s, cpu_s=cpu_s, memory_bytes=memory_bytes, max_processes=max_processes, file_bytes=file_bytes
         )
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> RewardResult:
