@@ -219,16 +219,14 @@ async def checkpoint(system: System) -> None:
     directory = system.run_dir / CHECKPOINTS / f"step_{system.num_steps}"
     version, keep = system.scheduler.trained_version, system.config.trainer.keep_checkpoints
     system.pool.sync()
-    await system.trainer.checkpoint(
-        directory,
-        {
-            "step": system.num_steps,
-            "policy_version": version,
-            "task_position": system.tasks.position,
-            "ledger": system.scheduler.ledger.counts(),
-            "scheduler": system.scheduler.restoring.state_dict(),
-        },
-    )
+    state = {
+        "step": system.num_steps,
+        "policy_version": version,
+        "task_position": system.tasks.position,
+        "ledger": system.scheduler.ledger.counts(),
+        "scheduler": system.scheduler.restoring.state_dict(),
+    }
+    await system.trainer.checkpoint(directory, state)
     system.recorder.event("checkpoint", step=system.num_steps, path=str(directory.relative_to(system.run_dir)))
     system.saved_versions = [*system.saved_versions, version][-keep:]
     if len(system.saved_versions) == keep:

@@ -204,13 +204,9 @@ class Sample:
     @classmethod
     def joined(cls, pieces: Sequence[Sample]) -> Sample:
         """Return a sample from its consecutive pieces. Reward and end come from the last piece."""
-        return replace(
-            pieces[-1],
-            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-            loss_mask=np.concatenate([piece.loss_mask for piece in pieces]),
-            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-            versions=np.concatenate([piece.versions for piece in pieces]),
-        )
+        names = ("token_ids", "loss_mask", "logprobs", "versions")
+        arrays: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in pieces]) for name in names}
+        return replace(pieces[-1], **arrays)
 
     @classmethod
     def overlaid(cls, samples: Sequence[Sample]) -> Sample:

@@ -34,12 +34,8 @@ ENDED = {LOST, UNKNOWN, UNREADABLE} | {state.value for state in RunState if stat
 TAIL_BYTES = 32_768
 NUM_NAMED = 5
 """Number of runs listed if a name is ambiguous."""
-STYLES = {
-    "running": "green",
-    "completed": "cyan",
-    **dict.fromkeys(("starting", "stopping", SUSPENDED), "yellow"),
-    **dict.fromkeys(("failed", LOST, UNREADABLE), "red"),
-}
+STYLES = {"running": "green", "completed": "cyan"} | dict.fromkeys(("starting", "stopping", SUSPENDED), "yellow")
+STYLES |= dict.fromkeys(("failed", LOST, UNREADABLE), "red")
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C loader, ten times as fast, where PyYAML was built with it."""

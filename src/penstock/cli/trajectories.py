@@ -115,14 +115,10 @@ def render(row: Row) -> RenderableType:
     """Return a heading and the conversation."""
     versions = sorted({row["policy_version_min"], row["policy_version_max"]} - {None})
     ended = row["status"] + (f" ({row['stop_reason']})" if row["stop_reason"] else "")
-    facts = [
-        ended,
-        f"version {'-'.join(map(str, versions)) or 'unknown'}",
-        f"{row['num_turns']} turns" if row["num_turns"] != 1 else "1 turn",
-        f"{row['prompt_tokens']} + {row['response_tokens']} tokens",
-        clock(row["seconds"]),
-        row["task_id"],
-    ]
+    version = f"version {'-'.join(map(str, versions)) or 'unknown'}"
+    turns = f"{row['num_turns']} turns" if row["num_turns"] != 1 else "1 turn"
+    tokens = f"{row['prompt_tokens']} + {row['response_tokens']} tokens"
+    facts = [ended, version, turns, tokens, clock(row["seconds"]), row["task_id"]]
     reward = (f"reward {number(row['reward'])}", "bold")
     lines = [Text.assemble((row["trajectory"], "bold"), "  ", reward, (f"  {'  '.join(facts)}", "dim"))]
     for message in row["messages"]:

@@ -120,7 +120,9 @@ def playable(name: str, found: Any) -> type[Environment]:
     `ConfigError` if it is not a valid environment or agent."""
     plays = is_agent(found) or (hasattr(found, "reset") and hasattr(found, "step"))
     if not (isinstance(found, type) and plays):
-        raise ConfigError(f"env.name {name!r} is no class with reset(seed) and step(action), nor with play(llm, seed)")
+        raise ConfigError(
+            f"env.name {name!r} is not a class with reset(seed) and step(action), or with play(llm, seed)"
+        )
     play = getattr(found, "play", None)
     if play is not None and not getattr(found, "blocking", False) and not inspect.iscoroutinefunction(play):
         raise ConfigError(

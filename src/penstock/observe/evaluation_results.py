@@ -44,10 +44,6 @@ def pass_at(played: Sequence[Played], *, solved_at: float) -> dict[str, float]:
     of a task is solved. A task with n samples, c of them solved, has 1 - C(n - c, k) / C(n, k); this is unbiased (Chen
     et al. 2021, arXiv 2107.03374). The result is the mean over the tasks."""
     num_samples = min((len(each) for each in played), default=0)
-    powers = {1 << power for power in range(num_samples.bit_length())} | {num_samples}
+    ks = sorted({1 << power for power in range(num_samples.bit_length())} | {num_samples}) if num_samples else []
     solved = [(len(each), sum(e.status != "failed" and e.reward >= solved_at for e in each)) for each in played]
-    return {
-        str(k): sum(1.0 - comb(num - right, k) / comb(num, k) for num, right in solved) / len(solved)
-        for k in sorted(powers)
-        if 0 < k <= num_samples
-    }
+    return {str(k): sum(1.0 - comb(num - right, k) / comb(num, k) for num, right in solved) / len(solved) for k in ks}

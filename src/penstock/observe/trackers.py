@@ -27,18 +27,13 @@ class TensorBoard:
 class Wandb:
     """Writes an offline run under `wandb/`."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
         self._teardown = wandb.teardown
-        self._run: Any = wandb.init(
-            project="penstock",
-            name=run_dir.name,
-            dir=str(run_dir),
-            config=dict(settings),
-            mode="offline",
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        quiet = wandb.Settings(silent=True, console="off")
+        place: dict[str, Any] = {"project": "penstock", "name": run_dir.name, "dir": str(run_dir)}
+        self._run: Any = wandb.init(**place, config=dict(config), mode="offline", settings=quiet)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)

@@ -25,11 +25,8 @@ class Supply:
         self._first_version = 0
         """First version that this learner trained under this controller. Older tokens aged at once, in a restart."""
         self.bias = LengthBias(group_size=config.env.group_size, look_ahead=config.look_ahead)
-        self._trigger = Trigger(
-            settings.trigger.model_copy(update={"use": settings.trigger_use}),
-            group_size=config.env.group_size,
-            groups_per_step=config.trainer.groups_per_step,
-        )
+        trigger, trainer = settings.trigger.model_copy(update={"use": settings.trigger_use}), config.trainer
+        self._trigger = Trigger(trigger, group_size=config.env.group_size, groups_per_step=trainer.groups_per_step)
         self.feedback = Feedback(
             settings.trigger.feedback,
             entropy_gain=settings.dispatch.entropy_gain,

@@ -27,35 +27,19 @@ class Cue(NamedTuple):
 
 EXPLAIN = (" explain", " why ", " describe", " discuss", " compare", " analy")
 CODE = (" write a program", " write a function", " implement", " algorithm", " source code", "```", " def ", " class ")
+STEPS = (" step by step", " step-by-step", " show your work", " reason carefully", " think carefully")
+ESSAY = (" essay", " write a story", " write an article", " write a report", " blog post", " poem")
+CHOICE = (" yes or no", " true or false", " choose", " which of the following", " multiple choice", " select the")
+BRIEF = (" briefly", " in one word", " one sentence", " only the ", " just the answer", " short answer", " concise")
 CUES = (
     Cue("proof", 3.0, (" prove ", " proof", " derive ", " show that "), ("证明", "求证", "推导", "論證")),
-    Cue(
-        "steps",
-        2.0,
-        (" step by step", " step-by-step", " show your work", " reason carefully", " think carefully"),
-        ("一步一步", "一步步", "逐步", "详细过程", "解题过程", "思考过程"),
-    ),
+    Cue("steps", 2.0, STEPS, ("一步一步", "一步步", "逐步", "详细过程", "解题过程", "思考过程")),
     Cue("explain", 1.6, EXPLAIN, ("解释", "说明", "为什么", "分析", "讨论", "阐述")),
     Cue("code", 2.0, CODE, ("写代码", "编程", "编写", "实现一个", "程序", "算法", "函数实现")),
-    Cue(
-        "essay",
-        3.0,
-        (" essay", " write a story", " write an article", " write a report", " blog post", " poem"),
-        ("作文", "写一篇", "文章", "写一个故事", "小说", "报告"),
-    ),
+    Cue("essay", 3.0, ESSAY, ("作文", "写一篇", "文章", "写一个故事", "小说", "报告")),
     Cue("list", 1.3, (" list all", " list the", " enumerate", " for each"), ("列出", "列举", "枚举")),
-    Cue(
-        "choice",
-        0.4,
-        (" yes or no", " true or false", " choose", " which of the following", " multiple choice", " select the"),
-        ("是否", "选择", "判断", "对还是错", "下列哪"),
-    ),
-    Cue(
-        "brief",
-        0.4,
-        (" briefly", " in one word", " one sentence", " only the ", " just the answer", " short answer", " concise"),
-        ("简要", "简短", "一句话", "只回答", "仅输出", "直接给出", "简答"),
-    ),
+    Cue("choice", 0.4, CHOICE, ("是否", "选择", "判断", "对还是错", "下列哪")),
+    Cue("brief", 0.4, BRIEF, ("简要", "简短", "一句话", "只回答", "仅输出", "直接给出", "简答")),
     Cue("translate", 0.5, (" translate", " translation"), ("翻译", "译成", "译为")),
 )
 
