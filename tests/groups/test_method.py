@@ -82,7 +82,7 @@ def test_a_remote_method_is_no_coroutine() -> None:
 def test_a_remote_method_names_its_arguments() -> None:
     def open_ended(self: Any, *values: int) -> None: ...
 
-    with pytest.raises(TypeError, match="open_ended: a remote method has no"):
+    with pytest.raises(TypeError, match="open_ended: no \\*args"):
         remote_method()(open_ended)
     with pytest.raises(TypeError, match=r"has no first argument, which .*WITH_FUNC needs"):
         remote_method(Mode.DP_COMPUTE_PROTO_WITH_FUNC)(alone)

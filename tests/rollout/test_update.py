@@ -38,7 +38,7 @@ async def test_what_is_not_whole_is_not_served(update: WeightsUpdate, runner: En
     with pytest.raises(Conflict, match=f"lacks {len(PARTS[1])} weights, the first is {min(PARTS[1])}"):
         await update.commit(5)
     await update.add(PARTS[1])
-    with pytest.raises(Conflict, match=r"have fingerprint .*, not another"):
+    with pytest.raises(Conflict, match=r"staged fingerprint .* is not another"):
         await update.commit(5, fingerprint="another")
     assert holds(runner, 0) and runner.policy_version == 0
     await update.commit(5)
@@ -185,7 +185,7 @@ async def test_a_bracket_may_bring_a_handle(update: WeightsUpdate, runner: Engin
 async def test_a_commit_serves_what_its_caller_means(update: WeightsUpdate, runner: EngineRunner) -> None:
     await update.begin(make_handle(5, path="1"))
     await update.begin(make_handle(5, path="2"))
-    await refused("have fingerprint", lambda: update.commit(5, fingerprint=print_of("1")))
+    await refused("staged fingerprint", lambda: update.commit(5, fingerprint=print_of("1")))
     assert holds(runner, 0)
     await update.commit(5, fingerprint=print_of("2"))
     await refused(

@@ -304,12 +304,8 @@ def _generate_body(body: wire.SamplingFields, max_tokens: int, *, top: int | Non
         (not 1 <= num_samples <= bodies.MAX_SAMPLES, f"n must be from 1 to {bodies.MAX_SAMPLES}, not {num_samples}"),
     )
     sampling = {name: value for field, name in SAMPLING_FIELDS.items() if (value := getattr(body, field)) is not None}
-    return bodies.GenerateBody(
-        rid=body.rid or body.request_id,
-        return_logprob=wanted,
-        top_logprobs_num=top or 0,
-        sampling_params=bodies.SamplingBody(max_new_tokens=max_tokens, **sampling),
-    )
+    rid, params = body.rid or body.request_id, bodies.SamplingBody(max_new_tokens=max_tokens, **sampling)
+    return bodies.GenerateBody(rid=rid, return_logprob=wanted, top_logprobs_num=top or 0, sampling_params=params)
 
 
 def _refuse_if(*problems: tuple[object, str]) -> None:

@@ -134,9 +134,7 @@ def remote_method(
         signature = inspect.signature(method)
         arguments = list(signature.parameters)[1:]
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
-            raise TypeError(
-                f"{method.__qualname__}: a remote method has no *args, **kwargs or positional-only arguments"
-            )
+            raise TypeError(f"{method.__qualname__}: no *args, **kwargs or positional-only arguments in remote methods")
         if isinstance(plan, Plan) and plan.first_intent is not None and not arguments:
             raise TypeError(f"{method.__qualname__} has no first argument, which {mode} needs")
         declared = RemoteMethod(

@@ -107,11 +107,7 @@ def _pulses(child: Child, telemetry: Callable[[], Telemetry]) -> Iterator[Heartb
         counted = {name: total for name, total in now.counters.items() if not name.startswith(COSTS)}
         child.totals = {"busy_s": now.busy_s, **counted}
         child.pulse(now.progress, now.doing)
-        yield Heartbeat(
-            progress=now.progress,
-            cpu_s=cpu_s - before_cpu_s,
-            busy_s=now.busy_s - before.busy_s,
-            counters={name: total - before.counters.get(name, 0.0) for name, total in now.counters.items()},
-            spans=list(now.spans),
-        )
+        counters = {name: total - before.counters.get(name, 0.0) for name, total in now.counters.items()}
+        used_s, busy_s, spans = cpu_s - before_cpu_s, now.busy_s - before.busy_s, list(now.spans)
+        yield Heartbeat(progress=now.progress, cpu_s=used_s, busy_s=busy_s, counters=counters, spans=spans)
         before, before_cpu_s = now, cpu_s

@@ -34,11 +34,9 @@ GOES_ON = (RunState.PENDING, RunState.STARTING, RunState.RUNNING)
 
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
+    names, env = ", ".join(config.environments.names), config.env
     child.log_start(
-        environments=", ".join(config.environments.names),
-        group_size=config.env.group_size,
-        max_open=config.max_open,
-        episode_timeout_s=config.env.episode_timeout_s,
+        environments=names, group_size=env.group_size, max_open=config.max_open, episode_timeout_s=env.episode_timeout_s
     )
     if config.env.name == ATROPOS:
         from penstock.processes import atropos

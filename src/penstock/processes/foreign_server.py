@@ -253,9 +253,7 @@ async def await_server(config: Config, claim: ServerClaim, process: Process | No
             return await claim.take()
         except (RolloutError, Stalled) as error:
             if process is not None and process.returncode is not None:
-                raise RolloutError(
-                    url, f"{engine} ended with exit code {process.returncode} before answering"
-                ) from None
+                raise RolloutError(url, f"{engine} exited with code {process.returncode} before answering") from None
             status = error.status if isinstance(error, RolloutError) else None
             if (status is not None and status < 500 and status != CONFLICT) or time.monotonic() > limit:
                 message = error.message if isinstance(error, RolloutError) else str(error)

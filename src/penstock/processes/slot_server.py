@@ -187,15 +187,9 @@ async def serving(
             model_path=str(directory),
             model_name=model_name,
         )
-        keys, openai = ApiKeys.of(config.rollout), OpenAI(runner, tokenizer, model_name=model_name)
+        keys, foreign = ApiKeys.of(config.rollout), (OpenAI(runner, tokenizer, model_name=model_name), sglang)
         app = create_app(
-            runner,
-            identity=identity,
-            update=update,
-            tokenizer=tokenizer,
-            keys=keys,
-            claim=claim,
-            foreign=[openai, sglang],
+            runner, identity=identity, update=update, tokenizer=tokenizer, keys=keys, claim=claim, foreign=foreign
         )
         gc.collect()
         gc.freeze()  # later collections need not scan the model's objects while answers are made

@@ -243,13 +243,8 @@ class TrainerProcess(Member):
             return {}
         with self._span("warm_start"):
             imitate, examples = self._ranks.imitate, self._demonstrations()
-            return warm_start(
-                imitate,
-                examples,
-                steps=settings.steps,
-                batch_size=settings.batch_size,
-                learning_rate=settings.learning_rate,
-            )
+            steps, batch_size, learning_rate = settings.steps, settings.batch_size, settings.learning_rate
+            return warm_start(imitate, examples, steps=steps, batch_size=batch_size, learning_rate=learning_rate)
 
     def _demonstrations(self) -> Iterator[tuple[list[int], list[int]]]:
         config, environments = self._config, self._config.environments

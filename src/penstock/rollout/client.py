@@ -223,8 +223,6 @@ class RolloutClient(ServerClient):
         await self._post("/resume_memory_occupation", {})
 
 
-def sampling_body(sampling: Sampling, **own: Any) -> bodies.SamplingBody:
+def sampling_body(given: Sampling, **own: Any) -> bodies.SamplingBody:
     """Return `sampling_params` with the values of a run, and values of `own`."""
-    return bodies.SamplingBody(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or -1, **own
-    )
+    return bodies.SamplingBody(temperature=given.temperature, top_p=given.top_p, top_k=given.top_k or -1, **own)

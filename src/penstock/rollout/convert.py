@@ -26,6 +26,8 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
 
 PER_PROMPT = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
 """Fields that may be a list with one value per prompt of a batch."""
+UNCHANGED = ("temperature", "top_p", "ignore_eos")
+"""Sampling parameters that the engine takes as they are."""
 OPTIONAL = ("min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
 """Sampling parameters that may be null for their default."""
 
@@ -214,34 +216,24 @@ def _read(body: bodies.GenerateBody, tokenizer: Tokenizer | None) -> PromptReque
     if tokenizer is not None and not sampling.skip_special_tokens and body.return_text:
         raise ValueError("`skip_special_tokens` false is not supported: read `output_ids`")
     rid = body.rid if isinstance(body.rid, str) else next(_rids)
-    prompt_ids = _prompt_ids(body, tokenizer)
+    ids = _prompt_ids(body, tokenizer)
     limits = _repeated(sampling.max_new_tokens, sampling.n, "max_new_tokens", "samples")
     request = None
     if any(limits):
         request = GenerateRequest(
             rid=rid,
-            prompt_ids=prompt_ids,
+            prompt_ids=ids,
             params=_params(sampling, stops, top_logprobs=int(body.top_logprobs_num or 0)),  # type: ignore[arg-type]
             max_new_tokens=limits,
             seeds=_seeds(sampling),
             ends=partial(stops.end, tokenizer) if stops.strings and tokenizer is not None else None,
         )
-    return PromptRequest(
-        rid=rid, prompt_ids=prompt_ids, request=request, num_samples=sampling.n, stops=stops, body=body
-    )
+    return PromptRequest(rid=rid, prompt_ids=ids, request=request, num_samples=sampling.n, stops=stops, body=body)
 
 
 def _params(sampling: bodies.SamplingBody, stops: Stops, *, top_logprobs: int) -> SamplingParams:
-    given = {name: value for name in OPTIONAL if (value := getattr(sampling, name)) is not None}
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=max(sampling.top_k, 0),
-        stop_token_ids=stops.tokens,
-        ignore_eos=sampling.ignore_eos,
-        top_logprobs=top_logprobs,
-        **given,
-    )
+    given = {name: value for name in (*UNCHANGED, *OPTIONAL) if (value := getattr(sampling, name)) is not None}
+    return SamplingParams(top_k=max(sampling.top_k, 0), stop_token_ids=stops.tokens, top_logprobs=top_logprobs, **given)
 
 
 def _stops(sampling: bodies.SamplingBody) -> Stops:

@@ -250,13 +250,10 @@ class CudaGraphs:
         ids, positions, slots, last, *bounds = torch.split(inputs, shape.sizes)
         key_starts, key_lengths, query_starts, prompt_starts, prompt_lengths = (each.to(torch.int32) for each in bounds)
         one_each = torch.arange(shape.decoding + 1, dtype=torch.int32, device=inputs.device)
-        reaches = [
-            (shape.decoding, Reach(one_each, key_starts, key_lengths, 1)),
-            (shape.tokens, Reach(query_starts, prompt_starts, prompt_lengths, shape.tokens)),
-        ]
-        batch = RaggedBatch(
-            cache=self._cache, slots=slots, positions=positions, reaches=[each for each in reaches if each[0]]
-        )
+        decoding = shape.decoding, Reach(one_each, key_starts, key_lengths, 1)
+        prompts = shape.tokens, Reach(query_starts, prompt_starts, prompt_lengths, shape.tokens)
+        reaches = [each for each in (decoding, prompts) if each[0]]
+        batch = RaggedBatch(cache=self._cache, slots=slots, positions=positions, reaches=reaches)
         logits: torch.Tensor = self._model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=last, attend=batch.attend
         ).logits[0]

@@ -44,9 +44,8 @@ class ServerMetrics(Collector):
         yield counter("busy_seconds", "Seconds of model compute for generation.", runner.meter.busy_s)
         yield from runner.latencies.collect()
         yield from runner.first_tokens.collect()
-        responses = CounterMetricFamily(
-            "penstock_http_responses", "Responses by route path and status.", labels=["path", "status"]
-        )
+        labels = ["path", "status"]
+        responses = CounterMetricFamily("penstock_http_responses", "Responses by route path and status.", labels=labels)
         for (path, status), count in list(self._responses.items()):
             responses.add_metric([path, str(status)], count)
         yield responses

@@ -346,11 +346,9 @@ class EngineRunner:
         return finished
 
     def _report_growth(self, finished: list[Finished]) -> None:
-        ended = {each.request.rid: each for each in finished}
+        done = {each.request.rid: each for each in finished}
         for rid, (pending, reported) in self._followed.items():
-            parts: Sequence[Segment | SlotSequence] = (
-                ended[rid].segments if rid in ended else self.engine.sequences(rid)
-            )
+            parts: Sequence[Segment | SlotSequence] = done[rid].segments if rid in done else self.engine.sequences(rid)
             grown = []
             for index, part in enumerate(parts):
                 num_tokens, new = len(part.token_ids), slice(reported[index], None)

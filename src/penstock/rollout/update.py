@@ -266,9 +266,7 @@ class WeightsUpdate:
             if fingerprint is not None:
                 found = self.staged.fingerprint or await self._fingerprint_of(self.staged.tensors)
                 if found != fingerprint:
-                    raise Conflict(
-                        f"the staged weights have fingerprint {found}, not {fingerprint}: a part is missing or differs"
-                    )
+                    raise Conflict(f"the staged fingerprint {found} is not {fingerprint}: a part is missing or differs")
             served = await self._commit(self.staged, policy_version, mode)
             self._stage(None)
             return served
@@ -347,7 +345,7 @@ class WeightsUpdate:
     def _check_newer(self, policy_version: int) -> None:
         if policy_version <= self._runner.policy_version:
             raise Conflict(
-                f"policy_version {policy_version} is not newer than {self._runner.policy_version}, which is served"
+                f"policy_version {policy_version} is not newer than the served {self._runner.policy_version}"
             )
         _check_bound(policy_version)
 

@@ -81,11 +81,8 @@ class VllmClient(ServerClient):
         request.
 
         vLLM restarts its random numbers with each request, so the client mixes the seed with the position."""
-        length = len(prompt_ids)
-        return await all_of(
-            self._sample(prompt_ids, grant.max_tokens, sampling, stable_seed(seed, length))
-            for grant, seed in zip(grants, seeds, strict=True)
-        )
+        pairs = zip(grants, seeds, strict=True)
+        return await all_of(self._sample(prompt_ids, grant.max_tokens, sampling, seed) for grant, seed in pairs)
 
     async def _sample(self, prompt_ids: Sequence[int], limit: int, sampling: Sampling, seed: int) -> Segment:
         body: dict[str, Any] = {
@@ -95,7 +92,7 @@ class VllmClient(ServerClient):
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k or -1,
-                "seed": seed,
+                "seed": stable_seed(seed, len(prompt_ids)),
                 "logprobs": 0,
                 "detokenize": False,
             },

@@ -76,13 +76,11 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def _allow_files(count: int) -> None:
-    """Raise the limit of open files to `count`, or as far as the system allows."""
+def _allow_files(most: int) -> None:
+    """Raise the limit of open files to `most`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != soft < count:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard)
-        )
+    if resource.RLIM_INFINITY != soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 @asynccontextmanager

@@ -46,9 +46,8 @@ class PoolIndex:
         how = {"readonly": True} if readonly else {"sync": False, "metasync": False}
         try:
             self._env = lmdb.open(str(self._path), map_size=map_bytes, max_readers=64, max_dbs=3, **how)
-            self._groups, self._facts, self._shards = (
-                self._env.open_db(name, create=not readonly) for name in (b"groups", b"facts", b"shards")
-            )
+            names = (b"groups", b"facts", b"shards")
+            self._groups, self._facts, self._shards = (self._env.open_db(name, create=not readonly) for name in names)
         except lmdb.Error as error:
             raise _full_disk(error) or self._unreadable(error) from error
 

@@ -97,12 +97,9 @@ class Critic(ModelRole):
                 torch._foreach_div_(self._strategy.summed(self._parameters, in_place=True), tokens)
                 rate = self._settings.learning_rate
                 norm = take_step(self._optimizer, learning_rate=rate, max_grad_norm=self._config.max_grad_norm)
-        is_finite = math.isfinite(norm)
-        return {
-            "value_loss": loss / max(tokens, 1),
-            "value_grad_norm": norm if is_finite else 0.0,
-            "value_skipped": float(not is_finite),
-        }
+        skipped = not math.isfinite(norm)
+        shown = 0.0 if skipped else norm
+        return {"value_loss": loss / max(tokens, 1), "value_grad_norm": shown, "value_skipped": float(skipped)}
 
     def write(self, directory: Path) -> None:
         weights = {name: parameter.detach() for name, parameter in self._function.named_parameters()}

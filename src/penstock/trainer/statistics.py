@@ -61,23 +61,20 @@ class StepStatistics:
         """Return the statistics of all ranks together. `busy_s` is the mean over ranks."""
         own = [*(self.counts[name] for name in COUNTS), *self.sums.tolist()]
         totals = ranks.total(own, "add up the statistics of the step")
-        staleness_max, difference_max = ranks.largest(
-            [self.counts["staleness_max"], self.difference_max], "find the largest values of the step"
-        )
+        largest = [self.counts["staleness_max"], self.difference_max]
+        staleness_max, difference_max = ranks.largest(largest, "find the largest values of the step")
         counts = dict(zip(COUNTS, totals, strict=False)) | {"staleness_max": staleness_max}
         counts["busy_s"] /= ranks.size
         return StepStatistics(counts, difference_max, torch.tensor(totals[len(COUNTS) :], dtype=torch.float64))
 
     def means(self, denominator: float) -> dict[str, float]:
         """Return the metrics by name, zero if nothing was counted. `denominator`: the divisor of the loss."""
-        tokens = max(self.counts["tokens"], 1)
+        tokens, samples = max(self.counts["tokens"], 1), self.counts["trained_samples"]
         total = dict(zip(SUMS, self.sums.tolist(), strict=True))
         return {name: self.counts[name] for name in REPORTED} | {
             "loss": total["loss"] / denominator,
             "ess": _effective_size(total["ratio_mean"], total["ratio_squared"], tokens),
-            "sample_ess": _effective_size(
-                total["sample_weight"], total["sample_weight_squared"], self.counts["trained_samples"]
-            ),
+            "sample_ess": _effective_size(total["sample_weight"], total["sample_weight_squared"], samples),
             "kl_engine_trainer": total["difference"] / max(self.counts["kl_tokens"], 1),
             "parity_gap_max": self.difference_max,
             "staleness_mean": self.counts["staleness"] / tokens,

@@ -251,15 +251,9 @@ class Dump:
         with warn_if_stalled(WRITE_S, waiter="the run", resource="the end of its dump", holder=where):
             await self._finished.wait()
         written = [shard for shard in self._index.shards() if shard.written]
-        self._tell(
-            "dumped",
-            url=where,
-            shards=len(written),
-            rows=sum(shard.num_rows for shard in written),
-            cpu_s=sum(shard.cpu_s for shard in written),
-            unwritten=len(self._unwritten),
-            waited_s=time.monotonic() - started,
-        )
+        rows, cpu_s = sum(shard.num_rows for shard in written), sum(shard.cpu_s for shard in written)
+        totals = {"shards": len(written), "rows": rows, "cpu_s": cpu_s, "unwritten": len(self._unwritten)}
+        self._tell("dumped", url=where, **totals, waited_s=time.monotonic() - started)
 
 
 class Samples:
