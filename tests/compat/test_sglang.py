@@ -191,7 +191,7 @@ async def test_a_bad_update_leaves_the_old_weights(
     reference_model(3).save_pretrained(tmp_path)
     for given, message in [
         ({"model_path": str(tmp_path / "nowhere")}, "does not exist"),
-        ({"model_path": str(tmp_path), "weight_version": "0"}, "not newer than 0"),
+        ({"model_path": str(tmp_path), "weight_version": "0"}, "not newer than the served 0"),
     ]:
         status, reply = await post(session, "/update_weights_from_disk", given)
         assert (status, reply["success"], message in reply["message"]) == (400, False, True), reply
@@ -244,7 +244,7 @@ async def test_our_own_client_of_it_updates_the_weights(
     with pytest.raises(RolloutError, match="has -1 bytes"):
         await client.begin_weights(gone)
     other = publish(weights(2), directory=tmp_path / "other", policy_version=1)
-    with pytest.raises(RolloutError, match="is not newer than 1"):
+    with pytest.raises(RolloutError, match="is not newer than the served 1"):
         await client.commit_weights(other)
     assert not runner.engine.paused
     await client.forget_weights()

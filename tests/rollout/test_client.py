@@ -34,7 +34,7 @@ async def test_another_fingerprint_under_a_served_version_is_noticed(url: str) -
     async with connected(url) as client:
         await client.begin_weights(make_handle(1, path="1"))
         await client.commit_weights(make_handle(1, path="1"))
-        with pytest.raises(RolloutError, match="not newer than 1"):
+        with pytest.raises(RolloutError, match="not newer than the served 1"):
             await client.begin_weights(make_handle(1, path="2"))
         with pytest.raises(RolloutError, match=f"{print_of('1')}, not 1 with {print_of('2')}"):
             await client.commit_weights(make_handle(1, path="2"))

@@ -458,7 +458,7 @@ async def test_an_aborted_update_leaves_the_old_weights(http: Http) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/weights/begin", weights_handle(0), 409, "not newer than 0"),
+        ("/weights/begin", weights_handle(0), 409, "not newer than the served 0"),
         ("/weights/begin", weights_handle(1, "missing"), 400, "cannot read the weights: missing"),
         ("/weights/begin", {"policy_version": 1}, 400, "missing required field"),
         ("/weights/begin", {**weights_handle(1), "policy_version": 2**31}, 400, "at most 2147483647"),

@@ -90,7 +90,7 @@ def test_a_url_that_is_none_of_ours(url: str, message: str) -> None:
 @pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("oss", "ossfs"), ("gs", "gcsfs")])
 def test_a_store_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch, scheme: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'penstock\[{scheme}\]'"):
+    with pytest.raises(ConfigError, match=rf"needs {package}: pip install 'penstock\[{scheme}\]'"):
         open_target(dump(f"{scheme}://bucket/x"))
 
 
