@@ -9,3 +9,10 @@ from penstock.config.simulated_cluster import EngineModelConfig, SimulatorConfig
 from penstock.config.trainer_settings import CanaryConfig, LoraConfig, MasteredConfig, ObjectiveConfig, TrainerConfig
 from penstock.config.trajectory_dump import Column, DumpConfig
 from penstock.config.yaml_file import default_config, load_config, parse_overrides
+
+__all__ = ["DataConfig", "EnvConfig", "EnvironmentConfig", "Environments", "TagConfig"]
+__all__ += ["Config", "ConfigError", "ModelConfig", "SupervisorConfig", "TinyModelConfig"]
+__all__ += ["DispatchConfig", "GroupFilterConfig", "LengthConfig", "SchedulerConfig", "TriggerConfig"]
+__all__ += ["EngineModelConfig", "SimulatorConfig", "TrainerModelConfig", "WorkloadConfig"]
+__all__ += ["CanaryConfig", "LoraConfig", "MasteredConfig", "ObjectiveConfig", "TrainerConfig"]
+__all__ += ["Column", "DumpConfig", "default_config", "load_config", "parse_overrides"]
