@@ -88,8 +88,11 @@ async def serve(child: Child, config: Config) -> None:
             claim = ServerClaim(connect(config.rollout.engine, url, session), child.run_id, child.nonce)
             await await_server(config, claim, process)
             metrics = EngineMetrics(child.name, config, url, session)
-            joined = membership(child, config, role="rollout", member=metrics, url=url)
-            async with claim.renewed(), alongside(metrics.keep_reading()), joined:
+            async with (
+                claim.renewed(),
+                alongside(metrics.keep_reading()),
+                membership(child, config, role="rollout", member=metrics, url=url),
+            ):
                 child.report_ready(url)
                 await first(stop.wait(), *([process.wait()] if process is not None else []))
     finally:
