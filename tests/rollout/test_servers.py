@@ -385,7 +385,7 @@ async def test_an_update_reaches_every_server(runner: EngineRunner, other: Engin
 async def test_an_update_that_one_server_refuses_changes_none(runner: EngineRunner, other: EngineRunner) -> None:
     async with serve(runner) as first, serve(other) as second:
         servers = Servers([first, second])
-        with pytest.raises(RolloutError, match=f"{second}.*409.*not newer than 5"):
+        with pytest.raises(RolloutError, match=f"{second}.*409.*not newer than the served 5"):
             await servers.update_weights(make_handle(3))
         session = HttpSession()
         with pytest.raises(RolloutError, match="nothing is staged"):
