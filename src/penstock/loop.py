@@ -156,7 +156,7 @@ async def train(system: System, swaps: Swaps) -> None:
         with watch_swap("the swap before"):
             await swaps.put((system.num_steps, handle))
         scheduler = system.scheduler
-        system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.metrics())
+        system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.health.metrics())
         for dump in system.dumps:
             dump.stepped(system.num_steps)
         system.record_alarms(learner.alarms)
@@ -244,7 +244,7 @@ async def watch_progress(system: System) -> NoReturn:
 def record_progress(system: System) -> None:
     """Record the progress of a run without a trainer: it has no optimizer steps."""
     scheduler = system.scheduler
-    system.recorder.progressed(scheduler.groups.num_ended, scheduler.ledger.counts(), scheduler.metrics())
+    system.recorder.progressed(scheduler.groups.num_ended, scheduler.ledger.counts(), scheduler.health.metrics())
 
 
 def restore_dumps(system: System) -> None:

@@ -7,7 +7,6 @@ in one consistent step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +21,13 @@ from penstock.scheduler.dispatcher import Assignment, Dispatcher
 from penstock.scheduler.evaluations import Evaluations
 from penstock.scheduler.failure_budget import FailureBudget, OutOfTasks, command_for
 from penstock.scheduler.filters import ZERO_VARIANCE, FilterChain, FilterFailed, FinishedGroup
+from penstock.scheduler.health import Health
 from penstock.scheduler.length_prediction import Background, LengthPrediction, run_now
 from penstock.scheduler.members import MemberReports, errors_of
 from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.supply import Supply
 from penstock.scheduler.wakeup import Clock, Progress
 from penstock.types import NO_VERSION, EpisodeState, GroupAttempt, GroupRef, LearnerState, PayloadRef, Summaries, Task
-
-MAX_STALE_SHARE = 0.1
-"""Share of a step's tokens or samples that may be too old to train before an alarm is raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +69,7 @@ class Scheduler:
         self.alarms = Alarms()
         self._supply = Supply(config, self.groups)
         self._dispatcher = Dispatcher(config, self.groups, self._supply)
+        self.health = Health(config, self._dispatcher, self._supply, self.lengths, self.alarms)
         self._filters = FilterChain(config.scheduler.group_filter)
         self._failure_budget = FailureBudget(max_filtered=config.scheduler.max_filtered_in_a_row, alarms=self.alarms)
         wake = partial(self._progress.changed, self._runnable)
@@ -95,20 +93,6 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Return the number of training groups in flight: started, and not yet trained into weights that are served."""
         return self._dispatcher.pacing_state.num_in_flight
-
-    def metrics(self) -> dict[str, float | None]:
-        """Return the scheduler's metrics."""
-        thresholds = self._supply.thresholds
-        return {
-            "oldest_wait_s": self._dispatcher.oldest_wait_s(),
-            "groups_pending": float(len(self._dispatcher.policy)),
-            "groups_in_flight": float(self.num_in_flight),
-            "trigger_min_samples": float(thresholds.min_groups * self._config.env.group_size),
-            "trigger_max_wait_s": thresholds.max_wait_s,
-            "sjf_preference": self._supply.adjustment.preference,
-            **self._supply.bias.report(),
-            **self.lengths.metrics(),
-        }
 
     # --- admission -------------------------------------------------------------------------------------------------
 
@@ -337,23 +321,9 @@ class Scheduler:
         self.restoring.replay_stale_groups()
         self._log_decision("feedback", self._supply.adjustment.reason, self._supply.adjustment.inputs)
         self._arrange()
-        self._update_alarms(learner, num_aged=sum(count for _, count in aged))
+        self.health.check_step(learner, num_aged=sum(count for _, count in aged))
         self.ledger.check()
         self._progress.changed(self._runnable, self._trainable)
-
-    def _update_alarms(self, learner: LearnerState, *, num_aged: int) -> None:
-        """Update the alarms after an optimizer step. It made `num_aged` ready episodes too old to train."""
-        wait_s, bound_s = self._dispatcher.oldest_wait_s(), self._config.scheduler.dispatch.max_wait_s
-        starved = f"a group has waited {wait_s:.0f} s to start; scheduler.dispatch.max_wait_s is {bound_s:g}"
-        self.alarms.update("starvation", starved if wait_s > bound_s else None)
-        self.alarms.update("length bias", self._supply.bias.alarm())
-        self.alarms.update("length prediction", None if self.lengths.trusted else self.lengths.trust.reason)
-        masked, trained = learner.metrics.get("tokens_masked_stale", 0.0), learner.metrics.get("tokens", 0.0)
-        share = masked / max(masked + trained, 1.0)
-        wasted = f"{share:.0%} of the tokens of this step and {num_aged} ready episodes were too old to train"
-        remedy = "raise scheduler.trigger.max_wait_s and min_samples, or scheduler.max_staleness"
-        too_much = share > MAX_STALE_SHARE or num_aged > MAX_STALE_SHARE * learner.metrics.get("samples", math.inf)
-        self.alarms.update("stale work", f"{wasted}: {remedy}" if too_much else None)
 
     def mark_served(self, version: int) -> None:
         """Record that every server serves `version`. The groups trained into it are no longer in flight."""

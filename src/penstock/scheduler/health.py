@@ -1,0 +1,53 @@
+"""Metrics of the scheduler, and alarms about starving groups, length bias and stale work."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.alarms import Alarms
+from penstock.config import Config
+from penstock.scheduler.dispatcher import Dispatcher
+from penstock.scheduler.length_prediction import LengthPrediction
+from penstock.scheduler.supply import Supply
+from penstock.types import LearnerState
+
+MAX_STALE_SHARE = 0.1
+"""Share of a step's tokens or samples that may be too old to train before an alarm is raised."""
+
+
+class Health:
+    """Metrics and alarms of the scheduler's parts. It changes only the alarms."""
+
+    def __init__(
+        self, config: Config, dispatcher: Dispatcher, supply: Supply, lengths: LengthPrediction, alarms: Alarms
+    ) -> None:
+        self._config, self._alarms = config, alarms
+        self._dispatcher, self._supply, self._lengths = dispatcher, supply, lengths
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return the scheduler's metrics."""
+        thresholds, supply = self._supply.thresholds, self._supply
+        return {
+            "oldest_wait_s": self._dispatcher.oldest_wait_s(),
+            "groups_pending": float(len(self._dispatcher.policy)),
+            "groups_in_flight": float(self._dispatcher.pacing_state.num_in_flight),
+            "trigger_min_samples": float(thresholds.min_groups * self._config.env.group_size),
+            "trigger_max_wait_s": thresholds.max_wait_s,
+            "sjf_preference": supply.adjustment.preference,
+            **supply.bias.report(),
+            **self._lengths.metrics(),
+        }
+
+    def check_step(self, learner: LearnerState, *, num_aged: int) -> None:
+        """Update the alarms after an optimizer step. It made `num_aged` ready episodes too old to train."""
+        wait_s, bound_s = self._dispatcher.oldest_wait_s(), self._config.scheduler.dispatch.max_wait_s
+        starved = f"a group has waited {wait_s:.0f} s to start; scheduler.dispatch.max_wait_s is {bound_s:g}"
+        self._alarms.update("starvation", starved if wait_s > bound_s else None)
+        self._alarms.update("length bias", self._supply.bias.alarm())
+        self._alarms.update("length prediction", None if self._lengths.trusted else self._lengths.trust.reason)
+        masked, trained = learner.metrics.get("tokens_masked_stale", 0.0), learner.metrics.get("tokens", 0.0)
+        share = masked / max(masked + trained, 1.0)
+        wasted = f"{share:.0%} of the tokens of this step and {num_aged} ready episodes were too old to train"
+        remedy = "raise scheduler.trigger.max_wait_s and min_samples, or scheduler.max_staleness"
+        too_much = share > MAX_STALE_SHARE or num_aged > MAX_STALE_SHARE * learner.metrics.get("samples", math.inf)
+        self._alarms.update("stale work", f"{wasted}: {remedy}" if too_much else None)
