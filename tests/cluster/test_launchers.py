@@ -323,7 +323,7 @@ async def test_records_travel_between_machines(tmp_path: Path) -> None:
         missing = msgspec.structs.replace(refs[0], file="env-0-no.seg")
         for url, why in ((host, "HTTP 404"), ("http://127.0.0.1:9", "Connect")):
             with pytest.raises(
-                PayloadsLost, match=f"env-0-no.seg cannot be fetched from host {url} at offset 0: .*{why}"
+                PayloadsLost, match=f"env-0-no.seg cannot be read from host {url} at offset 0: .*{why}"
             ):
                 await fetched.fetch([missing], host=url)
 
