@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -43,16 +44,17 @@ def changed(override: str) -> Config:
     ],
 )
 def test_how_long_how_fast_and_where_may_change(override: str) -> None:
-    check_lineage(lineage(Config.model_validate(BASE)), changed(override))
+    before = Config.model_validate(BASE)
+    check_lineage(lineage(before), changed(override), before=before)
 
 
 def test_how_fast_each_of_a_mixture_is_may_change_and_nothing_else_of_it() -> None:
     def of(**settings: Any) -> Config:
         return Config.model_validate({"env": {"mixture": {"a.b": settings, "c": {}}}})
 
-    check_lineage(lineage(of()), of(turn_timeout_s=5.0, reward_timeout_s=5.0))
+    check_lineage(lineage(of()), of(turn_timeout_s=5.0, reward_timeout_s=5.0), before=of())
     with pytest.raises(ConfigError, match=r"env\.mixture\.a\.b\.max_turns was 1 and cannot become 2"):
-        check_lineage(lineage(of()), of(max_turns=2))
+        check_lineage(lineage(of()), of(max_turns=2), before=of())
 
 
 @pytest.mark.parametrize(
@@ -71,17 +73,35 @@ def test_how_fast_each_of_a_mixture_is_may_change_and_nothing_else_of_it() -> No
 def test_what_data_and_weights_rest_on_may_not(override: str, message: str) -> None:
     begun_with = json.loads(json.dumps(lineage(Config.model_validate(BASE))))
     with pytest.raises(ConfigError) as refusal:
-        check_lineage(begun_with, changed(override))
+        check_lineage(begun_with, changed(override), before=Config.model_validate(BASE))
     assert message in str(refusal.value).splitlines()
     assert "resume it without this, or begin another" in str(refusal.value)
 
 
-def test_a_setting_that_an_earlier_release_did_not_know_had_its_default() -> None:
-    begun_with = lineage(Config.model_validate(BASE))
-    del begun_with["model.warm_start.noise"]
-    check_lineage(begun_with, Config.model_validate(BASE))
-    with pytest.raises(ConfigError, match=r"model\.warm_start\.noise was 0\.0 and cannot become 0\.5"):
-        check_lineage(begun_with, changed("model.warm_start.noise=0.5"))
+@pytest.mark.parametrize(
+    ("settings", "name", "value"),
+    [
+        ({}, "model.warm_start.noise", 0.5),
+        ({"trainer": {"critic": {}}, "scheduler": {"group_filter": []}}, "trainer.critic.clip", 0.5),
+        ({"trainer": {"lora": {"rank": 8}}}, "trainer.lora.alpha", 5),
+        ({"env": {"mixture": {"a": {}}}}, "env.mixture.a.max_turns", 2),
+    ],
+)
+def test_a_setting_that_an_earlier_release_did_not_know_had_its_default(
+    settings: dict[str, Any], name: str, value: float
+) -> None:
+    before = Config.model_validate(settings)
+    begun_with = lineage(before)
+    del begun_with[name]
+    check_lineage(begun_with, before, before=before)
+    section, _, last = name.rpartition(".")
+    document = json.loads(before.model_dump_json())
+    within = document
+    for key in section.split("."):
+        within = within[key]
+    within[last] = value
+    with pytest.raises(ConfigError, match=f"{re.escape(name)} was .* and cannot become {value}"):
+        check_lineage(begun_with, Config.model_validate(document), before=before)
 
 
 def test_changes_are_named_with_both_values() -> None:

@@ -72,6 +72,7 @@ EXCEPTIONS = {
     "scheduler/evaluations.py:evaluate_tasks": WAKEUP,
     "scheduler/scheduler.py:next_assignments": WAKEUP,
     "scheduler/scheduler.py:next_batch": WAKEUP,
+    "rollout/app.py:discard_rest": "the rest of a refused body, for which nobody waits",
     "scheduler/scheduler.py:wait_for_room": WAKEUP,
     "scheduler/wakeup.py:_wait_for": WAKEUP,
     "store/dumps/writer.py:run": "its shards come from the loops, and the loops are watched",

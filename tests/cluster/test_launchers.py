@@ -322,9 +322,7 @@ async def test_records_travel_between_machines(tmp_path: Path) -> None:
             assert len(read) == num_samples and all(list(each.token_ids) == [1, 2, 3] for each in read)
         missing = msgspec.structs.replace(refs[0], file="env-0-no.seg")
         for url, why in ((host, "HTTP 404"), ("http://127.0.0.1:9", "Connect")):
-            with pytest.raises(
-                PayloadsLost, match=f"env-0-no.seg cannot be read from host {url} at offset 0: .*{why}"
-            ):
+            with pytest.raises(PayloadsLost, match=f"env-0-no.seg cannot be read from host {url} at offset 0: .*{why}"):
                 await fetched.fetch([missing], host=url)
 
 

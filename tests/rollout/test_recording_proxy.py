@@ -89,7 +89,7 @@ async def test_an_answer_ends_where_its_caller_wants_it_to(stop: dict[str, Any])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"params": SamplingParams(min_p=0.1, frequency_penalty=1.0)}, "no support for frequency_penalty, min_p"),
+        ({"params": SamplingParams(min_p=0.1, frequency_penalty=1.0)}, "does not serve frequency_penalty, min_p"),
         ({"max_new_tokens": (15,)}, "2 prompt tokens and 15 new ones do not fit into model.max_context 16"),
     ],
 )

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config import Config
 from penstock.config.scheduling import FeedbackConfig, TriggerConfig
 from penstock.scheduler.feedback import Adjustment, Feedback, RunningReference, preference
+from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.trigger import Trigger, TriggerState
 from penstock.types import LearnerState
 
@@ -214,3 +216,15 @@ def test_another_signals_state_gives_only_the_reference() -> None:
     observe(before, [1.0] * 10 + [2.0])
     after.load_state_dict(before.state_dict())
     assert after.adjustment.factor == 0.5 and after.adjustment.preference == pytest.approx(2.0)
+
+
+def test_what_a_scheduler_restores_is_in_force_at_once() -> None:
+    config = Config.model_validate(
+        {"trainer": {"steps": STEPS}, "scheduler": {"trigger": {"feedback": {"signal": "time", "hold_steps": 0}}}}
+    )
+    before, after = (Scheduler(config, now=lambda: 0.0, log_decision=lambda *_: None) for _ in range(2))
+    for version in range(1, STEPS):
+        before.complete_step(LearnerState(policy_version=version, entropy=1.0, metrics={"tokens": 100.0}))
+    fresh = after.health.metrics()["trigger_min_samples"]
+    after.restoring.load_state_dict(before.restoring.state_dict())
+    assert after.health.metrics()["trigger_min_samples"] == before.health.metrics()["trigger_min_samples"] != fresh

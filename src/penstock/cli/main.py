@@ -19,7 +19,7 @@ RUNS = Path("runs")
 OVERRIDES_HELP = "Settings to change; values are YAML. A mapping is merged into that of the file; `a.b={}` empties it."
 CLUSTER_HELP = "Run on the Ray cluster at this address (`auto`: the cluster of this machine), in its cluster.pools."
 RUN_HELP = "A run id, the unique beginning of one, or a run directory."
-File = Annotated[Path, Argument(metavar="CONFIG", help="A YAML file.")]
+ConfigFile = Annotated[Path, Argument(metavar="CONFIG", help="A YAML file.")]
 Overrides = Annotated[list[str] | None, Argument(metavar="[a.b=c]...", help=OVERRIDES_HELP)]
 Detach = Annotated[bool, Option("--detach", help="Run in the background.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Print the resolved configuration and exit.")]
@@ -45,14 +45,20 @@ def _show_version(is_wanted: bool) -> None:
 
 @app.callback(help=DESCRIPTION)
 def options(
-    show: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Read the options of `penstock` itself."""
 
 
 @app.command()
 def train(
-    config: File, overrides: Overrides = None, cluster: Cluster = None, detach: Detach = False, dry_run: DryRun = False
+    config: ConfigFile,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    detach: Detach = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a policy. Ctrl-C stops the run cleanly with a checkpoint; a second Ctrl-C kills it."""
     from penstock.cli import train as command
@@ -62,7 +68,7 @@ def train(
 
 @app.command()
 def rollout(
-    config: File,
+    config: ConfigFile,
     overrides: Overrides = None,
     checkpoint: Annotated[
         str | None, Option(metavar="RUN", help="Play the newest checkpoint of this run, or this model directory.")
@@ -93,7 +99,7 @@ def resume(
 
 @app.command("eval")
 def evaluate(
-    config: File,
+    config: ConfigFile,
     overrides: Overrides = None,
     checkpoint: Annotated[
         str | None, Option(metavar="RUN", help="Evaluate the newest checkpoint of this run, or this model directory.")

@@ -108,12 +108,9 @@ def _progress(status: Document) -> list[tuple[str, str]]:
 
 
 def _decision(line: Document) -> Text:
-    inputs = [f"{key} {_short(value)}" for key, value in line.items() if key not in ("decider", "time", "reason")]
-    return Text.assemble(line["reason"], (f"  {', '.join(inputs)}", "dim"))
-
-
-def _short(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    inputs = {key: value for key, value in line.items() if key not in ("decider", "time", "reason")}
+    shown = [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in inputs.items()]
+    return Text.assemble(line["reason"], (f"  {', '.join(shown)}", "dim"))
 
 
 def _newest_first(lines: list[Document], row: Callable[[Document], Sequence[RenderableType]]) -> Table | None:

@@ -90,8 +90,10 @@ class NodeAgent:
         await _check_run_dir(self._context, address)
         with suppress(OSError):
             os.chdir(self._context.directory)
-        with suppress(OSError):  # Ray starts actors, and so what they start, with a lower priority than its own
+        try:  # Ray starts actors, and so what they start, with a lower priority than its own
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
+        except OSError as error:
+            logger.warning("%s keeps Ray's low priority (%s): start Ray with RAY_worker_niceness=0", self._name, error)
         opened = asyncio.get_running_loop().create_future()
         self._living = asyncio.create_task(self._live(probe, address, opened))
         with warn_if_stalled(STALL_WARNING_S, waiter=self._name, resource="its opening", holder="this machine"):

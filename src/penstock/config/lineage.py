@@ -31,11 +31,10 @@ def lineage(config: Config) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if _is_in(name, FIXED) and not _is_in(name, free)}
 
 
-def check_lineage(before: Mapping[str, Any], config: Config) -> None:
-    """Raise `ConfigError` naming every fixed setting that differs from the one the run was started with. A setting that
-    an earlier release did not know had its default."""
-    now, defaults = lineage(config), lineage(Config())
-    changed = _differences({name: defaults.get(name) for name in now} | dict(before), now)
+def check_lineage(begun_with: Mapping[str, Any], config: Config, *, before: Config) -> None:
+    """Raise `ConfigError` naming every fixed setting of `config` that differs from those the run was `begun_with`.
+    `before`: the run's configuration so far; it has the defaults of settings that an earlier release did not know."""
+    changed = _differences(lineage(before) | dict(begun_with), lineage(config))
     if changed:
         lines = [f"{name} was {old!r} and cannot become {new!r}" for name, (old, new) in changed.items()]
         lines.append("the data and weights of a run depend on these settings: resume it without this, or begin another")

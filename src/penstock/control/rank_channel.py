@@ -155,17 +155,28 @@ class RankChannels:
 def connect_to_trainer(directory: Path, name: str) -> RankChannel:
     """Block until the channel of rank `name` is connected to the trainer, and return it. Follow the trainer's address
     in `directory` when it changes."""
-    channel, address, give_up = RankChannel(zmq.Context.instance()), None, 0.0
-    while not (address and channel.is_connected):
-        found, now = TrainerAddress.read(directory), time.monotonic()
-        if found is not None and name in found.endpoints and (found != address or now > give_up):
-            address, give_up = found, now + CONNECT_S
-            channel.close()
-            channel, keys = RankChannel(zmq.Context.instance()), Keys.read(directory)
-            for socket, endpoint in zip((channel.incoming, channel.outgoing), address.endpoints[name], strict=True):
-                if keys is None:
-                    socket.connect(endpoint)
-                else:
-                    connect_as_member(socket, endpoint, keys, server=keys.member, dead_ms=SILENT_MS, reconnect_ms=NEVER)
-        time.sleep(FOLLOW_S if address is None else LOOK_MS / 1000)
-    return channel
+    while True:
+        address = TrainerAddress.read(directory)
+        if address is None or name not in address.endpoints:
+            time.sleep(FOLLOW_S)
+            continue
+        channel, give_up = RankChannel(zmq.Context.instance()), time.monotonic() + CONNECT_S
+        accepted = channel.incoming.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        _connect(channel, address.endpoints[name], Keys.read(directory))
+        while not (is_whole := channel.is_connected and bool(accepted.poll(0))):
+            if TrainerAddress.read(directory) != address or time.monotonic() > give_up:
+                break
+            time.sleep(LOOK_MS / 1000)
+        channel.incoming.disable_monitor()
+        accepted.close()
+        if is_whole:
+            return channel
+        channel.close()
+
+
+def _connect(channel: RankChannel, endpoints: tuple[str, str], keys: Keys | None) -> None:
+    for socket, endpoint in zip((channel.incoming, channel.outgoing), endpoints, strict=True):
+        if keys is None:
+            socket.connect(endpoint)
+        else:
+            connect_as_member(socket, endpoint, keys, server=keys.member, dead_ms=SILENT_MS, reconnect_ms=NEVER)

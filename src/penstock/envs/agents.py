@@ -75,7 +75,7 @@ class Conversation:
         repeats recorded messages, the recorded tokens are used. Raises `Diverged` if it adds nothing to them."""
         known = len(self._history)
         asked = _plain(messages)
-        if not known or not _same(asked[:known], self._history):
+        if not known or len(asked) < known or not all(map(_matches, asked, self._history)):
             return self._chat.prompt(messages, **settings)
         if len(asked) == known:
             raise Diverged("the conversation ends with the assistant's own answer: add a message to it")
@@ -179,13 +179,9 @@ class PausableTimeout:
                 self._timer.reschedule(now() + left)
 
 
-def _same(asked: Sequence[Message], history: Sequence[Message]) -> bool:
-    """Return whether both lists hold the same messages. Spaces around the assistant's answers are ignored, because
-    some clients strip them."""
-    return len(asked) == len(history) and all(map(_matches, asked, history))
-
-
 def _matches(asked: Message, known: Message) -> bool:
+    """Return whether both are the same message. Spaces around the assistant's answers are ignored, because some clients
+    strip them."""
     if known.get("role") != "assistant" or not isinstance(asked.get("content"), str):
         return asked == known
     return {**asked, "content": asked["content"].strip()} == {**known, "content": known["content"].strip()}

@@ -56,16 +56,16 @@ class ConcurrencyLimit:
     `max_concurrent`."""
 
     def __init__(self) -> None:
-        self._free: dict[int, asyncio.Semaphore] = {}
+        self._free: dict[int, tuple[object, asyncio.Semaphore]] = {}
 
     @asynccontextmanager
     async def slot(self, limited: object, *, waiter: str) -> AsyncIterator[None]:
-        """Hold a slot of `limited`, a class or a lasting object, during the body. Wait for one if all are taken."""
+        """Hold a slot of `limited`, a class or an object, during the body. Wait for one if all are taken."""
         limit: int | None = getattr(limited, "max_concurrent", None)
         if limit is None:
             yield
             return
-        free = self._free.setdefault(id(limited), asyncio.Semaphore(limit))
+        _, free = self._free.setdefault(id(limited), (limited, asyncio.Semaphore(limit)))
         name = getattr(limited, "__name__", type(limited).__name__)
         async with permit(free, waiter=waiter, resource=f"a slot of {name}", holder=f"{limit} others (max_concurrent)"):
             yield

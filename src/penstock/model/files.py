@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 COMPANIONS = (
-    *("config.json", "generation_config.json", "chat_template.jinja"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
 )
 """Files that a model directory needs besides the weights."""
 

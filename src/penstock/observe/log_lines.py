@@ -18,7 +18,9 @@ from pathlib import Path
 
 import penstock
 
-LINE = re.compile(r"(?P<time>\d{4}-\d\d-\d\dT[\d:]{8}\.\d{3}Z) (?P<level>[A-Z]+) (?P<process>\S+): (?P<message>.*)")
+LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (?P<level>[A-Z]+) (?P<process>\S+): (?P<message>.*)"
+)
 """A log line. Times are UTC, and their text sorts by time."""
 SECOND = "%Y-%m-%dT%H:%M:%S"
 HEAVY_PACKAGES = ("torch", "transformers", "ray")

@@ -23,7 +23,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 import penstock
 from penstock.config.run_settings import RolloutConfig
-from penstock.deadline import Stalled, deadline
 from penstock.rollout.generator import Stopped
 from penstock.rollout.http import EXPECTED, Access, Refused, Route, not_found
 
@@ -85,8 +84,8 @@ class IncomingBody:
     async def discard_rest(self) -> None:
         """Read the rest of the body, for at most `REST_S`. A connection that is closed with unread data may be reset
         before its client has read the answer."""
-        with suppress(Stalled):
-            async with deadline(REST_S, waiter="server", resource="the rest of a refused body", holder="its client"):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REST_S):
                 while not self.has_ended:
                     await self.receive()
 

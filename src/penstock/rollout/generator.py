@@ -87,7 +87,9 @@ class AnswersOnly:
 
     def check_prompt(self, prompt_ids: list[int]) -> NoReturn:
         """Raise ValueError: prompts are not scored."""
-        raise ValueError("this endpoint scores no prompts: set logprob_start_len to -1, and max_new_tokens above 0")
+        raise ValueError(
+            "this endpoint scores no prompts: leave out `echo` and `logprob_start_len`, and sample some tokens"
+        )
 
     async def score(self, prompt_ids: list[int]) -> PromptScores:
         self.check_prompt(prompt_ids)

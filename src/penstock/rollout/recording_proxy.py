@@ -48,7 +48,9 @@ class RecordingProxy(AnswersOnly):
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError if the request is too long or uses unsupported sampling parameters."""
         if refused := sorted(request.params.changed() - set(SUPPORTED)):
-            raise ValueError(f"no support for {', '.join(refused)}, only for {', '.join(SUPPORTED)} and stop strings")
+            raise ValueError(
+                f"this endpoint does not serve {', '.join(refused)}, only for {', '.join(SUPPORTED)} and stop strings"
+            )
         needed = len(request.prompt_ids) + max(request.max_new_tokens)
         if not request.prompt_ids or needed > self.max_context:
             raise ValueError(

@@ -115,7 +115,9 @@ class Servers:
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager that admits one weights update at a time."""
-        return holding(self._updating, UPDATE_S, waiter="rollout client", resource="a weights update", holder="another")
+        return holding(
+            self._updating, UPDATE_S, waiter="rollout client", resource="a weights update", holder="another update"
+        )
 
     def set_urls(self, urls: Sequence[str]) -> None:
         """Set the current servers. A new server is used once it serves weights. A removed one gets no more calls."""

@@ -106,7 +106,9 @@ class WeightsUpdate:
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager that admits one call at a time."""
-        return holding(self._lock, RECEIVE_TIMEOUT_S, waiter="server", resource="the weights update", holder="another")
+        return holding(
+            self._lock, RECEIVE_TIMEOUT_S, waiter="server", resource="the weights update", holder="another update"
+        )
 
     async def begin(self, handle: WeightsHandle, *, bracket: StagedWeights | None = None) -> WeightsHandle:
         """Map and verify `handle` in a thread; inside a `bracket`, if one is given.

@@ -128,6 +128,10 @@ class ActiveGroup(msgspec.Struct, kw_only=True, eq=False):
             episode=episode, refs=refs, ended=summary is not None, stop_reason=reason, info=info
         )
 
+    def can_spare(self, failed: Iterable[int]) -> bool:
+        """Return whether enough members remain if `failed` fail too."""
+        return len(self.broken.union(failed)) <= self.redundancy
+
     def forget_progress(self) -> None:
         """Forget partial rollouts, so that the next attempt starts from the beginning."""
         self.partial_rollouts.clear()

@@ -60,9 +60,14 @@ class LengthBias:
     def report(self) -> dict[str, float | None]:
         """Return percentiles and Kolmogorov-Smirnov distances; None where there are too few lengths."""
         trained, played, admitted = np.sort(self._trained), np.sort(self._played), np.sort(self._population())
-        both = {"trained": trained, "admitted": admitted}
-        of_both = {f"length_p{p}_{name}": _percentile(lengths, p) for name, lengths in both.items() for p in (50, 90)}
-        return {**of_both, "length_ks": _distance(trained, admitted), "length_ks_played": _distance(trained, played)}
+        return {
+            "length_p50_trained": _percentile(trained, 50),
+            "length_p90_trained": _percentile(trained, 90),
+            "length_p50_admitted": _percentile(admitted, 50),
+            "length_p90_admitted": _percentile(admitted, 90),
+            "length_ks": _distance(trained, admitted),
+            "length_ks_played": _distance(trained, played),
+        }
 
     def alarm(self, threshold: float = 0.1) -> str | None:
         """Return how the trained lengths differ from the data's; None while the difference is small.

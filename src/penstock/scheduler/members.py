@@ -65,7 +65,7 @@ class MemberReports:
         for member, ref, summary in zip(members, saved, summaries, strict=True):
             if member not in errors:
                 group.keep_tokens(member, ref, summary)
-        if len(group.broken.union(errors)) <= group.redundancy:
+        if group.can_spare(errors):
             rewarded = group.members(EpisodeState.REWARDING)
             group.mark_ready(set(members).difference(errors))
             group.broken.update(errors)

@@ -43,7 +43,8 @@ class Restoring:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the feedback and the filters from a saved state."""
-        self._supply.load_feedback(state["feedback"])
+        self._supply.feedback.load_state_dict(state["feedback"])
+        self._supply.adjustment = self._supply.feedback.adjustment
         self._lengths.arrange(self._dispatcher.policy, preference=self._supply.adjustment.preference)
         self._filters.load_state_dict(state["filters"])
 

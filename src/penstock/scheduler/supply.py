@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from penstock.config import Config
 from penstock.scheduler.active_group import ActiveGroup, Stage
@@ -67,11 +66,6 @@ class Supply:
             waiting_since=oldest.ready_at if oldest else None,
             factor=self.adjustment.factor,
         )
-
-    def load_feedback(self, state: Mapping[str, Any]) -> None:
-        """Restore the saved state of the feedback, and put it in force."""
-        self.feedback.load_state_dict(state)
-        self.adjustment = self.feedback.adjustment
 
     def decide(self, *, now: float) -> TriggerDecision:
         """Return the decision of the trigger."""

@@ -200,7 +200,7 @@ def _waste(run: Simulation, last: StepMark) -> dict[str, Any]:
 
 
 def _bias(run: Simulation, people: Population) -> dict[str, Any]:
-    trained, played = (_sorted(lengths) for lengths in (run.experience.trained_lengths, run.experience.played_lengths))
+    trained, played = (np.sort(lengths) for lengths in (run.experience.trained_lengths, run.experience.played_lengths))
     ratios = np.percentile(trained, [50, 90]) / np.percentile(people.lengths, [50, 90])
     return {
         "length_ks_trained_played": ks_distance(trained, played),
@@ -210,10 +210,6 @@ def _bias(run: Simulation, people: Population) -> dict[str, Any]:
         "length_mean_ratio": float(np.mean(trained)) / people.mean_tokens,
         "length_mean": people.mean_tokens,
     }
-
-
-def _sorted(values: Sequence[int]) -> Floats:
-    return np.sort(np.asarray(values, dtype=np.float64))
 
 
 def _nth(ascending: Floats, number: int) -> float | None:

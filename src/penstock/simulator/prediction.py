@@ -87,11 +87,11 @@ def predict(config: Config, *, watch: Watch = lambda name, step, steps: None) ->
 
 
 def _open(config: Config, seed: int) -> Workload:
-    kv_tokens, settings = config.simulator.engine.kv_tokens, config.simulator.workload
+    room, settings = config.simulator.engine.kv_tokens, config.simulator.workload
     workload = open_workload(settings, group_size=config.env.num_members, seed=seed)
     longest = workload.max_tokens + settings.prompt_tokens
-    if kv_tokens is not None and kv_tokens < longest:
-        raise ConfigError(f"simulator.engine.kv_tokens ({kv_tokens}) does not hold the longest sequence ({longest})")
+    if room is not None and room < longest:
+        raise ConfigError(f"simulator.engine.kv_tokens {room} does not hold the longest sequence, {longest} tokens")
     return workload
 
 

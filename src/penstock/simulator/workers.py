@@ -85,7 +85,8 @@ class FleetWorkers:
             plan = self._workload.plan(work.task.index, work.attempt)
             running = self._running[work.group] = _RunningGroup(work, plan, now)
             is_whole = len(work.members) == work.group_size
-            if is_whole and not work.redundancy and _fit(plan, work.max_tokens):
+            fits = plan.turns is None and max(plan.lengths) <= min(work.max_tokens)
+            if is_whole and not work.redundancy and fits:
                 self._request(running, plan.lengths, plan.prompt_tokens, self._all_generated, work)
                 return
         episodes = running.join(work.episodes)
@@ -257,8 +258,3 @@ class FleetWorkers:
         self._collect(running.group, REF, episodes)
         self._experience.pieces.pop(running.group, None)
         running.episodes.clear()
-
-
-def _fit(plan: Plan, max_tokens: Sequence[int]) -> bool:
-    """Return whether every answer has one turn and fits into its grant."""
-    return plan.turns is None and max(plan.lengths) <= min(max_tokens)

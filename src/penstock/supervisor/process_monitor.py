@@ -71,8 +71,10 @@ class ProcessMonitor:
         while not self.retired.is_set():
             exit_ = await self._live()
             self._move(ProcessState.EXITED, returncode=exit_.returncode, kind=exit_.kind, reason=exit_.reason)
-            self.failure = replace(exit_, time=self.failure.time) if self.failure else exit_
-            decision = await judge(self, self.failure)
+            exit_ = replace(exit_, time=self.failure.time) if self.failure else exit_
+            if self.failure is None or exit_.kind is not ExitKind.KILLED_BY_SUPERVISOR:
+                self.failure = exit_
+            decision = await judge(self, exit_)
             if decision.action is Action.FAIL:
                 self._move(ProcessState.FATAL)
             if decision.action is not Action.RESTART:

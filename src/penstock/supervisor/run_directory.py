@@ -113,7 +113,7 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     config = load_config(run_dir / CONFIG, overrides)
     begun_with = _read_lineage(run_dir)
     begun_with.pop(DATASETS, None)
-    check_lineage(begun_with, config)
+    check_lineage(begun_with, config, before=before)
     saved = _last_step_saved(run_dir)
     if config.trainer.steps < saved:
         raise RunRefused(

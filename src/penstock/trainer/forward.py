@@ -46,12 +46,9 @@ def token_statistics(
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     log_pi = torch.log_softmax(scaled, dim=-1)
     rows = max(ENTROPY_ELEMENTS // logits.shape[-1], 1)
-    entropy = torch.cat([_entropy(part) for part in torch.split(log_pi.detach(), rows)])
+    parts = torch.split(log_pi.detach(), rows)
+    entropy = torch.cat([-(part.exp() * part).nan_to_num(nan=0.0).sum(dim=-1) for part in parts])  # 0 * log 0 = 0
     return log_pi.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy
-
-
-def _entropy(log_pi: Tensor) -> Tensor:
-    return -(log_pi.exp() * log_pi).nan_to_num(nan=0.0).sum(dim=-1)  # 0 * log 0 = 0 for masked-out logits
 
 
 def shares_prefixes(model: PreTrainedModel) -> bool:

@@ -45,7 +45,9 @@ def warm_start(
         cosine = 0.5 * (1.0 + math.cos(math.pi * (step / steps)))
         loss = imitate(_draw(examples, batch_size), learning_rate * (FLOOR + (1.0 - FLOOR) * cosine))["loss"]
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss of step {step + 1} is {loss}: lower model.warm_start.learning_rate")
+            raise FloatingPointError(
+                f"warm start: the loss is {loss} in step {step + 1}: lower model.warm_start.learning_rate"
+            )
     return {"steps": steps, "seconds": time.monotonic() - start, "loss": loss}
 
 

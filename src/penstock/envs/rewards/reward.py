@@ -30,7 +30,12 @@ from penstock.config.imports import import_named
 from penstock.envs.discovery import is_function
 from penstock.envs.options import check_exists, check_written, source_of, suggestion
 
-BUILT_IN = {name: f"penstock.envs.rewards.{name}:{name.capitalize()}" for name in ("math", "format", "code", "judge")}
+BUILT_IN = {
+    "math": "penstock.envs.rewards.math:Math",
+    "format": "penstock.envs.rewards.format:Format",
+    "code": "penstock.envs.rewards.code:Code",
+    "judge": "penstock.envs.rewards.judge:Judge",
+}
 
 
 class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
