@@ -256,7 +256,6 @@ def test_neighbours_find_almost_all_of_the_nearest(monkeypatch: pytest.MonkeyPat
     for row in range(0, 1000, 3):
         index.remove(row)
     kept = np.array([row for row in range(1000) if row % 3])
-    assert len(index) == len(kept)
     found = 0
     for query in vectors[1000:]:
         rows, cosines = index.nearest(query, 5)
@@ -273,7 +272,6 @@ def test_a_full_cell_beside_a_full_cell_is_halved_too(monkeypatch: pytest.Monkey
     index = Neighbours[int]()
     for row, vector in enumerate(vectors):
         index.add(row, vector)
-    assert len(index) == 400
     assert sum(row in index.nearest(vector, 1)[0] for row, vector in enumerate(vectors)) > 360
 
 
@@ -288,4 +286,4 @@ def test_neighbours_survive_equal_vectors_and_being_emptied(monkeypatch: pytest.
         assert len(set(rows)) == 3 and cosines == pytest.approx([1, 1, 1])
         for row in range(50):
             index.remove(row)
-        assert len(index) == 0 and len(index.nearest(vector, 3)[0]) == 0
+        assert index.nearest(vector, 3)[0] == []

@@ -60,7 +60,7 @@ class DispatchPolicy:
         decision would start a new group while `may_start` is false.
         """
         start = self._starts.next(now) if may_start else None
-        rest = self._rests.next(now)
+        rest = self._rests.next(now) if len(self._rests) else None
         if rest is not None and (start is None or rest[1]):
             return self._take(self._rests, rest, "rest", now, free)
         if start is None:
@@ -73,7 +73,7 @@ class DispatchPolicy:
     ) -> DispatchDecision | None:
         waiting, is_overdue = following
         group = waiting.item
-        if free < {"whole": group.size, "probe": 1, "rest": group.size - 1}[part]:
+        if free < (group.size if part == "whole" else 1 if part == "probe" else group.size - 1):
             return None
         order.take(waiting)
         name = f"probe ({part})" if self._name == "probe" else self._name

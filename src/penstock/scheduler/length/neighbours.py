@@ -7,8 +7,9 @@ no training, and an insertion changes only a few cells. Deterministic: the same 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable
-from itertools import chain
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -60,12 +61,10 @@ class Neighbours(Generic[Key]):
             return [], np.empty(0, dtype=np.float32)
         cells = _highest(self._centres @ vector, NUM_PROBED).tolist()
         cosines = np.concatenate([self._vectors[cell][: len(self._keys[cell])] @ vector for cell in cells])
-        keys = list(chain.from_iterable(self._keys[cell] for cell in cells))
+        starts = [0, *accumulate(len(self._keys[cell]) for cell in cells)]
         best = _highest(cosines, count)
-        return [keys[index] for index in best.tolist()], cosines[best]
-
-    def __len__(self) -> int:
-        return len(self._slots)
+        found = [(bisect_right(starts, index) - 1, index) for index in best.tolist()]
+        return [self._keys[cells[nth]][index - starts[nth]] for nth, index in found], cosines[best]
 
     def _nearest_cell(self, vector: Vector) -> int:
         return int(np.argmax(self._centres @ vector))
