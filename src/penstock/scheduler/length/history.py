@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeGuard
 
-import numpy as np
-
 from penstock.scheduler.length.embedding import Embedding
 from penstock.scheduler.length.features import digest, text_of
 from penstock.scheduler.length.neighbours import Neighbours, Vector
@@ -85,14 +83,12 @@ class HistoryPredictor(LengthPredictor):
         if vector is None:
             return self._overall
         names, cosines = self._neighbours.nearest(vector, NUM_NEIGHBOURS)
-        neighbours = [self._entries[name] for name in names]
-        weights = np.maximum(cosines, 0.0).astype(np.float64) ** SHARPNESS
-        weights = np.where([each is entry for each in neighbours], 0.0, weights)
-        logs = np.array([each.log_length for each in neighbours])
+        found = zip((self._entries[name] for name in names), cosines.tolist(), strict=True)
+        neighbours = [(max(cosine, 0.0) ** SHARPNESS, each.log_length) for each, cosine in found if each is not entry]
         own = OWN_WEIGHT * entry.num_observed if entry is not None else 0.0
         own_log = entry.log_length if entry is not None else 0.0
-        total = float(weights @ logs) + own * own_log + PRIOR_WEIGHT * self._overall
-        return total / (float(weights.sum()) + own + PRIOR_WEIGHT)
+        total = sum(weight * log for weight, log in neighbours) + own * own_log + PRIOR_WEIGHT * self._overall
+        return total / (sum(weight for weight, _ in neighbours) + own + PRIOR_WEIGHT)
 
 
 def _is_known(entry: _Entry | None) -> TypeGuard[_Entry]:
