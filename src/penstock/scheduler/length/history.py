@@ -85,10 +85,9 @@ class HistoryPredictor(LengthPredictor):
         names, cosines = self._neighbours.nearest(vector, NUM_NEIGHBOURS)
         found = zip((self._entries[name] for name in names), cosines.tolist(), strict=True)
         neighbours = [(max(cosine, 0.0) ** SHARPNESS, each.log_length) for each, cosine in found if each is not entry]
-        own = OWN_WEIGHT * entry.num_observed if entry is not None else 0.0
-        own_log = entry.log_length if entry is not None else 0.0
+        own, own_log = (OWN_WEIGHT * entry.num_observed, entry.log_length) if entry is not None else (0.0, 0.0)
         total = sum(weight * log for weight, log in neighbours) + own * own_log + PRIOR_WEIGHT * self._overall
-        return total / (sum(weight for weight, _ in neighbours) + own + PRIOR_WEIGHT)
+        return float(total / (sum(weight for weight, _ in neighbours) + own + PRIOR_WEIGHT))
 
 
 def _is_known(entry: _Entry | None) -> TypeGuard[_Entry]:

@@ -27,7 +27,9 @@ class Neighbours(Generic[Key]):
 
     def __init__(self) -> None:
         self._centres = np.empty((0, 0), dtype=np.float32)  # [cells, d]
-        self._vectors: list[Vector] = []  # [slots, d] of each cell
+        self._vectors = np.empty(
+            (0, CELL_ROWS, 0), dtype=np.float32
+        )  # [cells or more, slots, d]; in one piece, for speed
         self._keys: list[list[Key]] = []  # of each cell, by slot
         self._empty: list[int] = []
         self._slots: dict[Key, tuple[int, int]] = {}  # cell and slot
@@ -36,6 +38,7 @@ class Neighbours(Generic[Key]):
         """Add `vector` under `key`. It must have norm 1 or be zero."""
         if not self._keys:
             self._centres = np.empty((0, len(vector)), dtype=np.float32)
+            self._vectors = np.empty((4, CELL_ROWS, len(vector)), dtype=np.float32)
             self._new_cell(vector)
         cell = self._nearest_cell(vector)
         while len(self._keys[cell]) == CELL_ROWS:  # halving moves centres, so the nearest cell may be another full cell
@@ -84,7 +87,8 @@ class Neighbours(Generic[Key]):
             self._centres[cell] = centre
             return cell
         self._keys.append([])
-        self._vectors.append(np.empty((CELL_ROWS, len(centre)), dtype=np.float32))
+        if len(self._keys) > len(self._vectors):
+            self._vectors = np.concatenate([self._vectors, np.empty_like(self._vectors)])
         self._centres = np.vstack([self._centres, centre])
         return len(self._keys) - 1
 
