@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "weights"))
 
-from trainer_end import Broadcast, announce, buckets
+from trainer_end import Broadcast, announce, buckets, free_port
 
 from penstock.cli.serve import hint
 from penstock.config import TinyModelConfig
@@ -114,9 +114,9 @@ async def test_whoever_waits_when_it_is_ended_is_told_so(model: Path, tmp_path: 
 async def test_a_trainer_broadcasts_weights_to_it_in_buckets(model: Path) -> None:
     policy = load_policy(model, weights=False, seed=1)
     named = {name: parameter.detach() for name, parameter in policy.named_parameters()}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    place = Rendezvous(group_name="g", master_address="127.0.0.1", master_port=port, world_size=2, backend="gloo")
+    place = Rendezvous(
+        group_name="g", master_address="127.0.0.1", master_port=free_port(), world_size=2, backend="gloo"
+    )
     with served(model) as (process, url):
         async with aiohttp.ClientSession(url) as session:
 

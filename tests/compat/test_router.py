@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import openai
 import pytest
+from trainer_end import free_port
 
 from penstock.config import TinyModelConfig
 from penstock.model.load_policy import load_policy
@@ -28,11 +28,6 @@ def process(*words: str) -> Iterator[subprocess.Popen[str]]:
             yield started
         finally:
             started.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Fleet:

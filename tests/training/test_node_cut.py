@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ pytest.importorskip("ray")
 from cable import Cable
 from test_deaths import trained_tasks
 from test_training_run import RECIPE, command, leftovers, lines, only_run
+from trainer_end import free_port
 
 from penstock.supervisor.run_journal import read_state
 
@@ -53,8 +53,7 @@ class Nodes:
 
     def __init__(self, cable: Cable, directory: str) -> None:
         self._cable, self._directory, self._mark = cable, directory, secrets.token_hex(8)
-        with socket.create_server((cable.near, 0)) as free:
-            self.address = f"{cable.near}:{free.getsockname()[1]}"
+        self.address = f"{cable.near}:{free_port(cable.near)}"
         self.environment = os.environ | SOON | {"RAY_AUTH_MODE": "disabled", "PENSTOCK_TEST_NODES": self._mark}
 
     def begin(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +94,20 @@ def main() -> None:
             print(json.dumps({"error": None}), flush=True)
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port for a server that starts later. It is below those that the system gives to outgoing connections, so that
+    no client of another test has it meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with suppress(OSError), socket.create_server((host, port)):
+            return port
+
+
 class TrainerProcess:
     """Starts one and talks to it. Calls wait for its answer."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = listener.getsockname()[1]
+        self.port = free_port()
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
