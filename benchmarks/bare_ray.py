@@ -1,5 +1,5 @@
 """What a group call costs over a bare one of Ray, and how long many slots take to be placed; on a Ray cluster of this
-machine, whose nodes say that they have more than there is.
+machine. Its nodes claim more resources than there are.
 
 Ours and bare calls take turns in rounds, on actors of their own in the same slots' nodes; a ratio is that of medians.
 """

@@ -88,7 +88,7 @@ class Thinker:
 
 
 class Engine(asyncio.Protocol):
-    """Answers requests on one connection: a version to whoever asks whether it is ready, else the same tokens."""
+    """Answers requests on one connection: a version to a readiness check, and the same tokens to all other requests."""
 
     num_samples = 0
     """Answered by all connections."""

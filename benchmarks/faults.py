@@ -70,7 +70,7 @@ SEED = 0
 STEADY_STEPS = 3
 """Optimizer steps before a kill."""
 STEP_S, RECOVERED_S, RUN_S = 240.0, 120.0, 900.0
-"""Limits: for an optimizer step, for a recovery, for a run once nobody disturbs it any more."""
+"""Limits: for an optimizer step, for a recovery, for a run after its last fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,8 +68,8 @@ SIGNALS = {
     Fault.MESSAGES: signal.SIGRTMIN,
 }
 LASTS_S = {Fault.STOP: 2.0, Fault.DISK: 3.0, Fault.MESSAGES: LOSE_S}
-"""Until a fault is withdrawn. A process that is stopped is not continued, unless it is a supervisor, which nobody would
-start again."""
+"""Seconds until a fault ends. A stopped supervisor is continued, because no process restarts it; other processes
+are not."""
 DEADLY = {Fault.KILL, Fault.STOP, Fault.TERM, Fault.EXIT}
 
 
@@ -132,7 +132,7 @@ class Injection:
 
 
 def matrix() -> list[Injection]:
-    """Everything that can go wrong, whenever. A supervisor is in its run's phase; nobody tells it what to send."""
+    """Return all combinations of victim, fault and phase. A supervisor is in its run's phase and sends no messages."""
     processes = itertools.product(PROCESSES, Fault, Phase)
     supervisor = itertools.product((SUPERVISOR,), (Fault.KILL, Fault.STOP, Fault.TERM, Fault.DISK), Phase)
     cells = (Injection(victim=victim, fault=fault, aimed=phase) for victim, fault, phase in (*processes, *supervisor))

@@ -61,8 +61,8 @@ def audit(run: WatchedRun, injections: Sequence[Injection], *, group_size: int, 
 
 
 def trained_groups(words: Iterable[Word]) -> list[int]:
-    """In the lineage of the final weights, as the trainers told it: whoever starts anew holds nothing, and whoever goes
-    back to a checkpoint holds what led to that."""
+    """Return the groups that the final weights were trained on, from the reports of the trainers. A trainer that starts
+    over holds no group. A trainer that goes back to a checkpoint holds the groups up to that checkpoint."""
     steps: list[list[int]] = []
     accumulated: list[int] = []
     pid = 0
@@ -93,7 +93,7 @@ def admitted(run: WatchedRun) -> set[int]:
 def lost(
     records: Sequence[GroupRecord], admitted: Collection[int], trained: Collection[int], group_size: int
 ) -> list[str]:
-    """Groups of which nobody knows what became, or of which pool and learner think differently."""
+    """Return a finding for each group without a known end, and for each group on which pool and learner disagree."""
     known = {record.group for record in records}
     found = [f"group {group} is unknown to the pool" for group in sorted({*admitted, *trained} - known)]
     for record in records:
@@ -105,7 +105,7 @@ def lost(
 
 
 def unexplained_exits(run: WatchedRun, injections: Sequence[Injection]) -> list[str]:
-    """Ends of processes that nobody was to bring about, or that the journal gives no reason for."""
+    """Return a finding for each end of a process that no injection explains, or that has no reason in the journal."""
     found = []
     for exited in exits(run):
         ending = exited["run"] in ENDING or exited["kind"] == "lost"
@@ -116,8 +116,8 @@ def unexplained_exits(run: WatchedRun, injections: Sequence[Injection]) -> list[
 
 
 def _follows(exited: Word, injection: Injection) -> bool:
-    """Whether a process ended because of `injection`. Who asks something of a process whose disk is full may end too,
-    saying why."""
+    """Return whether a process ended because of `injection`. If the disk of a process is full, its callers may end too,
+    with that reason."""
     if exited["pid"] == injection.pid:
         return True
     after_s = exited["time"] - injection.time
@@ -139,7 +139,7 @@ def unexplained_injections(run: WatchedRun, injections: Sequence[Injection]) -> 
 
 
 def _unbalanced(steps: Sequence[Word]) -> list[str]:
-    """Optimizer steps whose ledger does not add up."""
+    """Return a finding for each optimizer step with a ledger that does not add up."""
     return [
         f"step {line['step']}: the ledger does not add up"
         for line in steps

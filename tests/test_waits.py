@@ -1,4 +1,4 @@
-"""Whoever waits for somebody else does so under `penstock.deadline`: no wait in the source is naked."""
+"""Every wait in the source has a deadline from `penstock.deadline`, or is listed here with its reason."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ EXCEPTIONS = {
     "scheduler/evaluations.py:evaluate_tasks": WAKEUP,
     "scheduler/scheduler.py:next_assignments": WAKEUP,
     "scheduler/scheduler.py:next_batch": WAKEUP,
-    "rollout/app.py:discard_rest": "the rest of a refused body, for which nobody waits",
+    "rollout/app.py:discard_rest": "a refused body: no process waits for its end",
     "scheduler/scheduler.py:wait_for_room": WAKEUP,
     "scheduler/wakeup.py:_wait_for": WAKEUP,
     "store/dumps/writer.py:run": "its shards come from the loops, and the loops are watched",
@@ -87,7 +87,7 @@ EXCEPTIONS = {
     "supervisor/launcher.py:wait": "a process may live as long as it likes",
     "supervisor/supervisor.py:_live": "the whole life of the run, and of its start",
     "supervisor/supervisor.py:_rotate_logs": BOUNDED,
-    "supervisor/supervisor.py:_start": "whoever probes for readiness has a deadline",
+    "supervisor/supervisor.py:_start": "the probe for readiness has a deadline",
 }
 """`module:function` of naked waits, and why they are."""
 

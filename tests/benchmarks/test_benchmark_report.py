@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report import Benchmark, Figures, publish
@@ -37,9 +38,12 @@ def test_other_figures_than_the_declared_ones_are_written_and_refused(
     assert json.loads(file.read_text())["figures"] == figures, "hours of measuring are not thrown away"
 
 
-def test_a_part_of_a_benchmark_and_an_accelerator_have_fewer_figures() -> None:
-    publish(BENCHMARK, {"speed": 1.0}, None, partial=True)
-    publish(BENCHMARK, {"speed": 1.0}, None, accelerator="one")
+@pytest.mark.parametrize("options", [{"partial": True}, {"accelerator": "one"}])
+def test_a_part_of_a_benchmark_and_an_accelerator_have_fewer_figures(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        publish(BENCHMARK, {"speed": 1.0}, tmp_path / "all.json")
+    publish(BENCHMARK, {"speed": 1.0}, tmp_path / "few.json", **options)
+    assert json.loads((tmp_path / "few.json").read_text())["figures"] == {"speed": 1.0}
 
 
 def test_code_that_has_moved_is_asked_for() -> None:

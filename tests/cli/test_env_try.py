@@ -1,4 +1,4 @@
-"""`penstock env try`: what is shown of good environments and of bad ones, whoever plays."""
+"""The output of `penstock env try` for good and bad environments, with every kind of player."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Launchers of runs that stand in: on this machine, and on a cluster of it. As a program (`python launchers.py RUN_DIR
-ADDRESS`) a supervisor whose process runs on that cluster until somebody ends it."""
+ADDRESS`) a supervisor with a process on that cluster, until the test ends it."""
 
 from __future__ import annotations
 

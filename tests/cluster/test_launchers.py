@@ -265,7 +265,7 @@ async def test_what_a_dead_node_held_is_held_by_another(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_processes_see_the_devices_of_their_slots_and_no_others(tmp_path: Path) -> None:
-    """Those that Ray counts: nobody looks whether there are any."""
+    """Resources that Ray only counts; it does not check that they exist."""
     cluster, label = machines(), {"kind": "devices"}
     node = cluster.add_node(num_cpus=2, num_gpus=2, labels=label)
     slots = {"slots_per_node": 2, "cpus": 0.5, "accelerators": 1, "labels": label}

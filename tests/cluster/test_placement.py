@@ -42,7 +42,7 @@ class Resident:
 
 
 def free() -> dict[str, float]:
-    """What nobody holds of all nodes."""
+    """The free resources of all nodes."""
     found = nodes()
     return {name: sum(node.free.get(name, 0.0) for node in found) for name in ("CPU", "chip")}
 

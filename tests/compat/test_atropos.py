@@ -221,7 +221,7 @@ async def test_a_push_that_was_broken_off_stands_in_line_and_is_not_doubled_by_a
     assert api.exchange.num_offers == 1
     await api.lease()
     assert await again == (200, {"status": "received"})
-    other = asyncio.create_task(api.push(1.0))  # the same once more, by somebody who has heard of the first
+    other = asyncio.create_task(api.push(1.0))  # the same data again, from a client that saw the first push
     await api.lease()
     assert (await other)[0] == 200 and len(api.rewards) == 4
 

@@ -124,7 +124,7 @@ async def converse(llm: Endpoint, *words: str) -> list[str]:
 
 
 async def test_what_an_agent_asks_becomes_its_episode(chat: ChatTokenizer) -> None:
-    # A special token in mid-answer has no text: tokenised anew, the history would be another one.
+    # A special token in mid-answer has no text: tokenised again, the history would differ.
     answers = says(chat, "ab<|user|>c", "de")
     policy = ScriptedPolicy(answers, policy_version=3)
 

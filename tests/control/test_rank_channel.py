@@ -106,7 +106,7 @@ class Cable(threading.Thread):
 
 
 def test_a_call_that_is_lost_on_its_way_ends_the_channel(tmp_path: Path) -> None:
-    """Although the way is free again at once: nobody waits for an answer to what never arrived."""
+    """The connection works again at once. Even so, the trainer must not wait for an answer to the lost call."""
     Keys.make().write(tmp_path)
     with closing(RankChannels(tmp_path, NAMES[:1], host=LOOPBACK)) as channels:
         endpoints = TrainerAddress.read(tmp_path).endpoints[NAMES[0]]

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 PAGES = [page for page in DOCUMENTS if any(block.language == "console" for block in blocks(page))]
 SHORT = ["trainer.steps=12", "data.eval_tasks=8"]
 HALF_TAUGHT = ["model.warm_start.steps=60"]
-"""Overrides for training, to end soon; `HALF_TAUGHT` for the quickstart, whose warm start is long."""
+"""Overrides that make training short. `HALF_TAUGHT` shortens the quickstart's long warm start."""
 LIMIT_S = 300.0
 ELSEWHERE = ("make ", "git ", "pytest")
 """What other tests run."""

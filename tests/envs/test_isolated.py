@@ -1,4 +1,4 @@
-"""Environments in processes of their own: one that hangs or crashes is killed and replaced, and nobody else notices."""
+"""Environments in processes of their own. One that hangs or crashes is replaced, and the others are not disturbed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_one_that_hangs_when_it_is_closed_harms_nobody(
 
 
 class Single(Heavy):
-    """One process, whoever asks."""
+    """One process for all callers."""
 
     max_concurrent = 1
 

@@ -106,7 +106,7 @@ ASKED, AGAIN = {"role": "user", "content": "hello"}, {"role": "user", "content":
 
 
 async def test_an_answer_that_comes_back_in_other_tokens_keeps_its_own(chat: ChatTokenizer) -> None:
-    """The policy spelled the mark of a turn's end letter by letter; in its text nobody can tell."""
+    """The policy spelled the mark of a turn's end letter by letter; its text does not show that."""
     end = chat.decode([chat.eos_ids[0]], skip_special=False)
     spelled = [token for letter in f"a{end}b" for token in chat.encode(letter)]
     assert spelled != chat.encode(f"a{end}b")

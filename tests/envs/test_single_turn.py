@@ -1,4 +1,4 @@
-"""One question, one answer, scored by the rule of the dataset, or by nobody here."""
+"""One question and one answer. The rule of the dataset scores it, or another process does."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 STEPS, GROUPS_PER_STEP, GROUP_SIZE, EVAL_TASKS = 12, 2, 2, 1
 UNHURRIED = SupervisorConfig(heartbeat_s=0.1, ready_timeout_s=60.0, grace_s=4.0, backoff_s=0.01, max_restarts=8)
 WATCHFUL = UNHURRIED.model_copy(update={"silent_s": 5.0, "ready_timeout_s": 20.0})
-"""Where somebody has to notice that a process hangs."""
+"""Settings for faults in which the supervisor has to notice that a process hangs."""
 
 
 class FaultyRun(Run):

@@ -2,7 +2,7 @@
 
 One run meets one fault at one victim, in one phase after the other. A phase is recognised by the process in which it
 shows (`WITNESS`), which then strikes the victim: itself, or another one by its pid. That a phase was struck is a file
-in the run directory, so it is struck once, however often processes start anew and the run is resumed.
+in the run directory. So each phase is struck once, however often processes restart and the run is resumed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STOP_ASKED = "stop-asked"
 BACK_S = 120.0
 """Until a victim is expected to be there again."""
 AWAY_S = 1.0
-"""Until somebody lets a stopped supervisor go on, or frees its disk."""
+"""Seconds until a stopped supervisor is continued, or its disk is freed."""
 DISK_BYTES = 1024
 """What a file may hold on a full disk: a heartbeat or an error's message, and no data."""
 NUM_LOST = 6
@@ -177,7 +177,7 @@ class Injector:
         raise TimeoutError(f"{self._victim} is not ready after {BACK_S:g} s")
 
     def _await_supervisor(self) -> int:
-        """Until what it was struck with is mended, if somebody does that."""
+        """Wait until the fault ends, if it is one that ends."""
         while self._fault in (Fault.HANG, Fault.FULL_DISK):
             if all((self._run_dir / f"mended-{phase}").exists() for phase in self._struck):
                 break

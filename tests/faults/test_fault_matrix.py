@@ -138,7 +138,7 @@ def check_cause(error: str, plan: Plan) -> None:
 
 
 def check_exits(run: FaultyRun, plan: Plan, struck: list[Phase], end: RunState) -> None:
-    """Until the latest life of the run began to end, nobody ended but the victim, and how is recorded."""
+    """Until the latest life of the run began to end, only the victim ended, and the journal says how."""
     history = events(run)
     begin = max(i for i, event in enumerate(history) if event.get("to") == RunState.STARTING)
     life = itertools.takewhile(lambda event: event.get("to") not in END, history[begin:])

@@ -43,7 +43,7 @@ def on_ray(roles: Mapping[str, Role], size: int) -> Backend:
 
 
 APART: dict[str, Start] = {"spawned": SpawnedBackend, "ray": on_ray}
-"""Backends whose workers are processes of their own."""
+"""Backends with one process per worker."""
 BACKENDS: dict[str, Start] = {"local": LocalBackend, **APART}
 DEAD = r"its actor \(pid \d+, ip \S+\) is dead: Worker unexpectedly exits"
 """All that Ray knows."""
@@ -66,7 +66,7 @@ TIMEOUT_S = 30.0
 
 
 def apart(*values: Any) -> list[Any]:
-    """Return (backend, *values) for each of the backends whose workers are processes of their own."""
+    """Return (backend, *values) for each backend with one process per worker."""
     ray = [pytest.mark.integration, pytest.mark.xdist_group("ray")]
     marks = {"spawned": [pytest.mark.integration], "ray": ray}
     return [pytest.param((kind, *values), marks=marks[kind]) for kind in APART]

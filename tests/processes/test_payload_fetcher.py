@@ -1,4 +1,4 @@
-"""How records get into the controller's pool, and what becomes of groups whose records do not."""
+"""How records get into the controller's pool, and how groups end without their records."""
 
 from __future__ import annotations
 

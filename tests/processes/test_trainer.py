@@ -290,7 +290,7 @@ def test_only_a_device_is_given_up(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 async def test_a_device_in_turns_is_empty_for_the_servers(tmp_path: Path, pool: list[GroupRef]) -> None:
-    """And what is trained is what it is where nobody else uses the device."""
+    """The result of training equals that of a trainer that has the device to itself."""
 
     async def steps(sections: dict[str, Any]) -> tuple[list[dict[str, float]], float]:
         """The metrics of two, and the share of the memory that is left on the device between them."""

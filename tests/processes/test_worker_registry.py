@@ -1,4 +1,4 @@
-"""The controller's books of environment workers that nobody supervises."""
+"""The controller's registry of environment workers that the run did not start."""
 
 from __future__ import annotations
 

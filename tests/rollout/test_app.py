@@ -1,4 +1,4 @@
-"""Routes, methods, and what nobody expected."""
+"""Routes, methods, and unexpected errors."""
 
 from __future__ import annotations
 

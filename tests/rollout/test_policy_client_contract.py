@@ -123,7 +123,7 @@ async def test_giving_way_ends_requests_with_what_they_have(
     await releasable.release()
     parts = await running
     assert "abort" in {part.finish_reason for part in parts}
-    async with asyncio.timeout(5):  # whoever asks meanwhile is told at once
+    async with asyncio.timeout(5):  # requests in between are refused at once
         assert await ask([3, 4], LONG, seeds) == [NOTHING] * len(seeds)
         assert await ask([3, 4, 5], 1, [10]) == [NOTHING]
     await releasable.release()

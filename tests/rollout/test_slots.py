@@ -1,4 +1,4 @@
-"""Closing holes: nobody is lost, lengths end up grouped, little is moved."""
+"""Closing holes loses no sequence, groups equal lengths, and moves few rows."""
 
 from __future__ import annotations
 

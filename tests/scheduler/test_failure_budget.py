@@ -1,4 +1,4 @@
-"""What a run says whose groups fail one after the other."""
+"""The errors and alarms of a run in which one group after the other fails."""
 
 from __future__ import annotations
 

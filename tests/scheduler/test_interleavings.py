@@ -60,9 +60,9 @@ class Play:
         self.tasks = NumberedTasks("train")
         self.num_tasks = 0
         self.unstarted: dict[int, float] = {}
-        """Groups nobody has played yet, with the time of their admission."""
+        """Groups that no worker has played yet, with the time of their admission."""
         self.past: list[EpisodeId] = []
-        """Episodes of attempts that nobody waits for any more."""
+        """Episodes of attempts that the scheduler has given up."""
         self.works: dict[int, str] = {}
         """Group -> its worker."""
         self.generating: dict[EpisodeId, int] = {}

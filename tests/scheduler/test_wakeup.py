@@ -52,7 +52,7 @@ def test_everybody_is_told_when_nothing_has_changed_for_too_long() -> None:
     async def main() -> None:
         progress, dispatch, training = made()
         waiting = [asyncio.create_task(progress.wait(signal)) for signal in (dispatch, training)]
-        asyncio.get_running_loop().call_later(6.0, progress.changed)  # concerns nobody, but is progress
+        asyncio.get_running_loop().call_later(6.0, progress.changed)  # wakes no loop, but is progress
         await asyncio.wait(waiting)
         assert now() == 6.0 + STALL_S
         errors = [task.exception() for task in waiting]

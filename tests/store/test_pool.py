@@ -1,4 +1,4 @@
-"""The pool as the controller sees it: what became of every group, and which files somebody may still need."""
+"""The pool as the controller sees it: the state of every group, and the files that a process may still need."""
 
 from __future__ import annotations
 

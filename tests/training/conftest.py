@@ -13,7 +13,7 @@ from cable import Cable
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    """From here to another network, in which nobody but it is reached. Skips where there is none to be had."""
+    """A cable from this machine to a separate network. Skips if the system allows no such network."""
     if shutil.which("ip") is None or os.geteuid():
         pytest.skip("network namespaces need `ip` and root")
     cable = Cable()

@@ -1,4 +1,4 @@
-"""Runs whose files were damaged while nobody was looking are resumed from what is whole, or refused; never silently."""
+"""Runs with damaged files are resumed from the undamaged ones, or refused. Both are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on servers that somebody else started, one of which is killed while it generates."""
+"""A run on servers that it did not start. One of them is killed while it generates."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ async def lived(run: SpreadRun, meanwhile: Callable[[asyncio.Task[Outcome]], Any
 
 
 async def test_a_run_trains_across_machines_whatever_is_lost(tmp_path: Path) -> None:
-    """Records, then the controller, then the trainer with weights that nobody can have any more."""
+    """Lose records, then the controller, then the trainer together with its latest weights."""
     run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS)
 
     def kill(name: str) -> None:
@@ -83,7 +83,7 @@ async def test_a_run_trains_across_machines_whatever_is_lost(tmp_path: Path) -> 
 
     await lived(run, happenings)
     told = events(run, "payloads_unfetched")
-    assert len(told) == 5, "each of them is played anew"
+    assert len(told) == 5, "each of them is played again"
     assert all("HTTP 403" in event["reason"] for event in told)
     assert events(run, "adopted"), "the controller came back at another port, and all have found it"
     assert state_of(run)["processes"]["env-0"]["restarts"] == 0

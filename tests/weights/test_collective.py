@@ -180,7 +180,7 @@ async def test_a_group_that_is_left_ends_what_is_being_received(trainer: Trainer
     start = time.monotonic()
     del receiving
     gc.collect()
-    assert time.monotonic() - start < 20, "whoever lets go of the group does not wait for what never comes"
+    assert time.monotonic() - start < 20, "leaving the group does not wait for missing ranks"
 
 
 @pytest.mark.integration

@@ -19,7 +19,7 @@ from penstock.config.invalid_settings import ConfigError
 from penstock.ports.process_launcher import ProcessSpec
 
 WITHIN: Mapping[Role, Role] = {"critic": "actor", "reference": "actor", "reward": "environment"}
-"""Roles that have no processes of their own unless they are split off, and the role whose processes they share."""
+"""The role that shares its processes with each of these roles, unless they are split off."""
 LEARN = ("trainer", "rank")
 """Roles of the trainer and of its ranks."""
 COUNTS = {

@@ -30,7 +30,7 @@ earlier, since it knows the reason better."""
 FOLLOW_S = 0.5
 """Seconds between two reads of the trainer's address."""
 CONNECT_S = 20.0
-"""Time after which a connection to the trainer that has not come about is begun anew."""
+"""Seconds that a rank waits for its connection to the trainer before it connects again."""
 
 
 class TrainerAddress(RuntimeFile, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ def check_observations(space: Space[Any]) -> None:
         case _:
             raise ConfigError(
                 f"the observation space {space} has no textual form: wrap the environment in a "
-                "gymnasium.ObservationWrapper whose observations are text"
+                "gymnasium.ObservationWrapper that returns text"
             )
 
 
@@ -126,7 +126,7 @@ def _reader(space: Space[Any]) -> tuple[str, Callable[[str], Any]]:
         case _:
             raise ConfigError(
                 f"the action space {space} has no textual form: wrap the environment in a gymnasium.ActionWrapper "
-                "whose actions are a text, a number or an array of numbers"
+                "that takes a text, a number or an array of numbers"
             )
 
 

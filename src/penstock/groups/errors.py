@@ -19,7 +19,7 @@ class ResultRefused(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The answer of a worker whose method raised an exception."""
+    """A worker's answer if the method raised an exception."""
 
     kind: str
     message: str

@@ -75,7 +75,7 @@ class CallFuture:
         except TimeoutError:
             if self._sent.done():
                 raise
-            self._time_out([], "earlier calls on the same workers, and calls whose results are arguments", began)
+            self._time_out([], "earlier calls on the same workers, and calls that return its arguments", began)
         ends = [began + timeout] if timeout is not None else []
         ends += [sent.at + self._method.timeout] if self._method.timeout is not None else []
         remaining = max(0.0, min(ends) - time.monotonic()) if ends else None

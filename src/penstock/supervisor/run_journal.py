@@ -110,7 +110,7 @@ class RunJournal:
                 self.move_process(name, ProcessState.EXITED, kind=kind, reason=reason)
 
     def close_after_kill(self, *, actor: str) -> None:
-        """Record the end of a life whose supervisor was killed, unless its end is recorded already."""
+        """Record that the supervisor was killed, unless the end of this life is recorded already."""
         self.close_processes(kind=ExitKind.LOST, reason=SUPERVISOR_KILLED)
         if not self.status.is_final:
             self.move(RunState.FAILED, actor=actor, reason=SUPERVISOR_KILLED)

@@ -10,7 +10,7 @@ from penstock.supervisor.child import Child
 
 
 def watch_the_end(injector: Injector) -> None:
-    """Before whoever waits for that event hears of it."""
+    """Act before the tasks that wait for the event continue."""
     make_event = Child.stop_event
     watching: set[asyncio.Task[None]] = set()
 

@@ -1,4 +1,4 @@
-"""Every trajectory is dumped exactly once, whoever dies at whatever moment."""
+"""Every trajectory is dumped exactly once, although any process may die at any moment."""
 
 from __future__ import annotations
 

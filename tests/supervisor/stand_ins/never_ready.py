@@ -1,4 +1,4 @@
-"""Claims to be ready in the name of somebody else."""
+"""Reports that it is ready, in the name of another process."""
 
 import signal
 
