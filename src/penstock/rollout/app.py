@@ -138,7 +138,7 @@ class App:
         except Exception as error:  # a defect: the log gets the traceback, the client a plain 500
             response, defect = refuse(route, Refused(500, "internal error")), error
         self.responses[route.path, response.status_code] += 1
-        if response.status_code >= 400 and not body.has_ended:
+        if 400 <= response.status_code < 500 and not body.has_ended:
             await _refuse_early(response, body, send)
         else:
             await response(scope, receive, send)
