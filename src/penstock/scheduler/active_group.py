@@ -13,9 +13,10 @@ instead of WAITING, and ends when its last member ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum, auto
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,8 +49,15 @@ class Stage(Enum):
     __hash__ = object.__hash__  # an Enum's own hash is a slow Python function, and each move of a group looks up stages
 
 
-class ActiveGroup(msgspec.Struct, kw_only=True, eq=False):
-    """Everything that the scheduler knows about one group."""
+NO_MEMBERS: Mapping[int, Any] = MappingProxyType({})
+
+
+class ActiveGroup(msgspec.Struct, kw_only=True, eq=False, gc=False):
+    """Everything that the scheduler knows about one group.
+
+    No field is a collection that changes in place, and the garbage collector does not scan groups. So a scheduler with
+    100,000 waiting groups does not pause for them.
+    """
 
     number: int
     task: Task
@@ -70,15 +78,15 @@ class ActiveGroup(msgspec.Struct, kw_only=True, eq=False):
     """Number of members discarded because they were too old to train."""
     num_surplus: int = 0
     """Number of members discarded because the group was complete without them."""
-    broken: set[int] = msgspec.field(default_factory=set)
+    broken: frozenset[int] = frozenset()
     """Failed members that the group does not need."""
     worker: str | None = None
     """The environment worker that plays the group."""
-    generating: set[int] = msgspec.field(default_factory=set)
+    generating: frozenset[int] = frozenset()
     """Members that hold a segment grant, so that they may generate."""
-    num_tokens: dict[int, int] = msgspec.field(default_factory=dict)
+    num_tokens: Mapping[int, int] = NO_MEMBERS
     """Tokens generated so far, by member. Only members that asked for another grant are in it."""
-    partial_rollouts: dict[int, PartialRollout] = msgspec.field(default_factory=dict)
+    partial_rollouts: Mapping[int, PartialRollout] = NO_MEMBERS
     """Tokens saved in the pool, by member, so that another worker can continue the member."""
     summaries: Summaries = ()
     """Summaries of all members, once the group is complete."""
@@ -124,9 +132,8 @@ class ActiveGroup(msgspec.Struct, kw_only=True, eq=False):
             reason, info = summary.stop_reason, summary.info
         elif member in self.partial_rollouts:
             refs = (*self.partial_rollouts[member].refs, ref)
-        self.partial_rollouts[member] = PartialRollout(
-            episode=episode, refs=refs, ended=summary is not None, stop_reason=reason, info=info
-        )
+        partial = PartialRollout(episode=episode, refs=refs, ended=summary is not None, stop_reason=reason, info=info)
+        self.partial_rollouts = {**self.partial_rollouts, member: partial}
 
     def can_spare(self, failed: Iterable[int]) -> bool:
         """Return whether enough members remain if `failed` fail too."""
@@ -134,6 +141,5 @@ class ActiveGroup(msgspec.Struct, kw_only=True, eq=False):
 
     def forget_progress(self) -> None:
         """Forget partial rollouts, so that the next attempt starts from the beginning."""
-        self.partial_rollouts.clear()
-        self.broken.clear()
-        self.num_tokens.clear()
+        self.partial_rollouts = self.num_tokens = NO_MEMBERS
+        self.broken = frozenset()

@@ -83,7 +83,7 @@ class Dispatcher:
         """End the current attempt of `group`. All members except `keep` become pending again."""
         self.capacity.release_slots(group)
         group.attempt += 1
-        group.broken.clear()
+        group.broken = frozenset()
         group.num_tokens = {m: tokens for m, tokens in group.num_tokens.items() if m in group.partial_rollouts}
         kept = {*keep, *group.members(EpisodeState.PENDING)}
         group.move_members([m for m in range(group.size) if m not in kept], EpisodeState.PENDING)

@@ -31,7 +31,7 @@ class MemberReports:
         if (group := self._groups.find_attempt(attempt)) is None:
             return
         self._dispatcher.capacity.return_grants(group, [member])
-        group.num_tokens[member] = num_tokens
+        group.num_tokens = {**group.num_tokens, member: num_tokens}
         group.keep_tokens(member, saved)
         if unfinished:
             group.move_members([member], EpisodeState.UNFINISHED)
@@ -68,7 +68,7 @@ class MemberReports:
         if group.can_spare(errors):
             rewarded = group.members(EpisodeState.REWARDING)
             group.mark_ready(set(members).difference(errors))
-            group.broken.update(errors)
+            group.broken = group.broken.union(errors)
             for member, error in errors.items():
                 inputs = {"group": group.number, "episode": member}
                 self._log_decision("surplus", f"the group does without: {error}", inputs)

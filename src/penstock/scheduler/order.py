@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 T = TypeVar("T")
 
@@ -23,7 +26,7 @@ SCALE_TOLERANCE = 0.2  # relative drift of the mean after which scores are compu
 SWEEP_SLACK = 1024  # a heap may hold twice the window and this many entries more
 
 
-class Waiting(NamedTuple, Generic[T]):
+class Waiting(msgspec.Struct, Generic[T], frozen=True, order=True, gc=False):
     """An entry; entries compare by age. `serial` is unique, so a comparison never reaches `tokens` and `item`."""
 
     since: float
@@ -98,7 +101,7 @@ class Order(Generic[T]):
 
     def revise(self, tokens: Mapping[int, float]) -> None:
         """Replace the `tokens` of entries; the mapping is by `number`."""
-        revised = [waiting._replace(tokens=tokens.get(waiting.number, waiting.tokens)) for waiting in self.waiting()]
+        revised = [replace(waiting, tokens=tokens.get(waiting.number, waiting.tokens)) for waiting in self.waiting()]
         self._window, self._backlog = {waiting.serial: waiting for waiting in revised}, []
         if revised:
             self._mean = sum(waiting.tokens for waiting in revised) / len(revised)

@@ -49,11 +49,11 @@ class WorkerCapacity:
     def take_grants(self, group: ActiveGroup, members: Iterable[int]) -> None:
         """Give grants to `members`, so that they may generate."""
         self._num_running -= len(group.generating)
-        group.generating.update(members)
+        group.generating = group.generating.union(members)
         self._num_running += len(group.generating)
 
     def return_grants(self, group: ActiveGroup, members: Iterable[int]) -> None:
         """Free the grants of `members`."""
         self._num_running -= len(group.generating)
-        group.generating.difference_update(members)
+        group.generating = group.generating.difference(members)
         self._num_running += len(group.generating)

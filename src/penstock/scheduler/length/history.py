@@ -30,7 +30,7 @@ LEAST_RATE = 0.25  # least weight of a task's latest observation: the policy cha
 OVERALL_WINDOW = 1024  # approximate number of observations in the mean of all tasks
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     log_length: float
     num_observed: int = 1
@@ -42,7 +42,7 @@ class HistoryPredictor(LengthPredictor):
     def __init__(self, *, embed: Embedding, max_entries: int, max_new_tokens: int) -> None:
         self._embed, self._max_entries, self._max_new_tokens = embed, max_entries, max_new_tokens
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently observed first
-        self._neighbours = Neighbours[bytes]()
+        self._neighbours = Neighbours[_Entry]()
         self._overall = math.log1p(max_new_tokens / 2)
         self._num_observed = 0
 
@@ -63,10 +63,10 @@ class HistoryPredictor(LengthPredictor):
         entry = self._entries.get(name)
         if entry is None:
             if len(self._entries) == self._max_entries:
-                oldest, _ = self._entries.popitem(last=False)
+                _, oldest = self._entries.popitem(last=False)
                 self._neighbours.remove(oldest)
-            self._neighbours.add(name, self._embed([text])[0])
-            self._entries[name] = _Entry(log_length)
+            self._entries[name] = entry = _Entry(log_length)
+            self._neighbours.add(entry, self._embed([text])[0])
             return
         self._entries.move_to_end(name)
         entry.num_observed += 1
@@ -82,8 +82,8 @@ class HistoryPredictor(LengthPredictor):
         """
         if vector is None:
             return self._overall
-        names, cosines = self._neighbours.nearest(vector, NUM_NEIGHBOURS)
-        found = zip((self._entries[name] for name in names), cosines.tolist(), strict=True)
+        nearest, cosines = self._neighbours.nearest(vector, NUM_NEIGHBOURS)
+        found = zip(nearest, cosines.tolist(), strict=True)
         neighbours = [(max(cosine, 0.0) ** SHARPNESS, each.log_length) for each, cosine in found if each is not entry]
         own, own_log = (OWN_WEIGHT * entry.num_observed, entry.log_length) if entry is not None else (0.0, 0.0)
         total = sum(weight * log for weight, log in neighbours) + own * own_log + PRIOR_WEIGHT * self._overall

@@ -27,9 +27,8 @@ class Neighbours(Generic[Key]):
 
     def __init__(self) -> None:
         self._centres = np.empty((0, 0), dtype=np.float32)  # [cells, d]
-        self._vectors = np.empty(
-            (0, CELL_ROWS, 0), dtype=np.float32
-        )  # [cells or more, slots, d]; in one piece, for speed
+        # [cells or more, slots, d]; in one piece, for speed
+        self._vectors = np.empty((0, CELL_ROWS, 0), dtype=np.float32)
         self._keys: list[list[Key]] = []  # of each cell, by slot
         self._empty: list[int] = []
         self._slots: dict[Key, tuple[int, int]] = {}  # cell and slot
@@ -40,10 +39,9 @@ class Neighbours(Generic[Key]):
             self._centres = np.empty((0, len(vector)), dtype=np.float32)
             self._vectors = np.empty((4, CELL_ROWS, len(vector)), dtype=np.float32)
             self._new_cell(vector)
-        cell = self._nearest_cell(vector)
-        while len(self._keys[cell]) == CELL_ROWS:  # halving moves centres, so the nearest cell may be another full cell
+        # Halving moves centres, so the nearest cell may be another full cell.
+        while len(self._keys[cell := self._nearest_cell(vector)]) == CELL_ROWS:
             self._halve(cell)
-            cell = self._nearest_cell(vector)
         self._put(cell, key, vector)
 
     def remove(self, key: Key) -> None:
@@ -63,11 +61,12 @@ class Neighbours(Generic[Key]):
         if not self._slots:
             return [], np.empty(0, dtype=np.float32)
         cells = _highest(self._centres @ vector, NUM_PROBED).tolist()
-        cosines = np.concatenate([self._vectors[cell][: len(self._keys[cell])] @ vector for cell in cells])
-        starts = [0, *accumulate(len(self._keys[cell]) for cell in cells)]
+        keys = [self._keys[cell] for cell in cells]
+        cosines = np.concatenate([self._vectors[cell, : len(keys[nth])] @ vector for nth, cell in enumerate(cells)])
+        starts = [0, *accumulate(map(len, keys))]
         best = _highest(cosines, count)
         found = [(bisect_right(starts, index) - 1, index) for index in best.tolist()]
-        return [self._keys[cells[nth]][index - starts[nth]] for nth, index in found], cosines[best]
+        return [keys[nth][index - starts[nth]] for nth, index in found], cosines[best]
 
     def _nearest_cell(self, vector: Vector) -> int:
         return int(np.argmax(self._centres @ vector))
