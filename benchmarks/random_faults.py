@@ -203,7 +203,7 @@ def _limit_files(victim: Identity, num_bytes: int) -> None:
 
 
 def _see_recovery(run: WatchedRun, injection: Injection) -> None:
-    """The run gets on; where it has ended, as a resumed one. Raises `TimedOut`."""
+    """The run gets on, or completes; where it has ended, as a resumed one. Raises `TimedOut`."""
     if injection.ends_run:
         status = run.await_end(seconds=ENDED_S)
         injection.wrong += [f"left behind: {left}" for left in run.leftovers()]
@@ -218,7 +218,8 @@ def _see_recovery(run: WatchedRun, injection: Injection) -> None:
     if injection.is_deadly and not injection.ends_run:
         wait_for(f"{injection.victim} ends", lambda: _exit_of(run, injection.pid), seconds=RECOVERED_S)
     wait_for("the run gets on", _gets_on(run, since), seconds=RECOVERED_S)
-    injection.recover_s = time.time() - injection.time
+    if run.status != "completed":
+        injection.recover_s = time.time() - injection.time
 
 
 def _exit_of(run: WatchedRun, pid: int) -> bool:
@@ -244,6 +245,8 @@ def exits(run: WatchedRun) -> list[Word]:
 
 def _gets_on(run: WatchedRun, since: float) -> Callable[[], bool]:
     def gets_on() -> bool:
+        if run.has_ended and run.status == "completed":
+            return True
         if run.has_ended:
             raise TimedOut(f"the run has ended, {run.status}: {run.state.get('error')}")
         return run.is_whole and sum(line["time"] > since for line in run.steps[-STEPS_AFTER:]) == STEPS_AFTER
