@@ -7,11 +7,11 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from penstock.config import Config
-from penstock.control.bus import CONTROLLER, Peer
+from penstock.control.bus import CONTROLLER, Peer, PeerLost
 from penstock.control.messages import AnyMessage, Heartbeat, Hello, StallReport, Welcome, WhoAreYou
 from penstock.deadline import Stall, alongside, reporting_to, write_to_log
 from penstock.ports.observer import BusySpan
@@ -62,7 +62,8 @@ async def membership(
     """
 
     async def join() -> None:
-        await member.welcomed(peer, await peer.join(hello, timeout_s=config.supervisor.ready_timeout_s))
+        with suppress(PeerLost):  # the controller died meanwhile; its successor asks to join again
+            await member.welcomed(peer, await peer.join(hello, timeout_s=config.supervisor.ready_timeout_s))
 
     async def handle(sender: str, message: AnyMessage) -> AnyMessage | None:
         if not isinstance(message, WhoAreYou):
