@@ -32,7 +32,7 @@ from statistics import median
 
 from lab import EXAMPLE
 from random_faults import PROCESSES, VICTIMS, Fault, Injection, Phase, inject, matrix
-from report import Benchmark, Figures, arguments, commit, publish, runs_dir
+from report import Benchmark, Figures, arguments, publish, runs_dir, source_tree
 from run_audit import FINDINGS, audit
 from watched_run import TimedOut, WatchedRun, Word, end_earlier, wait_for
 
@@ -159,6 +159,11 @@ class Survivor:
     reward: float | None
     """Held-out, after training; None if it never got there."""
 
+    def left_of(self, planned: Sequence[Injection]) -> Sequence[Injection]:
+        """Those of `planned` for which the run ended too early."""
+        needed = itertools.accumulate(injection.num_faults for injection in planned)
+        return planned[sum(faults <= len(self.injections) for faults in needed) :]
+
     def write(self, file: Path, asked: object) -> None:
         file.write_text(json.dumps({"asked": asked, "survivor": asdict(self)}, indent=1))
 
@@ -253,30 +258,41 @@ def plan(size: Size) -> list[list[Injection]]:
         if cells:
             break
     chance.shuffle(planned)
-    planned = planned[: size.limit]
+    return in_runs(planned[: size.limit], size)
+
+
+def in_runs(planned: list[Injection], size: Size) -> list[list[Injection]]:
     return [planned[start : start + size.per_run] for start in range(0, len(planned), size.per_run)]
 
 
 def long_form(runs: Path, size: Size, figures: Figures) -> None:
     """Faults at random, and what they left. Undisturbed runs are among those that are hurt, so that we would see it if
-    they were disturbed; each seed has one."""
+    they were disturbed; each seed has one. Faults for which a run ended too early are put into another."""
     planned = plan(size)
     progress = Progress(sum(injection.num_faults for each in planned for injection in each))
+    hurt: list[Survivor] = []
     with ThreadPoolExecutor(max_workers=size.at_a_time) as pool:
-        hurt, undisturbed = [], []
-        for number, faults in enumerate(planned):
-            seed = number % size.seeds
-            hurt.append(pool.submit(survive, runs, f"injected-{number}", seed, faults, size, progress))
-            if number < size.seeds:
-                undisturbed.append(pool.submit(survive, runs, f"undisturbed-{number}", seed, [], size, progress))
-        report([future.result() for future in hurt], [future.result() for future in undisturbed], figures)
+        unhurt = [
+            pool.submit(survive, runs, f"undisturbed-{seed}", seed, [], size, progress)
+            for seed in range(min(size.seeds, len(planned)))
+        ]
+        while planned:
+            futures = [
+                pool.submit(survive, runs, f"injected-{number}", number % size.seeds, faults, size, progress)
+                for number, faults in enumerate(planned, start=len(hurt))
+            ]
+            made = [future.result() for future in futures]
+            hurt += made
+            left = [fault for faults, survivor in zip(planned, made, strict=True) for fault in survivor.left_of(faults)]
+            planned = in_runs(left, size)
+        report(hurt, [future.result() for future in unhurt], figures)
 
 
 def survive(runs: Path, name: str, seed: int, planned: Sequence[Injection], size: Size, progress: Progress) -> Survivor:
     """A run from its beginning to its last step, `planned` faults in between; one of an earlier session, if there
     is one that was asked for the same."""
     settings = [*SHORT, *SMALL_STEPS, *size.overrides, f"seed={seed}", f"trainer.steps={size.steps}"]
-    asked = {"commit": commit(), "settings": settings, "planned": [str(injection) for injection in planned]}
+    asked = {"code": source_tree(), "settings": settings, "planned": [str(injection) for injection in planned]}
     file = runs / f"{name}.survivor.json"
     if (earlier := Survivor.read(file, asked)) is not None:
         progress.keep(len(earlier.injections))
@@ -316,7 +332,9 @@ def inject_all(
             progress.add(len(done) - known, what=said)
         status = run.await_end(seconds=RUN_S)
     except TimedOut as error:
-        return [f"after {done[-1] if done else 'nothing'}: {error}"]
+        status = run.status
+        if not run.has_ended or status != "completed":
+            return [f"after {done[-1] if done else 'nothing'}: {error}"]
     return [] if status == "completed" else [f"the run has {status}: {run.state.get('error')}"]
 
 

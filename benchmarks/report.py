@@ -125,19 +125,22 @@ def environment(**further: str) -> dict[str, str]:
 
 def commit() -> str:
     """The checked-out commit, marked if the tree differs from it; `unknown` outside a checkout."""
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or "unknown"
+
+
+def source_tree() -> str:
+    """What git calls the contents of `src`, with its changes since the commit."""
+    return f"{_git('rev-parse', 'HEAD:src')} {_git('diff', 'HEAD', '--', str(SOURCE))}"
+
+
+def _git(*words: str) -> str:
+    """What git says; nothing if it cannot be asked."""
     root = Path(__file__).parent
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return described.stdout.strip()
+        return ""
+    return done.stdout.strip()
 
 
 def _machine() -> dict[str, str | int]:

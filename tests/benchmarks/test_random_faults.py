@@ -30,3 +30,17 @@ def test_an_audited_run_is_taken_from_an_earlier_session_if_it_was_asked_for_the
     survivor.write(file, asked)
     assert Survivor.read(file, asked) == survivor
     assert Survivor.read(file, {**asked, "commit": "d"}) is None
+
+
+def test_faults_for_which_a_run_ended_too_early_are_left() -> None:
+    """A fault that hits a starting process is two: the kill before it alone does not count."""
+    first, twofold, last = (
+        Injection(victim="env-0", fault=Fault.KILL, aimed=phase)
+        for phase in (Phase.RUNNING, Phase.STARTING, Phase.PUBLISHING)
+    )
+    planned = [first, twofold, last]
+    left = {
+        done: Survivor(name="run", injections=[first] * done, findings={}, reward=None).left_of(planned)
+        for done in range(5)
+    }
+    assert left == {0: planned, 1: [twofold, last], 2: [twofold, last], 3: [last], 4: []}
