@@ -54,6 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank_of)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist tells the scheduler, which reads what is written here
 def pytest_collection_finish(session: pytest.Session) -> None:
     if is_xdist_worker(session.config):
         write_groups(session.items, os.environ["PYTEST_XDIST_WORKER"])
