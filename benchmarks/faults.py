@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 
 from lab import EXAMPLE
-from random_faults import PROCESSES, VICTIMS, Fault, Injection, Phase, inject, matrix
+from random_faults import PROCESSES, VICTIMS, Fault, Injection, Phase, RunIsOver, inject, matrix
 from report import Benchmark, Figures, arguments, publish, runs_dir, source_tree
 from run_audit import FINDINGS, audit
 from watched_run import TimedOut, WatchedRun, Word, end_earlier, wait_for
@@ -160,7 +160,7 @@ class Survivor:
     """Held-out, after training; None if it never got there."""
 
     def left_of(self, planned: Sequence[Injection]) -> Sequence[Injection]:
-        """Those of `planned` for which the run ended too early."""
+        """Return the faults of `planned` that were not put in, because the run completed before."""
         needed = itertools.accumulate(injection.num_faults for injection in planned)
         return planned[sum(faults <= len(self.injections) for faults in needed) :]
 
@@ -262,12 +262,13 @@ def plan(size: Size) -> list[list[Injection]]:
 
 
 def in_runs(planned: list[Injection], size: Size) -> list[list[Injection]]:
+    """Return the faults of each run, in order."""
     return [planned[start : start + size.per_run] for start in range(0, len(planned), size.per_run)]
 
 
 def long_form(runs: Path, size: Size, figures: Figures) -> None:
     """Faults at random, and what they left. Undisturbed runs are among those that are hurt, so that we would see it if
-    they were disturbed; each seed has one. Faults for which a run ended too early are put into another."""
+    they were disturbed; each seed has one. Faults that a run did not wait for are put into another run."""
     planned = plan(size)
     progress = Progress(sum(injection.num_faults for each in planned for injection in each))
     hurt: list[Survivor] = []
@@ -331,10 +332,10 @@ def inject_all(
             said = f"{name}, step {run.step}: {injection}: back after {injection.recover_s or 0.0:.1f} s"
             progress.add(len(done) - known, what=said)
         status = run.await_end(seconds=RUN_S)
-    except TimedOut as error:
+    except RunIsOver:
         status = run.status
-        if not run.has_ended or status != "completed":
-            return [f"after {done[-1] if done else 'nothing'}: {error}"]
+    except TimedOut as error:
+        return [f"after {done[-1] if done else 'nothing'}: {error}"]
     return [] if status == "completed" else [f"the run has {status}: {run.state.get('error')}"]
 
 

@@ -139,9 +139,27 @@ def matrix() -> list[Injection]:
     return [cell for cell in cells if not (cell.victim == SUPERVISOR and cell.aimed is Phase.STARTING)]
 
 
+class RunIsOver(RuntimeError):
+    """The run completed before a fault could be put in."""
+
+
 def inject(run: WatchedRun, injection: Injection, chance: random.Random, done: list[Injection]) -> None:
     """Put `injection` in, and see the run recover. All that were put in are added to `done`: a process that is to be
-    hit while it starts is killed before. Raises `TimedOut` if the run does not get on."""
+    hit while it starts is killed before. Raises `TimedOut` if the run does not recover, and `RunIsOver` if it completed
+    before the moment for the injection came."""
+    try:
+        _aim(run, injection, chance, done)
+    except TimedOut as error:
+        if run.has_completed:
+            raise RunIsOver(str(error)) from None
+        raise
+    done.append(injection)
+    _fire(run, injection)
+    _see_recovery(run, injection)
+
+
+def _aim(run: WatchedRun, injection: Injection, chance: random.Random, done: list[Injection]) -> None:
+    """Wait until the run is at what `injection` is aimed at."""
     if injection.aimed is Phase.STARTING:
         first = Injection(victim=injection.victim, fault=Fault.KILL, aimed=Phase.RUNNING)
         done.append(first)
@@ -155,9 +173,6 @@ def inject(run: WatchedRun, injection: Injection, chance: random.Random, done: l
     elif words := WORDS.get(injection.aimed):
         run.witness.await_begin(words, seconds=MOMENT_S)
         time.sleep(chance.uniform(0, AT_ONCE_S) if injection.aimed is Phase.CHECKPOINTING else 0.0)
-    done.append(injection)
-    _fire(run, injection)
-    _see_recovery(run, injection)
 
 
 def _fire(run: WatchedRun, injection: Injection) -> None:
@@ -203,7 +218,7 @@ def _limit_files(victim: Identity, num_bytes: int) -> None:
 
 
 def _see_recovery(run: WatchedRun, injection: Injection) -> None:
-    """The run gets on, or completes; where it has ended, as a resumed one. Raises `TimedOut`."""
+    """Wait until the run takes further steps or completes. Resume it first if the fault ended it. Raises `TimedOut`."""
     if injection.ends_run:
         status = run.await_end(seconds=ENDED_S)
         injection.wrong += [f"left behind: {left}" for left in run.leftovers()]
@@ -218,7 +233,7 @@ def _see_recovery(run: WatchedRun, injection: Injection) -> None:
     if injection.is_deadly and not injection.ends_run:
         wait_for(f"{injection.victim} ends", lambda: _exit_of(run, injection.pid), seconds=RECOVERED_S)
     wait_for("the run gets on", _gets_on(run, since), seconds=RECOVERED_S)
-    if run.status != "completed":
+    if not run.has_completed:
         injection.recover_s = time.time() - injection.time
 
 
@@ -245,7 +260,7 @@ def exits(run: WatchedRun) -> list[Word]:
 
 def _gets_on(run: WatchedRun, since: float) -> Callable[[], bool]:
     def gets_on() -> bool:
-        if run.has_ended and run.status == "completed":
+        if run.has_completed:
             return True
         if run.has_ended:
             raise TimedOut(f"the run has ended, {run.status}: {run.state.get('error')}")

@@ -129,12 +129,12 @@ def commit() -> str:
 
 
 def source_tree() -> str:
-    """What git calls the contents of `src`, with its changes since the commit."""
+    """Return git's id of the committed `src`, and the changes since that commit."""
     return f"{_git('rev-parse', 'HEAD:src')} {_git('diff', 'HEAD', '--', str(SOURCE))}"
 
 
 def _git(*words: str) -> str:
-    """What git says; nothing if it cannot be asked."""
+    """Return what git prints; nothing if git fails or is not there."""
     root = Path(__file__).parent
     try:
         done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=10)

@@ -153,6 +153,11 @@ class WatchedRun:
         return self._command is not None and self._command.poll() is not None
 
     @property
+    def has_completed(self) -> bool:
+        """Whether the run has taken all its steps and ended in order."""
+        return self.has_ended and self.status == "completed"
+
+    @property
     def state(self) -> Word:
         return read_state(self.run_dir) or {}
 

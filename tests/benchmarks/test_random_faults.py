@@ -25,14 +25,14 @@ def test_the_full_form_plans_a_thousand_faults_of_every_kind() -> None:
 def test_an_audited_run_is_taken_from_an_earlier_session_if_it_was_asked_for_the_same(tmp_path: Path) -> None:
     injection = Injection(victim="env-0", fault=Fault.KILL, aimed=Phase.RUNNING, hit=Phase.PUBLISHING, recover_s=1.5)
     survivor = Survivor(name="injected-0", injections=[injection], findings={"lost": ["group 3"]}, reward=0.5)
-    file, asked = tmp_path / "survivor.json", {"commit": "c", "planned": ["x"]}
+    file, asked = tmp_path / "survivor.json", {"code": "c", "planned": ["x"]}
     assert Survivor.read(file, asked) is None
     survivor.write(file, asked)
     assert Survivor.read(file, asked) == survivor
-    assert Survivor.read(file, {**asked, "commit": "d"}) is None
+    assert Survivor.read(file, {**asked, "code": "d"}) is None
 
 
-def test_faults_for_which_a_run_ended_too_early_are_left() -> None:
+def test_faults_that_a_run_did_not_wait_for_are_left() -> None:
     """A fault that hits a starting process is two: the kill before it alone does not count."""
     first, twofold, last = (
         Injection(victim="env-0", fault=Fault.KILL, aimed=phase)

@@ -31,7 +31,7 @@ class Asking(Member):
 
 
 async def test_a_controller_may_die_while_a_process_joins_it(tmp_path: Path) -> None:
-    """Neither the first request for work nor the second is answered: each time the next controller asks first."""
+    """The first two controllers die before they answer the request for work. The third one answers it."""
     member, num_asked, asked = Asking(), 0, asyncio.Event()
 
     async def handle(peer: str, message: AnyMessage) -> AnyMessage | None:

@@ -62,7 +62,7 @@ async def membership(
     """
 
     async def join() -> None:
-        with suppress(PeerLost):  # the controller died meanwhile; its successor asks to join again
+        with suppress(PeerLost):  # the controller died; its successor asks this process to join again
             await member.welcomed(peer, await peer.join(hello, timeout_s=config.supervisor.ready_timeout_s))
 
     async def handle(sender: str, message: AnyMessage) -> AnyMessage | None:

@@ -60,7 +60,7 @@ class DispatchPolicy:
         decision would start a new group while `may_start` is false.
         """
         start = self._starts.next(now) if may_start else None
-        rest = self._rests.next(now) if self._name == "probe" else None
+        rest = self._rests.next(now) if len(self._rests) else None
         if rest is not None and (start is None or rest[1]):
             return self._take(self._rests, rest, "rest", now, free)
         if start is None:

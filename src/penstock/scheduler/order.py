@@ -27,7 +27,10 @@ SWEEP_SLACK = 1024  # a heap may hold twice the window and this many entries mor
 
 
 class Waiting(msgspec.Struct, Generic[T], frozen=True, order=True, gc=False):
-    """An entry; entries compare by age. `serial` is unique, so a comparison never reaches `tokens` and `item`."""
+    """An entry; entries compare by age. `serial` is unique, so a comparison never reaches `tokens` and `item`.
+
+    The garbage collector does not scan entries: no item refers to its entry.
+    """
 
     since: float
     number: int

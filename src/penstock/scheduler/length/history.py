@@ -65,8 +65,9 @@ class HistoryPredictor(LengthPredictor):
             if len(self._entries) == self._max_entries:
                 _, oldest = self._entries.popitem(last=False)
                 self._neighbours.remove(oldest)
-            self._entries[name] = entry = _Entry(log_length)
+            entry = _Entry(log_length)
             self._neighbours.add(entry, self._embed([text])[0])
+            self._entries[name] = entry
             return
         self._entries.move_to_end(name)
         entry.num_observed += 1
