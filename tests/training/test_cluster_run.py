@@ -144,7 +144,7 @@ def test_a_run_in_the_background_is_killed_stopped_and_resumed(cluster: Cluster,
     begin = command(RECIPE, tmp_path, *OVERRIDES, *ONE_NODE, "--detach", "--cluster", cluster.address)
     subprocess.run(begin, check=True, capture_output=True, timeout=180)
     run_dir = only_run(tmp_path)
-    wait_for(lambda: num_steps(run_dir) >= 3)
+    wait_for(lambda: num_steps(run_dir) >= 3 and (read_state(run_dir) or {})["status"] != "starting")
     status = json.loads(penstock("status", str(run_dir), "--json", "--force"))
     nodes = {row["name"]: row["node"] for row in status["processes"]}
     assert status["status"] == "running" and nodes["trainer-0"] and nodes["rollout-1"] and not nodes["controller"]
