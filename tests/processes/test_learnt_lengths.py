@@ -30,6 +30,11 @@ def test_the_latest_groups_with_their_tasks(tmp_path: Path) -> None:
     assert [(task.index, lengths) for task, lengths in found] == [(9, [7, 8]), (4, [1, 2])]
 
 
+def test_groups_without_a_played_episode_are_left_out(tmp_path: Path) -> None:
+    write_pool(tmp_path, {3: [5, 6], 9: [7, 8], 4: [], 5: []})
+    assert [lengths for _, lengths in played_before(tmp_path, NumberedTasks("train"), max_groups=2)] == [[5, 6], [7, 8]]
+
+
 def test_groups_of_other_data_are_left_out(tmp_path: Path) -> None:
     write_pool(tmp_path, {3: [5]}, name="elsewhere/{}")
     assert played_before(tmp_path, NumberedTasks("train"), max_groups=9) == []

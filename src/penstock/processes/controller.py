@@ -345,11 +345,12 @@ def start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
 
 
 def played_before(run_dir: Path, source: TaskSource, *, max_groups: int) -> list[tuple[Task, list[int]]]:
-    """Return the newest groups of another run on the same data: (task, response tokens of each member).
+    """Return the newest complete groups of another run on the same data: (task, response tokens of each member).
 
     Raises `ConfigError` if `run_dir` has no pool index.
     """
-    records = deque(read_groups(run_dir, setting="scheduler.length.learn_from"), maxlen=max_groups)
+    groups = read_groups(run_dir, setting="scheduler.length.learn_from")
+    records = deque((record for record in groups if record.episodes), maxlen=max_groups)
     return [
         (task, [episode.response_tokens for episode in record.episodes])
         for record in records
@@ -397,7 +398,6 @@ async def raise_if_dead(run_dir: Path, trainer: str) -> NoReturn:
     """Raise `TrainerLost` as soon as the supervisor reports that the trainer is dead. While a run ends, the supervisor
     restarts no process."""
     while True:
-        state = ((read_state(run_dir) or {}).get("processes", {}).get(trainer, {})).get("state")
-        if state in DEAD:
+        if (read_state(run_dir) or {}).get("processes", {}).get(trainer, {}).get("state") in DEAD:
             raise TrainerLost(f"{trainer} is dead")
         await asyncio.sleep(LOOK_EVERY_S)
