@@ -12,13 +12,15 @@ export UV_DEFAULT_INDEX ?= $(or $(PIP_INDEX_URL),https://pypi.org/simple)
 
 # One worker more than there are cores; what shares a fixture, or Ray, stays together (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto
+# The tests start hundreds of processes. With this variable, each of them would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-long test-vllm test-fast check vllm-env clean
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 demo: $(SETUP)  ## set up .venv, then train the quickstart
-	@echo "training the quickstart: about three minutes on two cores"
+	@echo "training the quickstart: three to four minutes on two cores"
 	$(BIN)/penstock train examples/quickstart/run.yaml
 
 test: check  ## set up .venv, then format, lint, types, unit tests and a choice of real runs; six minutes on two cores

@@ -11,6 +11,7 @@ by the norm of their difference over their norm. The largest of each is reported
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from penstock.groups.batch import Batch
 from penstock.groups.spawned import SpawnedBackend
 from penstock.processes.layout import model_dir, prepare
 from penstock.processes.trainer import trainer_roles
+from penstock.supervisor.janitor import RUNTIME_DIR
 from penstock.trainer.actor_critic import ActorCritic
 
 NUM_RANKS = 2
@@ -95,7 +98,12 @@ def quickstart_on_two_nodes(directory: Path, *overrides: str) -> dict[str, float
     words += ["run_id=two"]
     with cluster(2) as address:
         started = time.monotonic()
-        subprocess.run([*words, "--cluster", address], stdout=subprocess.DEVNULL, check=True, timeout=LIMIT_S)
+        subprocess.run(
+            [*words, "cluster.private=true", "--cluster", address],
+            stdout=subprocess.DEVNULL,
+            check=True,
+            timeout=LIMIT_S,
+        )
         seconds = time.monotonic() - started
     summary = json.loads((directory / "two" / "summary.json").read_text())
     return {
@@ -123,7 +131,7 @@ def main() -> None:
     steps = 3 if options.quick else 10
     batch = make_batch(setting_on(torch.device("cpu")), 24, 0.8)
     figures = {}
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory, patch.dict(os.environ, {RUNTIME_DIR: directory}):
         alone = train(1, "ddp", batch, steps, Path(directory) / "alone")
         for strategy in STRATEGIES:
             found = train(NUM_RANKS, strategy, batch, steps, Path(directory) / strategy)
@@ -132,7 +140,7 @@ def main() -> None:
     for key in DIFFERENCES:
         figures[key] = max(figures[f"{key}_{strategy}"] for strategy in STRATEGIES)
     with TemporaryDirectory() as directory:
-        overrides = ["trainer.steps=20", "data.eval_tasks=64"] if options.quick else []
+        overrides = ["model.warm_start.steps=20", "trainer.steps=6", "data.eval_tasks=16"] if options.quick else []
         figures |= quickstart_on_two_nodes(Path(directory), *overrides)
     figures |= on_ray(rounds=3 if options.quick else 15)
     publish(BENCHMARK, figures, options.json)

@@ -73,8 +73,8 @@ def settings(device: torch.device, *, quick: bool) -> dict[str, Setting]:
             "": Setting(
                 make_policy=partial(tiny_policy, MAX_CONTEXT),
                 device=device,
-                rounds=2 if quick else 7,
-                batch_sizes=(32, 64) if quick else (16, 32, 64, 128, 256),
+                rounds=1 if quick else 7,
+                batch_sizes=(64,) if quick else (16, 32, 64, 128, 256),
             )
         }
     policies = {

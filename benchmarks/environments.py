@@ -54,6 +54,7 @@ from penstock.ports.work import Work
 from penstock.processes.layout import prepare
 from penstock.rollout import bodies
 from penstock.runtime.http_server import bind, url_of
+from penstock.supervisor.child import Child
 from penstock.types import Sampling, SegmentGrant, Task
 
 BENCHMARK = Benchmark(
@@ -175,12 +176,12 @@ class Controller:
 
 
 @contextmanager
-def worker_process(run_dir: Path, runtime_dir: Path) -> Iterator[psutil.Process]:
+def worker_process(run_dir: Path, runtime_dir: Path, nonce: str) -> Iterator[psutil.Process]:
     """As a supervisor would start it, on its own core."""
     command = [sys.executable, "-m", "penstock.processes.start", "--run-dir", str(run_dir), "--name", "env-0"]
     environment = {
         "PENSTOCK_RUN_ID": "benchmark",
-        "PENSTOCK_NONCE": secrets.token_hex(8),
+        "PENSTOCK_NONCE": nonce,
         "PENSTOCK_RUNTIME_DIR": str(runtime_dir),
     }
     with subprocess.Popen(command, env=os.environ | environment) as process:
@@ -198,11 +199,13 @@ async def serve_and_watch(run_dir: Path, runtime_dir: Path, config: Config, watc
     listener = bind("127.0.0.1", 0)
     server = await loop.create_server(Engine, sock=listener)
     controller = Controller(config, url_of("127.0.0.1", listener))
-    bus = Bus(str(runtime_dir), controller.handle)
+    nonce = secrets.token_hex(8)
+    child = Child(name="controller", run_dir=run_dir, runtime_dir=runtime_dir, run_id="benchmark", nonce=nonce)
+    bus = Bus(str(runtime_dir), controller.handle, nonce=child.secret("greeting"))
     async with asyncio.TaskGroup() as tasks:
         controller.workers = RemoteWorkers(bus, tasks, timeout_s=60.0)
         receiving = tasks.create_task(bus.run())
-        with worker_process(run_dir, runtime_dir) as worker:
+        with worker_process(run_dir, runtime_dir, nonce) as worker:
             async with asyncio.timeout(START_S):
                 while Engine.num_samples < EPISODES:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)

@@ -69,8 +69,8 @@ SMALL_STEPS = ["trainer.groups_per_step=8"]
 SEED = 0
 STEADY_STEPS = 3
 """Optimizer steps before a kill."""
-STEP_S, RECOVERED_S, RUN_S = 240.0, 120.0, 900.0
-"""Limits: for an optimizer step, for a recovery, for a run after its last fault."""
+START_S, STEP_S, RECOVERED_S, RUN_S = 400.0, 240.0, 120.0, 900.0
+"""Limits: for the start of a run, for an optimizer step, for a recovery, for a run after its last fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +113,14 @@ FULL = Size(
 )
 QUICK = Size(
     rounds=1,
-    cost_steps=20,
+    cost_steps=10,
     injections=4,
     whole_rounds=1,
     per_run=4,
-    steps_between=6,
+    steps_between=4,
     seeds=1,
     at_a_time=2,
-    overrides=["model.warm_start.steps=5", "data.eval_tasks=16"],
+    overrides=["model.warm_start.steps=5", "data.eval_tasks=16", "supervisor.ready_timeout_s=180"],
 )
 
 
@@ -182,6 +182,7 @@ def kills(runs: Path, size: Size, figures: Figures) -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     end_earlier(runs / "kills")
     with WatchedRun(EXAMPLE, runs, "kills", settings) as run:
+        wait_for("the start", lambda: run.is_whole, seconds=START_S)
         for _ in range(size.rounds):
             for name in PROCESSES:
                 found.setdefault(name, []).append(kill(run, name))

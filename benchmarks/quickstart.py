@@ -103,7 +103,7 @@ def alarms(run_dir: Path) -> int:
 def main() -> None:
     options = arguments(__doc__ or "")
     seeds = SEEDS[:1] if options.quick else SEEDS
-    overrides = ["model.warm_start.steps=100", "trainer.steps=40", "data.eval_tasks=64"] if options.quick else []
+    overrides = ["model.warm_start.steps=30", "trainer.steps=12", "data.eval_tasks=32"] if options.quick else []
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as directory:
         for seed in seeds:

@@ -71,9 +71,11 @@ class Size(NamedTuple):
     groups: int
     held_out: int
     """Tasks that are played after training, the first ones."""
+    warm_start: int | None = None
+    """Steps of the warm start; None: as many as the quickstart's."""
 
 
-FULL, QUICK = Size(steps=120, groups=16, held_out=100_000), Size(steps=2, groups=2, held_out=8)
+FULL, QUICK = Size(steps=120, groups=16, held_out=100_000), Size(steps=2, groups=2, held_out=8, warm_start=5)
 
 
 class Cell(NamedTuple):
@@ -212,7 +214,7 @@ def streams(config: Config, seed: int) -> tuple[TaskStream, list[Task]]:
     return TaskStream(open_tasks(config, seed=seed), held_out=held_out), held_out
 
 
-def warm_policy(runs: Path) -> Path:
+def warm_policy(runs: Path, steps: int | None) -> Path:
     """The quickstart's warm-started policy, the same for all."""
     directory = runs / "policy"
     if (directory / "model.safetensors").exists():
@@ -232,7 +234,7 @@ def warm_policy(runs: Path) -> Path:
     warm_start(
         Imitation(model).step,
         examples,
-        steps=settings.steps,
+        steps=settings.steps if steps is None else steps,
         batch_size=settings.batch_size,
         learning_rate=settings.learning_rate,
     )
@@ -249,7 +251,7 @@ class Lab:
 
     def all(self, cells: Sequence[Cell]) -> dict[Cell, Outcome]:
         """Of every cell; finished ones are not repeated."""
-        policy = warm_policy(self._runs)
+        policy = warm_policy(self._runs, self._size.warm_start)
         missing = [cell for cell in cells if not self._file(cell).exists()]
         with ProcessPoolExecutor(self._processes) as pool:
             futures = {cell: pool.submit(train, cell, policy, self._size) for cell in missing}

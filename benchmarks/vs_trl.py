@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -302,19 +303,19 @@ def tasks_in(path: Path) -> MixedTasks:
 
 
 def trl_environment(directory: Path) -> Path:
-    """Return the Python of a virtual environment with TRL and this environment's torch and transformers; make it if it
-    is not there. Exit with `NO_ENVIRONMENT` if that fails."""
+    """Return the Python of a virtual environment that adds TRL to the packages of this one; make it if it is not there.
+    Exit with `NO_ENVIRONMENT` if that fails."""
     python, complete = directory / "bin" / "python", directory / "complete"
-    wanted = [f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}", TRL]
+    wanted = [f"torch=={torch.__version__}", f"transformers=={transformers.__version__}", TRL]
     if complete.exists() and complete.read_text().split() == wanted:
         return python
     shutil.rmtree(directory, ignore_errors=True)
     venv.create(directory, with_pip=True)
-    for packages in (wanted[:1], wanted):
-        done = subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages])
-        if done.returncode:
-            print(f"cannot install {' '.join(packages)} in {directory}", file=sys.stderr)
-            sys.exit(NO_ENVIRONMENT)
+    (packages,) = directory.glob("lib/python*/site-packages")
+    (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    if subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted]).returncode:
+        print(f"cannot install {TRL} in {directory}", file=sys.stderr)
+        sys.exit(NO_ENVIRONMENT)
     complete.write_text("\n".join(wanted))
     return python
 

@@ -26,7 +26,7 @@ from penstock.observe import jsonl
 from penstock.supervisor import procfs
 from penstock.supervisor.procfs import Identity
 from penstock.supervisor.run_journal import owner_of, read_state
-from penstock.supervisor.runtime import runtime_path
+from penstock.supervisor.runtime import runtime_dirs
 
 HERE = Path(__file__).parent
 SUPERVISOR = "supervisor"
@@ -225,8 +225,7 @@ class WatchedRun:
         return float(sum(sum(process.cpu_times()[:2]) for process in family))
 
     def _living(self) -> list[str]:
-        runtime_dir = runtime_path(self.run_dir.name)
-        found = [str(runtime_dir)] if runtime_dir.exists() else []
+        found = list(map(str, runtime_dirs(self.run_dir.name)))
         for process in psutil.process_iter():
             try:
                 if process.environ().get("PENSTOCK_RUN_ID") == self.run_dir.name or str(self.run_dir) in (

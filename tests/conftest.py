@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 from session_guard import SessionGuard
-from worker_groups import GroupScheduling, rank_of, write_groups
+from worker_groups import GroupScheduling, group_of, rank_of, write_groups
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank_of)
+    for item in items:
+        if group_of(item) == "ray":  # starting a cluster takes too long for `make test`
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist tells the scheduler, which reads what is written here
@@ -68,3 +71,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def sandboxed() -> None:
+    """Skip the test where nothing can confine programs, as in a default container."""
+    from penstock.sandbox import SandboxUnavailable, confinement
+
+    try:
+        confinement()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))

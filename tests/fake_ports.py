@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,10 @@ from penstock.types import (
     Task,
     WeightsHandle,
 )
+
+RECORD = b"tokens"
+REF = PayloadRef(file="env-0-00000.seg", offset=0, length=len(RECORD), crc32=zlib.crc32(RECORD))
+"""The record to which modelled workers refer for all tokens."""
 
 Play = Callable[[Work], tuple[float, list[float]]]
 """(seconds the group takes, reward per member)"""
@@ -93,7 +98,7 @@ class ModelledWorkers:
         summaries = [
             played(episode, reward=reward, policy_version=version, seconds=seconds) for episode, reward in ended
         ]
-        ref = None if work.keep_text else PayloadRef(file="none", offset=0, length=0, crc32=0)
+        ref = None if work.keep_text else REF
         self._collect(group, ref, summaries)
 
 

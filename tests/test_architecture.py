@@ -14,7 +14,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 LAYERS = [
-    {"types", "samples", "seeding", "ports", "deadline", "stacks", "alarms", "config"},
+    {"types", "samples", "seeding", "ports", "deadline", "stacks", "alarms", "own_files", "redaction", "config"},
+    {"sandbox"},
     {"runtime"},
     {"scheduler", "control", "groups", "observe", "model"},
     {"data", "envs", "rollout", "store", "weights", "trainer"},
@@ -125,6 +126,12 @@ def test_light_processes_never_import_torch() -> None:
     )
     words = [sys.executable, "-c", code, json.dumps(LIGHT), json.dumps(HEAVY)]
     result = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_janitor_needs_the_standard_library_only() -> None:
+    code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); import penstock.supervisor.janitor"
+    result = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from fake_ports import ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks, Play
+from fake_ports import RECORD, REF, ModelledServers, ModelledWorkers, MortalTrainer, NumberedTasks, Play
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -108,9 +108,9 @@ class Run:
     def __init__(self, directory: Path, settings: Config, play: Play = play, *, far: bool = False) -> None:
         """`far`: the servers are on another machine than the trainer."""
         self.directory, self.settings, self.play = directory, settings, play
-        self.payloads = directory / "pool" / "none"
+        self.payloads = directory / "pool" / REF.file
         self.payloads.parent.mkdir()
-        self.payloads.touch()  # modelled workers say that all tokens are there
+        self.payloads.write_bytes(RECORD)  # modelled workers say that all tokens are there
         self.disk: list[SavedState] = []
         self.trainer = MortalTrainer(seconds=0.03, disk=self.disk)
         self.servers = FarServers(self.trainer) if far else Servers()
@@ -364,7 +364,9 @@ def deaths(*victims: Victim) -> st.SearchStrategy[list[Death]]:
     return st.lists(st.builds(Death, st.sampled_from(victims), moments), max_size=5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode == "asynchronous" else [pytest.mark.long]) for mode in MODES]
+)
 @settings(max_examples=40, deadline=None)
 @given(deaths("trainer", "controller", "both", "worker"), st.integers(0, 2), st.booleans())
 @example(who=[Death("trainer", 1.25)], redundancy=0, far=True)
@@ -375,6 +377,7 @@ def test_whoever_dies_nothing_is_lost_or_trained_twice(mode: str, who: list[Deat
         run.check()
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(deaths("trainer", "controller", "both"))
 def test_a_synchronous_run_trains_the_same_tasks_whatever_interrupts_it(who: list[Death]) -> None:

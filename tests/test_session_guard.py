@@ -94,8 +94,8 @@ def lives(pid: int) -> bool:
     ("end", "options"),
     [
         pytest.param("none", [], id="ends"),
-        pytest.param("SIGKILL", [], id="killed"),
-        pytest.param("SIGKILL", WORKERS, id="killed with workers"),
+        pytest.param("SIGKILL", [], id="killed", marks=pytest.mark.long),
+        pytest.param("SIGKILL", WORKERS, id="killed with workers", marks=pytest.mark.long),
         pytest.param("SIGINT", WORKERS, id="interrupted", marks=pytest.mark.long),
         pytest.param("SIGKILL of a worker", WORKERS, id="worker killed", marks=pytest.mark.long),
     ],

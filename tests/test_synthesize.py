@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_ports import ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
+from fake_ports import RECORD, REF, ModelledServers, ModelledTrainer, ModelledWorkers, NumberedTasks, Play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -83,7 +83,7 @@ async def synthesize(
         loop.collect(system, group, ref, episodes)
 
     recorder, pool, heard = Recorder(directory), ExperiencePool(directory / "pool"), Heard()
-    payloads(directory).touch()
+    payloads(directory).write_bytes(RECORD)
     scheduler = Scheduler(settings, now=asyncio.get_running_loop().time, log_decision=recorder.decision)
     workers = ModelledWorkers(play, collect, lambda: 0)
     system = loop.System(
@@ -113,7 +113,7 @@ async def synthesize(
 
 def payloads(directory: Path) -> Path:
     """Where modelled workers say that all tokens are."""
-    return directory / "pool" / "none"
+    return directory / "pool" / REF.file
 
 
 def random_play(seed: int) -> Play:
@@ -234,7 +234,7 @@ def test_a_group_whose_tokens_are_gone_before_they_are_dumped_is_played_anew(tmp
     pool.put_shard(Shard(name="rollout/000000", groups=dumped))
     pool.put_shard(Shard(name="rollout/000000", groups=dumped, written=True))
     pool.put_shard(Shard(name="rollout/000001", groups=damaged + whole))
-    lost = PayloadRef(file="lost", offset=0, length=1, crc32=0)
+    lost = PayloadRef(file="lost-00000.seg", offset=0, length=1, crc32=0)
     for (group, _), record in ((each, pool.get_groups([each.group])[0]) for each in dumped + damaged):
         its_task = Task(task_id=record.task_id, tag="train", index=record.task_index)
         pool.admit_groups([(group, its_task)])

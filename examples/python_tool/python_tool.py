@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
-from penstock.envs.sandbox import Limits, Outcome, python, run, scratch
+from penstock.sandbox import Limits, Outcome, python, run
 from penstock.types import Task
 
 LIMITS = Limits(wall_s=20.0, cpu_s=1, memory_bytes=256 << 20, max_processes=8, file_bytes=1 << 16)
@@ -21,6 +20,7 @@ class PythonTool:
     else is the answer: reward 1 if it is right, else 0."""
 
     blocking = True
+    needs_sandbox = True
 
     def __init__(self, task: Task, *, largest: int = 99) -> None:
         self._largest = largest
@@ -36,8 +36,7 @@ class PythonTool:
         info = {"expected": self._answer}
         if not action.startswith(">"):
             return "", float(action.strip() == self._answer), True, False, info
-        with scratch() as directory:
-            outcome = run(INTERPRETER, cwd=Path(directory), stdin=f"{action[1:]}\n", limits=LIMITS)
+        outcome = run(INTERPRETER, stdin=f"{action[1:]}\n", limits=LIMITS)
         self._reply = reply_of(outcome)[:LONGEST_REPLY]
         return self._reply, 0.0, False, False, info
 

@@ -36,7 +36,7 @@ def distil(roles: Roles) -> None:
 
 
 @contextmanager
-def starting(layout: Layout, num_ranks: int, cluster: str | None) -> Iterator[Start]:
+def starting(layout: Layout, num_ranks: int, cluster: str | None, private: bool) -> Iterator[Start]:
     """Yield the function that starts the workers of a place: in processes of this machine, or as Ray actors."""
     if cluster is None:
         yield lambda _, together: SpawnedBackend(together, num_ranks)
@@ -47,7 +47,7 @@ def starting(layout: Layout, num_ranks: int, cluster: str | None) -> Iterator[St
     from penstock.config.cluster import ClusterConfig
 
     pools = {name: {"slots_per_node": num_ranks, "cpus": 0.1} for name in layout}
-    with connected(cluster), hold(ClusterConfig.model_validate({"pools": pools})) as held:
+    with connected(cluster, private=private), hold(ClusterConfig.model_validate({"pools": pools})) as held:
         yield lambda name, together: RayBackend(together, held[name])
 
 
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--split", action="store_true", help="the teacher has processes of its own")
     parser.add_argument("--cluster", metavar="ADDRESS", help="`auto`, or host:port of a Ray cluster's head")
+    parser.add_argument("--private", action="store_true", help="only people whom you trust reach that cluster's ports")
     args = parser.parse_args()
     roles = {
         "student": Role(Student, {"num_features": NUM_FEATURES, "learning_rate": 0.3}),
@@ -63,7 +64,7 @@ def main() -> None:
     }
     fused, split = {"all": ["student", "teacher"]}, {"students": ["student"], "teachers": ["teacher"]}
     layout = split if args.split else fused
-    with starting(layout, args.ranks, args.cluster) as start, place(roles, layout, start) as placed:
+    with starting(layout, args.ranks, args.cluster, args.private) as start, place(roles, layout, start) as placed:
         distil(placed)
 
 

@@ -260,7 +260,7 @@ def test_too_little_room_is_said_before_anything_starts(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(preflight, "runtime_path", lambda run_id: tmp_path / "shm" / "penstock")
+    monkeypatch.setattr(preflight.runtime, "base", lambda: tmp_path / "shm")
     is_full = {"disk": lambda path: path == tmp_path, "shm": lambda path: path == tmp_path / "shm"}[full]
     free = {True: usage._replace(free=1), False: usage._replace(free=2**40)}
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: free[is_full(path)])

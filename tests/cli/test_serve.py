@@ -162,6 +162,7 @@ def test_what_cannot_be_served_is_one_clear_error(model: Path, words: list[str],
     assert message in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.long
 def test_a_directory_without_a_model_and_a_taken_port_are_named(model: Path, tmp_path: Path) -> None:
     result = subprocess.run(command(tmp_path, "--port", "0"), capture_output=True, text=True, timeout=180)
     assert (result.returncode, str(tmp_path) in result.stderr, "Traceback" in result.stderr) == (1, True, False)
@@ -199,6 +200,7 @@ def test_a_model_that_cannot_be_read_is_not_blamed_on_the_port(model: Path, tmp_
     assert str(broken) in result.stderr
 
 
+@pytest.mark.long
 def test_each_key_opens_what_it_is_for(model: Path) -> None:
     keys = {"PENSTOCK_API_KEY": "play", "PENSTOCK_ADMIN_API_KEY": "rule"}
     with served(model, environment=keys) as (_, url):

@@ -52,6 +52,7 @@ async def ray_launcher(
     seated = [replace(spec, pool="all") for spec in specs if spec.role != "controller"]
     slots, keys = assign_slots(config, seated, split=[], in_turns=in_turns), Keys.make()
     run_id = f"test-{secrets.token_hex(4)}"
+    runtime_dir = runtime_path(run_id)
     context = RunContext(
         run_id=run_id,
         run_dir=run_dir,
@@ -63,10 +64,10 @@ async def ray_launcher(
     )
     with place(config, slots.bundles) as held:
         async with (
-            serving_files([runtime_path(run_id), run_dir], address="127.0.0.1", secret=context.nonce) as files,
+            serving_files([runtime_dir, run_dir], address="127.0.0.1", secret=context.nonce) as files,
             LocalLauncher(
                 run_dir=run_dir,
-                runtime_dir=runtime_path(run_id),
+                runtime_dir=runtime_dir,
                 run_id=run_id,
                 nonce=context.nonce,
                 environment={ADDRESS: "127.0.0.1", HOST: files},
@@ -95,5 +96,5 @@ async def supervise(run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    with connected(sys.argv[2]):
+    with connected(sys.argv[2], private=True):
         asyncio.run(supervise(Path(sys.argv[1])))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "security"))
 
 from letters import Letters
 from tiny_policy import make_engine, serve

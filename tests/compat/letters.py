@@ -9,6 +9,8 @@ from typing import Any
 class Letters:
     """A tokenizer: one token per character. Conversations are the contents, a space between."""
 
+    longest_token = 1
+
     def encode(self, text: str) -> list[int]:
         return [(ord(character) - ord("@")) % 64 for character in text]
 

@@ -135,6 +135,17 @@ async def test_an_environment_that_comes_early_waits_and_then_begins(api: Api) -
     }
 
 
+PAGES = [{"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "same-site"}, {"Host": "evil.example"}]
+
+
+@pytest.mark.parametrize("page", PAGES)
+async def test_no_web_page_pushes_a_group_or_ends_an_environment(api: Api, page: dict[str, str]) -> None:
+    for method, path in (("POST", "/scored_data"), ("POST", "/disconnect-env"), ("GET", "/status")):
+        status, told = await api.ask(method, path, group(), headers=page)
+        assert status == 403 and told["status"] == "error", (path, status, told)
+    assert api.exchange.num_offers == 0
+
+
 @pytest.mark.parametrize("how", [{"body": {"env_id": 0}}, {"params": {"env_id": "0"}}], ids=["body", "query"])
 async def test_how_things_are(api: Api, how: dict[str, Any]) -> None:
     await api.lease()

@@ -102,6 +102,19 @@ async def play(
     return trajectory
 
 
+@pytest.mark.parametrize("page", [{"Origin": "https://evil.example"}, {"Host": "evil.example"}])
+async def test_no_web_page_takes_a_turn_of_an_episode(chat: ChatTokenizer, page: dict[str, str]) -> None:
+    async def agent(llm: Endpoint) -> float:
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        where = f"{llm.base_url}/chat/completions"
+        async with aiohttp.ClientSession(headers=page) as session, session.post(where, json=body) as reply:
+            assert reply.status == 403
+        return 1.0
+
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "a")), agent)
+    assert not trajectory.turns
+
+
 def client_of(llm: Endpoint, **settings: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, **settings)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from malformed import Malformed, malformed
+from malformed_requests import VALID, Malformed, malformed
 from tiny_policy import MAX_CONTEXT, VOCAB_SIZE
 
 pytestmark = pytest.mark.integration
@@ -46,6 +46,10 @@ async def test_every_malformed_request_is_refused_and_the_server_goes_on_as_befo
         before = await greedy(session)
         async with session.get("/openapi.json") as response:
             schema = await response.json()
+        with_bodies = {
+            path for path, here in schema["paths"].items() if any("requestBody" in it for it in here.values())
+        }
+        assert with_bodies == VALID.keys()
         given = malformed(schema, count, 0, vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
         wrong: list[str] = []
 
@@ -67,25 +71,25 @@ async def test_every_malformed_request_is_refused_and_the_server_goes_on_as_befo
 
 
 RAW = [
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -1\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+    b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     b"NONSENSE / HTTP/1.1\r\n\r\n",
-    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET nowhere HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET http://elsewhere/generate HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"GET nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"GET http://elsewhere/generate HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"CONNECT x:1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nna me: \x00\r\n\r\n",
-    b"GET /generate HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n",
+    b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nna me: \x00\r\n\r\n",
+    b"GET /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{",
+    b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n",
     b"",
 ]
 

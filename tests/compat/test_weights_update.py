@@ -81,6 +81,7 @@ def equals(runner: EngineRunner, expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(parameter, expected[name]) for name, parameter in runner.engine.parameters().items())
 
 
+@pytest.mark.long
 @pytest.mark.integration
 async def test_buckets_without_a_bracket_are_served_when_all_are_there(
     session: aiohttp.ClientSession, runner: EngineRunner, trainer: TrainerProcess
@@ -133,6 +134,7 @@ async def test_a_bracket_is_served_at_its_end_and_a_refused_bucket_keeps_the_ran
     await leave(session, trainer)
 
 
+@pytest.mark.long
 @pytest.mark.integration
 async def test_frozen_layers_need_not_be_sent_inside_a_bracket(
     session: aiohttp.ClientSession, runner: EngineRunner, trainer: TrainerProcess

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.control.bus import CONTROLLER, Bus, Fault, Handler, Peer, PeerLost, RequestRefused, UnknownPeer
 from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat, Hello, Refused, Welcome
@@ -48,7 +49,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def bus_in(directory: Path, handler: Handler, *, fault: Fault | None = None) -> Bus:
-    return Bus(str(directory), handler, host="127.0.0.1" if Keys.read(directory) else None, fault=fault)
+    return Bus(str(directory), handler, host="127.0.0.1" if Keys.read(directory) else None, fault=fault, nonce="")
 
 
 HELLO = Hello(role="env", name="env-0", nonce="", pid=0)
@@ -108,10 +109,11 @@ async def test_a_talkative_peer_does_not_make_others_forgotten(directory: Path) 
         bus.remembered_replies = 2
         quiet = Peer(str(directory), "env-1", Counting().handle, fault=keep)
         receiving = asyncio.create_task(quiet.run())
+        await quiet.join(replace(HELLO, name="env-1"), timeout_s=5)
         await quiet.request(CONTROLLER, request(0), timeout_s=5)
         for number in range(1, 9):
             await loud.request(CONTROLLER, request(number), timeout_s=5)
-        quiet._transmit(CONTROLLER, sent[0])  # late, and once more
+        quiet._transmit(CONTROLLER, sent[1])  # late, and once more
         await quiet.request(CONTROLLER, request(9), timeout_s=5)
         await finished([receiving])
         quiet.close()
@@ -134,10 +136,13 @@ async def test_what_is_queued_in_one_turn_leaves_as_one_frame(directory: Path) -
 
 async def test_a_refusal_reaches_the_sender(directory: Path) -> None:
     async def refuse(peer: str, message: AnyMessage) -> AnyMessage:
+        if isinstance(message, Hello):
+            return Welcome(server_urls=[])
         return Refused(reason="a negative group")
 
     bus, peer = bus_in(directory, refuse), Peer(str(directory), "env-0", Counting().handle)
     receiving = [asyncio.create_task(bus.run()), asyncio.create_task(peer.run())]
+    await peer.join(HELLO, timeout_s=5)
     with pytest.raises(RequestRefused, match="a negative group"):
         await peer.request(CONTROLLER, request(-1), timeout_s=5)
     await finished(receiving)
@@ -149,6 +154,7 @@ async def test_who_fails_answers_nothing(directory: Path) -> None:
     controller = Counting()
     bus, peer = bus_in(directory, controller.handle), Peer(str(directory), "env-0", Counting().handle)
     receiving = [asyncio.create_task(bus.run()), asyncio.create_task(peer.run())]
+    await peer.join(HELLO, timeout_s=5)
     with pytest.raises(Stalled):
         await peer.request(CONTROLLER, request(-1), timeout_s=0.5)
     assert receiving[0].done(), "a failing handler ends the controller's loop"

@@ -19,8 +19,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 PAGES = [page for page in DOCUMENTS if any(block.language == "console" for block in blocks(page))]
 SHORT = ["trainer.steps=12", "data.eval_tasks=8"]
-HALF_TAUGHT = ["model.warm_start.steps=60"]
-"""Overrides that make training short. `HALF_TAUGHT` shortens the quickstart's long warm start."""
+FEW_SANDBOXES = ["model.warm_start.steps=2", "scheduler.group_filter=[]", "trainer.steps=3"]
+SHORTER = {
+    "quickstart": ["model.warm_start.steps=60"],
+    "shell_sandbox": FEW_SANDBOXES,
+    "python_tool": FEW_SANDBOXES,
+}
+"""More overrides for single examples. Two of them open a sandbox for every episode and every demonstration. After a
+short warm start all rewards of a group are equal, so their groups are not filtered."""
 LIMIT_S = 300.0
 ELSEWHERE = ("make ", "git ", "pytest")
 """What other tests run."""
@@ -58,8 +64,9 @@ class Reader:
             words[0] = sys.executable
         if "train" in words:
             words += [*SHORT[1:], "trainer.steps=100000"] if "--detach" in words else SHORT
-        if "train" in words and "examples/quickstart/run.yaml" in words:
-            words += HALF_TAUGHT
+        for example, settings in SHORTER.items():
+            if "train" in words and f"examples/{example}/run.yaml" in words:
+                words += settings
         if "serve" in words or "resume" in words:
             self._begin_and_end(words, line)
             return

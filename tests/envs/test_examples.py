@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.config import load_config
-from penstock.envs import sandbox
-from penstock.envs.registry import environment_maker
+from penstock.envs.registry import environment_maker, resolve
+from penstock.sandbox import Limits
 from penstock.types import Task
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -19,20 +19,13 @@ TASK = Task(task_id="seed/train/0", tag="train", index=0)
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where scratch directories lie."""
-    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
-
-
 def make(example: str) -> Any:
     return environment_maker(load_config(EXAMPLES / example / "run.yaml").env)(TASK)
 
 
 @pytest.mark.parametrize("example", ["python_tool", "shell_sandbox", "guess_number"])
 @pytest.mark.parametrize("seed", range(3))
-def test_its_own_expert_solves_it_and_nothing_is_left(example: str, seed: int, runtime: Path) -> None:
+def test_its_own_expert_solves_it(example: str, seed: int) -> None:
     env, ended, reward = make(example), False, 0.0
     env.reset(seed)
     while not ended:
@@ -41,7 +34,6 @@ def test_its_own_expert_solves_it_and_nothing_is_left(example: str, seed: int, r
     if hasattr(env, "close"):
         env.close()
     assert reward == 1.0
-    assert not list(runtime.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +56,7 @@ def test_the_tool_replies_as_a_prompt_does(action: str, reply: str) -> None:
 def test_a_tool_call_without_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     env = make("python_tool")
     env.reset(0)
-    monkeypatch.setattr(inspect.getmodule(type(env)), "LIMITS", sandbox.Limits(wall_s=0.2))
+    monkeypatch.setattr(inspect.getmodule(type(env)), "LIMITS", Limits(wall_s=0.2))
     assert env.step(">while True: pass")[0] == "killed: too slow"
 
 
@@ -82,18 +74,20 @@ def test_a_wrong_answer_ends_it() -> None:
         "echo 'import sys; print(open(0).read())' > ops.py",
         "sed -i s/a/b/g ops.py",
         "while true; do sleep 1 & done",
+        "echo 'print([18, 3, 9])' > ops.py",
+        "mkdir json; echo 'def load(f): return []' > json.py",
     ],
 )
-def test_what_is_no_repair_earns_nothing(command: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_repair_earns_nothing(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = inspect.getmodule(resolve(load_config(EXAMPLES / "shell_sandbox" / "run.yaml").env.name))
+    monkeypatch.setattr(module, "LIMITS", Limits(wall_s=1.0, max_processes=8))
     env = make("shell_sandbox")
-    monkeypatch.setattr(inspect.getmodule(type(env)), "LIMITS", sandbox.Limits(wall_s=1.0, max_processes=8))
     env.reset(1)
     for number in range(3):
         observation, reward, terminated, _, _ = env.step(command)
         assert (reward, terminated) == (0.0, number == 2)
         assert observation
     env.close()
-    assert not list(runtime.iterdir())
 
 
 def test_a_second_command_may_repair_what_the_first_did_not() -> None:

@@ -98,11 +98,13 @@ async def test_they_share_processes_that_are_not_ours(chat: ChatTokenizer) -> No
 @pytest.mark.parametrize(
     ("mischief", "reason"),
     [
-        ("hangs", "s for its next observation, held by Heavy.step"),
+        pytest.param("hangs", "s for its next observation, held by Heavy.step", marks=pytest.mark.long),
         ("crashes", "Heavy.step of t: ProcessLost: its process ended: exit 7"),
-        ("raises", "Heavy.step of t: KeyError: 'answer' (test_isolated.py:"),
-        ("nan", "Heavy.step of t: the reward is nan, not a finite number"),
-        ("shows nothing", "Heavy.step of t: the observation is a NoneType, not a string"),
+        pytest.param("raises", "Heavy.step of t: KeyError: 'answer' (test_isolated.py:", marks=pytest.mark.long),
+        pytest.param("nan", "Heavy.step of t: the reward is nan, not a finite number", marks=pytest.mark.long),
+        pytest.param(
+            "shows nothing", "Heavy.step of t: the observation is a NoneType, not a string", marks=pytest.mark.long
+        ),
     ],
 )
 async def test_one_that_fails_is_named_and_others_end_well(chat: ChatTokenizer, mischief: str, reason: str) -> None:
@@ -112,6 +114,7 @@ async def test_one_that_fails_is_named_and_others_end_well(chat: ChatTokenizer, 
     assert [t.reward for t in trajectories if t is not failed] == [1.0] * 3
 
 
+@pytest.mark.long
 async def test_one_that_hangs_when_it_is_closed_harms_nobody(
     chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,6 +153,7 @@ async def test_a_wrong_configuration_ends_it_all(chat: ChatTokenizer) -> None:
     assert errors.group_contains(ConfigError, match="env.options are wrong")
 
 
+@pytest.mark.long
 async def test_whoever_gives_up_takes_the_process_with_him(chat: ChatTokenizer) -> None:
     playing = asyncio.create_task(play(chat, Heavy, "hangs"))
     await asyncio.sleep(3.0)

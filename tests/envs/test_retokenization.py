@@ -13,6 +13,7 @@ from penstock.envs.agents import Conversation, Diverged
 from penstock.envs.episode import Episode, new_part
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
+from penstock.model.tiny import USER
 from penstock.samples import Segment, Trajectory, VersionSpan
 from penstock.scheduler.segments import SegmentPolicy
 from penstock.simulator.clock import run_virtual
@@ -106,14 +107,13 @@ ASKED, AGAIN = {"role": "user", "content": "hello"}, {"role": "user", "content":
 
 
 async def test_an_answer_that_comes_back_in_other_tokens_keeps_its_own(chat: ChatTokenizer) -> None:
-    """The policy spelled the mark of a turn's end letter by letter; its text does not show that."""
-    end = chat.decode([chat.eos_ids[0]], skip_special=False)
-    spelled = [token for letter in f"a{end}b" for token in chat.encode(letter)]
-    assert spelled != chat.encode(f"a{end}b")
-    talk = Talk(chat, [[*spelled, chat.eos_ids[0]], [chat.eos_ids[0]]])
+    """The policy sampled the mark of a turn's start in its answer; its text does not show that."""
+    sampled = chat.encode(f"a{USER}b")
+    talk = Talk(chat, [[*sampled, chat.eos_ids[0]], [chat.eos_ids[0]]])
     answer = await talk.say([ASKED])
+    assert answer == "ab"
     await talk.say([ASKED, {"role": "assistant", "content": answer}, AGAIN])
-    assert [token for part in talk.episode.turns[0].segments for token in part.token_ids][:-1] == spelled
+    assert [token for part in talk.episode.turns[0].segments for token in part.token_ids][:-1] == sampled
     assert talk.episode.num_drifts == 1
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from test_manager import play, work
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, EnvironmentConfig
+from penstock.envs.rewards.dataset_rule import DatasetRule, is_scored_apart
 from penstock.envs.single_turn import SingleTurn
 from penstock.model.chat import ChatTokenizer
 from penstock.types import Task
@@ -33,6 +34,17 @@ def test_of_any_other_task_it_gives_no_reward(chat: ChatTokenizer) -> None:
 def test_an_unknown_dataset_is_named(name: str) -> None:
     with pytest.raises(Exception, match=name):
         SingleTurn(task(metadata={"source_dataset": name}))
+
+
+@pytest.mark.parametrize("dataset", [["gcd"], {"name": "gcd"}, 5])
+def test_a_dataset_that_is_no_text_fails_its_episode_alone(chat: ChatTokenizer, dataset: Any) -> None:
+    payload = task(metadata={"source_dataset": dataset})
+    assert is_scored_apart(EnvironmentConfig(name="single_turn"), payload.payload), "asked outside the episode"
+    (trajectory,) = play(chat, ["4"], make=lambda _: SingleTurn(payload), job=work(1))  # type: ignore[arg-type]
+    assert trajectory.status == "failed"
+    assert f"metadata.source_dataset of a task is {dataset}, not text" in str(trajectory.error)
+    with pytest.raises(ValueError, match=r"metadata\.source_dataset of a task is .* not text"):
+        DatasetRule().check(payload.payload)
 
 
 def test_a_prompt_is_text() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from faulty_run import EVAL_TASKS, GROUP_SIZE, GROUPS_PER_STEP, HERE, STEPS, WATCHFUL, FaultyRun
-from injection import CONTROLLER, ENV, ROLLOUT, SUPERVISOR, VICTIMS, Fault, Phase, Plan, struck_phases
+from injection import CONTROLLER, ROLLOUT, SUPERVISOR, VICTIMS, Fault, Phase, Plan, struck_phases
 from stand_in_run import state_of, until
 
 from penstock.observe import jsonl
@@ -36,12 +36,10 @@ from penstock.system import CHECKPOINTS
 from penstock.trainer import checkpoint
 from penstock.types import EpisodeState
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 IMPOSSIBLE = {(ROLLOUT, Fault.FULL_DISK), (SUPERVISOR, Fault.LOST_MESSAGES)}
 PLANS = [Plan(victim, fault) for victim in VICTIMS for fault in Fault if (victim, fault) not in IMPOSSIBLE]
-SHORT_TIER = (Plan(CONTROLLER, Fault.KILL), Plan(ENV, Fault.LOST_MESSAGES), Plan(SUPERVISOR, Fault.KILL))
-"""A restart, the bus, and a resumption. `tests/supervisor` plays every fault at every process on the virtual clock."""
 FATAL = frozenset({Fault.KILL, Fault.HANG, Fault.TERMINATE, Fault.LEAVE})
 """For a process that is not ready yet: it is not started again."""
 LIFE_S = 400.0
@@ -87,13 +85,7 @@ def lives(plan: Plan) -> list[tuple[list[Phase], RunState]]:
     return [*found, (struck, RunState.COMPLETED)]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(plan, id=f"{plan.victim} {plan.fault}", marks=[] if plan in SHORT_TIER else [pytest.mark.long])
-        for plan in PLANS
-    ],
-)
+@pytest.mark.parametrize("plan", PLANS, ids=[f"{plan.victim} {plan.fault}" for plan in PLANS])
 def test_a_run_survives(plan: Plan, tmp_path: Path) -> None:
     run = FaultyRun(tmp_path, plan)
     for struck, end in lives(plan):

@@ -31,7 +31,9 @@ LAYOUTS: dict[str, Layout] = {
 BACKENDS = {"local": LocalBackend, "spawned": SpawnedBackend}
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("spawned", marks=pytest.mark.integration)])
+@pytest.fixture(
+    scope="module", params=["local", pytest.param("spawned", marks=[pytest.mark.integration, pytest.mark.long])]
+)
 def start(request: pytest.FixtureRequest) -> Any:
     return lambda _, roles: BACKENDS[request.param](roles, 2)
 

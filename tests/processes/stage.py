@@ -166,7 +166,7 @@ async def working(
     chat = ChatTokenizer.load(directory / "model")
     policy = ScriptedPolicy(answer if callable(answer) else lambda _, __: [*chat.encode(answer), chat.eos_ids[0]])
     controller = Controller()
-    bus = Bus(str(directory), controller.handle)
+    bus = Bus(str(directory), controller.handle, nonce="")
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         stage = Stage(
             directory=directory,

@@ -74,11 +74,13 @@ async def attached(run_dir: Path, config: Config, *, far: bool = False) -> Async
     child = Child(name=CONTROLLER, run_dir=run_dir, runtime_dir=run_dir, run_id="run", nonce="n", address=address)
     recorder = Recorder(run_dir)
     stage = Stage(Controller(config, child, recorder), Scheduler(), run_dir)
+    if far:
+        stage.controller._roles[ENV] = "env"
     peer = Peer(str(run_dir), ENV, stage.hear)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(each) for each in (stage.controller.bus.run(), peer.run())]
         running.append(tasks.create_task(stage.controller.watch_registry()))
-        hello = Hello(role="env", name=ENV, nonce="n", pid=7, attached=not far)
+        hello = Hello(role="env", name=ENV, nonce=child.secret("greeting"), pid=7, attached=not far)
         joining = asyncio.create_task(peer.join(hello, timeout_s=10))
         while stage.controller._num_messages == 0:  # noqa: ASYNC110 - it is a real bus
             await asyncio.sleep(0.001)

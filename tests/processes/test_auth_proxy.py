@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import aiohttp
 import pytest
 from tiny_policy import serve, until
 
-from penstock.processes.foreign_server import auth_proxy
+from penstock.processes.foreign_server import Place, auth_proxy
 from penstock.rollout.app import ApiKeys
+from penstock.rollout.claim import CLAIM, Claim
 from penstock.rollout.client import ServerClient
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import connect
@@ -20,17 +21,24 @@ from penstock.rollout.session import HttpSession, RolloutError
 from penstock.types import EpisodeId, Sampling, SegmentGrant
 
 KEYS = ApiKeys(generation="play", admin="rule")
+CLAIM_OF_RUN = "claim"
+OWN_KEY = "own"
+"""The engine's."""
+
+
+def proxy(place: Place) -> AbstractAsyncContextManager[str]:
+    return auth_proxy(place, OWN_KEY, host="127.0.0.1", port=0, keys=KEYS, claim=Claim("run", CLAIM_OF_RUN))
 
 
 @pytest.fixture
 async def url(runner: EngineRunner) -> AsyncIterator[str]:
-    async with serve(runner) as engine, auth_proxy(engine, host="127.0.0.1", port=0, keys=KEYS) as url:
+    async with serve(runner) as engine, proxy(int(engine.rpartition(":")[2])) as url:
         yield url
 
 
 @asynccontextmanager
-async def client(url: str, key: str) -> AsyncIterator[ServerClient]:
-    session = HttpSession(api_key=key)
+async def client(url: str, key: str, claim: str | None = None) -> AsyncIterator[ServerClient]:
+    session = HttpSession(api_key=key, claim=claim)
     try:
         yield connect("penstock", url, session)
     finally:
@@ -47,10 +55,17 @@ async def test_who_may_generate_does(url: str, key: str) -> None:
 
 
 async def test_only_who_may_control_does(url: str) -> None:
-    async with client(url, "play") as playing, client(url, "rule") as ruling:
+    async with client(url, "play", CLAIM_OF_RUN) as playing, client(url, "rule", CLAIM_OF_RUN) as ruling:
         with pytest.raises(RolloutError, match="answered 401: the admin API key is missing or wrong"):
             await playing.forget_weights()
         await ruling.forget_weights()
+
+
+@pytest.mark.parametrize("claim", [None, "another"])
+async def test_who_may_control_does_not_without_the_claim(url: str, claim: str | None) -> None:
+    async with client(url, "rule", claim) as ruling:
+        with pytest.raises(RolloutError, match="answered 409: run run uses this server"):
+            await ruling.forget_weights()
 
 
 async def test_nobody_else_gets_in_and_whether_it_lives_is_no_secret(url: str) -> None:
@@ -63,7 +78,7 @@ async def test_nobody_else_gets_in_and_whether_it_lives_is_no_secret(url: str) -
 
 
 async def test_what_the_engine_answers_comes_back_as_it_is(url: str) -> None:
-    headers = {"Authorization": "Bearer rule"}
+    headers = {"Authorization": "Bearer rule", CLAIM: CLAIM_OF_RUN}
     async with aiohttp.ClientSession(headers=headers) as session:
         async with session.get(f"{url}/metrics") as answer:
             assert answer.status == 200 and answer.content_type == "text/plain"
@@ -89,7 +104,7 @@ async def test_who_leaves_ends_what_it_asked_for(
 
 async def test_an_engine_that_is_gone_is_told_apart_from_a_proxy_that_is() -> None:
     async with (
-        auth_proxy("http://127.0.0.1:9", host="127.0.0.1", port=0, keys=KEYS) as url,
+        proxy(9) as url,
         client(url, "play") as playing,
     ):
         with pytest.raises(RolloutError, match="answered 502: the engine behind this proxy does not answer") as refused:

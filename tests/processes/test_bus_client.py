@@ -45,7 +45,8 @@ async def test_a_controller_may_die_while_a_process_joins_it(tmp_path: Path) -> 
                 await asyncio.Event().wait()
         return None
 
-    bus = Bus(str(tmp_path), handle)
+    child = Child(name=NAME, run_dir=tmp_path, runtime_dir=tmp_path, run_id="run", nonce="nonce")
+    bus = Bus(str(tmp_path), handle, nonce=child.secret("greeting"))
 
     async def take_over() -> None:
         for _ in range(2):
@@ -53,7 +54,6 @@ async def test_a_controller_may_die_while_a_process_joins_it(tmp_path: Path) -> 
             asked.clear()
             bus.notify(NAME, WhoAreYou())
 
-    child = Child(name=NAME, run_dir=tmp_path, runtime_dir=tmp_path, run_id="run", nonce="nonce")
     async with asyncio.timeout(END_S), asyncio.TaskGroup() as tasks:
         receiving = tasks.create_task(bus.run())
         tasks.create_task(take_over())

@@ -19,12 +19,13 @@ def test_only_who_controls_the_servers_is_told_the_key_for_that(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("given", [{}, {"PENSTOCK_API_KEY": "play", "PENSTOCK_ADMIN_API_KEY": "rule"}])
-def test_on_several_machines_there_are_keys(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+@pytest.mark.parametrize("cluster", [[], ["cluster.address=auto"]])
+def test_servers_of_a_run_have_keys(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], cluster: list[str]) -> None:
     for name in ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     for name, key in given.items():
         monkeypatch.setenv(name, key)
-    specs = {spec.role: spec.env for stage in stages(default_config(["cluster.address=auto"])) for spec in stage}
+    specs = {spec.role: spec.env for stage in stages(default_config(cluster)) for spec in stage}
     (generation,) = {env["PENSTOCK_API_KEY"] for env in specs.values()}
     admin = {role: env["PENSTOCK_ADMIN_API_KEY"] for role, env in specs.items()}
     assert admin.pop("env") == admin.pop("trainer") == "", "workers and the trainer do not control servers"

@@ -41,6 +41,9 @@ class Far(PayloadReader):
             raise PayloadsLost(f"host {host} is gone, and {refs[0].file} with it")
         self.fetched.append(host)
 
+    async def verify(self, refs: Sequence[PayloadRef]) -> None:
+        """The records are stand-ins."""
+
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Iterator[Recorder]:
@@ -80,7 +83,10 @@ def test_a_host_that_fails_for_long_ends_the_run(tmp_path: Path, recorder: Recor
 
 @dataclass
 class Noting:
-    """A scheduler that only notes what it is told."""
+    """A scheduler that only notes what it is told. It knows no group, so no report is checked against one."""
+
+    trained_version = policy_version = 0
+    groups = SimpleNamespace(find_attempt=lambda attempt: None)
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -138,7 +144,12 @@ async def test_what_the_scheduler_hears(
     controller._fetcher = PayloadFetcher(far, recorder)
     far.gone = {"node"} if is_gone else set()
     controller._welcome(Hello(role="env", name="env-0", nonce="n", pid=1, host="node"))
-    controller.system = SimpleNamespace(scheduler=scheduler, update_pool=lambda: None)  # type: ignore[assignment]
+    controller.system = SimpleNamespace(  # type: ignore[assignment]
+        scheduler=scheduler,
+        update_pool=lambda: None,
+        pool=SimpleNamespace(highest_version=0),
+        config=Config(),
+    )
     await controller.handle("env-0", message)
     assert scheduler.calls == [expected_if_gone if is_gone else expected]
     assert far.fetched == ([] if is_gone else ["node"])

@@ -134,19 +134,6 @@ async def test_an_answer_must_be_fetched(monkeypatch: pytest.MonkeyPatch) -> Non
                 await ended.wait()
 
 
-async def test_too_many_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 3)
-    with bind("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-        async with listening(APP, listener):
-            async with client(port), client(port), client(port) as (reader, writer):
-                writer.write(posted(b"{}"))
-                assert (await reader.readline()).startswith(b"HTTP/1.1 503")
-            async with asyncio.timeout(10):
-                while not await is_served(port):
-                    pass
-
-
 async def test_who_is_slow_holds_up_nobody(port: int) -> None:
     slow = [client(port) for _ in range(200)]
     held = [await each.__aenter__() for each in slow]

@@ -67,7 +67,8 @@ MODEL = {
 AS_IT_IS: dict[str, Any] = {"sections": {"model": MODEL}}
 """Without a warm start."""
 TWO = {"ranks": 2}
-BETWEEN_MACHINES = {"ranks": 2, "address": "127.0.0.1"}
+TWO_NODES = {"cluster": {"address": "auto", "pools": {"learn": {"roles": ["actor"], "nodes": 2}}}}
+BETWEEN_MACHINES = {"ranks": 2, "address": "127.0.0.1", "sections": TWO_NODES}
 FSDP = {"ranks": 2, "distributed": {"strategy": "fsdp"}}
 
 
@@ -79,6 +80,7 @@ def configured(*, sections: Mapping[str, Any] | None = None, **trainer: Any) -> 
             "data": {"source": "seeds"},
             "env": {"name": "guess_number", "group_size": GROUP_SIZE, "max_new_tokens": 8},
             "scheduler": {"group_filter": []},
+            "supervisor": {"ready_timeout_s": 400},  # six processes with torch start at once
             "trainer": {"groups_per_step": GROUPS, "learning_rate": 1e-3, "warmup_steps": 0, **trainer},
             **(sections or {}),
         }
@@ -188,7 +190,7 @@ async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        pytest.param({}, TWO, id="two ranks"),
+        pytest.param({}, TWO, id="two ranks", marks=pytest.mark.long),
         pytest.param({}, FSDP, id="two ranks that share weights", marks=pytest.mark.long),
         pytest.param(
             AS_IT_IS, {**FSDP, **AS_IT_IS}, id="two ranks that share weights from the start", marks=pytest.mark.long
@@ -312,25 +314,29 @@ async def test_a_device_in_turns_is_empty_for_the_servers(tmp_path: Path, pool: 
     assert found == [pytest.approx(metrics, rel=1e-3, abs=1e-5) for metrics in expected]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "lost"),
     [
         (TWO, r"actor\.\w+ lost its worker of rank 1"),
-        pytest.param(SPLIT, r"reference\.\w+ lost its worker of rank 0", marks=pytest.mark.long),
+        (SPLIT, r"reference\.\w+ lost its worker of rank 0"),
         pytest.param(BETWEEN_MACHINES, r"actor\.\w+ lost its worker of rank 1", id="between machines"),
     ],
 )
 async def test_a_rank_that_is_killed_ends_the_call_that_needs_it(
     tmp_path: Path, pool: list[GroupRef], settings: dict[str, Any], lost: str
 ) -> None:
-    with trainer_and_ranks(tmp_path, **settings) as (process, (*_, last)):
+    with trainer_and_ranks(tmp_path, **settings) as (process, started):
         await process.handle("controller", Begin(policy_version=0))
         await step(process, pool)
-        last.kill()
+        opened = [each for rank in started for each in rank.net_connections("tcp") if each.status == "LISTEN"]
+        assert {each.laddr.ip for each in opened} <= {"127.0.0.1"}
+        started[-1].kill()
         with pytest.raises(WorkerLost, match=f"{lost}: its process has ended, or its machine is out of reach"):
             await step(process, pool)
 
 
+@pytest.mark.long
 def test_ranks_end_with_their_trainer_which_they_report(tmp_path: Path) -> None:
     prepare(configured(), tmp_path / "run")
     with trainer_and_ranks(tmp_path, **SPLIT) as (process, started):
@@ -375,11 +381,8 @@ async def test_what_a_rank_refuses_is_refused_by_the_trainer(tmp_path: Path, poo
 
 def test_ranks_meet_on_their_machines_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADDRESS, "127.0.0.2")
-    config = configured(ranks=2)
-    prepare(config, tmp_path)
-    places = {"model_dir": tmp_path / "model", "weights_dir": tmp_path}
-    rank = Actor(Rank(0, 2), {}, config=config, place=0, **places)
-    meeting = rank.listen()
+    rank = TrainerRank(Rank(0, 2), {}, config=configured(ranks=2, sections=TWO_NODES), place=0)
+    meeting = rank.open_rendezvous()
     assert meeting.host == "127.0.0.2"
     socket.create_connection((meeting.host, meeting.port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
@@ -388,9 +391,12 @@ def test_ranks_meet_on_their_machines_address(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.long
 async def test_ranks_of_other_machines_do_what_ranks_here_do(tmp_path: Path, pool: list[GroupRef]) -> None:
-    """And a trainer that is started again finds its new ranks."""
+    """And a trainer that is started again finds its new ranks. A warm start would use more threads of each machine, and
+    so round differently."""
     seen = []
-    for settings in (TWO, BETWEEN_MACHINES, BETWEEN_MACHINES):
+    here = {**TWO, **AS_IT_IS}
+    apart = {**BETWEEN_MACHINES, "sections": {"model": MODEL, **TWO_NODES}}
+    for settings in (here, apart, apart):
         with trainer(tmp_path, **settings) as process:
             await process.handle("controller", Begin(policy_version=0))
             seen.append((await step(process, pool), await published(process)))

@@ -36,7 +36,14 @@ async def call(app: App, path: str, method: str = "GET") -> tuple[int, dict[byte
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    scope = {"type": "http", "path": path, "method": method, "headers": [], "query_string": b"", "scheme": "http"}
+    scope = {
+        "type": "http",
+        "path": path,
+        "method": method,
+        "headers": [(b"host", b"127.0.0.1")],
+        "query_string": b"",
+        "scheme": "http",
+    }
     try:
         await app({**scope, "server": ("here", 80)}, receive, send)
     finally:

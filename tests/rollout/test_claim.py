@@ -6,10 +6,10 @@ import pytest
 from tiny_policy import serve
 
 from penstock.rollout.app import ApiKeys
+from penstock.rollout.claim import Claim
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.generator import Conflict
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.server import Claim
 from penstock.rollout.session import HttpSession, RolloutError
 
 

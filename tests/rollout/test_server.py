@@ -120,6 +120,8 @@ async def test_several_samples_come_as_a_list(http: Http) -> None:
 class Letters:
     """A tokenizer: one token per character."""
 
+    longest_token = 1
+
     def encode(self, text: str) -> list[int]:
         return [ord(character) - ord("@") for character in text]
 

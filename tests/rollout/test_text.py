@@ -17,6 +17,8 @@ TEXT = "grüße, 水 und 🙂!"
 class Bytes:
     """A tokenizer: one token per byte."""
 
+    longest_token = 1
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -30,6 +32,7 @@ class Words:
     def __init__(self) -> None:
         self._tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "▁c": 2}, unk_token="▁a"))
         self._tokenizer.decoder = decoders.Metaspace()
+        self.longest_token = 2
 
     def encode(self, text: str) -> list[int]:
         return ["abc".index(word) for word in text.split()]

@@ -226,6 +226,7 @@ async def test_a_version_has_a_bound_however_it_comes(update: WeightsUpdate, run
     with pytest.raises(ValueError, match="at most"):
         await update.rename(beyond)
     await update.finish(bracket)
+    runner.engine.policy_version = MAX_VERSION - 1
     await update.rename(MAX_VERSION)
     whole = await update.add(weights(3))
     with pytest.raises(ValueError, match=f"at most {MAX_VERSION}, not {beyond}"):

@@ -64,6 +64,7 @@ def test_the_fit_predicts_another_configuration(comparison: Comparison, tmp_path
     assert result.mean("samples_per_s") == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.long
 def test_latency_is_paid_per_grant(tmp_path: Path) -> None:
     record(tmp_path / "segments", config(segment_length=25))
     found = compare(tmp_path / "segments")

@@ -14,11 +14,11 @@ from typing import Any
 
 import penstock
 from penstock.config import Config, SupervisorConfig
+from penstock.observe import jsonl
 from penstock.ports.process_launcher import ProcessSpec
 from penstock.supervisor import procfs
 from penstock.supervisor.launcher import LocalLauncher
 from penstock.supervisor.run_directory import open_run, reopen_run
-from penstock.supervisor.runtime import runtime_path
 from penstock.supervisor.supervisor import Outcome, Supervisor
 
 HERE = Path(__file__).parent
@@ -63,9 +63,14 @@ class Run:
         """`sections`: other settings of the run."""
         run_id = f"test-{zlib.crc32(str(base).encode()):08x}"
         self.config = Config(runs_dir=str(base), run_id=run_id, supervisor=settings, **sections)
-        self.run_dir, self.runtime_dir, self.stages = base / run_id, runtime_path(run_id), stages
+        self.run_dir, self.stages = base / run_id, stages
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.supervisor: Supervisor | None = None
+
+    @property
+    def runtime_dir(self) -> Path:
+        """Of its latest life."""
+        return Path(jsonl.read_json(self.run_dir / "state.json")["runtime_dir"])
 
     async def supervise(self) -> Outcome:
         """One life of the run: the first, or the next."""
@@ -85,7 +90,7 @@ class Run:
 
     def living(self) -> list[int]:
         """Everything of this run that still runs: what it recorded, and whatever refers to its directory."""
-        mark = f"PENSTOCK_RUNTIME_DIR={self.runtime_dir}".encode()
+        mark = f"PENSTOCK_RUN_ID={self.run_dir.name}".encode()
         escapees = {int(path.name.partition("-")[2]) for path in self.run_dir.glob("escapee-*")}
         alive = [stat.pid for stat in procfs.table() if stat.state not in "ZX"]
         return [pid for pid in alive if pid in escapees or mark in procfs.environment(pid)]

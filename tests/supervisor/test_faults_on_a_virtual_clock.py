@@ -6,6 +6,7 @@ The real runs that meet the same faults are in `tests/faults`; what the loops an
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import tempfile
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launcher_stand_in import NAMES, NO_ROOM, STAGES, Fault, Strike, VirtualRun
+from launcher_stand_in import NAMES, NO_ROOM, STAGES, FakeProcess, Fault, Strike, VirtualRun
 
 from penstock.config import SupervisorConfig
+from penstock.ports.process_launcher import Look
 from penstock.simulator.clock import run_virtual
 from penstock.supervisor.failure import ExitKind
 from penstock.supervisor.states import ProcessState, RunState
@@ -115,6 +117,22 @@ def test_a_process_that_fails_while_the_run_stops_does_not_hold_it_up(
     first = next(name for name, signum in run.launcher.signals if signum == signal.SIGTERM)
     assert first == "controller", "it saves what was learned while the others still serve"
     assert len(run.launcher.all) == len(MEMBERS), "nothing is started again"
+    assert_all_ended(run)
+
+
+def test_a_failure_is_explained_while_a_later_stage_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = FakeProcess.look
+
+    async def slow(process: FakeProcess) -> Look:
+        await asyncio.sleep(1.0)
+        return await look(process)
+
+    monkeypatch.setattr(FakeProcess, "look", slow)
+    strike = Strike("controller", Fault.KILL, 3.9)
+    run = VirtualRun(tmp_path, [strike], SETTINGS.model_copy(update={"max_restarts": 0}), num_steps=NUM_STEPS)
+    outcome = run_virtual(run.live())
+    assert {process.spec.name for process in run.launcher.all} == set(MEMBERS), "it started during the look"
+    assert outcome.status is RunState.FAILED and "controller failed in mid-run" in outcome.message
     assert_all_ended(run)
 
 

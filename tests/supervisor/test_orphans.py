@@ -20,7 +20,7 @@ from penstock.supervisor import procfs, runtime
 from penstock.supervisor.ownership import owning
 from penstock.supervisor.procfs import Identity, identify
 from penstock.supervisor.run_journal import RunJournal, read_state
-from penstock.supervisor.runtime import Found, Mark, Orphans, RuntimeTaken
+from penstock.supervisor.runtime import Found, Mark, Orphans
 from penstock.supervisor.states import RunState
 
 pytestmark = pytest.mark.integration
@@ -163,10 +163,11 @@ def test_a_claimed_directory_carries_the_mark_that_processes_get(tmp_path: Path)
     assert (tmp_path / "runtime").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize(("alive", "said"), [(True, "is running"), (False, "penstock doctor --clean")])
-def test_a_directory_that_is_there_already_says_whose_it_is(tmp_path: Path, alive: bool, said: str) -> None:
-    make(mark(tmp_path, alive=alive))
-    with pytest.raises(RuntimeTaken, match=said):
+def test_the_names_of_runtime_directories_are_not_foreseen_and_never_reused(tmp_path: Path) -> None:
+    taken = runtime.runtime_path("a")
+    assert runtime.runtime_path("a") != taken and taken.name.startswith(f"penstock-{os.getuid()}-a.")
+    make(mark(tmp_path))
+    with pytest.raises(FileExistsError):
         runtime.claim(tmp_path / "runtime", run_dir=tmp_path / "other", nonce="n")
 
 

@@ -43,7 +43,7 @@ def test_another_process_can_take_the_record_up(tmp_path: Path) -> None:
 def test_a_run_has_one_supervisor_and_one_life(tmp_path: Path) -> None:
     config = Config(runs_dir=str(tmp_path), run_id="mine")
     with open_run(config) as run:
-        assert run.runtime_dir.name.endswith("-mine")
+        assert "-mine." in run.runtime_dir.name
         with pytest.raises(Owned, match="already being supervised"), open_run(config):
             pass
     with pytest.raises(RunRefused, match="exists already"), open_run(config):

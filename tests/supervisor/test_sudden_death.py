@@ -58,6 +58,7 @@ def test_what_was_killed_can_be_resumed(tmp_path: Path) -> None:
     assert not run.living() and not run.runtime_dir.exists()
 
 
+@pytest.mark.long
 def test_a_resumed_run_waits_for_no_janitor(tmp_path: Path) -> None:
     supervisor, run = start(tmp_path, "controller=obedient", "env-0=stubborn")
     until(lambda: state_of(run)["status"] == "running")
@@ -90,6 +91,7 @@ def test_without_a_janitor_the_children_end_themselves(tmp_path: Path) -> None:
     shutil.rmtree(run.runtime_dir)
 
 
+@pytest.mark.long
 def test_two_runs_live_side_by_side(tmp_path: Path) -> None:
     first, run = start(tmp_path / "a", "controller=steady", "env-0=breeds")
     second, other = start(tmp_path / "b", "controller=steady", "env-0=breeds")

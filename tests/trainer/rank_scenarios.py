@@ -1,13 +1,12 @@
 """What ranks do in `test_ranks.py`: each scenario runs unchanged on one rank, in this process, or on several.
 
-As a program this is one rank: `python rank_scenarios.py MODEL_DIR OUT_DIR RANK SIZE`. Rank 0 prints where it listens;
-the others read it. All end with their input. What each scenario gave goes to `OUT_DIR/rank_<i>.pt`.
+As a program this is one rank: `python rank_scenarios.py MODEL_DIR OUT_DIR RANK SIZE`. They meet in `OUT_DIR`,
+and end with their input. What each scenario gave goes to `OUT_DIR/rank_<i>.pt`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from penstock.groups.role import Rank
 from penstock.model.load_policy import hollow_policy, load_policy
 from penstock.trainer.prepare import prepare
 from penstock.trainer.rank_balancing import split_over_ranks
-from penstock.trainer.ranks import RankLost, Ranks, Rendezvous
+from penstock.trainer.ranks import RankLost, Ranks
 from penstock.trainer.warm_start import Imitation, warm_start
 
 CPU = torch.device("cpu")
@@ -200,12 +199,7 @@ def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], di
 def main(model_dir: Path, out: Path, index: int, size: int) -> None:
     torch.set_num_threads(1)
     ranks = Ranks(Rank(index, size), timeout_s=60.0)
-    if index == 0:
-        rendezvous = ranks.listen()
-        print(json.dumps(dataclasses.asdict(rendezvous)), flush=True)
-    else:
-        rendezvous = Rendezvous(**json.loads(sys.stdin.readline()))
-    ranks.join(rendezvous, CPU)
+    ranks.join(out / f"rendezvous_{size}", CPU)
     results = {}
     for name, run in every(ranks, model_dir, out).items():
         results[name] = run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import socket
@@ -20,24 +22,23 @@ from rank_scenarios import CPU, NUM_STEPS, STRATEGIES, every, resumed, saved_of,
 from penstock.config import ConfigError
 from penstock.groups.role import Rank
 from penstock.trainer import checkpoint
-from penstock.trainer.ranks import RankLost, Ranks, Rendezvous
+from penstock.trainer.ranks import Address, RankLost, Ranks
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.xdist_group("ranks")]
 PROGRAM = Path(__file__).with_name("rank_scenarios.py")
 SIZES = (2, 4)
-EACH_SIZE = [2, pytest.param(4, marks=pytest.mark.long)]
 Results = dict[str, dict[str, Any]]
 
 
-def each(names_of: Callable[[int], Sequence[str]]) -> list[Any]:
-    """Return (size, name) of all that so many ranks play; four ranks in the long tier only."""
-    marks = {2: [], 4: [pytest.mark.long]}
-    return [pytest.param(size, name, marks=marks[size]) for size in SIZES for name in names_of(size)]
+def each(names_of: Callable[[int], Sequence[str]]) -> list[tuple[int, str]]:
+    """Return (size, name) of all that so many ranks play."""
+    return [(size, name) for size in SIZES for name in names_of(size)]
 
 
 def run_ranks(model_dir: Path, out: Path, size: int) -> list[Results]:
     """What every rank found; the last one is killed while the others wait for it."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    (out / f"rendezvous_{size}").mkdir()
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -54,10 +55,6 @@ def run_ranks(model_dir: Path, out: Path, size: int) -> list[Results]:
         ]
         for process in processes:
             stack.callback(process.kill)
-        rendezvous = processes[0].stdout.readline()
-        for process in processes[1:]:
-            process.stdin.write(rendezvous)
-            process.stdin.flush()
         if processes[-1].stdout.readline() == "waiting\n":
             processes[-1].kill()
         for index, process in reversed(list(enumerate(processes[:-1]))):
@@ -163,7 +160,7 @@ def test_ranks_that_give_their_devices_up_between_steps_learn_the_same(
         assert all(torch.equal(found["weights"][key], weight) for key, weight in expected["weights"].items())
 
 
-@pytest.mark.parametrize("size", EACH_SIZE)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("role", ["learner", "critic"])
 def test_every_rank_saves_what_it_alone_has(together: Together, out: Path, role: str, size: int) -> None:
     assert len(together[size]) == size
@@ -194,7 +191,7 @@ def test_a_checkpoint_without_one_of_its_shards_is_set_aside(
     assert Path(torn).name == "torn_step_2" and "learner_1.pt" in reason
 
 
-@pytest.mark.parametrize("size", EACH_SIZE)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_rank_s_gradient_that_is_not_finite_skips_the_step_of_all(
     together: Together, strategy: str, size: int
@@ -203,14 +200,14 @@ def test_one_rank_s_gradient_that_is_not_finite_skips_the_step_of_all(
         assert results[f"{strategy}/poisoned"] == {"skipped": 1.0, "same": True}
 
 
-@pytest.mark.parametrize("size", EACH_SIZE)
+@pytest.mark.parametrize("size", SIZES)
 def test_the_warm_start_is_the_same_too(alone: Results, together: Together, size: int) -> None:
     found, expected = together[size][0]["imitated"], alone["imitated"]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     close(found["weights"], expected["weights"])
 
 
-@pytest.mark.parametrize("size", EACH_SIZE)
+@pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_dies_ends_the_others_wait_and_is_named(together: Together, size: int) -> None:
     for index, results in enumerate(together[size][:-1]):
         lost = results["lost"]
@@ -220,37 +217,53 @@ def test_a_rank_that_dies_ends_the_others_wait_and_is_named(together: Together, 
 
 
 SILENT = """
-import sys, torch
+import json, sys, torch
+from pathlib import Path
 from penstock.groups.role import Rank
-from penstock.trainer.ranks import Rendezvous, Ranks
+from penstock.trainer.ranks import Address, Ranks
 ranks = Ranks(Rank(1, 2))
 print("ready", flush=True)
-ranks.join(Rendezvous(host="127.0.0.1", port=int(sys.stdin.readline())), torch.device("cpu"))
-print("met", flush=True)
+where = json.loads(sys.stdin.readline())
+ranks.join(Path(where) if isinstance(where, str) else Address(**where), torch.device("cpu"))
+for _ in range(int(sys.argv[1])):
+    ranks.total([1.0], "add up")
+print("silent", flush=True)
 sys.stdin.read()
 """
+NUM_CALLS = 300
 
 
-def test_a_rank_that_lives_but_does_not_come_is_waited_for_until_the_deadline() -> None:
+@pytest.mark.parametrize("between_machines", [False, True])
+def test_a_rank_that_lives_but_does_not_come_is_waited_for_until_the_deadline(
+    tmp_path: Path, between_machines: bool
+) -> None:
+    """No file of a directory in which ranks meet grows with their calls."""
     ranks = Ranks(Rank(0, 2), timeout_s=3.0)
-    words = [sys.executable, "-c", SILENT]
+    words = [sys.executable, "-c", SILENT, str(NUM_CALLS)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as silent:
         assert silent.stdout.readline() == "ready\n"
-        rendezvous = ranks.listen()
-        silent.stdin.write(f"{rendezvous.port}\n")
+        address = ranks.listen("127.0.0.1") if between_machines else None
+        silent.stdin.write(json.dumps(dataclasses.asdict(address) if address else str(tmp_path)) + "\n")
         silent.stdin.flush()
-        ranks.join(rendezvous, CPU)
-        assert silent.stdout.readline() == "met\n"
+        ranks.join(address or tmp_path, CPU)
+        ranks.total([1.0], "add up")
+        sizes = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+        assert len(sizes) == (0 if between_machines else 3)
+        for _ in range(1, NUM_CALLS):
+            ranks.total([1.0], "add up")
+        assert silent.stdout.readline() == "silent\n"
+        assert {file.name: file.stat().st_size for file in tmp_path.iterdir()} == sizes
         with pytest.raises(RankLost, match=r"rank 0 of 2 waited 3\S* s to add up with the other ranks; rank 1 did"):
             ranks.total([1.0], "add up")
         silent.kill()
 
 
-def test_a_rank_that_comes_alone_gives_up() -> None:
+def test_a_rank_that_comes_alone_gives_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with pytest.raises(RankLost, match=f"rank 1 of 2 waited up to 0.5 s for the other ranks at 127.0.0.1:{port}"):
-        Ranks(Rank(1, 2), timeout_s=0.5).join(Rendezvous(host="127.0.0.1", port=port), CPU)
+        address = Address(host="127.0.0.1", port=closed.getsockname()[1])
+    for rendezvous in (address, tmp_path, tmp_path / "gone"):
+        with pytest.raises(RankLost, match=f"rank 1 of 2 waited up to 0.5 s for the other ranks at {rendezvous}: "):
+            Ranks(Rank(1, 2), timeout_s=0.5).join(rendezvous, CPU)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +271,7 @@ def test_a_rank_that_comes_alone_gives_up() -> None:
 )
 def test_a_backend_that_cannot_work_is_refused(backend: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.distributed.backend {backend} .*{why}"):
-        Ranks(Rank(0, 2)).join(Rendezvous(host="127.0.0.1", port=1), CPU, backend)
+        Ranks(Rank(0, 2)).join(Address(host="127.0.0.1", port=1), CPU, backend)
 
 
 @pytest.mark.parametrize("named", [None, "theirs"])
@@ -272,6 +285,6 @@ def test_ranks_use_the_interface_of_the_address_that_other_ranks_know(
             monkeypatch.delenv(variable)
     (loopback,) = [name for name, held in psutil.net_if_addrs().items() if "127.0.0.1" in {a.address for a in held}]
     with pytest.raises(RankLost):
-        Ranks(Rank(1, 2), timeout_s=0.5).join(Rendezvous(host="127.0.0.1", port=1), CPU, address="127.0.0.1")
+        Ranks(Rank(1, 2), timeout_s=0.5).join(Address(host="127.0.0.1", port=1), CPU, address="127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == (named or loopback)
     assert os.environ["NCCL_SOCKET_IFNAME"] == (named or f"={loopback}")

@@ -1,5 +1,5 @@
-"""An engine of others: started with the words that start SGLang, behind which is a server of ours, which speaks its
-protocol and, given no key, asks for none."""
+"""An engine of others: started with the words and the file that start SGLang, behind which is a server of ours, which
+speaks its protocol, and asks for the key in the file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import yaml
+
 from penstock.config import default_config
 from penstock.model.load_policy import load_policy
 from penstock.observe.jsonl import write_json
@@ -17,11 +19,12 @@ from penstock.trainer.checkpoint import STATE
 from penstock.types import NO_VERSION
 
 parser = argparse.ArgumentParser()
-for word in ("--host", "--port", "--model-path", "--served-model-name", "--context-length"):
+for word in ("--host", "--port", "--model-path", "--served-model-name", "--context-length", "--config"):
     parser.add_argument(word, required=True)
 words, _ = parser.parse_known_args()
-for key in ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY"):
-    os.environ.pop(key, None)
+assert Path(words.config).stat().st_mode & 0o077 == 0, "others can read the key"
+own_key = yaml.safe_load(Path(words.config).read_text())["api-key"]
+os.environ.update(dict.fromkeys(("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY"), own_key))
 with tempfile.TemporaryDirectory() as scratch:
     model = Path(shutil.copytree(words.model_path, scratch, dirs_exist_ok=True))
     load_policy(model, weights=False, seed=0).save_pretrained(model)

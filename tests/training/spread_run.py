@@ -122,6 +122,7 @@ class SpreadLauncher(LocalLauncher):
         return self
 
     async def spawn(self, spec: ProcessSpec) -> LocalProcess:
+        spec = self._machines.told(spec, self.runtime_dir)
         url = self._machines.urls[spec.env[MACHINE]]
         return await super().spawn(replace(spec, env={**spec.env, HOST: url}))
 
@@ -160,8 +161,7 @@ class SpreadRun(Run):
             cluster={"address": "auto", "pools": {"learn": {"roles": ["actor"], "nodes": ranks}}},
         )
         self.machines = machines
-        told = [[machines.told(spec, self.runtime_dir) for spec in stage] for stage in stages(self.config)]
-        self.stages = tuple(told)
+        self.stages = tuple(stages(self.config))
         prepare(self.config, self.run_dir)
 
     async def supervise(self) -> Outcome:

@@ -46,6 +46,7 @@ async def test_a_job_trains_in_its_working_directory_and_ends_in_order_when_it_i
     runtime_env = upload_working_dir_if_needed({"working_dir": str(submitted), **ENVIRONMENT}, True)
     shutil.rmtree(submitted)
     words = [sys.executable, "-m", "penstock.cli.main", "train", "run.yaml", "--cluster", "auto", f"runs_dir={runs}"]
+    words += ["cluster.private=true"]
     words += [
         POOLS.format(job=f"{{ray.io/node-id: {cluster.head_node.node_id}}}"),
         "env.workers=1",

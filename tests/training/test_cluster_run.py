@@ -34,6 +34,7 @@ STEPS = 10
 SPARE = "{kind: spare}"
 OVERRIDES = [
     *("data.eval_tasks=16", "model.warm_start.steps=20", "trainer.groups_per_step=8", "observe.progress=false"),
+    "cluster.private=true",
     *(f"trainer.steps={STEPS}", "trainer.ranks=2", "trainer.checkpoint_every=2", "rollout.servers=2", "env.workers=2"),
 ]
 

@@ -74,6 +74,7 @@ def ended_well(run_dir: Path, num_steps: int) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.long
 def test_every_process_may_die(tmp_path: Path) -> None:
     """One after the other, the next one when the run has gone on after the last."""
     with started(tmp_path, *TWO_OF_EACH, "trainer.steps=20", "trainer.checkpoint_every=4") as run:

@@ -64,6 +64,7 @@ def test_its_trajectories_are_shown(trained: Path) -> None:
     assert penstock("trajectories", trained, "--best").count("reward") >= 1
 
 
+@pytest.mark.long
 def test_its_checkpoint_is_played_without_training(trained: Path, tmp_path: Path) -> None:
     words = ["rollout", RECIPE, f"runs_dir={tmp_path}", "synthesis.tasks=5", "observe.progress=false"]
     penstock(*words, "--checkpoint", trained.name, "--runs-dir", trained.parent)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 pytest.importorskip("ray")
+sys.path.insert(0, str(Path(__file__).parent.parent / "weights"))
 
 from cable import Cable
 from test_deaths import trained_tasks
@@ -31,6 +32,7 @@ POOLS = """cluster.pools={
     play: {roles: [rollout, environment], nodes: 2, slots_per_node: 2, cpus: 0.5},
 }"""
 OVERRIDES = [
+    "cluster.private=true",
     *("data.eval_tasks=16", "model.warm_start.steps=20", "trainer.groups_per_step=8", "observe.progress=false"),
     *(f"trainer.steps={STEPS}", "trainer.ranks=2", "trainer.checkpoint_every=2", "rollout.servers=2", "env.workers=2"),
     POOLS,
@@ -114,10 +116,12 @@ def has_begun(runs: Path, run: subprocess.Popen[str], cable: Cable) -> None:
         assert run.poll() is None, run.communicate(timeout=10)[0]
         return any(len(lines(path)) >= 3 for path in runs.glob("*/metrics.jsonl"))
 
+    def far() -> set[str]:
+        processes = (read_state(only_run(runs)) or {})["processes"]
+        return {name for name, process in processes.items() if process.get("node") == cable.far}
+
     until(has_steps, within_s=LIMIT_S, said=lambda: "no steps")
-    processes = (read_state(only_run(runs)) or {})["processes"]
-    far = {name for name, process in processes.items() if process.get("node") == cable.far}
-    assert far == set(AWAY)
+    until(lambda: far() == set(AWAY), within_s=LIMIT_S, said=far)
 
 
 def test_who_is_cut_off_is_replaced_and_ends_by_itself(tmp_path: Path, cable: Cable, nodes: Nodes) -> None:

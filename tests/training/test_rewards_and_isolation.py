@@ -32,6 +32,7 @@ def in_place(answer, payload):
 def test_slow_rewards_and_isolated_environments_train(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(MINE)
+    tmp_path.chmod(0o755)  # the sandbox of a reward has a user of its own, if root makes it
     runs = tmp_path / "runs"
     overrides = [
         *(f"env.name={mine}:Apart", f"env.reward={mine}:in_place", "env.reward_workers=4"),

@@ -202,6 +202,7 @@ def test_a_bad_environment_option_is_one_message(tmp_path: Path) -> None:
         assert leftovers(run_dir) == []
 
 
+@pytest.mark.long
 def test_control_c_stops_with_a_checkpoint(tmp_path: Path, running: subprocess.Popen[str]) -> None:
     run_dir = only_run(tmp_path)
     running.send_signal(signal.SIGINT)

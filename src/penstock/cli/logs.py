@@ -9,6 +9,7 @@ while the bar moves, it is shown every few seconds.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -23,11 +24,17 @@ from penstock.cli.refusal import refuse
 from penstock.cli.runs import has_ended, status_of
 from penstock.observe.log_lines import LINE
 from penstock.observe.tables import open_console
+from penstock.observe.visible_text import visible
+from penstock.own_files import Foreign, open_plain, plain_directory
 from penstock.supervisor.run_journal import read_state
 
 LOOK_EVERY_S = 0.1
 REDRAW_EVERY_S = 5.0
 CHUNK_BYTES = 65_536
+TAIL_BYTES = 8 * 2**20
+"""Limit of what is shown of a log at first: it may be that of another user, and have no lines."""
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""Escape sequence of a colour or a style. It is left out: colours also hide text."""
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 
 Identity = tuple[int, int]
@@ -37,15 +44,29 @@ Show = Callable[[str, str], None]
 
 
 def logs(run_dir: Path, process: str | None, *, follow: bool, num_lines: int) -> int:
-    """Show the logs and return the exit code."""
-    known = names(run_dir)
+    """Show the logs and return the exit code. No link is followed: the run may be that of another user."""
+    try:
+        with plain_directory(run_dir / "logs") as directory:
+            try:
+                return show_logs(run_dir, directory, process, follow=follow, num_lines=num_lines)
+            except Foreign as error:
+                return refuse(str(error).replace(str(directory), str(run_dir / "logs")), 1)
+    except FileNotFoundError:
+        return refuse(f"run {run_dir.name} has no logs", 1)
+    except Foreign as error:
+        return refuse(error, 1)
+
+
+def show_logs(run_dir: Path, directory: Path, process: str | None, *, follow: bool, num_lines: int) -> int:
+    """Show the logs in `directory`. Raises `Foreign` if one is a link or no plain file."""
+    known = names(run_dir, directory)
     if process is not None and process not in known:
         return refuse(f"run {run_dir.name} has no log of {process}: there are {', '.join(known) or 'none yet'}", 1)
     show = printer(open_console(), known if process is None else [])
-    opened = {name: Log(path_of(run_dir, name)) for name in (known if process is None else [process])}
+    opened = {name: Log(path_of(directory, name)) for name in (known if process is None else [process])}
     show_merged({name: log.last(num_lines) for name, log in opened.items()}, show)
     if follow:
-        keep_showing(run_dir, opened, show, only=process)
+        keep_showing(run_dir, directory, opened, show, only=process)
     show_merged({name: log.rest() for name, log in opened.items()}, show)
     return 0
 
@@ -67,15 +88,15 @@ def with_times(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield at, line
 
 
-def names(run_dir: Path) -> list[str]:
+def names(run_dir: Path, directory: Path) -> list[str]:
     """Return the processes that have a log, in the order in which they were started."""
     started = ["supervisor", *(read_state(run_dir) or {}).get("processes", {})]
-    found = sorted(path.stem for path in (run_dir / "logs").glob("*.log"))
+    found = sorted(path.stem for path in directory.glob("*.log"))
     return sorted(found, key=lambda name: started.index(name) if name in started else len(started))
 
 
-def path_of(run_dir: Path, name: str) -> Path:
-    return run_dir / "logs" / f"{name}.log"
+def path_of(directory: Path, name: str) -> Path:
+    return directory / f"{name}.log"
 
 
 def as_last_drawn(line: bytes) -> str:
@@ -99,10 +120,10 @@ class Log:
     def last(self, num_lines: int) -> list[str]:
         """Return the last complete lines, across a rotation; `new_lines` continues after them."""
         whole: list[bytes] = []
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
+        with suppress(FileNotFoundError), open_plain(self._path) as file:
             *whole, self._unfinished = _tail(file, num_lines)
             self._seen, self._offset = _identity(os.fstat(file.fileno())), file.tell()
-        with suppress(FileNotFoundError), self._older.open("rb") as older:
+        with suppress(FileNotFoundError), open_plain(self._older) as older:
             if len(whole) < num_lines:
                 whole = [*_tail(older, num_lines)[:-1], *whole]
         return [as_last_drawn(line) for line in whole[max(0, len(whole) - num_lines) :]]
@@ -125,11 +146,11 @@ class Log:
     def _read(self) -> bytes:
         """Return the bytes that were added since the last call, also those that a rotation has moved."""
         data = b""
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
+        with suppress(FileNotFoundError), open_plain(self._path) as file:
             is_new, size = _identity(os.fstat(file.fileno())) != self._seen, file.seek(0, os.SEEK_END)
             older = _identify(self._older)
-            if older not in (None, self._older_seen) and (is_new or size < self._older.stat().st_size):
-                with self._older.open("rb") as moved:
+            if older not in (None, self._older_seen) and (is_new or size < self._older.lstat().st_size):
+                with open_plain(self._older) as moved:
                     moved.seek(self._offset)
                     data = moved.read()
                 self._older_seen, self._offset = older, 0
@@ -148,28 +169,33 @@ def _identity(found: os.stat_result) -> Identity:
 def _identify(path: Path) -> Identity | None:
     """Return the device and inode of a file; None if there is no file."""
     with suppress(FileNotFoundError):
-        return _identity(path.stat())
+        return _identity(path.lstat())
     return None
 
 
 def _tail(file: BinaryIO, num_lines: int) -> list[bytes]:
-    """Return at least the last `num_lines` lines and the unfinished one, read from the end."""
-    end = position = file.seek(0, os.SEEK_END)
-    data = b""
-    while position > 0 and data.count(b"\n") <= num_lines:
-        position = max(0, position - CHUNK_BYTES)
+    """Return at least the last `num_lines` lines and the unfinished one, as far as they lie in the last `TAIL_BYTES`.
+    The position in the file is then its end."""
+    position = end = file.seek(0, os.SEEK_END)
+    chunks: list[bytes] = []
+    num_ends = 0
+    while position > max(0, end - TAIL_BYTES) and num_ends <= num_lines:
+        size = min(CHUNK_BYTES, position)
+        position -= size
         file.seek(position)
-        data = file.read(end - position)
-    return data.split(b"\n")
+        chunks.append(file.read(size))
+        num_ends += chunks[-1].count(b"\n")
+    file.seek(end)
+    return b"".join(reversed(chunks)).split(b"\n")
 
 
-def keep_showing(run_dir: Path, opened: dict[str, Log], show: Show, *, only: str | None) -> None:
+def keep_showing(run_dir: Path, directory: Path, opened: dict[str, Log], show: Show, *, only: str | None) -> None:
     """Show new lines until the run has ended and all lines are shown."""
     is_over = False
     while not is_over:
         is_over = has_ended(status_of(run_dir, read_state(run_dir) or {}))  # first: an ended run writes no more lines
-        for name in names(run_dir) if only is None else [only]:
-            opened.setdefault(name, Log(path_of(run_dir, name)))
+        for name in names(run_dir, directory) if only is None else [only]:
+            opened.setdefault(name, Log(path_of(directory, name)))
         show_merged({name: log.new_lines(time.monotonic()) for name, log in opened.items()}, show)
         time.sleep(0.0 if is_over else LOOK_EVERY_S)
 
@@ -182,7 +208,7 @@ def printer(console: Console, prefixed: list[str]) -> Show:
     def show(name: str, line: str) -> None:
         colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
         parsed = LINE.fullmatch(line) if prefixed else None
-        text = Text.from_ansi(parsed.expand(r"\g<time> \g<level> \g<message>") if parsed else line)
+        text = Text(visible(COLOUR.sub("", parsed.expand(r"\g<time> \g<level> \g<message>") if parsed else line)))
         prefix = Text.assemble((f"{name:<{width}} | ", colour)) if prefixed else Text()
         console.print(prefix + text, soft_wrap=True)
 

@@ -202,7 +202,7 @@ def status(
     from penstock.cli import status as command
     from penstock.cli.runs import find
 
-    command.answer(find(runs_dir, run), as_json=json, watch=watch, force=force)
+    command.answer(find(runs_dir, run, shared=True), as_json=json, watch=watch, force=force)
 
 
 @app.command()
@@ -237,7 +237,7 @@ def logs(
     from penstock.cli import logs as command
     from penstock.cli.runs import find_directory
 
-    raise typer.Exit(command.logs(find_directory(runs_dir, run), process, follow=follow, num_lines=lines))
+    raise typer.Exit(command.logs(find_directory(runs_dir, run, shared=True), process, follow=follow, num_lines=lines))
 
 
 @app.command()

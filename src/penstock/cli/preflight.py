@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -11,14 +12,19 @@ from pathlib import Path
 
 from penstock.cli.refusal import Refused
 from penstock.config import Config
-from penstock.envs.registry import check_environment
-from penstock.model.files import has_weights, weights_bytes
+from penstock.config.imports import check_closed
+from penstock.envs.registry import check_environment, executes_answers, needs_sandbox
+from penstock.envs.rewards import dataset_rule
+from penstock.envs.rewards.reward import reads_in_sandbox
+from penstock.envs.rewards.reward_box import check_reward_box
+from penstock.model.files import check_no_code, has_weights, weights_bytes
 from penstock.processes.layout import slots_of
+from penstock.sandbox import SandboxUnavailable, confinement, select
 from penstock.scheduler.filters import FilterChain
 from penstock.scheduler.length_prediction import length_predictor
 from penstock.scheduler.segments import max_trained_tokens
+from penstock.supervisor import runtime
 from penstock.supervisor.run_directory import existing_parent
-from penstock.supervisor.runtime import runtime_path
 
 CHECK_S = 30.0
 MIB = 2**20
@@ -36,6 +42,7 @@ def check(config: Config) -> None:
         raise Refused("there are no tasks to evaluate: set data.eval_tasks or validation.tasks above 0")
     check_settings(config)
     check_packages(config)
+    check_sandbox(config)
     check_room(config)
     earlier = config.scheduler.length.learn_from
     if earlier is not None and not (Path(earlier) / "pool" / "index").is_dir():
@@ -86,11 +93,36 @@ def check_packages(config: Config) -> None:
             raise Refused(f"{key} needs the package {package}: pip install 'penstock[{extra}]'")
 
 
+def check_sandbox(config: Config) -> None:
+    """Check that a sandbox works here, if an environment or a reward needs one. Raises `SandboxUnavailable`, and
+    `ConfigError` if a reward's sandbox would lack what the reward imports. On a cluster each environment worker finds
+    out by itself. Raises `Refused` for an environment that executes answers."""
+    select(config.env.sandbox)
+    for key, settings in config.environments.by_key.items():
+        if executes_answers(settings.name) and config.env.sandbox != "none":
+            raise Refused(
+                f"{key}.name {settings.name}: GEM executes or parses the answer in the environment worker, and no "
+                "sandbox confines that. Use single_turn with data.source reasoning_gym, or with env.reward math or "
+                "code; or set env.sandbox: none, and text of the policy can run as your user"
+            )
+    needing = [each for key, settings in config.environments.by_key.items() for each in needs_sandbox(key, settings)]
+    if not needing or config.cluster.address is not None:
+        return
+    try:
+        confinement()
+    except SandboxUnavailable as error:
+        raise SandboxUnavailable(f"{'; '.join(needing)}; and {error}") from None
+    for settings in config.environments.by_key.values():
+        for reward in (settings.reward, *([dataset_rule.NAME] if dataset_rule.unaudited_of(settings) else [])):
+            if reward is not None and reads_in_sandbox(reward):
+                check_reward_box(reward)
+
+
 def check_room(config: Config) -> None:
     """Check that the run has room for the files that it will certainly write: weights in shared memory and, if the run
     trains, checkpoints on disk. Raises `Refused`."""
     weights = 0 if config.model.path == "tiny" else weights_bytes(Path(config.model.path))
-    runs_dir, published = existing_parent(Path(config.runs_dir)), runtime_path("").parent
+    runs_dir, published = existing_parent(Path(config.runs_dir)), runtime.base()
     files, remedy, checkpoints = "tokens and logs", "free some, or set runs_dir to another disk", 0
     if config.pipeline == "train":
         files, remedy = f"checkpoints, {files}", f"{remedy}, or lower trainer.keep_checkpoints"
@@ -112,7 +144,8 @@ def check_free(key: str, directory: Path, num_bytes: int, files: str, remedy: st
 
 
 def check_model(directory: Path) -> None:
-    """Check that a model directory has a configuration and weights. Raises `Refused`."""
+    """Check that a model directory has a configuration and weights, and needs no code of its own. Raises `Refused`,
+    `ModelError`."""
     remedy = "set it to a directory made by save_pretrained, or to `tiny`"
     if not directory.is_dir():
         raise Refused(f"model.path: there is no directory {directory}; {remedy}")
@@ -120,17 +153,22 @@ def check_model(directory: Path) -> None:
     if not has_config or not has_weights(directory):
         missing = "weights" if has_config else "config.json"
         raise Refused(f"model.path: {directory} is not a Hugging Face model directory (no {missing} in it); {remedy}")
+    check_no_code(directory)  # ModelError says what a process of the run would say later
 
 
 def check_engine(engine: str, python: str) -> None:
-    """Check that the foreign engine is installed in the environment that it will be started from. Raises `Refused`."""
+    """Check that the foreign engine is installed in the environment that it will be started from. Raises `Refused`,
+    and `ConfigError` if another user could have put that environment into the working directory."""
     remedy = "set it to the interpreter of an environment that has it, or set rollout.urls to running servers"
+    if "/" in python and not Path(python).is_absolute():
+        check_closed(Path.cwd())
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine!r}) is None)"
+    closed = os.environ | {"PYTHONSAFEPATH": "1"}  # of an older Python, `-P` would be an error
     try:
-        found = subprocess.run([python, "-c", look], capture_output=True, timeout=CHECK_S, check=False).returncode == 0
+        looked = subprocess.run([python, "-c", look], capture_output=True, timeout=CHECK_S, check=False, env=closed)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Refused(f"rollout.python: {python} cannot be run ({error}); {remedy}") from None
-    if not found:
+    if looked.returncode:
         raise Refused(f"rollout.python: {python} has no package {engine}; {remedy}")
 
 

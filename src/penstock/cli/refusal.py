@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec
 
+from penstock.observe.visible_text import visible
+from penstock.redaction import redacted_text
 from penstock.supervisor.child import leaf
 
 P = ParamSpec("P")
@@ -21,7 +23,7 @@ class Refused(RuntimeError):
 
 def refuse(reason: object, code: int) -> int:
     """Print the reason to stderr; return `code`."""
-    print(f"{REFUSAL}{reason}", file=sys.stderr)
+    print(visible(f"{REFUSAL}{redacted_text(str(reason))}"), file=sys.stderr)
     return code
 
 

@@ -16,6 +16,8 @@ from penstock.cli.refusal import refuse
 from penstock.observe import jsonl
 from penstock.observe.summary import wall_seconds
 from penstock.observe.tables import clock, listing, number, open_console
+from penstock.observe.visible_text import visible_json
+from penstock.own_files import is_ours, read_document
 from penstock.supervisor.procfs import is_suspended
 from penstock.supervisor.run_journal import LAST_EVENT_BYTES, holds_run, is_supervised, owner_of, read_state, unreadable
 from penstock.supervisor.states import RunState
@@ -32,6 +34,10 @@ UNREADABLE = "unreadable"
 """Status shown for a run with a damaged or missing state."""
 ENDED = {LOST, UNKNOWN, UNREADABLE} | {state.value for state in RunState if state.is_final}
 TAIL_BYTES = 32_768
+SECTIONS = ("env", "trainer", "supervisor")
+"""Sections of the settings that the commands read."""
+MAX_DEPTH = 100
+"""Most levels of the settings of a run."""
 NUM_NAMED = 5
 """Number of runs listed if a name is ambiguous."""
 STYLES = {"running": "green", "completed": "cyan"} | dict.fromkeys(("starting", "stopping", SUSPENDED), "yellow")
@@ -41,19 +47,24 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C loader, ten times as fast, where PyYAML was built with it."""
 
 
-def find(runs_dir: Path, name: str) -> Path:
+def find(runs_dir: Path, name: str, *, shared: bool = False) -> Path:
     """Return the directory of a run with a readable state. Exits with an error otherwise, as `find_directory` does."""
-    run_dir = find_directory(runs_dir, name)
+    run_dir = find_directory(runs_dir, name, shared=shared)
     return run_dir if read_state(run_dir) is not None else _exit(unreadable(run_dir))
 
 
-def find_directory(runs_dir: Path, name: str) -> Path:
+def find_directory(runs_dir: Path, name: str, *, shared: bool = False) -> Path:
     """Return the directory of a run, found by its id, the unique beginning of an id, or its path. Exits with an error
-    otherwise."""
+    otherwise. The run must be ours, unless it may be `shared`: then its path may name the run of another user."""
     if not name.strip():
         _exit("the name of the run is empty: `penstock runs` lists them")
     if holds_run(Path(name)):
-        return Path(name).resolve()
+        run_dir = Path(name).resolve()
+        if not shared and not is_ours(run_dir):
+            _exit(
+                f"{run_dir} is the run of another user: `penstock status` and `penstock logs` show it, if it is shared"
+            )
+        return run_dir
     known = [path for path in directories(runs_dir) if path.name.startswith(name)]
     found = [path for path in known if path.name == name] or known
     if not found:
@@ -61,7 +72,7 @@ def find_directory(runs_dir: Path, name: str) -> Path:
     if len(found) > 1:
         names = [path.name for path in found[:NUM_NAMED]] + ["..."] * (len(found) > NUM_NAMED)
         _exit(f"{len(found)} runs begin with {name}: {', '.join(names)}")
-    return found[0]
+    return found[0].resolve() if found[0].is_symlink() else found[0]
 
 
 def _exit(reason: str) -> NoReturn:
@@ -69,8 +80,8 @@ def _exit(reason: str) -> NoReturn:
 
 
 def directories(runs_dir: Path) -> list[Path]:
-    """Return the directories that hold runs, in the order of their names."""
-    return sorted(path for path in runs_dir.glob("*") if holds_run(path))
+    """Return the directories that hold runs of ours, in the order of their names."""
+    return sorted(path for path in runs_dir.glob("*") if is_ours(path) and is_ours(path.resolve()) and holds_run(path))
 
 
 def known_runs(runs_dir: Path) -> list[dict[str, Any]]:
@@ -147,19 +158,33 @@ def has_ended(status: str) -> bool:
 
 
 def config_of(run_dir: Path) -> dict[str, Any]:
-    """Return the settings of a run as they were written; empty if they cannot be read."""
+    """Return the settings of a run as they were written; empty if they cannot be read, or no run wrote them."""
     try:
-        document = yaml.load((run_dir / "config.yaml").read_text(), Loader=_Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        text = read_document(run_dir / "config.yaml")
+        document = yaml.load(text, Loader=_Loader) if _is_flat(text) else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError):
         return {}
-    return document if isinstance(document, dict) else {}
+    if not isinstance(document, dict) or not all(isinstance(document.get(name, {}), dict) for name in SECTIONS):
+        return {}
+    return document
+
+
+def _is_flat(text: bytes) -> bool:
+    """Return whether a YAML text has few levels and no aliases. Many levels crash the C loader, and aliases make large
+    values of short texts. A run writes neither."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+            return False
+    return True
 
 
 def show(runs_dir: Path, *, as_json: bool) -> None:
     """Print all runs."""
     runs = known_runs(runs_dir)
     if as_json:
-        print(jsonl.dumps(runs))
+        print(visible_json(jsonl.dumps(runs)))
     elif runs:
         open_console().print(table(runs))
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.cli.refusal import refuse, refusing
 from penstock.config import ConfigError, ModelConfig, default_config
 from penstock.model.files import ModelError, read_json
+from penstock.runtime.lasting_imports import lasting_imports
 
 READ = (
     *("model.device", "model.dtype", "model.max_context"),
@@ -24,6 +25,8 @@ def serve(model: Path, overrides: Sequence[str], *, host: str, port: int, name: 
         longest = read_json(model, "config.json").get("max_position_embeddings") or ModelConfig().max_context
     except ModelError as error:
         return refuse(f"{error}{hint(model)}", 1)
+    if not isinstance(longest, int):
+        return refuse(f"{model / 'config.json'}: max_position_embeddings is no number, but {longest!r}: correct it", 1)
     words = [f"rollout.host={host}", f"rollout.port={port}", f"model.path={model}"]
     words.append(f"model.max_context={min(longest, ModelConfig().max_context)}")
     words.append("env.max_new_tokens=1")  # no environment runs here, so its answer length must not bound the context
@@ -31,9 +34,10 @@ def serve(model: Path, overrides: Sequence[str], *, host: str, port: int, name: 
     for key in (override.partition("=")[0] for override in overrides):
         if key not in READ:
             raise ConfigError(f"penstock serve does not read {key}: it reads {', '.join(READ)}")
-    from penstock.processes.slot_server import serve_alone
-    from penstock.rollout.generator import EngineDead
-    from penstock.runtime.http_server import CannotListen
+    with lasting_imports():
+        from penstock.processes.slot_server import serve_alone
+        from penstock.rollout.generator import EngineDead
+        from penstock.runtime.http_server import CannotListen
 
     try:
         serve_alone(config, model, model_name=name or str(model))

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
+from penstock.cli.refusal import refuse
 from penstock.cli.runs import config_of, has_ended, name_of, short_status
 from penstock.cli.status_view import render
 from penstock.config import Config
@@ -23,12 +25,17 @@ from penstock.observe.notices import notice
 from penstock.observe.summary import EVALUATION, PLAYED
 from penstock.observe.tables import open_console
 from penstock.observe.view import Plan, RunView
+from penstock.observe.visible_text import visible_json
+from penstock.own_files import is_ours
 from penstock.supervisor.child import CONFIG_ERROR, GAVE_UP
 from penstock.supervisor.procfs import Identity, is_alive
 from penstock.supervisor.run_journal import read_state
 
 Document = dict[str, Any]
 
+EVENTS_BYTES = 64 * 2**20
+"""Bytes read from the end of each file of the run: no file, however large, fills the memory. The history of a run is
+shorter than this, or its oldest events are left out."""
 METRICS_BYTES = 262_144
 TIMELINE_BYTES = 1_048_576
 NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS = 8, 5, 3
@@ -43,23 +50,38 @@ STAMP = ".status_answered"
 
 def answer(run_dir: Path, *, as_json: bool, watch: bool, force: bool) -> None:
     """Print the status, once or until the run has ended. People always get an answer; programs get one as often as
-    `supervisor.status_interval_s` allows."""
+    `supervisor.status_interval_s` allows. Exits with one error if a file of the run is no plain file, or holds what
+    penstock does not write and belongs to another user."""
+    try:
+        _answer(run_dir, as_json=as_json, watch=watch, force=force)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise typer.Exit(refuse(f"the files of run {run_dir.name} cannot be read: {error}", 1)) from error
+    except Exception as error:
+        if is_ours(run_dir):
+            raise
+        reason = f"the files of {run_dir}, the run of another user, are damaged ({type(error).__name__})"
+        raise typer.Exit(refuse(f"{reason}: ask its user", 1)) from error
+
+
+def _answer(run_dir: Path, *, as_json: bool, watch: bool, force: bool) -> None:
     console = open_console()
     is_program = as_json or not console.is_terminal
     interval_s = config_of(run_dir).get("supervisor", {}).get("status_interval_s", 0.0)
-    if is_program and interval_s > 0:
+    if is_program and is_ours(run_dir) and interval_s > 0:
         wait_s = claim_answer(run_dir, now=time.time(), interval_s=interval_s, force=force)
         if wait_s > 0:
             every = f"once every {interval_s:g} s (supervisor.status_interval_s)"
             message = f"run {run_dir.name} answers programs {every}: ask again in {wait_s:.0f} s, or use --force"
             facts = {"run_id": run_dir.name, "message": message, "next_check_in_seconds": round(wait_s, 1)}
-            print(jsonl.dumps({"rate_limited": True, **facts}))
+            print(visible_json(jsonl.dumps({"rate_limited": True, **facts})))
             return
     if watch:
         follow(run_dir, console, quiet=as_json)
     document = status(run_dir)
     if as_json:
-        print(jsonl.dumps(document))
+        print(visible_json(jsonl.dumps(document)))
     else:
         console.print(render(document))
 
@@ -97,7 +119,7 @@ def follow(run_dir: Path, console: Console, *, quiet: bool) -> None:
 def status(run_dir: Path) -> Document:
     """Return the full status of a run. Its keys are those that `--json` promises."""
     state = read_state(run_dir) or {}
-    config, events = config_of(run_dir), jsonl.read(run_dir / "events.jsonl")
+    config, events = config_of(run_dir), jsonl.tail(run_dir / "events.jsonl", EVENTS_BYTES)
     lines = jsonl.tail(run_dir / "metrics.jsonl", METRICS_BYTES)
     short = short_status(run_dir, state, config, lines)
     view = RunView(plan=_plan(config, short["steps"]))
@@ -111,6 +133,7 @@ def status(run_dir: Path) -> Document:
     document: Document = {
         **{key: short[key] for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
         "ended": state.get("ended"),
+        "sandbox": (config.get("env") or {}).get("sandbox"),
         "reason": (changes[-1].get("reason") or None) if changes else None,
         "error": state.get("error"),
         "pipeline": view.plan.pipeline,
@@ -120,6 +143,7 @@ def status(run_dir: Path) -> Document:
         "progress": view.progress,
         "ledger": view.latest.get("ledger", {}),
         "groups_dropped": view.played.get("groups_dropped", view.latest.get("groups_dropped", {})),
+        "frames_dropped": view.played.get("frames_dropped", {}),
         "groups_failed": view.played.get("groups_failed", 0),
         "latest_failure": view.played.get("latest_failure"),
         "evaluations": view.evaluations,

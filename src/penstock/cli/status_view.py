@@ -16,6 +16,7 @@ from penstock.observe.closing_report import command_lines, troubles
 from penstock.observe.notices import notice
 from penstock.observe.progress import figures, held_out
 from penstock.observe.tables import clock, count, facts, listing, number
+from penstock.observe.visible_text import visible
 
 Document = dict[str, Any]
 
@@ -27,7 +28,7 @@ def render(status: Document) -> RenderableType:
     """Return all parts of the status, the most important first."""
     parts: list[RenderableType] = [_headline(status)]
     if status["error"]:
-        parts += ["", Text(f"error: {status['error']}", style="red")]
+        parts += ["", Text(visible(f"error: {status['error']}"), style="red")]
     if status["leftovers"]:
         parts += ["", Text(f"left behind: {', '.join(map(str, status['leftovers']))}", style="red")]
     parts += ["", _processes(status["processes"])]
@@ -104,7 +105,14 @@ def _progress(status: Document) -> list[tuple[str, str]]:
     dropped = sorted(status["groups_dropped"].items(), key=lambda item: -item[1])
     filtered = [("filtered", f"{num_groups} groups  {reason}") for reason, num_groups in dropped]
     checkpoint = [("checkpoint", status["checkpoint"])] if status["checkpoint"] else []
-    return [*rows.items(), *filtered, *troubles(status), *checkpoint]
+    return [*rows.items(), *filtered, *bad_frames(status), *troubles(status), *checkpoint]
+
+
+def bad_frames(status: Document) -> list[tuple[str, str]]:
+    """Return a line about the frames that the control bus dropped; empty if there are none."""
+    found = status["frames_dropped"]
+    reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(found.items()))
+    return [("bus", f"{sum(found.values())} bad frames dropped: {reasons}")] if found else []
 
 
 def _decision(line: Document) -> Text:

@@ -11,6 +11,7 @@ from penstock.cli.refusal import Refused, refusing
 from penstock.cli.runs import LOST, SUSPENDED, UNKNOWN, UNREADABLE, config_of, has_ended, name_of, status_of
 from penstock.config import SupervisorConfig
 from penstock.observe.tables import open_console
+from penstock.observe.visible_text import visible
 from penstock.supervisor.procfs import Identity, is_alive, send
 from penstock.supervisor.run_journal import owner_of, read_state, unreadable
 from penstock.supervisor.runtime import close_abandoned, remove_orphans_of
@@ -93,9 +94,9 @@ def conclude(run_dir: Path) -> int:
     if status == LOST:
         return clean_up(run_dir, state)
     error = str(state.get("error") or "").partition("\n")[0]
-    print(f"run {run_dir.name} is {status}" + (f": {error}" if error else ""))
+    print(visible(f"run {run_dir.name} is {status}" + (f": {error}" if error else "")))
     if left := state.get("leftovers"):
-        print(f"left behind: {', '.join(left)}; `penstock doctor` shows more")
+        print(visible(f"left behind: {', '.join(left)}; `penstock doctor` shows more"))
     if status != "completed":
         print(f"continue it with: penstock resume {name_of(run_dir)}")
     return 0

@@ -29,6 +29,7 @@ from penstock.model.files import has_weights
 from penstock.observe import closing_report, log_lines, progress, summary
 from penstock.observe.tables import open_console
 from penstock.observe.view import Plan
+from penstock.observe.visible_text import visible
 from penstock.processes.layout import prepare, stages
 from penstock.supervisor import log_files, run_directory
 from penstock.supervisor.run_directory import OpenRun
@@ -195,7 +196,7 @@ def conclude(run: OpenRun, outcome: Outcome, results: Path | None = None) -> int
         print(f"warning: the summary of the run cannot be written: {error}", file=sys.stderr)
     if outcome.message:
         label = "error" if outcome.status is RunState.FAILED else outcome.status.value
-        print(f"{label}: {outcome.message}", file=sys.stderr)
+        print(visible(f"{label}: {outcome.message}"), file=sys.stderr)
     return EXIT_CODES[outcome.status]
 
 
@@ -228,11 +229,13 @@ def why_not_started(run: str, log: Path, begun: log_files.LogPosition) -> str:
 def start_detached(run_dir: Path, words: Sequence[str], config: Config) -> int:
     """Start a command in a new session that outlives the current one. Return 0 once the command owns the run. Raises
     `Refused` if it does not start."""
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     log = run_dir / "logs" / "supervisor.log"
+    with run_directory.written_by_us_only():
+        run_directory.make_run_dir(run_dir, config)
+        out = log.open("ab")
     begun = log_files.end_of(log)
-    with log.open("ab") as out:
-        command = [sys.executable, "-m", "penstock.cli.main", *words]
+    with out:
+        command = [sys.executable, "-P", "-m", "penstock.cli.main", *words]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     joined_s = JOIN_S + config.cluster.place_timeout_s if config.cluster.address else 0.0
     limit = time.monotonic() + DETACH_S + joined_s

@@ -21,6 +21,7 @@ from penstock.config import Column, DumpConfig, load_config
 from penstock.model.chat import ChatTokenizer
 from penstock.observe import jsonl
 from penstock.observe.tables import clock, number, open_console
+from penstock.observe.visible_text import visible, visible_json
 from penstock.ports.group_records import GroupRecord
 from penstock.processes.dumping import TRAJECTORIES
 from penstock.processes.layout import model_dir
@@ -62,7 +63,7 @@ def trajectories(run_dir: Path, *, group: int | None, order: Order, limit: int |
     chosen = choose(run_dir, group=group, order=order, limit=limit)
     rows = [{**row, "messages": msgspec.json.decode(row["messages"])} for row in chosen]
     if as_json:
-        print(msgspec.json.encode(rows).decode())
+        print(visible_json(msgspec.json.encode(rows).decode()))
         return 0
     console = open_console()
     for row in rows:
@@ -123,8 +124,8 @@ def render(row: Row) -> RenderableType:
     lines = [Text.assemble((row["trajectory"], "bold"), "  ", reward, (f"  {'  '.join(facts)}", "dim"))]
     for message in row["messages"]:
         role = message["role"]
-        content = message["content"].rstrip("\n").replace("\n", "\n" + " " * INDENT)
+        content = visible(message["content"]).rstrip("\n").replace("\n", "\n" + " " * INDENT)
         lines.append(Text.assemble((f"  {role:<{INDENT - 2}}", ROLES.get(role, "dim")), content))
     if row.get("error"):
-        lines.append(Text(f"  {row['error']}", "red"))
+        lines.append(Text(f"  {visible(row['error'])}", "red"))
     return Group(*lines, "")

@@ -6,18 +6,22 @@ The connection is checked before anything else begins.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import RayError, RayTaskError
 
+from penstock.config.imports import check_closed
 from penstock.deadline import deadline
 
 REACHED_S = 5.0
@@ -25,7 +29,10 @@ REACHED_S = 5.0
 ANSWERED_S = 30.0
 """Limit for the server at the address to answer as a Ray cluster does."""
 ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+FLAG = "--gcs-address="
+"""Argument of a node's process."""
 REMEDY = "start one with `ray start --head`, join it with `ray start --address`, or correct cluster.address"
+START = "start it with RAY_AUTH_MODE=token, with the token of `ray get-auth-token --generate` on all machines"
 TOKEN = "set RAY_AUTH_MODE=token, and have the cluster's token in ~/.ray/auth_token"
 WHY = [re.compile(rf"{words} (.*?)\.(?: |$)", re.M) for words in ("Worker exit detail:", "The actor is dead because")]
 """Patterns for the reason of an actor's death in Ray's messages, the more informative one first."""
@@ -36,11 +43,13 @@ class NotConnected(ConnectionError):
 
 
 @contextmanager
-def connected(address: str) -> Iterator[str]:
+def connected(address: str, *, private: bool) -> Iterator[str]:
     """Connect to the cluster at `address` during the body. Yields the address of this machine as a node. Raises
-    `NotConnected` within a minute."""
+    `NotConnected` within a minute and a half, also for a cluster without token authentication, unless its network is
+    `private`, and `ConfigError` if other users can write to the working directory: Ray's processes import from it."""
+    check_closed(Path.cwd())
     found = _resolve(address)
-    _check(found)
+    _check(found, private=private)
     try:
         ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -57,7 +66,7 @@ def _resolve(address: str) -> str:
     if address.startswith("ray://"):
         raise NotConnected(f"cluster.address: {address} is for clients outside a cluster; give host:port of its head")
     try:
-        found = canonicalize_bootstrap_address(address)
+        found = canonicalize_bootstrap_address(_own_address() if address == "auto" else address)
     except (ConnectionError, ValueError) as error:
         raise NotConnected(f"cluster.address: {address} is no address of a Ray cluster ({error}); {REMEDY}") from None
     if found is None:
@@ -65,21 +74,54 @@ def _resolve(address: str) -> str:
     return found
 
 
-def _check(address: str) -> None:
-    """Check that a Ray cluster answers. Ray itself tries for minutes and ignores signals, so a separate process asks,
-    which can be killed. Raises `NotConnected`."""
+def _own_address() -> str:
+    """Return the address in RAY_ADDRESS, or that of the only cluster with a node of ours here. Ray's own search
+    believes command lines and files of every user. Raises `NotConnected`."""
+    if named := os.environ.get("RAY_ADDRESS"):
+        return named
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.uids().real == os.getuid() and Path(process.exe()).name == "raylet":
+                found |= {word[len(FLAG) :] for word in process.cmdline() if word.startswith(FLAG)}
+    if len(found) != 1:
+        number = (
+            f"{len(found)} Ray clusters of ours ({', '.join(sorted(found))})" if found else "no Ray cluster of ours"
+        )
+        raise NotConnected(f"cluster.address: auto finds {number} on this machine: give host:port, or {REMEDY}")
+    return found.pop()
+
+
+def _check(address: str, *, private: bool) -> None:
+    """Check that a Ray cluster answers, and that it answers only to clients with a token. Raises `NotConnected`."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED_S).close()
     except (OSError, ValueError) as error:
         raise NotConnected(f"cluster.address: no server answers at {address} ({error}); {REMEDY}") from None
-    command = [sys.executable, "-c", ASK, address]
+    if _answers(address, os.environ | {"RAY_AUTH_MODE": "disabled"}):
+        if not private:
+            raise NotConnected(
+                f"cluster.address: the Ray cluster at {address} asks for no token, so every user and machine that "
+                f"reaches its ports can run programs as you: {START}; or set cluster.private=true if only people whom "
+                "you trust reach them"
+            )
+    elif not _answers(address, os.environ):
+        raise NotConnected(f"cluster.address: {address} requires a token: {TOKEN}")
+
+
+def _answers(address: str, environment: Mapping[str, str]) -> bool:
+    """Return whether a Ray cluster answers; False if it requires a token and has got none, or a wrong one. Ray itself
+    tries for minutes and ignores signals, so a separate process asks, which can be killed. Raises `NotConnected`."""
+    command = [sys.executable, "-P", "-c", ASK, address]
+    limits: dict[str, Any] = {"timeout": ANSWERED_S, "check": True, "env": environment}
     try:
-        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWERED_S, check=True)
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, **limits)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         if b"AuthenticationError" in (error.stderr or b""):
-            raise NotConnected(f"cluster.address: {address} requires a token: {TOKEN}") from None
+            return False
         raise NotConnected(f"cluster.address: the server at {address} is not a Ray cluster; {REMEDY}") from None
+    return True
 
 
 async def call(method: Any, *arguments: Any, seconds: float, what: str, holder: str) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,7 +77,7 @@ class NodeAgent:
 
     def __init__(self, name: str, context: RunContext) -> None:
         self._name, self._context = name, context
-        self._runtime_dir = runtime_path(f"{context.run_id}.{secrets.token_hex(3)}")
+        self._runtime_dir = runtime_path(context.run_id)
         self._processes: dict[int, LocalProcess] = {}
         self._closing = asyncio.Event()
         self._left: list[str] = []

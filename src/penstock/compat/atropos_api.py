@@ -28,6 +28,7 @@ from starlette.responses import Response
 from penstock.compat.pushed_groups import Provenance, parse
 from penstock.config import Config
 from penstock.envs.pushed_group_exchange import Exchange, Offer
+from penstock.observe.visible_text import visible
 from penstock.rollout.http import Refused, Route, answer, read_bytes, status_of, unless_disconnected
 from penstock.rollout.recording_proxy import ServedVersions
 
@@ -362,7 +363,7 @@ def _convert(document: object, kind: type[T]) -> T:
 
 
 def _log(message: str) -> None:
-    print(f"atropos: {message}", file=sys.stderr, flush=True)
+    print(visible(f"atropos: {message}"), file=sys.stderr, flush=True)
 
 
 def _refuse(error: Exception) -> Response:

@@ -16,6 +16,8 @@ import json
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
+from hashlib import sha256
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -30,13 +32,15 @@ from penstock.rollout.app import ApiKeys, App, bearer
 from penstock.rollout.generation import Generation
 from penstock.rollout.generator import AnswersOnly, Increment, OnTokens
 from penstock.rollout.http import Refused
-from penstock.rollout.request import GenerateRequest
+from penstock.rollout.request import GenerateRequest, check_prompt
 from penstock.rollout.session import RolloutError
 from penstock.samples import Segment
 
 IGNORED = {"temperature", "top_p", "top_k", "min_p"}
 """Sampling parameters that the run sets. An episode refuses the others: they would change the policy's own answer, or
 ask for data that the gateway does not have."""
+MAX_WAITING = 64
+"""Maximum number of requests of one episode that wait for their answer."""
 REMEMBERED_KEYS = 65_536
 """Maximum number of keys of ended episodes that are kept. Older keys count as unknown."""
 
@@ -91,19 +95,24 @@ class Session(AnswersOnly):
 
     def __init__(self, conversation: Conversation, chat: ChatTokenizer, *, model_name: str) -> None:
         self._conversation, self.max_context = conversation, conversation.max_context
-        self.encode, self.decode = chat.encode, chat.decode
-        self._messages: dict[tuple[int, ...], Sequence[Mapping[str, Any]]] = {}
-        """Messages that each prompt was rendered from, by the prompt's tokens."""
-        self._prompts: dict[str, list[int]] = {}
-        """Prompt tokens by request (messages and settings). Kept, because rendering the same messages again after the
-        answer would give another result."""
+        self.encode, self.decode, self.longest_token = chat.encode, chat.decode, chat.longest_token
+        self._vocab_size = chat.vocab_size
+        self._rendered: OrderedDict[tuple[int, ...], tuple[bytes, Sequence[Mapping[str, Any]]]] = OrderedDict()
+        """The latest prompts that wait to be answered, by their tokens: the digest of the request, and its messages."""
+        self._prompts: dict[bytes, list[int]] = {}
+        """Prompt tokens by the digest of a request (messages and settings). Kept if there is an answer, because
+        rendering the same messages again after it would give another result."""
         self._answers: dict[tuple[int, ...], asyncio.Task[Segment]] = {}
         """Answers by the prompt's tokens."""
         surfaces = OpenAI(self, self, model_name=model_name), Generation(self, self)
         self.app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise ValueError for parameters that would change the policy's own answer."""
+        """Raise ValueError for tokens that the model lacks, and for parameters that would change the policy's own
+        answer."""
+        check_prompt(request.prompt_ids, vocab_size=self._vocab_size, max_context=self.max_context)
+        if min(request.max_new_tokens) < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {min(request.max_new_tokens)}")
         if len(request.seeds) != 1:
             raise ValueError("one answer at a time: `n` must be 1 in an episode")
         asked = request.params.changed() - IGNORED
@@ -119,9 +128,13 @@ class Session(AnswersOnly):
         episode has ended, 503 if the rollout server does not answer."""
         key = tuple(request.prompt_ids)
         task = self._answers.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            answer = self._conversation.answer(request.prompt_ids, request.max_new_tokens[0], self._messages.get(key))
+        if sum(not each.done() for each in self._answers.values()) >= MAX_WAITING and task is None:
+            raise Refused(503, f"this episode has {MAX_WAITING} requests without an answer: wait for one of them")
+        if task is None:
+            asked, messages = self._rendered.pop(key, (b"", None))
+            answer = self._conversation.answer(request.prompt_ids, request.max_new_tokens[0], messages)
             task = self._answers[key] = asyncio.create_task(answer, name=f"answer-{self._conversation.name}")
+            task.add_done_callback(partial(self._forget_if_failed, key, asked))
         try:
             segment = await asyncio.shield(task)
         except Over as error:
@@ -141,11 +154,27 @@ class Session(AnswersOnly):
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Return the prompt tokens of `messages`. The same messages always get the same tokens, even after an answer,
         because a retry refers to its original turn."""
-        asked = json.dumps([messages, settings], sort_keys=True, default=str)
-        if asked not in self._prompts:
-            ids = self._prompts[asked] = self._conversation.prompt(messages, **settings)
-            self._messages[tuple(ids)] = messages
-        return self._prompts[asked]
+        asked = sha256(json.dumps([messages, settings], sort_keys=True, default=str).encode()).digest()
+        ids = self._prompts.get(asked)
+        if ids is None:
+            ids = self._conversation.prompt(messages, **settings)
+            if (key := tuple(ids)) not in self._answers:
+                self._remember(key, asked, messages)
+        return ids
+
+    def _remember(self, key: tuple[int, ...], asked: bytes, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Keep a prompt until its answer begins, or until `MAX_WAITING` later ones have come."""
+        if (replaced := self._rendered.get(key)) is not None:
+            self._prompts.pop(replaced[0], None)
+        self._prompts[asked] = list(key)
+        self._rendered[key] = asked, messages
+        if len(self._rendered) > MAX_WAITING:
+            self._prompts.pop(self._rendered.popitem(last=False)[1][0], None)
+
+    def _forget_if_failed(self, key: tuple[int, ...], asked: bytes, task: asyncio.Task[Segment]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._prompts.pop(asked, None)
+            del self._answers[key]
 
     async def close(self) -> None:
         """Cancel all running answers and wait until they have ended."""

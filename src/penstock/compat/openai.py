@@ -25,10 +25,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.compat import openai_wire as wire
+from penstock.deadline import Stalled
 from penstock.rollout import bodies, convert, http
 from penstock.rollout.convert import Answer, GrowingSample, PromptRequest
 from penstock.rollout.generation import Answers
 from penstock.rollout.generator import Generator
+from penstock.rollout.prompt_text import PromptText
 from penstock.rollout.text import Tokenizer
 from penstock.samples import Segment
 
@@ -66,6 +68,7 @@ class OpenAI:
     def __init__(self, generator: Generator, tokenizer: ChatTemplate, *, model_name: str) -> None:
         self._generator, self._tokenizer, self._model_name = generator, tokenizer, model_name
         self._answers = Answers(generator, tokenizer)
+        self._text = PromptText(tokenizer, max_context=generator.max_context)
         self._started = int(time.time())
 
     def routes(self) -> list[http.Route]:
@@ -119,7 +122,7 @@ class OpenAI:
             (bodies.asks(body.chat_template), "`chat_template` is not served: the model's own is used"),
             (continues, "an assistant's message is not continued: give the conversation as `prompt_token_ids`"),
         )
-        ids = self._rendered(body) if ids is None else ids
+        ids = await self._rendered(body) if ids is None else ids
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if max_tokens is None:
             max_tokens = max(self._generator.max_context - len(ids), 1)
@@ -127,21 +130,28 @@ class OpenAI:
         generate.input_ids = list(ids)
         return await self._answer(request, body, generate, ChatFormat(self._tokenizer))
 
-    def _rendered(self, body: wire.ChatBody) -> list[int]:
+    async def _rendered(self, body: wire.ChatBody) -> list[int]:
         settings = body.chat_template_kwargs
         if taken := sorted(settings.keys() & {"messages", "tools", "self"}):
             raise ValueError(f"`chat_template_kwargs` cannot set {', '.join(taken)}")
         if body.tools and body.tool_choice != "none":
             settings = settings | {"tools": body.tools}
-        try:
+
+        def render() -> list[int]:
             return self._tokenizer.prompt([_message(message) for message in body.messages], **settings)
+
+        try:
+            return await self._text.rendered(render, body.messages, settings)
+        except Stalled:
+            raise
         except Exception as error:  # the model's template is foreign code, and runs on the client's data
             raise ValueError(f"the conversation cannot be rendered: {error}") from error
 
     async def _answer(
         self, request: Request, body: wire.SamplingFields, generate: bodies.GenerateBody, form: CompletionFormat
     ) -> Response:
-        prompts = convert.read_requests(generate, self._tokenizer)
+        generate = await self._text.tokenised(generate)
+        prompts = convert.read_requests(generate, self._tokenizer, echoes=form.echoes)
         self._answers.check(prompts)
         head = {"id": f"{form.prefix}-{prompts[0].rid}", "created": int(time.time()), "model": self._model_name}
         if body.stream:
@@ -188,7 +198,9 @@ class CompletionFormat:
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, tokenizer: Tokenizer, *, echo: bool = False) -> None:
-        self._tokenizer, self._echo = tokenizer, echo
+        self._tokenizer, self.echoes = tokenizer, echo
+        self._texts: dict[int, str] = {}
+        """Texts of tokens. The samples of a prompt repeat its tokens."""
         self._sent: dict[int, tuple[int, int]] = {}
         """Number of characters and tokens that have been sent of each streamed choice."""
 
@@ -196,7 +208,7 @@ class CompletionFormat:
         """Return one sample as a choice."""
         prompt, ids, tops = whole.prompt, segment.token_ids, segment.top_logprobs
         text, logprobs = convert.answer_text(prompt, segment, self._tokenizer), list[float | None](segment.logprobs)
-        if self._echo:
+        if self.echoes:
             text = self._tokenizer.decode(prompt.prompt_ids) + text
             ids = prompt.prompt_ids + ids
             logprobs = [None, *(whole.prompt_logprobs or ()), *logprobs]
@@ -249,7 +261,9 @@ class CompletionFormat:
         }
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special=False)
+        if token not in self._texts:
+            self._texts[token] = self._tokenizer.decode([token], skip_special=False)
+        return self._texts[token]
 
 
 class ChatFormat(CompletionFormat):

@@ -52,7 +52,7 @@ def parse(body: bytes) -> Any:
     ValueError."""
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON: {error}") from None
 
 

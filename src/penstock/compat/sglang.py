@@ -16,6 +16,7 @@ decreases. While the update of one sender is open, buckets of other senders are 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.update import RECEIVE_TIMEOUT_S, CommittedWeights, StagedWeights, WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
-from penstock.weights.collective import DEFAULT_GROUP, Groups, GroupTensors, Rendezvous
+from penstock.weights.collective import DEFAULT_GROUP, GroupName, Groups, GroupTensors, Rendezvous
 
 CONTROL_TIMEOUT_S = 60.0
 """Time limit for the engine to end its step."""
@@ -46,6 +47,10 @@ MAX_FLUSH_WAIT_S = 3600.0
 PROBE_TIMEOUT_S = 20.0
 """Time limit for the token of a health probe."""
 MAX_ROWS = 1000
+LABEL = re.compile(r"-?[0-9]{1,20}")
+"""Form of a weight_version."""
+MAX_SHOWN = 64
+"""Number of characters of a wrong value that an error repeats."""
 MAX_JOINS = 16
 """Maximum number of groups that the server joins at the same time. Further joins wait."""
 
@@ -89,7 +94,7 @@ class FromTensorBody(WeightsBody, kw_only=True):
 class GroupBody(Struct, kw_only=True):
     """The request of `/destroy_weights_update_group`."""
 
-    group_name: str = DEFAULT_GROUP
+    group_name: GroupName = DEFAULT_GROUP
 
 
 class InitGroupBody(Rendezvous, kw_only=True):
@@ -372,10 +377,9 @@ class SGLang:
         is a number that never decreases, so ValueError for other text."""
         if label is None:
             return self._runner.policy_version + 1
-        try:
-            return int(label)
-        except ValueError:
-            raise ValueError(f"weight_version must be a whole number, not {label!r}") from None
+        if isinstance(label, str) and not LABEL.fullmatch(label):
+            raise ValueError(f"weight_version must be a whole number, not {label[:MAX_SHOWN]!r}")
+        return int(label)
 
     async def weights_by_name(self, request: Request) -> Response:
         """Return the first rows of a parameter, to verify an update."""

@@ -75,7 +75,11 @@ class ClusterConfig(Section):
     """Machines of a Ray cluster (`penstock[ray]`). Without an address, everything runs on this machine."""
 
     address: str | None = None
-    """`auto`, or host:port of the cluster's head."""
+    """host:port of the cluster's head, or `auto`: the address in RAY_ADDRESS, or else the only cluster that has a node
+    of this user on this machine."""
+    private: bool = False
+    """Only people whom you trust reach the ports of the cluster, other users of its machines included. Without it, a
+    cluster that asks for no token is refused, because whoever reaches its ports can run programs there as you."""
     pools: dict[Name, PoolConfig] = Field(default_factory=dict)
     place_timeout_s: float = Field(60.0, gt=0)
     """Seconds to wait for resources that other jobs hold now. A request that no node can ever satisfy is refused at

@@ -111,8 +111,8 @@ class EnvironmentConfig(Section):
     of the whole episode."""
     reward: str | None = None
     """Reward that scores the policy's last answer instead of the environment: `math`, `format`, `code`, `judge`,
-    `path/to/file.py:Class` or `package.module:Class`; a function is accepted too. None: the environment gives the
-    reward."""
+    `reasoning_gym`, `path/to/file.py:Class` or `package.module:Class`; a function is accepted too. None: the
+    environment gives the reward."""
     reward_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward."""
     reward_timeout_s: float = Field(30.0, gt=0)
@@ -167,10 +167,14 @@ class EnvConfig(EnvironmentConfig):
     formulation: Formulation = "trajectory"
     """Unit of training. `trajectory`: a whole episode is one sample. `step`: each turn is one sample, and all earlier
     turns are its prompt. Turns share the advantage of their episode."""
+    sandbox: Literal["auto", "bubblewrap", "namespaces", "none"] = "auto"
+    """What confines the programs that the policy writes (`penstock.sandbox`). `auto`: the best that works on the
+    machine, bubblewrap before plain Linux namespaces; a run that needs a sandbox is refused where neither works.
+    `none`: nothing confines them: they run as your user, with all of its files and the network."""
     reward_workers: int = Field(2, ge=1)
     """Number of processes per environment worker that compute rewards, for each kind of reward."""
     temperature: float = Field(1.0, ge=1e-3)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=1e-6, le=1)
     top_k: int = Field(0, ge=0)
     """Restrict sampling for training to the likeliest tokens; `top_p` 1 and `top_k` 0 keep all tokens. An objective
     that divides by the engine's probabilities refuses other values, because those probabilities are taken over the

@@ -7,7 +7,10 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
+import stat
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,12 +27,12 @@ class NoSuchName(ConfigError):
 
 def load(path: str) -> Any:
     """Return the object that `path` names, in a file, or in a module that is installed or in the working directory.
-    Raises `NoSuchName`, and any exception of the user's module."""
+    Raises `NoSuchName`, `ConfigError` as `check_closed` does, and any exception of the user's module."""
     where, _, name = path.rpartition(":")
     if is_file(where):
         module = load_file(Path(where).absolute())
     else:
-        import_from(Path.cwd())
+        _look_here(where)
         module = importlib.import_module(where)
     if not hasattr(module, name):
         raise NoSuchName(f"{where} has no {name}; there are {', '.join(_defined(module)) or 'none'}")
@@ -44,11 +47,28 @@ def _defined(module: ModuleType) -> list[str]:
 
 def is_there(where: str) -> bool:
     """Return whether the file or module exists, without importing it. Raises ImportError or ValueError for a module in
-    a package that cannot be imported, or if the parent is not a package."""
-    if is_file(where):
-        return Path(where).is_file()
-    import_from(Path.cwd())
-    return importlib.util.find_spec(where) is not None
+    a package that cannot be imported, or if the parent is not a package, and `ConfigError` as `check_closed` does."""
+    if not is_file(where):
+        return find(where) is not None
+    file = Path(where).absolute()
+    if file.is_file():
+        check_closed(file.parent, is_named=True)
+    return file.is_file()
+
+
+def find(where: str) -> ModuleSpec | None:
+    """Return what the import system knows of a module that is installed or in the working directory; None if there is
+    none. Only the packages that contain the module are imported."""
+    _look_here(where)
+    return importlib.util.find_spec(where)
+
+
+def _look_here(where: str) -> None:
+    """Add the working directory to the import path if the module is there. Otherwise no file there is imported."""
+    package = where.partition(".")[0]
+    if package not in sys.modules and PathFinder.find_spec(package, [str(Path.cwd())]) is not None:
+        check_closed(Path.cwd())
+        import_from(Path.cwd())
 
 
 def is_file(where: str) -> bool:
@@ -59,6 +79,7 @@ def is_file(where: str) -> bool:
 @functools.cache
 def load_file(file: Path) -> ModuleType:
     """Return the module made from `file`. The file can import its neighbours, as if it were run as a script."""
+    check_closed(file.parent, is_named=True)
     import_from(file.parent)
     place = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()
     spec = importlib.util.spec_from_file_location(f"{FILE_MODULE}{file.stem}_{place}", file)
@@ -75,12 +96,25 @@ def import_from(directory: Path) -> None:
         sys.path.insert(0, str(directory))
 
 
+def check_closed(directory: Path, *, is_named: bool = False) -> None:
+    """Raise `ConfigError` if another user than root could have put a file into `directory`, which an import would
+    run. `is_named`: the user names a file there, so its owner is trusted, but not every user of the machine."""
+    found = directory.stat()
+    is_foreign = not is_named and found.st_uid not in (0, os.geteuid())
+    if is_foreign or found.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+        problem = f"belongs to another user ({found.st_uid})" if is_foreign else "can be written to by every user"
+        raise ConfigError(
+            f"{directory} {problem}, who could run any program as you: import from a directory of your own "
+            f"(chown {os.geteuid()}, chmod o-w), and start penstock there"
+        )
+
+
 def import_named(key: str, path: str, *, wanted: str) -> Any:
     """Return the object that `path` names. `wanted` describes the values that `key` takes. Raises `ConfigError` for any
     error, including any exception of the user's module."""
     try:
         return load(path)
-    except NoSuchName as error:
+    except ConfigError as error:
         raise ConfigError(f"{key} {path!r}: {error}") from None
     except Exception as error:
         raise ConfigError(

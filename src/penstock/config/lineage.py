@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.config.invalid_settings import ConfigError
 from penstock.config.run_settings import Config
+from penstock.redaction import redacted
 
 FIXED = (
     *("pipeline", "seed", "run_id", "model", "data", "env"),
@@ -25,7 +26,7 @@ FREE_OF_EACH = ("turn_timeout_s", "reward_timeout_s")
 
 def lineage(config: Config) -> dict[str, Any]:
     """Return the settings that must not change, as plain values by dotted name."""
-    settings = _flat(config.model_dump(mode="json"))
+    settings = _flat(redacted(config.model_dump(mode="json")))
     keys = {"env", *config.environments.by_key}
     free = (*FREE, *(f"{key}.{name}" for key in keys for name in FREE_OF_EACH))
     return {name: value for name, value in settings.items() if _is_in(name, FIXED) and not _is_in(name, free)}
@@ -43,7 +44,7 @@ def check_lineage(begun_with: Mapping[str, Any], config: Config, *, before: Conf
 
 def changes(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by dotted name: (before, after)."""
-    return _differences(_flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json")))
+    return _differences(_flat(redacted(before.model_dump(mode="json"))), _flat(redacted(after.model_dump(mode="json"))))
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -101,10 +101,11 @@ class RolloutConfig(Section):
     instead."""
     api_key: str | None = Field(None, repr=False)
     """Key that clients of the servers must send. It is required if `host` is not loopback. If unset, it comes from the
-    environment variable PENSTOCK_API_KEY."""
+    environment variable PENSTOCK_API_KEY. A run makes a random key for servers that it starts without one."""
     admin_api_key: str | None = Field(None, repr=False)
     """Key for requests that control a server instead of generating. Without it, `api_key` also gives control. If unset,
-    it comes from the environment variable PENSTOCK_ADMIN_API_KEY. Environment workers do not receive it."""
+    it comes from the environment variable PENSTOCK_ADMIN_API_KEY, or the run makes it, like `api_key`. Environment
+    workers do not receive it."""
 
     @property
     def control_key(self) -> str | None:
@@ -184,6 +185,9 @@ class Config(Section):
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$")
     """Name of the run; made from the date if unset."""
     runs_dir: str = "runs"
+    share: Literal["private", "group", "everyone"] = "private"
+    """The users who may read the directory of the run: only the user who started it, also the members of the
+    directory's group, or all users of the machine. Only the user who started it can write there, stop or resume it."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()

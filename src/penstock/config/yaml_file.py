@@ -17,9 +17,8 @@ from pydantic.fields import FieldInfo
 
 from penstock.config.invalid_settings import ConfigError
 from penstock.config.run_settings import Config
-
-SECRETS = {"rollout.api_key": "PENSTOCK_API_KEY", "rollout.admin_api_key": "PENSTOCK_ADMIN_API_KEY"}
-"""Settings that come from environment variables if a file does not give them: setting -> variable."""
+from penstock.config.secret_settings import VARIABLES, check_no_literal_secrets
+from penstock.redaction import redacted
 
 
 class _Loader(yaml.SafeLoader):
@@ -61,8 +60,8 @@ def _parse_override(override: str) -> dict[str, Any]:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
-    if key in SECRETS:
-        raise ConfigError(f"{key} on the command line would show in the process list: use {SECRETS[key]}")
+    if key in VARIABLES:
+        raise ConfigError(f"{key} on the command line would show in the process list: use {VARIABLES[key]}")
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -113,7 +112,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _resolve(document: dict[str, Any], overrides: Sequence[str], path: Path) -> Config:
     changed = parse_overrides(overrides)
     tree = functools.reduce(merged, map(_parse_override, overrides), document)
-    for name, variable in SECRETS.items():
+    check_no_literal_secrets(tree)
+    for name, variable in VARIABLES.items():
         section, _, key = name.partition(".")
         if (secret := os.environ.get(variable)) and isinstance(given := tree.get(section, {}), dict):
             tree = {**tree, section: {key: secret, **given}}
@@ -161,7 +161,8 @@ def _explain(error: Any, tree: dict[str, Any], overrides: dict[str, Any], path: 
         return f"contradictory settings{' of ' + key if key else ''}: {message}{where}"
     if fields := _fields_at(location):
         return f"bad value for {key} {place}: it is a section; {_leaf_for(error['input'], key, fields)}"
-    return f"bad value for {key} {place}: {message} (got {error['input']!r})"
+    given = "a secret" if key in VARIABLES else repr(redacted(error["input"], location[-1]))
+    return f"bad value for {key} {place}: {message} (got {given})"
 
 
 def _place(location: Sequence[str], tree: dict[str, Any], overrides: dict[str, Any], path: Path) -> str | None:

@@ -4,6 +4,10 @@ The sender repeats a request until it is answered or its deadline passes. The re
 repeats its answer, so lost and repeated messages change nothing. All messages to one peer from one turn of the event
 loop leave as one frame. Tensors never travel on the bus.
 
+Before anything else, a process introduces itself with `Hello`, which carries a secret of the run and the bus's version.
+The controller refuses other runs and versions, and hears no other message from a process that it has not accepted.
+`incoming.py` drops malformed frames.
+
 A process that was cut off may come back when another process already has its name. The controller listens only to the
 process of that name that introduced itself last.
 """
@@ -11,26 +15,28 @@ process of that name that introduced itself last.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from penstock.control.messages import Ack, AnyMessage, Hello, Refused, Welcome, WhoAreYou
-from penstock.control.sockets import LINGER_MS, ControllerSockets, PeerSockets
+from penstock.control.incoming import MAX_ENVELOPES, BadFrame, DropLog, Envelope, envelopes_in, sender_of, shown
+from penstock.control.messages import VERSION, Ack, AnyMessage, Hello, Refused, Welcome, WhoAreYou
+from penstock.control.sockets import LINGER_MS, MAX_FRAME_BYTES, ControllerSockets, PeerSockets
 from penstock.deadline import deadline
 
 Handler = Callable[[str, AnyMessage], Awaitable[AnyMessage | None]]
-"""handler(peer, message) -> reply; None stands for `Ack`. An exception in a handler is raised in `run`, and the sender
-gets no answer. So a failing process looks dead to other processes, and its error does not end them."""
+"""handler(peer, message) -> reply; None stands for `Ack`. An exception in a handler other than `UnknownPeer` and
+`ProtocolViolation` is raised in `run`, and the sender gets no answer. So a failing process looks dead to other
+processes, and its error does not end them."""
 
 Fault = Callable[[bytes], list[bytes]]
 """Maps a frame that is about to leave to the frames that really leave. Tests use it to lose and repeat messages."""
@@ -53,16 +59,18 @@ class RequestRefused(RuntimeError):
     self_explanatory = True
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """One message in flight. Ids are unique per sender, also across restarts; a reply carries its request's id."""
+class ProtocolViolation(RuntimeError):
+    """A peer sent a message that it must not send. A handler raises this. The sender gets a refusal, so a process of
+    the run fails and is restarted; this process continues."""
 
-    kind: Literal["notify", "request", "reply"]
-    id: int
-    body: AnyMessage
+
+class MessageTooLarge(RuntimeError):
+    """A single message exceeds the limit of a frame."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Envelope])
+MAX_PEERS = 4096
+"""Limit of the names that may join a run."""
 
 
 class _Endpoint(ABC):
@@ -75,6 +83,7 @@ class _Endpoint(ABC):
         self.name = name
         self._handler = handler
         self._fault = fault or (lambda frame: [frame])
+        self._drops = DropLog()
         self._ids = itertools.count(time.time_ns())
         self._pending: dict[tuple[str, int], asyncio.Future[AnyMessage]] = {}
         self._answered: defaultdict[str, OrderedDict[int, AnyMessage | None]] = defaultdict(OrderedDict)
@@ -127,8 +136,30 @@ class _Endpoint(ABC):
         self._flush_scheduled = False
         outbox, self._outbox = self._outbox, {}
         for peer, envelopes in outbox.items():
-            for frame in self._fault(_encoder.encode(envelopes)):
+            for start in range(0, len(envelopes), MAX_ENVELOPES):
+                self._send(peer, envelopes[start : start + MAX_ENVELOPES])
+
+    def _send(self, peer: str, envelopes: Sequence[Envelope]) -> None:
+        """Send messages as one frame, or as several if one would be too large."""
+        encoded = _encoder.encode(envelopes)
+        if len(encoded) <= MAX_FRAME_BYTES:
+            for frame in self._fault(encoded):
                 self._transmit(peer, frame)
+        elif len(envelopes) > 1:
+            self._send(peer, envelopes[: len(envelopes) // 2])
+            self._send(peer, envelopes[len(envelopes) // 2 :])
+        else:
+            self._fail_too_large(peer, envelopes[0], len(encoded))
+
+    def _fail_too_large(self, peer: str, envelope: Envelope, num_bytes: int) -> None:
+        """Fail the request, or answer a request with a refusal."""
+        kind = type(envelope.body).__name__
+        reason = f"{kind} of {self.name} has {num_bytes} bytes, but the bus takes at most {MAX_FRAME_BYTES}"
+        future = self._pending.get((peer, envelope.id))
+        if envelope.kind == "reply":
+            self._send(peer, [Envelope("reply", envelope.id, Refused(reason=reason))])
+        elif future is not None and not future.done():
+            future.set_exception(MessageTooLarge(reason))
 
     @abstractmethod
     def _transmit(self, peer: str, frame: bytes) -> None:
@@ -168,8 +199,17 @@ class _Endpoint(ABC):
             self._answered[peer].pop(envelope.id, None)
             self.notify(peer, WhoAreYou())
             return
+        except ProtocolViolation as violation:
+            reply = self._refuse(peer, envelope, violation)
         if envelope.kind == "request":
             self._reply(peer, envelope, reply)
+
+    def _refuse(self, peer: str, envelope: Envelope, violation: ProtocolViolation) -> Refused:
+        """Count and log a message that breaks the protocol, and return the answer to it."""
+        reason = f"{type(envelope.body).__name__} breaks the protocol: {violation}"
+        bad = BadFrame("violation", reason)
+        self._drops.drop(peer, bad.with_traceback(violation.__traceback__))
+        return Refused(reason=reason)
 
     def _reply(self, peer: str, envelope: Envelope, reply: AnyMessage) -> None:
         self._answered[peer][envelope.id] = reply
@@ -180,10 +220,19 @@ class Bus(_Endpoint):
     """The controller's side. Peers are addressed by their names."""
 
     def __init__(
-        self, directory: str, handler: Handler, *, host: str | None = None, fault: Fault | None = None
+        self,
+        directory: str,
+        handler: Handler,
+        *,
+        nonce: str,
+        host: str | None = None,
+        dropped: Counter[str] | None = None,
+        fault: Fault | None = None,
     ) -> None:
-        """`host`: the address to listen on for other machines; None serves only this machine. Raises `CannotListen`."""
+        """`nonce`: the secret of the run, which each `Hello` must carry. `host`: the address to listen on for other
+        machines; None serves only this machine. `dropped` counts dropped frames by reason. Raises `CannotListen`."""
         super().__init__(CONTROLLER, handler, fault=fault)
+        self._nonce, self._drops = nonce, DropLog(dropped)
         try:
             self._sockets = ControllerSockets(self._context, Path(directory), host)
         except BaseException:
@@ -201,20 +250,58 @@ class Bus(_Endpoint):
         """Receive until cancelled; an exception in a handler ends it."""
         async with asyncio.TaskGroup() as self._tasks:
             while True:
-                identity, frame = await self._sockets.router.recv_multipart()
-                self._hear(identity.decode(), _decoder.decode(frame))
+                self._hear(await self._sockets.router.recv_multipart())
 
     def close(self) -> None:
         self._flush()
         self._sockets.close()
         self._context.destroy(linger=LINGER_MS)
 
-    def _hear(self, identity: str, envelopes: list[Envelope]) -> None:
-        peer, _, life = identity.rpartition("/")
-        introduces_itself = any(isinstance(envelope.body, Hello) for envelope in envelopes)
-        if introduces_itself or self._lives.setdefault(peer, life) == life:
+    def _hear(self, parts: Sequence[bytes]) -> None:
+        try:
+            peer, life = sender_of(parts)
+            envelopes = envelopes_in(parts[1:])
+            if self._admits(peer, life, envelopes):
+                self._receive(peer, envelopes)
+        except BadFrame as bad:
+            self._drops.drop(shown(parts[0]), bad)
+
+    def _admits(self, peer: str, life: str, envelopes: Iterable[Envelope]) -> bool:
+        """Return whether to handle these messages: the process has introduced itself, or does so now. Raises
+        `BadFrame`."""
+        greeting = next((envelope for envelope in envelopes if isinstance(envelope.body, Hello)), None)
+        if greeting is not None:
+            if reason := self._reason_to_refuse(peer, greeting.body):
+                self._answer_stranger(peer, life, Envelope("reply", greeting.id, Refused(reason=reason)))
+                raise BadFrame("greeting", reason)
             self._lives[peer] = life
-            self._receive(peer, envelopes)
+        elif peer not in self._lives:  # usually because this controller is new
+            self._answer_stranger(peer, life, Envelope("notify", next(self._ids), WhoAreYou()))
+            return False
+        if self._lives[peer] != life:
+            raise BadFrame("replaced", "another process of its name introduced itself later")
+        return True
+
+    def _reason_to_refuse(self, peer: str, hello: AnyMessage) -> str:
+        """Return why the process may not join, else an empty string."""
+        assert isinstance(hello, Hello)
+        if not hmac.compare_digest(hello.nonce.encode(), self._nonce.encode()):
+            return f"{peer} belongs to another run"
+        if hello.version != VERSION:
+            return (
+                f"{peer} runs penstock {hello.version or 'of an older version'}, but the run has penstock {VERSION}: "
+                "install the same version for all processes of the run"
+            )
+        if hello.name != peer:
+            return f"{peer} introduced itself as {hello.name}"
+        if peer not in self._lives and len(self._lives) >= MAX_PEERS:
+            return f"{MAX_PEERS} processes have joined the run, which is the limit"
+        return ""
+
+    def _answer_stranger(self, peer: str, life: str, envelope: Envelope) -> None:
+        """Answer a process that is not accepted. Nothing about it is kept."""
+        frame = _encoder.encode([envelope])
+        _hand_over(self._sockets.router.send_multipart([_identity(peer, life), frame], zmq.NOBLOCK))
 
     def _transmit(self, peer: str, frame: bytes) -> None:
         if peer in self._lives:
@@ -236,6 +323,7 @@ class Peer(_Endpoint):
     async def join(self, hello: Hello, *, timeout_s: float) -> Welcome:
         """Introduce this process to the controller. Call it again for a new controller. Raises as `request` does."""
         self._is_welcome = False
+        hello = msgspec.structs.replace(hello, version=VERSION)
         reply = await self.request(CONTROLLER, hello, timeout_s=timeout_s)
         if not isinstance(reply, Welcome):
             raise TypeError(f"the controller answered Hello with {type(reply).__name__}")
@@ -257,7 +345,11 @@ class Peer(_Endpoint):
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            self._receive(CONTROLLER, _decoder.decode(await socket.recv()))
+            parts = await socket.recv_multipart()
+            try:
+                self._receive(CONTROLLER, envelopes_in(parts))
+            except BadFrame as bad:
+                self._drops.drop(CONTROLLER, bad)
 
     async def _follow(self) -> None:
         while True:

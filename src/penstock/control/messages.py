@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
 
+from penstock import __version__
 from penstock.deadline import Stall
 from penstock.ports.observer import BusySpan
 from penstock.ports.training import SavedStates, TrainerState
@@ -23,6 +24,12 @@ from penstock.types import (
     SegmentGrant,
     WeightsHandle,
 )
+
+PROTOCOL = 1
+"""Grows when a change of these messages makes processes of different versions misunderstand each other. `Hello`,
+`Refused` and their envelope stay as they are, so that a process of another version understands its refusal."""
+VERSION = f"{__version__}, protocol {PROTOCOL}"
+"""Version of the bus. All processes of a run have the same one."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,10 +52,13 @@ class Hello(Message, frozen=True, kw_only=True, tag="HELLO"):
     role: str
     name: str
     nonce: str
+    """`Child.secret` for greetings."""
     pid: int
     url: str = ""
     host: str = ""
     """In runs on several machines: the file service that has the records it writes (see `store/remote_payloads.py`)."""
+    version: str = ""
+    """The sender's `VERSION`; `Peer.join` sets it."""
     attached: bool = False
     """The process is an attached worker: no supervisor watches it, and it may leave the run."""
 

@@ -18,7 +18,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.control.runtime_files import Keys, RuntimeFile
-from penstock.control.sockets import NEVER, Members, connect_as_member, listen_as
+from penstock.control.sockets import EVERY, NEVER, Members, connect_as_member, listen_as
 from penstock.deadline import Stalled
 from penstock.runtime.http_server import CannotListen
 
@@ -137,7 +137,7 @@ class RankChannels:
         if keys is not None:
             self._guard = ThreadAuthenticator(self._context)
             self._guard.start()
-            self._guard.configure_curve_callback("*", Members(keys.member))
+            self._guard.configure_curve_callback(EVERY, Members(keys.member))
 
         def listen(socket: zmq.Socket[Any], name: str) -> str:
             if host is not None and keys is not None:

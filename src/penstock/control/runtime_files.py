@@ -1,4 +1,5 @@
-"""JSON files in the runtime directory that only the run's user can read: the keys and the address of the control bus.
+"""JSON files in the runtime directory that only the run's user can read: the keys and the address of the control bus,
+and the API keys of the rollout servers.
 
 Two CURVE key pairs are made once per run. With one pair the controller proves that it belongs to the run. With the
 other pair each joining process proves the same. Without the file of keys the bus stays within one machine.
@@ -72,3 +73,13 @@ class Keys(RuntimeFile, frozen=True, kw_only=True):
     def of_members(self) -> Keys:
         """Return the keys for a machine without the controller: all except the controller's secret key."""
         return msgspec.structs.replace(self, controller_secret="")
+
+
+class ServerKeys(RuntimeFile, frozen=True, kw_only=True):
+    """The API keys of the run's rollout servers, for attached workers and for the user. Processes that the run starts
+    get their keys in their environment."""
+
+    FILE: ClassVar[str] = "server_keys.json"
+
+    api_key: str
+    admin_api_key: str

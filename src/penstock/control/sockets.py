@@ -16,6 +16,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from penstock.control.runtime_files import Address, Keys
 from penstock.runtime.http_server import CannotListen
+from penstock.runtime.open_files import allow_files
 
 LINGER_MS = 200
 PING_MS, DEAD_MS = 2000, 10_000
@@ -23,6 +24,16 @@ PING_MS, DEAD_MS = 2000, 10_000
 CONNECT_MS = 5000
 RECONNECT_MS, RECONNECT_MOST_MS = 100, 2000
 NEVER = -1
+MAX_FRAME_BYTES = 64 << 20
+"""Limit of a frame of the bus. The largest message is one task with its data, or the scheduler's state at a checkpoint:
+a few megabytes. Senders divide larger batches, and ZeroMQ closes the connection of a process that sends more."""
+MAX_FILES = 65_536
+"""Number of files that a process may open that listens for other machines, if the system allows it. Each connection is
+one, also that of a stranger, until the time for its handshake is over."""
+EVERY = "*"
+"""The domain of every socket that listens for other machines. The authenticator of this process checks its clients."""
+MAX_WAITING = 1024
+"""Number of connections that may wait until they are accepted."""
 
 
 class ControllerSockets:
@@ -32,6 +43,9 @@ class ControllerSockets:
         """`host`: the address to listen on for other machines; None for only this machine. With a `host`, `directory`
         holds the keys, and the address is written there. Raises `CannotListen`."""
         self.router, self.publisher = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
+        for socket in (self.router, self.publisher):
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            socket.setsockopt(zmq.BACKLOG, MAX_WAITING)
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._guard: AsyncioAuthenticator | None = None
         if host is None:
@@ -50,7 +64,7 @@ class ControllerSockets:
             raise CannotListen(f"the controller cannot listen on {host}: {directory} has no keys of the run")
         self._guard = AsyncioAuthenticator(context)
         self._guard.start()
-        self._guard.configure_curve_callback("*", Members(keys.member))
+        self._guard.configure_curve_callback(EVERY, Members(keys.member))
         try:
             endpoint, broadcast = (
                 listen_as(socket, host, public=keys.controller, secret=keys.controller_secret)
@@ -78,6 +92,8 @@ class PeerSockets:
     def __init__(self, context: zmq.asyncio.Context, directory: Path, identity: bytes) -> None:
         self._directory, self.keys = directory, Keys.read(directory)
         self.dealer, self.subscriber = context.socket(zmq.DEALER), context.socket(zmq.SUB)
+        for socket in (self.dealer, self.subscriber):
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.dealer.setsockopt(zmq.IDENTITY, identity)
         self.subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         self._address: Address | None = None
@@ -102,7 +118,10 @@ class PeerSockets:
 def listen_as(socket: zmq.Socket[Any], host: str, *, public: str, secret: str, dead_ms: int = DEAD_MS) -> str:
     """Listen on a port that the system chooses, and prove to each client that this process owns the key `public`.
     Return the endpoint."""
+    allow_files(MAX_FILES)
     _across_machines(socket, dead_ms)
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, EVERY)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else ZeroMQ lets in every key once no authenticator answers
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())

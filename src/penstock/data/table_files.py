@@ -7,6 +7,7 @@ Hugging Face dataset maps its own files. An unreadable JSON line raises one `Con
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 from penstock.config import ConfigError, DataConfig
 from penstock.config.imports import import_package
@@ -103,6 +105,7 @@ class HuggingFace:
         datasets = import_package("datasets", needed_by=needed_by, install="'penstock[huggingface]'")
         if not path.is_dir():
             raise ConfigError(f"data: there is no directory {path}: download the dataset and save_to_disk it first")
+        _check_own_files(path)
         self.path, self._split, self.name = path, split, f"{path.name}/{split}"
         try:
             saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
@@ -122,6 +125,31 @@ class HuggingFace:
 
     def where(self, number: int) -> str:
         return f"{self.path}, split {self._split}, row {number + 1}"
+
+
+def _check_own_files(directory: Path) -> None:
+    """Raise `ConfigError` if the card of a dataset names files outside of its directory, or web addresses. The card is
+    read as `datasets` reads it."""
+    from huggingface_hub import DatasetCard
+
+    try:
+        card = directory / "README.md"
+        settings = DatasetCard.load(card).data.to_dict() if card.is_file() else {}
+        alone = directory / ".huggingface.yaml"
+        settings |= (yaml.safe_load(alone.read_text()) or {}) if alone.is_file() else {}
+    except Exception as error:  # whatever the parsers raise
+        raise ConfigError(f"data: the dataset card of {directory} cannot be read: {error}") from None
+    for named in _strings(settings.get("configs")):
+        if "://" in named or "::" in named or named.startswith(("/", "~")) or ".." in Path(named).parts:
+            raise ConfigError(f"data: the dataset card of {directory} names {named!r}, which is not in the directory")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
 
 
 def open_table(data: DataConfig, *, held_out: bool) -> Table:

@@ -8,6 +8,7 @@ history that the gateway has already answered, the recorded tokens are used, nev
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -21,6 +22,11 @@ from penstock.types import StopReason
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
+
+LONGEST_CHARACTER = 4
+"""Maximum number of tokens of one character."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""A tokenizer decodes an incomplete character to this."""
 
 TURN_S = 6 * 3600.0
 """How long a request of an agent may wait for the agent's other request. The lease ends earlier."""
@@ -87,18 +93,32 @@ class Conversation:
         """Return whether the latest answer, as the agent sends it back, tokenises differently from the recorded
         tokens."""
         said = [token for segment in self._episode.turns[-1].segments for token in segment.token_ids]
-        shown = self._chat.encode(answer.get("content") or "")
+        shown = self._chat.encode_answer(answer.get("content") or "")
         return shown != [token for token in said if token not in self._chat.eos_ids]
 
     def _healed(self, prompt_ids: list[int]) -> list[int] | None:
-        """Return the recorded tokens followed by the new part of the prompt. None if the prompt's text does not begin
+        """Return the recorded tokens followed by the new tokens of the prompt. None if the prompt's text does not begin
         with the recorded text, or adds nothing to it."""
         known = self._chat.decode(self._episode.context, skip_special=False)
         text = self._chat.decode(prompt_ids, skip_special=False)
         if not known or not text.startswith(known) or len(text) == len(known):
             return None
         self._episode.num_drifts += 1
-        return self._episode.context + self._chat.encode(text[len(known) :])
+        return self._episode.context + self._tokens_after(known, prompt_ids)
+
+    def _tokens_after(self, known: str, prompt_ids: list[int]) -> list[int]:
+        """Return the tokens of the prompt after its beginning `known`. They are not tokenised again from their text:
+        text that spells a control token would become one. Only the rest of a token that begins inside `known` is."""
+
+        def beginning(num_tokens: int) -> str:
+            return self._chat.decode(prompt_ids[:num_tokens], skip_special=False)
+
+        nearly = bisect_left(range(len(prompt_ids)), len(known), key=lambda num_tokens: len(beginning(num_tokens)))
+        for num_tokens in range(max(0, nearly - LONGEST_CHARACTER), len(prompt_ids)):
+            text = beginning(num_tokens)
+            if text.startswith(known) and not text.endswith(UNFINISHED):
+                return self._chat.encode_answer(text[len(known) :]) + prompt_ids[num_tokens:]
+        return self._chat.encode_answer(beginning(len(prompt_ids))[len(known) :])
 
     async def answer(self, prompt_ids: list[int], max_tokens: int, history: Sequence[Message] | None = None) -> Segment:
         """Generate one turn and return its segments joined into one. `history`: the messages behind `prompt_ids`, if

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
-import numbers
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from penstock.config import ConfigError
 from penstock.deadline import deadline, permit
 from penstock.envs.exception_location import OnError, described
+from penstock.envs.rewards.reward import check_number
 from penstock.envs.worker_calls import awaited
 from penstock.ports.environment import Endpoint
 
@@ -212,10 +211,8 @@ def _outcome(result: object) -> Outcome:
 
 
 def check_reward(reward: object) -> float | None:
-    """Return the reward as a float, or None if there is none. Raises `EpisodeFailure` unless it is a finite real
-    number."""
-    if reward is None:
-        return None
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise EpisodeFailure(f"the reward is {reward!r}, not a finite number")
-    return float(reward)
+    """Return the reward as a float, or None if there is none. Raises `EpisodeFailure` unless it is a usable number."""
+    try:
+        return None if reward is None else check_number("the reward", reward)
+    except ValueError as error:
+        raise EpisodeFailure(str(error)) from None

@@ -74,7 +74,7 @@ def _episode(env: Any, chat: ChatTokenizer, turns: int, mistakes: _Mistakes, see
         if not isinstance(action, str):
             raise ConfigError(f"model.warm_start: {type(env).__name__}.demonstrate returned {action!r}, not a string")
         action = mistakes.replaced(action)
-        action_ids = [*chat.encode(action), chat.eos_ids[0]]
+        action_ids = [*chat.encode_answer(action), chat.eos_ids[0]]
         token_ids, mask = token_ids + action_ids, mask + [1] * len(action_ids)
         observation, _, terminated, truncated, _ = env.step(action)
         if terminated or truncated or turn == turns:

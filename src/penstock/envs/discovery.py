@@ -76,6 +76,28 @@ def is_function(file: Path, name: str) -> bool:
     return any(isinstance(node, _FUNCTIONS) and node.name == name for node in _parsed(file))
 
 
+def declares(file: Path, name: str, attribute: str, *, value: bool = True) -> bool:
+    """Return whether class `name` of `file`, or a base of it there, sets `attribute` to `value`; or whether the file
+    sets it on the function `name`."""
+    body = _body(file, name)
+    names = {f"{name}.{attribute}"} if body is None else {attribute, f"{attribute}: bool"}
+    written = {ast.unparse(node) for node in body or _parsed(file) if isinstance(node, ast.Assign | ast.AnnAssign)}
+    return bool(written & {f"{each} = {value}" for each in names})
+
+
+def is_coroutine(file: Path, name: str) -> bool:
+    """Return whether `name` is an `async` function of that file, or a class there with an `async` `score`."""
+    body = _body(file, name)
+    wanted, nodes = (name, _parsed(file)) if body is None else ("score", body)
+    return any(isinstance(node, ast.AsyncFunctionDef) and node.name == wanted for node in nodes)
+
+
+def _body(file: Path, name: str) -> list[ast.stmt] | None:
+    """Return the statements of class `name` and of its bases in the file; None if the file has no such class."""
+    classes = {node.name: node for node in _parsed(file) if isinstance(node, ast.ClassDef)}
+    return [item for node in _lineage(classes[name], classes) for item in node.body] if name in classes else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
     """Named arguments that a class or function takes, according to its source."""

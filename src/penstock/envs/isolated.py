@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.config import Config, EnvironmentConfig
 from penstock.config.imports import FILE_MODULE
+from penstock.config.secret_settings import resolved
 from penstock.envs.registry import environment_maker, maker_by_tag, resolve
 from penstock.envs.worker_calls import awaited, plain
 from penstock.envs.worker_pool import WorkerPool, WorkerProcess
@@ -116,7 +117,7 @@ async def making(
         if kind not in pools:
             limit, name = getattr(kind, "max_concurrent", NUM_PROCESSES), importable_name(kind)
             pools[kind] = WorkerPool(limit, WORKER, name, wanted)
-        options = dict(settings.options)
+        options = resolved(settings.options, "env.options")
         return partial(IsolatedEnvironment, class_name=kind.__name__, options=options, workers=pools[kind])
 
     try:

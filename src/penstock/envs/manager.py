@@ -126,7 +126,7 @@ class EnvManager:
         settings = self._environments.of_task(work.task)
         bounds = SegmentPolicy.from_config(self._config, settings)
         bounds = replace(bounds, max_new_tokens=work.sampling.max_new_tokens)
-        scorer = self._scorers.of(settings) if self._scorers is not None else None
+        scorer = self._scorers.of(settings, work.task.payload) if self._scorers is not None else None
         return [
             Episode(
                 lease=lease,

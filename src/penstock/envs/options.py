@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from penstock.config import ConfigError
-from penstock.config.imports import is_file, is_there
+from penstock.config.imports import find, is_file, is_there
 from penstock.envs.discovery import parameters_of
+from penstock.redaction import redacted
 
 
 def check_options(name: str, made: Callable[..., Any], /, *args: Any, **options: Any) -> None:
@@ -73,10 +73,10 @@ def source_of(where: str) -> Path | None:
     contain the module are imported."""
     if is_file(where):
         return Path(where)
-    spec = find_spec(where)
+    spec = find(where)
     return Path(spec.origin) if spec is not None and spec.origin is not None and is_file(spec.origin) else None
 
 
 def misfit(name: str, options: dict[str, Any], reason: object) -> ConfigError:
     """Return the `ConfigError` for options that do not fit."""
-    return ConfigError(f"env.options {options} do not fit {name}: {reason}")
+    return ConfigError(f"env.options {redacted(options)} do not fit {name}: {reason}")

@@ -54,7 +54,7 @@ class PlayedBy:
         self._said.append(self._chat.decode(prompt_ids[self._num_tokens :]))
         action = await self._player.act(self._said)
         self._said.append(action)
-        token_ids = [*self._chat.encode(action), self._chat.eos_ids[0]]
+        token_ids = [*self._chat.encode_answer(action), self._chat.eos_ids[0]]
         self._num_tokens = len(prompt_ids) + len(token_ids)
         # The grant does not limit the action, because a policy's tokens for the same text would be other tokens.
         spans = [VersionSpan(0, 0, len(token_ids))]

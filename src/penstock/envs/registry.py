@@ -13,11 +13,13 @@ from typing import Any
 from penstock.config import Config, ConfigError, EnvironmentConfig, TagConfig
 from penstock.config.environments import ATROPOS
 from penstock.config.imports import import_named, is_file
+from penstock.config.secret_settings import resolved
 from penstock.envs.adapter import PACKAGES, Adapter, adapt_class, adapt_id, check_package
-from penstock.envs.discovery import Unreadable, defines, read_file
+from penstock.envs.discovery import Unreadable, declares, defines, read_file
 from penstock.envs.exception_location import origin
-from penstock.envs.options import check_exists, check_options, check_written, suggestion
-from penstock.envs.rewards.reward import check_reward
+from penstock.envs.options import check_exists, check_options, check_written, source_of, suggestion
+from penstock.envs.rewards.dataset_rule import unaudited_of
+from penstock.envs.rewards.reward import check_reward, reads_in_sandbox
 from penstock.ports.environment import Environment
 from penstock.types import Purpose, Task
 
@@ -30,6 +32,8 @@ _BUILT_IN = {
 ADAPTER_OPTIONS = [
     name for name, each in inspect.signature(Adapter).parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY
 ]
+EXECUTING = ("rg", "math", "code", "eval")
+"""Families of GEM environments that execute or parse answers. Their games, `qa` and `logic` compare text."""
 _PROGRAMS = {ATROPOS: "groups that Atropos environments play and push, which are programs of their own"}
 
 
@@ -64,12 +68,34 @@ def locate(name: str) -> tuple[str, str]:
 
 def check_environment(key: str, settings: EnvironmentConfig) -> None:
     """Raise `ConfigError` if the environment at config key `key`, or its reward, does not exist or does not accept its
-    options. Nothing is imported."""
+    options, or if an option names an environment variable that is not set. Nothing is imported."""
     where = locate(settings.name)
+    resolved(settings.options, f"{key}.options")
+    resolved(settings.reward_options, f"{key}.reward_options")
     if not is_foreign(settings.name) and settings.name not in _PROGRAMS:
         check_written(f"{key}.options", where, settings.options, num_given=1, extra=ADAPTER_OPTIONS)
     if settings.reward is not None:
         check_reward(f"{key}.reward_options", settings.reward, settings.reward_options)
+
+
+def needs_sandbox(key: str, settings: TagConfig) -> list[str]:
+    """Return which settings of the environment at config key `key` need a sandbox, and why. Nothing is imported."""
+    where, class_name = locate(settings.name)
+    file = None if is_foreign(settings.name) or settings.name in _PROGRAMS else source_of(where)
+    found = [f"data.dataset {name}: its rule may execute an answer" for name in unaudited_of(settings)]
+    if settings.reward == "code":
+        found.append("reward code: it runs programs of the policy")
+    elif settings.reward is not None and reads_in_sandbox(settings.reward):
+        found.append(f"reward {settings.reward}: it reads text of the policy and does not set `confined = False`")
+    if file is not None and declares(file, class_name, "needs_sandbox"):
+        found.append(f"name {settings.name}: it runs programs of the policy")
+    return [reason if reason.startswith("data.") and key == "env" else f"{key}.{reason}" for reason in found]
+
+
+def executes_answers(name: str) -> bool:
+    """Return whether the name is a GEM environment that scores an answer by executing or parsing it as code, in the
+    environment worker."""
+    return name.startswith(tuple(f"gem:{family}:" for family in EXECUTING))
 
 
 def means(name: str, kind: type) -> bool:
@@ -156,11 +182,12 @@ def environment_maker(config: EnvironmentConfig, cls: type[Environment] | None =
     """Return a function that makes one environment per episode: `Class(task, **env.options)`. `cls`: the class, if it
     is known already."""
     found: Any = cls or resolve(config.name)
+    options = resolved(config.options, "env.options")
 
     def make(task: Task) -> Environment:
         check_options(config.name, found, task, **config.options)
         try:
-            environment: Environment = found(task, **config.options)
+            environment: Environment = found(task, **options)
         except KeyError as error:
             if error.args[:1] and error.args[0] in task.payload:
                 raise

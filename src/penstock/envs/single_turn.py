@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from penstock.config import ConfigError
-from penstock.config.imports import import_package
+from penstock.envs.rewards.dataset_rule import AUDITED, check_dataset, dataset_of, rule_of
 from penstock.types import Task
 
 
 class SingleTurn:
-    """Shows the task's question and scores the answer with the rule of the task's reasoning-gym dataset. For tasks from
-    other sources the reward is left to `env.reward`."""
+    """Shows the task's question. The rule of the task's reasoning-gym dataset scores the answer: here if the rule is
+    audited, else the reward `reasoning_gym` does, in a sandbox. Tasks from other sources need `env.reward`."""
 
     def __init__(self, task: Task, *, prompt: str = "{question}", full_marks_only: bool = False) -> None:
         """`prompt`: a format string with the task's payload, e.g. `"{metadata[word]}"`. `full_marks_only`: an answer
@@ -22,8 +20,10 @@ class SingleTurn:
         self._entry = task.payload
         self._prompt = _text(prompt)
         self._full_marks_only = full_marks_only
-        dataset = self._entry.get("metadata", {}).get("source_dataset")
-        self._score = _scorer(dataset) if dataset is not None else None
+        dataset = dataset_of(task.payload)
+        if dataset is not None:
+            check_dataset(dataset)
+        self._score = rule_of(dataset) if dataset in AUDITED else None
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         try:
@@ -51,10 +51,3 @@ def _text(prompt: object) -> str:
         quoted = """"{question}" in a file, 'env.options.prompt="{question}"' in a shell"""
         raise ConfigError(f"env.options.prompt is {prompt!r}, not text: quote it ({quoted})")
     return prompt
-
-
-@functools.cache
-def _scorer(dataset: str) -> Callable[[str, dict[str, Any]], float]:
-    reasoning_gym = import_package("reasoning_gym", needed_by=f"the rule of {dataset}", install="'penstock[tasks]'")
-    score: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(dataset)
-    return score

@@ -7,6 +7,7 @@ answer, or the last numbers, as many as the space needs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,8 +92,9 @@ class Actions:
     def read(self, answer: str) -> Any:
         """Return the action in `answer`. Raises ValueError if it contains none."""
         try:
-            action = self._read(answer)
-        except ValueError:
+            with np.errstate(over="raise"):
+                action = self._read(answer)
+        except (ValueError, ArithmeticError):  # numbers too large for the space's type are ArithmeticErrors
             action = None
         if action is None or not self._space.contains(action):
             raise ValueError(f"an action is {self.description}")
@@ -144,11 +146,12 @@ def _bounds(space: Space[Any]) -> str:
 
 
 def _last(answer: str, count: int, kind: type[int] | type[float]) -> list[int] | list[float]:
-    """Return the last `count` numbers of an answer. Raises ValueError if there are fewer."""
-    found = NUMBER.findall(answer)[-count:]
-    if len(found) < count:
+    """Return the last `count` numbers of an answer. Raises ValueError if there are fewer, or if one is infinite, and
+    OverflowError if one is too large."""
+    numbers = [kind(number) for number in NUMBER.findall(answer)[-count:]]
+    if len(numbers) < count or not all(map(math.isfinite, numbers)):
         raise ValueError
-    return [kind(number) for number in found]
+    return numbers
 
 
 def _size(space: Space[Any]) -> int:

@@ -41,11 +41,18 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Answer = Returned | Raised
+MOST_SHOWN = 8_000
+"""Most characters of one text of an error that are kept."""
 
 
 def encode(message: Call | Answer) -> Frames:
     """Return the message as frames. NumPy values become plain Python values."""
     return [msgspec.msgpack.encode(message, enc_hook=of_numpy)]
+
+
+def shown(text: str) -> str:
+    """Return a text of an error that can be printed: cut, and without control characters other than line breaks."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text[:MOST_SHOWN])
 
 
 class ObjectWorker:

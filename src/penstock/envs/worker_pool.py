@@ -8,7 +8,8 @@ them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,15 +17,21 @@ import msgspec
 
 from penstock.config import ConfigError
 from penstock.deadline import acquire_permit, deadline
-from penstock.envs.exception_location import RaisedElsewhere
-from penstock.envs.worker_calls import Answer, Call, ObjectWorker, Raised, encode
+from penstock.envs.exception_location import Origin, RaisedElsewhere
+from penstock.envs.worker_calls import Answer, Call, ObjectWorker, Raised, encode, shown
 from penstock.runtime import frames
 from penstock.runtime.child_process import END_S, ChildProcess
+from penstock.sandbox import Box
 
 START_S = 60.0
 """Time limit for a process to start and to create its object."""
+MAX_ANSWER_BYTES = 256 << 20
+"""Default limit of one answer. A process that sends more is killed, and its call fails."""
 ANSWERER = f"{ObjectWorker.__module__}:{ObjectWorker.__name__}"
+logger = logging.getLogger(__name__)
 _answers = msgspec.msgpack.Decoder(Answer)
+OpenBox = Callable[[], Box | None]
+"""Opens a sandbox for a process; None: the process needs none. It blocks."""
 
 
 class ProcessLost(RuntimeError):
@@ -34,8 +41,15 @@ class ProcessLost(RuntimeError):
 class WorkerProcess:
     """One process, called by one caller at a time."""
 
-    def __init__(self, child: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._child, self._reader, self._writer = child, reader, writer
+    def __init__(
+        self,
+        child: ChildProcess,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
+        self._child, self._reader, self._writer, self._max_bytes = child, reader, writer, max_answer_bytes
         self._killed = False
 
     @property
@@ -49,11 +63,16 @@ class WorkerProcess:
         return self._child.is_gone
 
     @classmethod
-    async def start(cls) -> WorkerProcess:
-        """Start a process with the same import paths as this one."""
-        child = ChildProcess(ANSWERER)
+    async def start(cls, open_box: OpenBox | None = None, *, max_answer_bytes: int = MAX_ANSWER_BYTES) -> WorkerProcess:
+        """Start a process with the same import paths as this one, in the sandbox that `open_box` opens."""
+        if open_box is None:
+            child = ChildProcess(ANSWERER)
+        else:
+            async with deadline(START_S, waiter="penstock.envs", resource="a sandbox", holder="the system"):
+                child = await asyncio.to_thread(lambda: ChildProcess(ANSWERER, box=open_box()))
         try:
-            return cls(child, *await asyncio.open_unix_connection(sock=child.pipe))
+            reader, writer = await asyncio.open_unix_connection(sock=child.pipe)
+            return cls(child, reader, writer, max_answer_bytes=max_answer_bytes)
         except BaseException:
             child.kill()
             raise
@@ -61,7 +80,7 @@ class WorkerProcess:
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the object and return its result. The first call creates the object (see `Call`). A failed
         or cancelled call kills the process. Raises `RaisedElsewhere` or ConfigError if the method raised, and
-        `ProcessLost` if the process ended."""
+        `ProcessLost` if the process ended or sent a malformed answer."""
         try:
             answer = await self._answer_to(Call(method=method, args=list(args)))
         except BaseException:
@@ -69,16 +88,19 @@ class WorkerProcess:
             raise
         match answer:
             case Raised(is_config=True):
-                raise ConfigError(answer.message)
+                raise ConfigError(shown(answer.message))
             case Raised():
-                raise RaisedElsewhere(f"{answer.kind}: {answer.message}", answer.origin)
+                place, trace = shown(answer.origin.place), shown(answer.origin.trace)
+                raise RaisedElsewhere(f"{shown(answer.kind)}: {shown(answer.message)}", Origin(place, trace))
         return answer.value
 
     async def _answer_to(self, call: Call) -> Answer:
         try:
             await frames.write(self._writer, encode(call))
-            answer: Answer = _answers.decode((await frames.read(self._reader))[0])
+            answer: Answer = _answers.decode((await frames.read(self._reader, max_bytes=self._max_bytes))[0])
             return answer
+        except (frames.MalformedMessage, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProcessLost(f"its process sent a malformed answer: {error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ProcessLost(f"its process ended: {await self._end()}") from None
 
@@ -102,9 +124,17 @@ class WorkerProcess:
 class WorkerPool:
     """At most `limit` processes, started on demand and reused as long as they are sound."""
 
-    def __init__(self, limit: int, maker: str, *args: Any) -> None:
+    def __init__(
+        self,
+        limit: int,
+        maker: str,
+        *args: Any,
+        open_box: OpenBox | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
         """`maker`: `package.module:function`, which creates the object of each process from `args`. That time does not
-        count against any episode."""
+        count against any episode. `open_box`: opens the sandbox of each process."""
+        self._open_box, self._max_answer_bytes = open_box, max_answer_bytes
         self._free = asyncio.Semaphore(limit)
         self._limit, self._maker, self._args = limit, maker, args
         self._idle: list[WorkerProcess] = []
@@ -135,9 +165,11 @@ class WorkerPool:
             raise
 
     async def _start(self) -> WorkerProcess:
-        self._lost = [worker for worker in self._lost if not worker.is_gone]
+        lost, self._lost = self._lost, []
         async with deadline(START_S, waiter="penstock.envs", resource="a new process", holder="what it imports"):
-            worker = await WorkerProcess.start()
+            for worker in lost:
+                await _collect(worker)
+            worker = await WorkerProcess.start(self._open_box, max_answer_bytes=self._max_answer_bytes)
             try:
                 await worker.call(self._maker, *self._args)
             except BaseException:
@@ -160,4 +192,12 @@ class WorkerPool:
         """End all processes that are not lent out. A lent process is killed by its borrower, or ends with this
         process."""
         for worker in (*self._idle, *self._lost):
-            await worker.close()
+            await _collect(worker)
+
+
+async def _collect(worker: WorkerProcess) -> None:
+    """End a process. How it ended concerns no later caller, so an error is logged."""
+    try:
+        await worker.close()
+    except Exception:
+        logger.exception("a worker process did not end as expected")

@@ -108,7 +108,9 @@ class _RemoteRank:
             while True:
                 answer = self._connection.receive()
                 with self._lock:
-                    handle = self._pending.popleft()
+                    handle = self._pending.popleft() if self._pending else None
+                if handle is None:
+                    raise ConnectionError("the process sent an answer without a request")
                 try:
                     handle.settle(unpack(answer))
                 except Exception as error:  # the answer's own unpickling may raise anything

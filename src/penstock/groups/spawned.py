@@ -50,12 +50,19 @@ class ChildConnection:
 
     def __init__(self, child: ChildProcess) -> None:
         self._child = child
+        self._malformed = ""
+        """Description of a malformed message of the child, for which it was killed."""
 
     def send(self, message: Frames) -> None:
         frames.send(self._child.pipe, message)
 
     def receive(self) -> Frames:
-        return frames.receive(self._child.pipe)
+        try:
+            return frames.receive(self._child.pipe)
+        except frames.MalformedMessage as error:
+            self._malformed = f"it was killed: {error}"
+            self._child.kill()
+            raise
 
     def leave(self) -> None:
         with suppress(OSError):
@@ -63,7 +70,8 @@ class ChildConnection:
 
     def ended(self) -> str:
         try:
-            return self._child.wait()
+            end = self._child.wait()
+            return self._malformed or end
         finally:
             self._child.pipe.close()
 

@@ -1,44 +1,48 @@
 """Chat templates and tokenization without torch: jinja2 renders, `tokenizers` encodes.
 
 The history is never tokenized twice: an episode keeps its token ids, and requests only the tokens that new messages
-add (`continuation`). The rendered text equals that of Hugging Face's `apply_chat_template`. Works for any directory
-with a tokenizer.json.
+add (`continuation`). The rendered text equals that of Hugging Face's `apply_chat_template`, and so do its tokens,
+except that text of messages, tools and settings never becomes a control token. Works for any directory with a
+tokenizer.json.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+import math
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from penstock.model.files import ModelError, read_json, read_json_if_present
+from penstock.model.chat_template import ChatTemplate, read_template
+from penstock.model.control_tokens import ControlTokens, Real
+from penstock.model.files import AGAIN, ModelError, read_json, read_json_if_present
 from penstock.model.tiny import ASSISTANT, CHAT_TEMPLATE, END, USER
 
-SENTINEL = "penstockassistantturn"
-"""Placeholder text of an assistant turn, used to find the text that the template puts after such a turn."""
+SENTINEL = f"penstock{secrets.token_hex(16)}"
+"""Placeholder text of a turn, used to find the text that the template puts around such a turn. No text can guess it."""
 
 
 class ChatTokenizer:
     """The tokenizer and the chat template of a model directory."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: Template | None, specials: Mapping[str, str], eos_ids: tuple[int, ...]
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, specials: Mapping[str, str], eos_ids: tuple[int, ...]
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = dict(specials)
         self.eos_ids = eos_ids
+        self._controls = ControlTokens(tokenizer, template, eos_ids)
+        self.max_characters = math.inf
+        """Maximum length of a rendered conversation. A longer one is refused before it is tokenised."""
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -49,21 +53,22 @@ class ChatTokenizer:
         if not path.is_file():
             raise ModelError(f"model directory {model_dir} has no tokenizer.json")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            with without_panic():
+                tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # `tokenizers` raises bare Exception for every malformed file
-            raise ModelError(f"{path} cannot be read: {error}") from None
+            raise ModelError(f"{path} cannot be read ({error}): {AGAIN}") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special_tokens = _special_tokens(model_dir, config)
         eos_ids = _eos_ids(model_dir, tokenizer, special_tokens)
-        return cls(tokenizer, _template(model_dir, config), special_tokens, eos_ids)
+        return cls(tokenizer, read_template(model_dir, config), special_tokens, eos_ids)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's next turn.
 
         `settings` (`tools`, ...) are passed to the template.
         """
-        return self.encode(self.render(messages, **settings))
+        return self._encode(*self._render(messages, settings))
 
     def continuation(self, messages: Sequence[Mapping[str, Any]], *, ended: bool, **settings: Any) -> list[int]:
         """Return the tokens between two assistant turns, with `messages` between them.
@@ -71,32 +76,69 @@ class ChatTokenizer:
         `ended`: the generated turn already ends with an end-of-turn token, which is then not repeated.
         """
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}, *messages]
-        _, found, rest = self.render(turn, **settings).partition(SENTINEL)
-        if not found:
+        text, real = self._render(turn, settings)
+        place = text.translate(real).find(SENTINEL) if real else text.find(SENTINEL)
+        if place < 0:
             raise ModelError("the chat template drops the assistant's text: use a template that keeps it")
-        token_ids = self.encode(rest)
+        token_ids = self._encode(text[place + len(SENTINEL) :], real)
         return token_ids[1:] if ended and token_ids and token_ids[0] in self.eos_ids else token_ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """Return the text of a conversation, up to the start of the assistant's next turn."""
+        text, real = self._render(messages, settings)
+        return text.translate(real) if real else text
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> tuple[str, Real]:
+        """Return the text of a conversation, in which text that might spell a control token is disguised."""
         if self._template is None:
             raise ModelError("no chat template: add chat_template.jinja, or `chat_template` in tokenizer_config.json")
-        try:
-            known = {"add_generation_prompt": True, "messages": messages} | self._special_tokens | settings
-            text = self._template.render(**known)
-            if settings.get("tools") and text == self._template.render(**known | {"tools": None}):
-                raise ModelError("the chat template ignores `tools`: use a template that renders them")
-            return text
-        except TemplateError as error:
-            raise ModelError(f"the chat template rejected the conversation: {error}") from error
+        template, known = self._template, {"add_generation_prompt": True, **self._special_tokens}
+        disguised, hidden, real = self._controls.disguised(messages, settings)
+        text = template.render(known | dict(hidden, messages=disguised))
+        if len(text) > self.max_characters:
+            raise ValueError(f"it has {len(text)} characters, more than the context can hold: shorten it")
+        if real and template.rearranges:
+            undisguised = template.render(known | dict(settings, messages=messages))
+            if self._controls.are_same(undisguised, text, real):
+                return undisguised, {}
+        return text, real
+
+    def _encode(self, text: str, real: Real) -> list[int]:
+        with without_panic():
+            return self._controls.encode(text, real) if real else self.encode(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`. Special tokens in the text are recognised; no tokens are added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Return the token ids of `text`, which is a rendered prompt: special tokens are recognised; no tokens are
+        added."""
+        with without_panic():  # only the batch call lets other threads run meanwhile
+            return list(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Number of characters of the longest token, as the vocabulary spells it."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Return the token ids of an answer without its end of turn. Special tokens stay text. Other added tokens
+        (`<tool_call>`) are recognised."""
+        return self._encode(*self._controls.disguised_answer(text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of `token_ids`."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
+        with without_panic():
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
+
+
+@contextmanager
+def without_panic() -> Iterator[None]:
+    """Raise ValueError instead of a panic of `tokenizers`, which would end the process: a malformed tokenizer.json can
+    cause one for some texts or tokens."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer panicked: {error}") from None
 
 
 def byte_tokenizer() -> ChatTokenizer:
@@ -108,56 +150,23 @@ def byte_tokenizer() -> ChatTokenizer:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    return ChatTokenizer(tokenizer, Template(CHAT_TEMPLATE), {"eos_token": END}, (vocabulary[END],))
-
-
-class _GenerationTag(Extension):
-    """The tag `{% generation %}`, with which templates mark the assistant's words. It does not change the text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """Return JSON without HTML escapes: jinja2's own `tojson` adds them, and chat templates do not expect them."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    env.filters["tojson"] = _to_json
-    env.globals["raise_exception"] = _refuse
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return env
-
-
-def _template(model_dir: Path, config: Mapping[str, Any]) -> Template | None:
-    file = model_dir / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if source is None:
-        return None
-    try:
-        return _environment().from_string(source)
-    except TemplateError as error:
-        raise ModelError(f"the chat template of {model_dir} does not compile: {error}") from None
+    return ChatTokenizer(tokenizer, ChatTemplate(CHAT_TEMPLATE), {"eos_token": END}, (vocabulary[END],))
 
 
 def _special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return `bos_token`, `eos_token`, ... as strings. The files hold strings, or objects with a `content`."""
     declared = {**read_json_if_present(model_dir, "special_tokens_map.json"), **config}
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    found = {name: declared[name] for name in names if declared.get(name) is not None}
-    return {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
+    texts: dict[str, str] = {}
+    for name in names:
+        token = declared.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            texts[name] = text
+        elif token is not None:
+            path = model_dir / "tokenizer_config.json"
+            raise ModelError(f"{path}: {name} is no text, but {token!r}: write the token as it is spelled")
+    return texts
 
 
 def _eos_ids(model_dir: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str]) -> tuple[int, ...]:
@@ -167,7 +176,12 @@ def _eos_ids(model_dir: Path, tokenizer: Tokenizer, special_tokens: Mapping[str,
     candidates = [*declared] if isinstance(declared, list) else [declared]
     if "eos_token" in special_tokens:
         candidates.append(tokenizer.token_to_id(special_tokens["eos_token"]))
-    ids = {int(candidate) for candidate in candidates if candidate is not None}
+    ids = [candidate for candidate in candidates if candidate is not None]
+    if wrong := [each for each in ids if not isinstance(each, int)]:
+        where = f"generation_config.json or config.json of model directory {model_dir}"
+        raise ModelError(
+            f"eos_token_id in {where} holds {wrong[0]!r}: set it to the number of a token, or a list of them"
+        )
     if not ids:
         raise ModelError(f"model directory {model_dir} names no end-of-turn token: set eos_token_id in config.json")
-    return tuple(sorted(ids))
+    return tuple(sorted(set(ids)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ COMPANIONS = (
 """Files that a model directory needs besides the weights."""
 
 
+AGAIN = "copy or download it again, or let save_pretrained write it"
+
+
 class ModelError(RuntimeError):
     """A model directory cannot be used. The message names the directory and its fault."""
 
@@ -37,16 +41,48 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
         raise ModelError(f"model directory {directory} has no {name}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}): {AGAIN}") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds {type(value).__name__}, expected a JSON object")
+        raise ModelError(f"{path} holds {type(value).__name__}, expected a JSON object: {AGAIN}")
     return value
 
 
 def read_json_if_present(directory: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in `directory/name`; an empty one if the file is absent."""
     return read_json(directory, name) if (directory / name).is_file() else {}
+
+
+def check_no_code(directory: Path) -> None:
+    """Check that loading the model runs no code that the model directory holds or names. Raises `ModelError`."""
+    config = read_json(directory, "config.json")
+    remedy = "Penstock runs only the code of Transformers: use a model with an architecture that Transformers knows"
+    for setting, value in _attention_kernels(config):
+        if not isinstance(value, str):
+            raise ModelError(f"{directory / 'config.json'}: {setting} is no name, but {value!r}: correct or remove it")
+        if "/" in value:
+            raise ModelError(f"config.json of model directory {directory} names code to download ({value}); {remedy}")
+    if not isinstance(named := config.get("auto_map") or {}, dict):
+        raise ModelError(f"{directory / 'config.json'}: auto_map is no object, but {named!r}: remove it")
+    if "AutoConfig" in named or "AutoModelForCausalLM" in named:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        if config.get("model_type") not in CONFIG_MAPPING:
+            code = ", ".join(sorted({str(each).partition(".")[0] + ".py" for each in named.values()}))
+            raise ModelError(f"model directory {directory} needs Python code of its own ({code}); {remedy}")
+    if (directory / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model directory {directory} holds an adapter for another model: merge the two, and save them"
+        )
+
+
+def _attention_kernels(config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the settings of a configuration, and of its parts, that name attention kernels, with each name."""
+    for key, value in config.items():
+        if key.endswith("attn_implementation") and value is not None:
+            yield from ((key, each) for each in (value.values() if isinstance(value, Mapping) else [value]))
+        elif isinstance(value, Mapping):
+            yield from _attention_kernels(value)
 
 
 def has_weights(directory: Path) -> bool:

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from penstock.model.files import ModelError, has_weights, read_json
+from penstock.model.files import AGAIN, ModelError, check_no_code, has_weights
 
 CPU = torch.device("cpu")
 FULL = "full_attention"
+OWN_CODE = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments for Transformers: nothing is downloaded, and no code of the model directory runs or is asked about."""
 
 
 def load_policy(
@@ -29,20 +32,32 @@ def load_policy(
     If `weights` is False, the weights are random; equal seeds give equal weights. The model stays in eval mode during
     training, since dropout would make the trainer's log-probabilities differ from the engine's.
     """
-    read_json(model_dir, "config.json")
+    check_no_code(model_dir)
     if weights and not has_weights(model_dir):
         raise ModelError(f"model directory {model_dir} has no weights (*.safetensors)")
     try:
         if weights:
-            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **OWN_CODE)
         else:
             model = _random(model_dir, dtype, seed)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model directory {model_dir} cannot be loaded: {error}") from error
+    except Exception as error:  # Transformers raises all kinds of errors for malformed files
+        raise ModelError(_fault(model_dir, error)) from error
     if weights and device.type == "cpu":
         for parameter in model.parameters():  # a mapped parameter would be lost with its file
             parameter.data = parameter.data.clone()
     return model.to(device).eval()
+
+
+def _fault(model_dir: Path, error: Exception) -> str:
+    """Return which file keeps a model from being loaded, as far as that can be told, and what to do."""
+    for path in sorted(model_dir.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                continue
+        except Exception as damage:  # an error of safetensors, which is no subclass of OSError
+            return f"{path} is damaged ({damage}): {AGAIN}"
+    reason = f"cannot be loaded: {type(error).__name__}: {error}"
+    return f"model directory {model_dir} {reason}; if its config.json or generation_config.json is damaged, {AGAIN}"
 
 
 def hollow_policy(model_dir: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -93,8 +108,8 @@ def with_tied_names(model: PreTrainedModel, named: Mapping[str, Tensor]) -> dict
 
 
 def _random(model_dir: Path, dtype: torch.dtype, seed: int | None) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    config = AutoConfig.from_pretrained(model_dir, **OWN_CODE)
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state unchanged
         if seed is not None:
             torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

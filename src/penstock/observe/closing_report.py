@@ -16,6 +16,7 @@ from penstock.config import Config
 from penstock.observe import jsonl
 from penstock.observe.notices import failures, notice
 from penstock.observe.tables import clock, count, facts, listing, number, percent
+from penstock.observe.visible_text import visible
 
 LONGEST_CELL = 160
 """Characters of a prompt or an answer; longer ones are cut in their middle."""
@@ -129,8 +130,10 @@ def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[st
 
 
 def troubles(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return rows about surplus trajectories and failed groups, for a summary or a status."""
+    """Return rows about surplus trajectories, failed groups and a missing sandbox, for a summary or a status."""
     rows = []
+    if status["sandbox"] == "none":
+        rows.append(("sandbox", "none: programs of the policy run unconfined, as the user of the run"))
     if surplus := status["ledger"].get("discarded_surplus"):
         rows.append(("surplus", f"{count(surplus)} trajectories more than their groups needed (env.redundancy)"))
     if status["groups_failed"]:
@@ -159,6 +162,6 @@ def _answer(sample: dict[str, Any]) -> tuple[Text, Text]:
 
 
 def _one_line(value: object) -> str:
-    text = " ".join(str("" if value is None else value).split()) or "∅"
+    text = visible(" ".join(str("" if value is None else value).split())) or "∅"
     half = LONGEST_CELL // 2
     return text if len(text) <= LONGEST_CELL else f"{text[:half]} … {text[-half:]}"

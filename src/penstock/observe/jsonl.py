@@ -17,13 +17,16 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from penstock.own_files import open_plain, read_document
+from penstock.redaction import redacted_parts
+
 
 class JsonLinesWriter:
     """Appends records to `path`; records appear in order, each as a whole."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = str(path)
-        self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         self._torn = _is_torn(self.fd)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -57,9 +60,12 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 def tail(path: str | Path, num_bytes: int) -> list[dict[str, Any]]:
     """Return the complete records within the last `num_bytes` of `path`; empty if there is no such file."""
-    offset = max(0, Path(path).stat().st_size - num_bytes - 1) if Path(path).exists() else 0
-    data = _read_from(path, offset)
-    return _records(data[data.find(b"\n") + 1 :] if offset else data)
+    with suppress(FileNotFoundError), open_plain(Path(path)) as file:
+        offset = max(0, os.fstat(file.fileno()).st_size - num_bytes - 1)
+        file.seek(offset)
+        data = file.read(num_bytes + 1)
+        return _records(data[data.find(b"\n") + 1 :] if offset else data)
+    return []
 
 
 class Follower:
@@ -76,13 +82,14 @@ class Follower:
 
 
 def dumps(value: Any) -> str:
-    """Return `value` as JSON without NaN or infinities. NumPy scalars and paths are supported. Raises `TypeError` for
-    other objects."""
+    """Return `value` as JSON without NaN or infinities, and without the secrets that text shows. NumPy scalars and
+    paths are supported. Raises `TypeError` for other objects."""
     try:
-        return json.dumps(value, default=_plain, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(value, default=_plain, allow_nan=False, ensure_ascii=False)
     except ValueError:  # NaN or infinities
         finite = json.loads(json.dumps(value, default=_plain), parse_constant=lambda constant: None)
-        return json.dumps(finite, ensure_ascii=False)
+        text = json.dumps(finite, ensure_ascii=False)
+    return redacted_parts(text)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -93,10 +100,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the document at `path`; empty if the file is missing, unreadable or not a JSON object."""
+    """Return the document at `path`; empty if the file is missing, unreadable, a link, too large or no JSON object."""
     try:
-        return _parse(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError):
+        return _parse(read_document(path)) or {}
+    except OSError:
         return {}
 
 
@@ -107,7 +114,7 @@ def _is_torn(fd: int) -> bool:
 
 def _read_from(path: str | Path, offset: int) -> bytes:
     """Return the bytes after `offset`; none if there is no such file."""
-    with suppress(FileNotFoundError), Path(path).open("rb") as file:
+    with suppress(FileNotFoundError), open_plain(Path(path)) as file:
         file.seek(offset)
         return file.read()
     return b""
@@ -123,7 +130,7 @@ def _parse(text: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object that `text` holds; None if it holds anything else."""
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
 

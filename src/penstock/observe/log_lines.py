@@ -1,4 +1,5 @@
 """Log lines: `2026-11-23T04:01:02.345Z INFO trainer-0: step 3 ...`, one for each message (standard library only).
+Further lines of a message, such as a traceback, are indented.
 
 Times are UTC, so that lines of several processes and machines sort by their text. Penstock's own loggers write messages
 from INFO on; loggers of libraries write messages from WARNING on.
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import penstock
+from penstock.observe.visible_text import visible
+from penstock.redaction import redacted_text
 
 LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (?P<level>[A-Z]+) (?P<process>\S+): (?P<message>.*)"
@@ -30,9 +33,16 @@ MIN_PAUSE_S = 1.0
 
 
 def formatted(process: str, message: str, *, level: str = "INFO", at: float | None = None) -> str:
-    """Return one log line without the newline; `at` is in seconds since the epoch, now by default."""
+    """Return one entry of a log without the newline; `at` is in seconds since the epoch, now by default."""
     at = time.time() if at is None else at
-    return f"{time.strftime(SECOND, time.gmtime(at))}.{int(at * 1000) % 1000:03d}Z {level} {process}: {message}"
+    return (
+        f"{time.strftime(SECOND, time.gmtime(at))}.{int(at * 1000) % 1000:03d}Z {level} {process}: {one_entry(message)}"
+    )
+
+
+def one_entry(text: str) -> str:
+    """Return `text` with its later lines indented, so that none of them passes for an entry of the log."""
+    return text.replace("\n", "\n  ")
 
 
 def log_to_stderr(process: str) -> None:
@@ -55,11 +65,19 @@ def logging_to(path: Path, process: str) -> Iterator[None]:
 
 
 def _add(handler: logging.Handler, process: str) -> None:
-    formatter = logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)s {process}: %(message)s", SECOND)
+    formatter = _PrintableFormatter(f"%(asctime)s.%(msecs)03dZ %(levelname)s {process}: %(message)s", SECOND)
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     logging.getLogger().addHandler(handler)
     logging.getLogger("penstock").setLevel(logging.INFO)
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Writes messages that a terminal does not obey, that begin no second entry, and that show no secret, not even one
+    in a library's traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return one_entry(visible(redacted_text(super().format(record))))
 
 
 def versions() -> str:

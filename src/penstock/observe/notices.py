@@ -52,15 +52,16 @@ def notice(event: dict[str, Any]) -> str | None:
             event = event | {"names": ", ".join(leftovers)}
     try:
         return shortened(TEXTS[name].format_map(event)) if name in TEXTS else None
-    except KeyError:  # another version wrote the event
+    except (KeyError, TypeError, ValueError):  # another version wrote the event
         return None
 
 
 def shortened(text: str) -> str:
-    """Return `text`, cut to `LONGEST` characters."""
+    """Return `text` on one line, cut to `LONGEST` characters."""
+    text = " ".join(text.split())
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def failures(groups: int, latest: str | None) -> str:
     """Return the number of failed groups and the reason of the latest failure."""
-    return f"{groups} group{'s' * (groups != 1)} failed, the latest: {shortened(' '.join((latest or '-').split()))}"
+    return f"{groups} group{'s' * (groups != 1)} failed, the latest: {shortened(latest or '-')}"

@@ -85,6 +85,8 @@ class Recorder(Observer):
         """Number of samples that could not be trained, by reason."""
         self._dropped: Counter[str] = Counter(self._before.get("groups_dropped", {}))
         """Number of groups that a filter dropped, by filter and reason."""
+        self.frames_dropped: Counter[str] = Counter(self._before.get("frames_dropped", {}))
+        """Number of frames that the control bus dropped, by reason."""
         self._groups_failed = int(self._before.get("groups_failed", 0))
         self._latest_failure: str | None = self._before.get("latest_failure")
         self._held_out: dict[str, int] | None = None
@@ -157,6 +159,7 @@ class Recorder(Observer):
         results = {
             "episodes_total": self._totals["episodes_total"],
             "groups_dropped": dict(self._dropped),
+            "frames_dropped": dict(self.frames_dropped),
             "groups_failed": self._groups_failed,
             "latest_failure": self._latest_failure,
             "held_out": self._held_out,
@@ -234,6 +237,7 @@ class Recorder(Observer):
             **self._with_earlier_lives(sums),
             "num_servers": len(servers),
             "groups_dropped": dict(self._dropped),
+            "frames_dropped": dict(self.frames_dropped),
         }
 
     def _write(self, line: Mapping[str, Any]) -> None:

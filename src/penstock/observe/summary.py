@@ -6,6 +6,7 @@ recorded step. It is divided by the wall time between these steps and by the num
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def summarize(run_dir: Path) -> Record:
     return {
         "run_id": state.get("run_id", run_dir.name),
         "status": state.get("status", "pending"),
+        "sandbox": sandbox_of(run_dir),
         "error": state.get("error"),
         **of_metrics(lines),
         **of_events(events),
@@ -71,6 +73,16 @@ def summarize(run_dir: Path) -> Record:
         "latest_failure": played.get("latest_failure"),
         "wall_seconds": wall_seconds(state),
     }
+
+
+def sandbox_of(run_dir: Path) -> str | None:
+    """Return `env.sandbox` of a run; None if its settings cannot be read. The janitor calls this, and has no YAML."""
+    try:
+        text = (run_dir / "config.yaml").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = re.search(r"^env:\n(?:  .*\n)*?  sandbox: (\w+)$", text, re.M)
+    return found[1] if found else None
 
 
 def of_metrics(lines: Sequence[Record]) -> Record:

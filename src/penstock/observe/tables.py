@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from penstock.observe.visible_text import visible
 
 FILE_WIDTH = 160
 """Characters per line if the output is not a terminal; a terminal has its own width."""
 
 
+class VisibleConsole(Console):
+    """A console that prints no character that a terminal would obey or hide: such characters are shown escaped."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of a renderable. Their styles and cursor movements are Rich's own, their text is not."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
 def open_console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text unchanged: no markup, no coloured numbers."""
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    """Return a console that prints text as text: no markup, no coloured numbers, no control characters."""
+    console = VisibleConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
     return console

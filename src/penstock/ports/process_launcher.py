@@ -21,6 +21,9 @@ class ProcessSpec:
     grace_s: float
     """Time between SIGTERM and SIGKILL."""
     env: Mapping[str, str] = field(default_factory=dict)
+    serves_at: tuple[str, int] | None = None
+    """Host and port at which the process serves others; port 0 lets the system choose. None if it serves no others. The
+    launcher keeps the port for later processes of the same name."""
     pool: str | None = None
     """Pool of the cluster in which the process runs; None for the supervisor's machine."""
     num_slots: int = 1

@@ -79,7 +79,13 @@ async def membership(
 
     peer = Peer(str(child.runtime_dir), child.name, handle)
     hello = Hello(
-        role=role, name=child.name, nonce=child.nonce, pid=os.getpid(), url=url, host=child.host, attached=attached
+        role=role,
+        name=child.name,
+        nonce=child.secret("greeting"),
+        pid=os.getpid(),
+        url=url,
+        host=child.host,
+        attached=attached,
     )
     try:
         async with alongside(peer.run()):

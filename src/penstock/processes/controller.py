@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 from penstock import loop
 from penstock.config import Config, ConfigError, load_config
 from penstock.control import messages
-from penstock.control.bus import CONTROLLER, Bus, UnknownPeer
+from penstock.control.bus import CONTROLLER, Bus, ProtocolViolation, UnknownPeer
 from penstock.control.messages import AnyMessage
 from penstock.control.remote_workers import RemoteTrainer, RemoteWorkers
+from penstock.control.runtime_files import ServerKeys
 from penstock.data.sources import FirstTasks, MixedTasks, TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import Stall, Stalled, alongside, deadline, first, reporting_to, warn_if_stalled, write_to_log
 from penstock.observe.recorder import Recorder
@@ -22,8 +23,9 @@ from penstock.observe.trackers import open_trackers
 from penstock.ports.environment import TaskSource
 from penstock.ports.training import TrainerLost
 from penstock.processes.dumping import open_dumps
-from penstock.processes.layout import TRAINER
+from penstock.processes.layout import TRAINER, roles_by_name
 from penstock.processes.pool_access import PayloadFetcher, pool_of_controller
+from penstock.processes.report_checks import MOST, check_alone, check_in_run, episodes_of
 from penstock.processes.worker_registry import WorkerRegistry
 from penstock.recovery import MAX_LEARNED_GROUPS
 from penstock.rollout.servers import Servers
@@ -64,7 +66,9 @@ class Controller:
         self.pool_dir, payloads = pool_of_controller(child)
         self._fetcher = PayloadFetcher(payloads, recorder)
         self._num_messages = 0
-        self.bus = Bus(str(child.runtime_dir), self.handle, host=child.address)
+        self._roles = roles_by_name(config)
+        runtime_dir, nonce, dropped = str(child.runtime_dir), child.secret("greeting"), recorder.frames_dropped
+        self.bus = Bus(runtime_dir, self.handle, nonce=nonce, host=child.address, dropped=dropped)
         self.system: System | None = None
         self._joining_s = JOINING * config.supervisor.ready_timeout_s
         self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)}
@@ -88,6 +92,7 @@ class Controller:
         if peer not in self._members:
             raise UnknownPeer(peer)
         self._registry.hear(peer)
+        self._check(peer, message)
         match message:
             case messages.Heartbeat(cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans):
                 self._recorder.heartbeat(peer, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans)
@@ -122,16 +127,28 @@ class Controller:
             case messages.StallReport(stall=stall):
                 self._recorder.event("stall", process=peer, **asdict(stall))
             case _:
-                raise ValueError(f"{peer} sent an unexpected {type(message).__name__}")
+                raise ProtocolViolation("the controller did not expect it")
         return None
+
+    def _check(self, peer: str, message: AnyMessage) -> None:
+        """Check that the peer may send this message now. Raises `ProtocolViolation`."""
+        check_alone(message, self._members[peer].role)
+        if self.system is not None and episodes_of(message):
+            scheduler, pool = self.system.scheduler, self.system.pool
+            newest = max(scheduler.trained_version, scheduler.policy_version, pool.highest_version)
+            # Without a trainer, the servers' own versions are the only ones.
+            is_known = self.system.config.has_trainer
+            check_in_run(message, peer, scheduler, newest_version=newest if is_known else MOST)
 
     async def _fetch(self, worker: str, refs: Sequence[PayloadRef | None]) -> str:
         """Fetch these records into the pool. Return the reason if that fails, else an empty string."""
         return await self._fetcher.fetch(refs, worker=worker, host=self._members[worker].host)
 
     def _welcome(self, hello: messages.Hello) -> AnyMessage:
-        if hello.nonce != self._child.nonce:
-            return messages.Refused(reason=f"{hello.name} belongs to another run")
+        if self._roles.get(hello.name, "") != ("" if hello.attached else hello.role) or (
+            hello.attached and hello.role != "env"
+        ):
+            return messages.Refused(reason=f"the run has no process {hello.name} with the role {hello.role}")
         before = self._members.get(hello.name)
         self._members[hello.name] = hello
         self._recorder.joined(hello.name, hello.role, url=hello.url)
@@ -225,6 +242,8 @@ async def serve(child: Child) -> None:
     trackers = open_trackers(config.observe.trackers, child.run_dir, publishable(config))
     recorder = Recorder(child.run_dir, trackers)
     controller = Controller(config, child, recorder)
+    rollout = config.rollout
+    ServerKeys(api_key=rollout.api_key or "", admin_api_key=rollout.admin_api_key or "").write(child.runtime_dir)
     child.report_ready()
     try:
         with reporting_to(controller.record_stall):
@@ -261,6 +280,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         engine=config.rollout.engine,
         update_mode=config.rollout.update_mode,
         api_key=config.rollout.control_key,
+        claim=child.secret("claim"),
         timeout_s=timeout_s,
         lost=lambda url, why: recorder.event("server_lost", url=url, why=why),
     )

@@ -7,11 +7,14 @@ it.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 
 from penstock.config import Config, ConfigError, load_config
 from penstock.config.environments import ATROPOS
+from penstock.config.secret_settings import VARIABLES
+from penstock.control.runtime_files import ServerKeys
 from penstock.deadline import alongside, first
 from penstock.envs.agents import Gateway
 from penstock.envs.isolated import making
@@ -23,6 +26,7 @@ from penstock.ports.environment import Environment
 from penstock.processes.env_worker import Worker
 from penstock.processes.layout import model_dir
 from penstock.processes.pool_access import pool_of_worker
+from penstock.sandbox import select
 from penstock.supervisor.child import Child
 from penstock.supervisor.run_journal import living_owner, read_state
 from penstock.supervisor.states import RunState
@@ -34,6 +38,8 @@ GOES_ON = (RunState.PENDING, RunState.STARTING, RunState.RUNNING)
 
 async def serve(child: Child) -> None:
     config = load_config(child.run_dir / "config.yaml")
+    for name in VARIABLES.values():  # programs that environments start do not inherit the key
+        os.environ.pop(name, None)
     names, env = ", ".join(config.environments.names), config.env
     child.log_start(
         environments=names, group_size=env.group_size, max_open=config.max_open, episode_timeout_s=env.episode_timeout_s
@@ -60,6 +66,7 @@ async def play(
 
     `joined` is called once the controller has welcomed this worker.
     """
+    select(config.env.sandbox)
     chat = ChatTokenizer.load(model_dir(config, child.run_dir))
     async with (
         making(config, kinds) as make,
@@ -76,16 +83,8 @@ async def play(
 
 
 async def attend(child: Child, kind: type[Environment]) -> None:
-    """Run episodes of `kind`, and of the run's other environments, until SIGINT or SIGTERM, or until the run stops.
-
-    Raises `ConfigError` if the run has several machines and the user gave no API key.
-    """
-    config, stop, joined = load_config(child.run_dir / "config.yaml"), child.stop_event(), asyncio.Event()
-    if config.cluster.address is not None and not config.rollout.api_key:
-        raise ConfigError(
-            f"run {child.run_id} has several machines, and its servers require an API key: set PENSTOCK_API_KEY when "
-            "you start the run, and set the same key here"
-        )
+    """Run episodes of `kind`, and of the run's other environments, until SIGINT or SIGTERM, or until the run stops."""
+    config, stop, joined = with_servers_key(child), child.stop_event(), asyncio.Event()
     kinds = kinds_with(kind, config)
 
     def welcome() -> None:
@@ -97,6 +96,14 @@ async def attend(child: Child, kind: type[Environment]) -> None:
         await first(stop.wait(), asyncio.wait([working]))
         if not joined.is_set():
             working.cancel()
+
+
+def with_servers_key(child: Child) -> Config:
+    """Return the run's configuration with the key to its rollout servers, for a process that the run did not start."""
+    config, keys = load_config(child.run_dir / "config.yaml"), ServerKeys.read(child.runtime_dir)
+    if keys is None or not keys.api_key:
+        return config
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"api_key": keys.api_key})})
 
 
 def kinds_with(kind: type[Environment], config: Config) -> dict[str, type[Environment]]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
 import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from urllib.parse import quote
 
 import aiohttp
@@ -22,16 +24,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.config import Config
+from penstock.config.secret_settings import VARIABLES
 from penstock.deadline import Stalled, alongside, deadline, first, warn_if_stalled
 from penstock.ports.observer import BusySpan
 from penstock.processes.bus_client import Member, Telemetry, membership
-from penstock.processes.layout import host_of, model_dir, port_of, server_number
+from penstock.processes.layout import host_of, model_dir, server_number
+from penstock.processes.own_port import OwnPortConnector
 from penstock.processes.visible import of_foreign_server
 from penstock.rollout.app import ApiKeys, App
+from penstock.rollout.claim import Claim
 from penstock.rollout.client import ServerClient
 from penstock.rollout.http import Access, Refused, Route, read_bytes, unless_disconnected
 from penstock.rollout.servers import CONFLICT, connect
-from penstock.rollout.session import HttpSession, RolloutError, open_session
+from penstock.rollout.session import KEEP_ALIVE_S, HttpSession, RolloutError, open_session
 from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
 
@@ -42,9 +47,12 @@ CLAIM_TIMEOUT_S = 12.0
 """Limit of the wait for an already running server to answer, and for a dead run's claim on it to expire."""
 
 LOOPBACK = "127.0.0.1"
+Place = int | Path
+"""Where an engine that we start listens: a loopback port, or a Unix socket."""
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 
 VLLM_ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",  # the engine and its processes import no file of the working directory
     "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for pause, resume and weights
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds to the first cores, which the trainer needs too
@@ -70,8 +78,9 @@ OPEN: Mapping[str, Access] = {
     "/model_info": "generation",
     "/inference/v1/generate": "generation",
     "/weight_info": "generation",
+    "/metrics": "generation",
 }
-"""Routes open to clients without the admin key, for all engines. All other routes are control."""
+"""Routes open to clients without the admin key and the claim, for all engines. All other routes are control."""
 STALL_WARNING_S = 300.0
 """Seconds without an answer before a stall is reported. The client has its own deadline."""
 UNREACHED = 502
@@ -82,10 +91,12 @@ MAX_BODY_BYTES = 1 << 28
 async def serve(child: Child, config: Config) -> None:
     stop = child.stop_event()
     child.log_start(engine=config.rollout.engine, urls=", ".join(config.rollout.urls))
-    session = HttpSession(api_key=config.rollout.control_key, timeout_s=config.rollout.request_timeout_s)
+    rollout = config.rollout
+    secret = child.secret("claim")
+    session = HttpSession(api_key=rollout.control_key, claim=secret, timeout_s=rollout.request_timeout_s)
     try:
         async with engine_of(child, config) as (url, process):
-            claim = ServerClaim(connect(config.rollout.engine, url, session), child.run_id, child.nonce)
+            claim = ServerClaim(connect(config.rollout.engine, url, session), child.run_id, secret)
             await await_server(config, claim, process)
             metrics = EngineMetrics(child.name, config, url, session)
             async with (
@@ -107,25 +118,26 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
     """Start the engine if necessary, and end it after the body. Yield its URL for other processes, and its process if
     we started it.
 
-    An engine that we start writes to this process's log. It listens on the loopback interface only, because it checks
-    no key on its control routes. If other machines reach it, or control has its own key, an auth proxy is in front.
+    An engine that we start writes to this process's log. It checks no claim on its control routes, so an auth proxy is
+    in front of it. vLLM listens on a socket in the private runtime directory. SGLang listens on a loopback port, and
+    asks for a key that only this process knows.
     """
     if config.rollout.urls:
         yield config.rollout.urls[server_number(child)].rstrip("/"), None
         return
-    host, port = host_of(child, config), port_of(child, config)
-    has_proxy = child.address is not None or config.rollout.host != LOOPBACK or bool(config.rollout.admin_api_key)
-    engine_port = free_port() if has_proxy else port or free_port()
-    engine = url_of(LOOPBACK, engine_port)
+    place: Place = free_port()
+    if config.rollout.engine == "vllm":
+        place = child.runtime_dir / f"{child.name}.sock"
+        place.unlink(missing_ok=True)  # a killed engine leaves it
+    host, port, keys = host_of(child, config), child.port, ApiKeys.of(config.rollout)
+    own_key = secrets.token_hex(32) if config.rollout.engine == "sglang" else config.rollout.api_key
     process = await asyncio.create_subprocess_exec(
-        *command(child, config, engine_port), env=environment(config, server_number(child))
+        *command(child, config, place, own_key), env=environment(config, server_number(child))
     )
     try:
-        if has_proxy:
-            async with auth_proxy(engine, host=host, port=port, keys=ApiKeys.of(config.rollout)) as url:
-                yield url, process
-        else:
-            yield engine, process
+        claim = Claim(child.run_id, child.secret("claim"))
+        async with auth_proxy(place, own_key, host=host, port=port, keys=keys, claim=claim) as url:
+            yield url, process
     finally:
         if process.returncode is None:
             process.terminate()
@@ -137,45 +149,63 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
 
 
 @asynccontextmanager
-async def auth_proxy(engine: str, *, host: str, port: int, keys: ApiKeys) -> AsyncIterator[str]:
-    """Run a proxy that requires an API key, for the length of the body. Yield the URL of the proxy.
+async def auth_proxy(
+    place: Place, own_key: str | None, *, host: str, port: int, keys: ApiKeys, claim: Claim
+) -> AsyncIterator[str]:
+    """Run a proxy that requires an API key, and for control the claim, for the length of the body. Yield the URL of the
+    proxy.
 
-    It stands in front of an engine, at the URL `engine`, that checks no key on its control routes. It forwards each
-    request that has the right key to the engine, and returns the engine's answer.
+    It stands in front of an engine, at `place`, that checks no claim. It forwards each request with the right key to
+    the engine, with the engine's `own_key`, and returns the engine's answer.
     """
-    own = {"Authorization": f"Bearer {keys.generation}"} if keys.generation else {}
+    engine = url_of(LOOPBACK, place) if isinstance(place, int) else "http://engine"
 
     async def forward(request: Request) -> Response:
-        body = await read_bytes(request, max_bytes=MAX_BODY_BYTES)
+        body = b"" if request.method == "GET" else await read_bytes(request, max_bytes=MAX_BODY_BYTES)
         return await unless_disconnected(request, _answer(session, engine, request, body))
 
-    routes = [Route(path, ["GET", "POST"], forward, access) for path, access in OPEN.items()]
+    # A public route has no POST, because it must not keep a body (`App`).
+    routes = [
+        Route(path, ["GET"] if access == "public" else ["GET", "POST"], forward, access)
+        for path, access in OPEN.items()
+    ]
     routes.append(Route("/{path}", ["GET", "POST", "PUT", "DELETE"], forward))
-    with bind(host, port) as listener:
-        async with open_session(own) as session, listening(App(routes, keys), listener):
+    with bind(host, port, held=True) as listener:
+        async with _session(place, own_key) as session, listening(App(routes, keys, claim), listener):
             yield url_of(host, listener)
+
+
+def _session(place: Place, own_key: str | None) -> aiohttp.ClientSession:
+    """Return the session that reaches the engine."""
+    own = {"Authorization": f"Bearer {own_key}"} if own_key else {}
+    if isinstance(place, int):
+        return open_session(own, OwnPortConnector(LOOPBACK, place))
+    return open_session(own, aiohttp.UnixConnector(str(place), limit=0, keepalive_timeout=KEEP_ALIVE_S))
 
 
 async def _answer(session: aiohttp.ClientSession, engine: str, request: Request, body: bytes) -> Response:
     """Return the engine's answer. The forwarded path is the same one for which the key was checked."""
-    path, query = quote(request.scope["path"]), request.url.query
+    path, query = quote(request.scope["path"]), request.scope["query_string"].decode()
     headers = {"Content-Type": request.headers.get("content-type", "application/json")}
     url = f"{engine}{path}{'?' if query else ''}{query}"
     with warn_if_stalled(STALL_WARNING_S, waiter="the auth proxy", resource=path, holder=engine):
         try:
-            async with session.request(request.method, url, data=body, headers=headers) as answer:
+            async with session.request(
+                request.method, url, data=body, headers=headers, allow_redirects=False
+            ) as answer:
                 kind = answer.headers.get("content-type")
                 return Response(await answer.read(), answer.status, media_type=kind)
         except aiohttp.ClientError as error:
             raise Refused(UNREACHED, f"the engine behind this proxy does not answer: {error}") from None
 
 
-def command(child: Child, config: Config, port: int) -> list[str]:
+def command(child: Child, config: Config, place: Place, own_key: str | None) -> list[str]:
     """Return the command line of the engine's server. It starts with dummy weights, because the trainer sends the real
-    ones."""
+    ones. SGLang reads its key from a file, because other users see a command line."""
     rollout, model = config.rollout, str(model_dir(config, child.run_dir))
     words = [rollout.python or sys.executable, "-m", MODULES[rollout.engine]]
-    words += ["--host", LOOPBACK, "--port", str(port), "--served-model-name", config.model.path]
+    words += ["--host", LOOPBACK, "--port", str(place)] if isinstance(place, int) else ["--uds", str(place)]
+    words += ["--served-model-name", config.model.path]
     words += ["--dtype", config.model.dtype, "--load-format", "dummy"]
     if rollout.engine == "vllm":
         words += ["--model", model, "--max-model-len", str(config.model.max_context)]
@@ -185,7 +215,16 @@ def command(child: Child, config: Config, port: int) -> list[str]:
     else:
         words += ["--model-path", model, "--context-length", str(config.model.max_context)]
         words += ["--max-running-requests", str(rollout.slots), "--enable-metrics"]
+        words += ["--config", str(_key_file(child, own_key))]
     return [*words, *rollout.args]
+
+
+def _key_file(child: Child, own_key: str | None) -> Path:
+    """Write SGLang's settings file, with its key. Only this user can read it."""
+    path = child.runtime_dir / f"{child.name}.yaml"
+    path.touch(mode=0o600)
+    path.write_text(f"api-key: {own_key}\n")
+    return path
 
 
 def environment(config: Config, number: int) -> dict[str, str]:
@@ -193,7 +232,8 @@ def environment(config: Config, number: int) -> dict[str, str]:
 
     The key is passed here because a command line is visible to other users.
     """
-    wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | os.environ
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES.values()}
+    wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | inherited
     api_key = {"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {}
     return wanted | of_foreign_server(config, number) | api_key
 

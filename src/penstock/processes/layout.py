@@ -53,13 +53,21 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
             **more,
         )
 
-    rollouts = [spec("rollout", number, _pool(config, "rollout")) for number in range(config.rollout.num_servers)]
+    rollouts = [
+        spec("rollout", number, _pool(config, "rollout"), serves_at=_place_of(config, number))
+        for number in range(config.rollout.num_servers)
+    ]
     environments = [spec("env", number, _pool(config, "environment")) for number in range(config.env.workers)]
     trainers = _trainers(config, spec) if config.has_trainer else []
     stages = [[spec("controller")], [*rollouts, *trainers], environments]
     if config.env.name == ATROPOS:  # these may connect before the rest is ready
         stages = [stages[0], stages[1] + environments]
     return [stage for stage in stages if stage]
+
+
+def roles_by_name(config: Config) -> dict[str, str]:
+    """Return the role of each process of a run."""
+    return {spec.name: spec.role for stage in stages(config) for spec in stage}
 
 
 def _trainers(config: Config, spec: Callable[..., ProcessSpec]) -> list[ProcessSpec]:
@@ -166,9 +174,10 @@ def host_of(child: Child, config: Config) -> str:
     return child.address or config.rollout.host
 
 
-def port_of(child: Child, config: Config) -> int:
-    """Return the port of this rollout server; 0 lets the system choose."""
-    return config.rollout.port + server_number(child) if config.rollout.port else 0
+def _place_of(config: Config, number: int) -> tuple[str, int] | None:
+    """Return the host and the port of a rollout server that the run starts; port 0 lets the system choose."""
+    rollout = config.rollout
+    return None if rollout.urls else (rollout.host, rollout.port + number if rollout.port else 0)
 
 
 def takes_turns(config: Config) -> bool:
@@ -177,10 +186,10 @@ def takes_turns(config: Config) -> bool:
 
 
 def _with_keys(config: Config) -> Config:
-    """Return the configuration with random API keys in place of missing ones, if processes listen for other
-    machines."""
+    """Return the configuration with random API keys in place of missing ones, if the run starts its servers: every
+    program of the machine reaches them, also those of other users."""
     rollout = config.rollout
-    if config.cluster.address is None or rollout.urls:
+    if rollout.urls:
         return config
     made = {name: getattr(rollout, name) or secrets.token_urlsafe() for name in KEYS}
     return config.model_copy(update={"rollout": rollout.model_copy(update=made)})

@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.alarms import HopelessError
 from penstock.observe.recorder import Recorder
 from penstock.runtime.file_service import POOL
-from penstock.store.payload_files import PayloadReader, PayloadWriter
+from penstock.store.payload_files import PayloadError, PayloadReader, PayloadWriter, check_ref
 from penstock.store.remote_payloads import FetchedPayloads, PayloadsLost, TemporaryPayloadWriter
 from penstock.supervisor.child import Child
 from penstock.types import PayloadRef
@@ -62,11 +62,11 @@ class HostUnreachable(HopelessError):
 
 
 class PayloadFetcher:
-    """Copies the records that workers wrote on other machines to the controller's pool, before the controller uses
-    them.
+    """Checks the records that workers report, before the controller uses them. Copies those of other machines to the
+    controller's pool.
 
-    A record that cannot be fetched is lost. Its episodes are run again, and an event reports that. If a host delivers
-    nothing for minutes while its workers continue, the run ends.
+    A record that cannot be fetched or does not match its reference is lost. Its episodes are run again, and an event
+    reports that. If a host delivers nothing for minutes while its workers continue, the run ends.
     """
 
     def __init__(self, payloads: PayloadReader, recorder: Recorder) -> None:
@@ -82,8 +82,11 @@ class PayloadFetcher:
             return ""
         now = asyncio.get_running_loop().time
         try:
+            for ref in records:
+                check_ref(ref, worker=worker)
             await self._payloads.fetch(records, host=host)
-        except PayloadsLost as lost:
+            await self._payloads.verify(records)
+        except (PayloadsLost, PayloadError) as lost:
             self._recorder.event("payloads_unfetched", worker=worker, host=host, reason=str(lost))
             if now() - self._failing_since.setdefault(host, now()) > MAX_FAILING_S:
                 raise HostUnreachable(

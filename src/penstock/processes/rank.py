@@ -14,6 +14,7 @@ from importlib import import_module
 from penstock.control.rank_channel import connect_to_trainer
 from penstock.deadline import first
 from penstock.groups.rank_worker import RankWorker
+from penstock.runtime.lasting_imports import lasting_imports
 from penstock.supervisor.child import Child
 
 GRACE_S = 5.0
@@ -35,7 +36,8 @@ async def serve(child: Child) -> None:
 
 def _answer_calls(child: Child) -> None:
     """Execute the trainer's calls until the trainer is gone."""
-    import_module("penstock.processes.trainer_rank")  # imports what every rank needs, while the trainer starts
+    with lasting_imports():
+        import_module("penstock.processes.trainer_rank")  # imports what every rank needs, while the trainer starts
     worker, num_calls = RankWorker(), 0
     with closing(connect_to_trainer(child.runtime_dir, child.name)) as channel, suppress(EOFError, ConnectionError):
         while True:

@@ -6,13 +6,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 from penstock.config import load_config
+from penstock.runtime.lasting_imports import lasting_imports
 from penstock.supervisor.child import Child
 
 
 def serve(child: Child) -> Coroutine[Any, Any, None]:
     config = load_config(child.run_dir / "config.yaml")
     if config.rollout.engine == "penstock" and not config.rollout.urls:
-        from penstock.processes import slot_server
+        with lasting_imports():
+            from penstock.processes import slot_server
 
         return slot_server.serve(child, config)
     from penstock.processes import foreign_server

@@ -26,13 +26,15 @@ from penstock.model.files import read_json_if_present
 from penstock.model.load_policy import load_policy, resolve_device, resolve_dtype
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.devices import num_threads, take_one
-from penstock.processes.layout import host_of, model_dir, num_servers_beside, port_of, server_number
+from penstock.processes.layout import host_of, model_dir, num_servers_beside, server_number
 from penstock.rollout.app import ApiKeys
+from penstock.rollout.claim import Claim
 from penstock.rollout.generator import EngineDead
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.server import Claim, Identity, create_app
+from penstock.rollout.server import Identity, create_app
 from penstock.rollout.slot_engine import SlotEngine
 from penstock.rollout.update import Receive, Tensors, WeightsUpdate
+from penstock.runtime.file_service import WEIGHTS
 from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
 from penstock.supervisor.procfs import boot_id
@@ -101,7 +103,7 @@ async def serve(child: Child, config: Config) -> None:
     )
     num_sharing = num_servers_beside(config, child.name)
     torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=num_sharing))
-    listener = bind(host_of(child, config), port_of(child, config))  # before the model is loaded: the port may be busy
+    listener = bind(host_of(child, config), child.port, held=True)
     url = url_of(host_of(child, config), listener)
     async with (
         serving(
@@ -110,11 +112,12 @@ async def serve(child: Child, config: Config) -> None:
             listener,
             process=child.name,
             weights=weights_of(config),
-            identity=Identity(run_id=child.run_id, nonce=child.nonce),
+            identity=Identity(run_id=child.run_id, nonce=child.secret("identity")),
             model_name=config.model.path,
             scratch=child.runtime_dir / RECEIVED / child.name,
             neighbours=lambda: (path for each in runtime_dirs(child.run_id) for path in each.glob(f"{RECEIVED}/*")),
-            claim=Claim(child.run_id, child.nonce),
+            published=lambda: (path / WEIGHTS for path in (child.run_dir, *runtime_dirs(child.run_id))),
+            claim=Claim(child.run_id, child.secret("claim")),
         ) as runner,
         membership(child, config, role="rollout", member=EngineMember(runner), url=url),
     ):
@@ -165,25 +168,33 @@ async def serving(
     model_name: str,
     scratch: Path,
     neighbours: Callable[[], Iterable[Path]] = tuple,
+    published: Callable[[], Iterable[Path]] | None = None,
     claim: Claim | None = None,
 ) -> AsyncIterator[EngineRunner]:
     """Serve the model in `directory` for the length of the body: our own routes, SGLang's and OpenAI's in front of one
     engine. Yield the engine's runner. Raises `EngineDead` after the body if the engine has failed.
 
     `scratch`: directory for weights that come from another machine. `neighbours`: the `scratch` directories of all
-    servers of this run on this machine.
+    servers of this run on this machine. `published`: the directories in which published weights lie; None for any.
     """
     runner = EngineRunner(make_engine(config, directory, weights=weights), process=process)
     runner.start()
     sglang: SGLang | None = None
     try:
         tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
-        update = make_update(runner, Receiver(expected, machine=boot_id(), directory=scratch, neighbours=neighbours))
+        tokenizer.max_characters = runner.max_context * tokenizer.longest_token
+        receiver = Receiver(expected, machine=boot_id(), directory=scratch, neighbours=neighbours, published=published)
+
+        def describe_directory(path: Path, version: int) -> WeightsHandle:
+            receiver.check_place(path)
+            return describe(path, expected, policy_version=version)
+
+        update = make_update(runner, receiver)
         sglang = SGLang(
             runner,
             update,
             Groups(device=runner.engine.model.device, max_bytes=max_bucket_bytes(expected)),
-            describe=lambda path, version: describe(path, expected, policy_version=version),
+            describe=describe_directory,
             model_path=str(directory),
             model_name=model_name,
         )

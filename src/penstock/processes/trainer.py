@@ -308,7 +308,7 @@ def trainer_roles(config: Config, start: Start, *, model_dir: Path, weights_dir:
         if num_ranks > 1:
             for name, *_ in together_in.values():
                 group: Any = getattr(placed, name)
-                group.join(group.listen())
+                group.join(group.open_rendezvous())
     except BaseException:
         placed.close()
         raise

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, wraps
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,10 +25,12 @@ from penstock.groups.method import remote_method
 from penstock.groups.modes import Execute, Mode
 from penstock.groups.role import Rank
 from penstock.model.load_policy import hollow_policy, load_policy, resolve_dtype, with_tied_names
+from penstock.own_files import remove_tree
 from penstock.processes.devices import device_of, num_threads, num_usable_cpus
 from penstock.processes.layout import trainer_nodes
 from penstock.scheduler.segments import max_trained_tokens
 from penstock.supervisor.child import ADDRESS
+from penstock.supervisor.janitor import RUNTIME_DIR
 from penstock.trainer.critic import Critic
 from penstock.trainer.learner import Learner
 from penstock.trainer.model_role import ModelRole
@@ -68,21 +71,31 @@ class TrainerRank:
         number = place * rank.size + rank.index
         self._here = next(node.numbers for node in trainer_nodes(config) if number in node.numbers)
         """Numbers of the trainer processes on this node, including this one."""
+        self._place = place
+        self._share_node = all(place * rank.size + index in self._here for index in range(rank.size))
+        """Whether all ranks of this role are on this node."""
         self._device = device_of(number, config)
         self._dtype = resolve_dtype(config.model.dtype, self._device)
         self._set_threads()
 
     @remote_method(execute=Execute.RANK_ZERO)
-    def listen(self) -> Rendezvous:
-        """Return the address at which the other ranks reach this rank."""
-        return self._ranks.listen(os.environ.get(ADDRESS, LOOPBACK))
+    def open_rendezvous(self) -> Rendezvous:
+        """Return where the ranks meet. On one node this is a directory, below the runtime directory and so removed with
+        it. Those of earlier lives of this role are removed now."""
+        if not self._share_node:
+            return self._ranks.listen(os.environ[ADDRESS])
+        runtime_dir, prefix = Path(os.environ[RUNTIME_DIR]), f"ranks-{self._place}."
+        for earlier in runtime_dir.glob(f"{prefix}*"):
+            remove_tree(earlier)
+        return Path(mkdtemp(prefix=prefix, dir=runtime_dir))
 
     @remote_method()
     def join(self, rendezvous: Rendezvous) -> None:
-        """Connect the ranks. Where there are several ranks, only `listen` comes before this call. It is made on one
-        role of each process."""
+        """Connect the ranks. Where there are several ranks, only `open_rendezvous` comes before this call. It is made
+        on one role of each process."""
         backend = self._config.trainer.distributed.backend
-        self._ranks.join(rendezvous, self._device, backend, address=os.environ.get(ADDRESS))
+        address = LOOPBACK if self._share_node else os.environ[ADDRESS]
+        self._ranks.join(rendezvous, self._device, backend, address=address)
 
     @remote_method()
     def release(self) -> None:

@@ -1,5 +1,9 @@
-"""The ASGI application: finds the route, checks the API key, formats errors as the route does, counts responses. Its
-OpenAPI 3.1 description is made from the routes and the types of their bodies.
+"""The ASGI application: finds the route, checks origin and API key, formats errors as the route does, counts responses.
+Its OpenAPI 3.1 description is made from the routes and the types of their bodies.
+
+A server that generates without an API key listens on loopback, where each program of the machine reaches it, also a
+browser. So it answers only requests to a loopback address (a page may point a name of its own at 127.0.0.1), and none
+of a page of another origin.
 
 At hundreds of requests per second, a web framework's routing, middleware and validation would be most of the work. This
 module implements only the parts that the server needs.
@@ -8,12 +12,14 @@ module implements only the parts that the server needs.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
+import ipaddress
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -23,11 +29,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 import penstock
 from penstock.config.run_settings import RolloutConfig
-from penstock.rollout.generator import Stopped
+from penstock.rollout.claim import CLAIM, Claim
+from penstock.rollout.generator import Overloaded, Stopped
 from penstock.rollout.http import EXPECTED, Access, Refused, Route, not_found
 
 REFERENCE = "#/components/schemas/{name}"
 STREAMS: dict[str, Any] = {"text/event-stream": {}}
+TAKE_CLAIM = "/claim"
+"""Path of the route that takes the claim, and so controls the server without it."""
+OWN_SITES = (b"same-origin", b"none")
+"""Values of `Sec-Fetch-Site` of a page of this server, and of an address that a user typed."""
+MAX_HELD_BYTES = 2**30
+"""Maximum number of bytes in the bodies that a process holds, each until its request is answered."""
+SMALL_BODY_BYTES = 2**16
+"""Size up to which a body does not count for `MAX_HELD_BYTES`, so that a full server can still be controlled. The
+number of connections bounds such bodies."""
 REST_S = 5.0
 """Time limit for the rest of a refused body to arrive."""
 NOT_FOUND = Route("/{rest}", [], not_found, access="generation")
@@ -67,19 +83,79 @@ class ApiKeys:
         return [key for key in keys if key is not None]
 
 
+def refuse_foreign(scope: Scope) -> None:
+    """Raise Refused with status 403 unless the request came to a loopback address, and not from a page of another
+    origin."""
+    given: dict[bytes, list[bytes]] = {b"host": [], b"origin": [], b"sec-fetch-site": []}
+    for name, value in scope["headers"]:
+        if name in given:
+            given[name].append(value)
+    hosts, keyless = given[b"host"], "this server has no API key, so it"
+    if len(hosts) != 1 or not _is_loopback(hosts[0]):
+        shown = ", ".join(host.decode("latin-1") for host in hosts) or "none"
+        remedy = "ask for 127.0.0.1 or localhost, or start it with PENSTOCK_API_KEY"
+        raise Refused(403, f"{keyless} answers only requests to a loopback address, and the Host is {shown}: {remedy}")
+    foreign = [origin for origin in given[b"origin"] if origin.lower() != b"http://" + hosts[0].lower()]
+    if foreign or any(site.lower() not in OWN_SITES for site in given[b"sec-fetch-site"]):
+        raise Refused(403, f"{keyless} answers no web pages of another origin: start it with PENSTOCK_API_KEY")
+
+
+@functools.lru_cache(maxsize=256)
+def _is_loopback(host: bytes) -> bool:
+    """Return whether a Host header names this machine: localhost or a loopback address, with any port."""
+    name, colon, port = host.decode("latin-1").lower().rpartition(":")
+    if not colon or port.endswith("]"):
+        name, port = host.decode("latin-1").lower(), ""
+    if "%" in name or not all(digit in "0123456789" for digit in port):  # a Host header has no zone
+        return False
+    is_bracketed = name.startswith("[") and name.endswith("]")
+    try:
+        return name == "localhost" or ipaddress.ip_address(name[1:-1] if is_bracketed else name).is_loopback
+    except ValueError:
+        return False
+
+
+def check_claim(claim: Claim, request: Request) -> None:
+    """Check that a request for control carries the server's claim. Raises Conflict."""
+    claim.check(request.headers.get(CLAIM, ""), now=asyncio.get_running_loop().time())
+
+
 class IncomingBody:
-    """The body of one request."""
+    """The body of one request. Raises Overloaded while it is read if the process holds too many bytes of bodies."""
+
+    num_held_bytes: ClassVar[int] = 0
+    """Number of bytes in all bodies that this process holds."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
+        self._size = self._held = 0
         headers = Headers(scope=scope)
         self.has_ended = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
 
     async def receive(self) -> Message:
         """Return the next message, as ASGI defines it."""
+        message = await self.receive_uncounted()
+        self._size += len(message.get("body", b""))
+        if self._size > SMALL_BODY_BYTES:
+            self._hold(self._size - self._held)
+        return message
+
+    async def receive_uncounted(self) -> Message:
+        """Return the next message of a body of which nothing is kept."""
         message = await self._receive()
         self.has_ended = not message.get("more_body", False)
         return message
+
+    def _hold(self, num_bytes: int) -> None:
+        if IncomingBody.num_held_bytes + num_bytes > MAX_HELD_BYTES:
+            raise Overloaded(f"this server holds request bodies of {MAX_HELD_BYTES} bytes and takes no more: try later")
+        IncomingBody.num_held_bytes += num_bytes
+        self._held += num_bytes
+
+    def close(self) -> None:
+        """Count the body no longer."""
+        IncomingBody.num_held_bytes -= self._held
+        self._held = 0
 
     async def discard_rest(self) -> None:
         """Read the rest of the body, for at most `REST_S`. A connection that is closed with unread data may be reset
@@ -87,7 +163,7 @@ class IncomingBody:
         with suppress(TimeoutError):
             async with asyncio.timeout(REST_S):
                 while not self.has_ended:
-                    await self.receive()
+                    await self.receive_uncounted()
 
 
 def bearer(authorization: str) -> str:
@@ -99,10 +175,11 @@ def bearer(authorization: str) -> str:
 class App:
     """Serves `routes`. For an internal defect, the client gets no details, and the HTTP server logs the traceback."""
 
-    def __init__(self, routes: Iterable[Route], keys: ApiKeys) -> None:
+    def __init__(self, routes: Iterable[Route], keys: ApiKeys, claim: Claim | None = None) -> None:
+        """`claim`: the claim that requests for control must carry; None for a server that cannot be claimed."""
         self.responses: Counter[tuple[str, int]] = Counter()
         """Number of responses by route path and status."""
-        self._keys = keys
+        self._keys, self._claim = keys, claim
         self._exact: dict[str, list[Route]] = {}
         self._below: list[tuple[str, Route]] = []
         for route in routes:
@@ -117,16 +194,23 @@ class App:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
+        with closing(IncomingBody(scope, receive)) as body:
+            await self._answer(scope, body, send)
+
+    async def _answer(self, scope: Scope, body: IncomingBody, send: Send) -> None:
         routes, rest = self._find(scope["path"])
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         route = next((route for route in routes if method in route.methods), routes[0])
         scope["path_params"] = {"rest": rest}
-        body = IncomingBody(scope, receive)
-        request, defect = Request(scope, body.receive), None
+        # A route that needs no key keeps no body. Otherwise clients without the key could use up the room.
+        request = Request(scope, body.receive_uncounted if route.access == "public" else body.receive)
+        defect = None
         try:
+            if self._keys.generation is None:
+                refuse_foreign(scope)
             self._keys.check(route.access, request)
-            if route.access == "control" and "origin" in request.headers and not self._keys.accepted("control"):
-                raise Refused(403, "this server has no API key, so web pages may not control it")
+            if self._claim is not None and route.access == "control" and route.path != TAKE_CLAIM:
+                check_claim(self._claim, request)
             if route.methods and method not in route.methods:
                 methods = ", ".join(method for route in routes for method in route.methods)
                 raise Refused(405, f"{route.path} accepts only {methods}", {"Allow": methods})
@@ -141,7 +225,7 @@ class App:
         if 400 <= response.status_code < 500 and not body.has_ended:
             await _refuse_early(response, body, send)
         else:
-            await response(scope, receive, send)
+            await response(scope, body.receive_uncounted, send)
         if defect is not None:
             raise defect
 
@@ -168,6 +252,8 @@ def refuse(route: Route, error: Exception) -> Response:
     response = route.refuse(error)
     if isinstance(error, Refused):
         response.headers.update(error.headers)
+    if isinstance(error, Overloaded):
+        response.headers["Retry-After"] = "1"
     return response
 
 

@@ -254,6 +254,7 @@ class Ready(Struct, kw_only=True):
 
     run_id: str
     nonce: str
+    """Distinguishes runs with the same `run_id`. It gives no control."""
     policy_version: int
     state: str
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import secrets
 from collections.abc import Sequence
@@ -14,14 +13,19 @@ import msgspec
 
 from penstock.rollout import bodies
 from penstock.rollout.generator import Increment
+from penstock.rollout.prompt_text import MAX_BATCH
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.text import GrowingText, Stops, Tokenizer
 from penstock.samples import Segment, VersionSpan, add_spans
 from penstock.seeding import stable_seed
 
-MAX_BATCH = 1024
-"""Maximum number of prompts in one body."""
-
+MAX_BATCH_SAMPLES = 4096
+"""Maximum number of samples of all prompts in one body."""
+MAX_REPEATED_TOKENS = 2**20
+"""Maximum number of tokens in the replies to one body that clients rarely ask for: a prompt's tokens, repeated in each
+sample that echoes or scores them, and new tokens with their top log-probabilities."""
+MAX_RID = 256
+"""Maximum length of a request id."""
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
 
 PER_PROMPT = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
@@ -30,8 +34,6 @@ UNCHANGED = ("temperature", "top_p", "ignore_eos")
 """Sampling parameters that the engine takes as they are."""
 OPTIONAL = ("min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
 """Sampling parameters that may be null for their default."""
-
-_rids = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +115,34 @@ class GrowingSample:
         return self.prompt.stops.without_partial_stop(self.prompt.stops.cut(so_far))
 
 
-def read_requests(body: bodies.GenerateBody, tokenizer: Tokenizer | None) -> list[PromptRequest]:
-    """Return one entry per prompt. Raises ValueError if a request cannot be served."""
-    return [_read(single, tokenizer) for single in _split(body)]
+def read_requests(
+    body: bodies.GenerateBody, tokenizer: Tokenizer | None, *, echoes: bool = False
+) -> list[PromptRequest]:
+    """Return one entry per prompt of a body in tokens (`PromptText`). Raises ValueError if a request cannot be
+    served. `echoes`: each sample's reply repeats its prompt."""
+    prompts = [_read(single, tokenizer) for single in _split(body)]
+    if (count := sum(prompt.num_samples for prompt in prompts)) > MAX_BATCH_SAMPLES:
+        raise ValueError(f"a request has at most {MAX_BATCH_SAMPLES} samples of all its prompts, not {count}")
+    if (count := sum(_num_repeated(prompt, echoes=echoes) for prompt in prompts)) > MAX_REPEATED_TOKENS:
+        raise ValueError(
+            f"the replies would have {count} tokens of echoed or scored prompts and with top log-probabilities, more "
+            f"than {MAX_REPEATED_TOKENS}: ask for fewer samples (`n`) or prompts in one request"
+        )
+    return prompts
+
+
+def _num_repeated(prompt: PromptRequest, *, echoes: bool) -> int:
+    """Return the number of tokens that count for `MAX_REPEATED_TOKENS`."""
+    start = 0 if echoes else prompt.scored_from
+    count = 0 if start is None else prompt.num_samples * max(len(prompt.prompt_ids) - start, 0)
+    if prompt.request is not None and prompt.request.params.top_logprobs:
+        count += sum(prompt.request.max_new_tokens)
+    return count
 
 
 def is_batch(body: bodies.GenerateBody) -> bool:
     """Return whether the body is a batch. The answer to a batch is a list, even with a single reply."""
-    several = body.input_ids is not None and any(isinstance(ids, list) for ids in body.input_ids)
-    return several or isinstance(body.text, list)
+    return body.input_ids is not None and any(isinstance(ids, list) for ids in body.input_ids)
 
 
 def write_replies(
@@ -131,6 +152,10 @@ def write_replies(
     prompt, body, replies = answer.prompt, answer.prompt.body, []
     text_tokenizer = tokenizer if body.return_text else None
     logprob_tokenizer = text_tokenizer if body.return_text_in_logprobs else None
+    scores = None
+    if (start := prompt.scored_from) is not None and answer.prompt_logprobs is not None:
+        logprobs = [None, *answer.prompt_logprobs]
+        scores = _triples(logprobs[start:], prompt.prompt_ids[start:], tokenizer=logprob_tokenizer)
     for member, segment in enumerate(answer.segments, first):
         text = answer_text(prompt, segment, text_tokenizer)
         reply = write_reply(prompt, member, segment, logprob_tokenizer, text=text, latency_s=latency_s)
@@ -142,11 +167,7 @@ def write_replies(
             meta.output_top_logprobs = [
                 _triples(*zip(*place, strict=True), tokenizer=logprob_tokenizer) for place in segment.top_logprobs
             ]
-        if (start := prompt.scored_from) is not None and answer.prompt_logprobs is not None:
-            logprobs = [None, *answer.prompt_logprobs]
-            meta.input_token_logprobs = _triples(
-                logprobs[start:], prompt.prompt_ids[start:], tokenizer=logprob_tokenizer
-            )
+        meta.input_token_logprobs = scores
         replies.append(reply)
     return replies
 
@@ -186,17 +207,19 @@ def version_header(answers: Sequence[Answer]) -> dict[str, str]:
 
 def _split(body: bodies.GenerateBody) -> list[bodies.GenerateBody]:
     """Split a batch into bodies with one prompt each. A value that is not a list applies to all prompts."""
+    if body.text is not None and body.input_ids is None:
+        raise ValueError("this server has no tokenizer: set `input_ids` instead of `text`")
     if (body.input_ids is None) == (body.text is None):
         raise ValueError("set exactly one of `input_ids` and `text`")
     if not is_batch(body):
         return [body]
-    name = "text" if body.input_ids is None else "input_ids"
-    prompts: list[Any] = getattr(body, name)
-    if not 0 < len(prompts) <= MAX_BATCH:
+    prompts = body.input_ids
+    assert prompts is not None
+    if len(prompts) > MAX_BATCH:
         raise ValueError(f"a batch has between 1 and {MAX_BATCH} prompts, not {len(prompts)}")
-    if name == "input_ids" and not all(isinstance(ids, list) for ids in prompts):
+    if not all(isinstance(ids, list) for ids in prompts):
         raise ValueError("`input_ids` mixes token ids and lists of them")
-    columns = {key: _repeated(getattr(body, key), len(prompts), key, "prompts") for key in (name, *PER_PROMPT)}
+    columns = {key: _repeated(getattr(body, key), len(prompts), key, "prompts") for key in ("input_ids", *PER_PROMPT)}
     if isinstance(body.rid, str):
         columns["rid"] = tuple(f"{body.rid}_{index}" for index in range(len(prompts)))
     rows = zip(*columns.values(), strict=True)
@@ -215,10 +238,14 @@ def _read(body: bodies.GenerateBody, tokenizer: Tokenizer | None) -> PromptReque
         raise ValueError("this server has no tokenizer: set `stop` to token ids instead of strings")
     if tokenizer is not None and not sampling.skip_special_tokens and body.return_text:
         raise ValueError("`skip_special_tokens` false is not supported: read `output_ids`")
-    rid = body.rid if isinstance(body.rid, str) else next(_rids)
-    ids = _prompt_ids(body, tokenizer)
+    rid = body.rid if isinstance(body.rid, str) else secrets.token_hex(12)  # not to be guessed: it aborts the request
+    if len(rid) > MAX_RID:
+        raise ValueError(f"`rid` has {len(rid)} characters, more than {MAX_RID}")
+    ids: Any = body.input_ids  # `_split` left token ids only
     limits = _repeated(sampling.max_new_tokens, sampling.n, "max_new_tokens", "samples")
     request = None
+    if sampling.n > 1 and not any(limits):
+        raise ValueError(f"`n` is {sampling.n}, but nothing is sampled with max_new_tokens 0: set `n` to 1")
     if any(limits):
         request = GenerateRequest(
             rid=rid,
@@ -275,15 +302,6 @@ def _triples(
 ) -> list[bodies.LogprobTriple]:
     texts = [tokenizer.decode([token]) for token in token_ids] if tokenizer else [None] * len(token_ids)
     return list(zip(logprobs, token_ids, texts, strict=True))
-
-
-def _prompt_ids(body: bodies.GenerateBody, tokenizer: Tokenizer | None) -> list[int]:
-    if body.input_ids is not None:
-        return body.input_ids  # type: ignore[return-value]  # `_split` left token ids only
-    if tokenizer is None:
-        raise ValueError("this server has no tokenizer: set `input_ids` instead of `text`")
-    assert isinstance(body.text, str)
-    return tokenizer.encode(body.text)
 
 
 def _refuse_unserved(body: bodies.GenerateBody, sampling: bodies.SamplingBody) -> None:

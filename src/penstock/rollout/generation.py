@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from penstock.rollout import bodies, convert, http
 from penstock.rollout.convert import Answer, GrowingSample, PromptRequest, write_replies
 from penstock.rollout.generator import Conflict, Generator, Increment, OnTokens, all_of
+from penstock.rollout.prompt_text import PromptText
 from penstock.rollout.text import Tokenizer
 from penstock.samples import Segment
 from penstock.types import NO_VERSION
@@ -98,6 +99,7 @@ class Generation:
     def __init__(self, generator: Generator, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._answers = Answers(generator, tokenizer)
+        self._text = None if tokenizer is None else PromptText(tokenizer, max_context=generator.max_context)
 
     def routes(self) -> list[http.Route]:
         route = partial(http.Route, access="generation", body=bodies.GenerateBody, streams=True)
@@ -108,6 +110,8 @@ class Generation:
         """Generate samples. Return one reply per prompt and sample: a list for a batch or for several samples."""
         started = time.perf_counter()
         body = await http.read_body(request, bodies.GenerateBody)
+        if self._text is not None:
+            body = await self._text.tokenised(body)
         prompts = convert.read_requests(body, self._tokenizer)
         self._answers.check(prompts)
         if body.stream:

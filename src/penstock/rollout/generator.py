@@ -26,6 +26,10 @@ class GenerationFailed(RuntimeError):
     """The engine could not finish this request, but serves other requests."""
 
 
+class Overloaded(RuntimeError):
+    """The engine holds as many requests as it may. The same request may succeed later, or on another server."""
+
+
 class Conflict(ValueError):
     """The call conflicts with the server's current state, for example an open weights update or another run's claim."""
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.deadline import Stalled, deadline
 from penstock.ports.inference import WeightsOutOfReach
 from penstock.rollout import bodies
-from penstock.rollout.generator import Conflict, EngineDead, GenerationFailed, Stopped
+from penstock.rollout.generator import Conflict, EngineDead, GenerationFailed, Overloaded, Stopped
 
 MAX_BODY_BYTES = 16 * 2**20
 BODY_S = 30.0
@@ -41,6 +41,7 @@ STATUSES: dict[type[Exception], int] = {
     WeightsOutOfReach: 424,
     Stalled: 504,
     Stopped: 503,
+    Overloaded: 503,
     EngineDead: 500,
     GenerationFailed: 500,
     ClientDisconnect: 499,  # only metrics show it
@@ -140,7 +141,7 @@ class Surface(Protocol):
 
 async def not_found(request: Request) -> Response:
     """Refuse a path that does not exist."""
-    raise Refused(404, f"the path {request.url.path} does not exist on this server")
+    raise Refused(404, f"the path {request.scope['path']} does not exist on this server")
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -10,6 +10,8 @@ MAX_STOP_TOKENS = 256
 """Maximum stop tokens per request: far above any tokenizer's set, low enough not to slow a decode step."""
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
+MIN_TOP_P = 1e-6
+"""Far below the share of the most likely token, and far above what rounds to zero in half precision's sums."""
 
 BOUNDS = {
     "top_k": (0, 2**31 - 1),
@@ -46,8 +48,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 100.0:
             raise ValueError(f"temperature must be 0 (greedy) or between 0.001 and 100, not {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
+        if not MIN_TOP_P <= self.top_p <= 1.0:
+            raise ValueError(f"top_p must be between {MIN_TOP_P:g} and 1, not {self.top_p}")
         for name, (lowest, highest) in BOUNDS.items():
             if not lowest <= getattr(self, name) <= highest:
                 raise ValueError(f"{name} must be between {lowest} and {highest}, not {getattr(self, name)}")

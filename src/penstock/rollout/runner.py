@@ -1,8 +1,10 @@
 """Runs the slot engine in its own thread and lets asyncio code await its results.
 
 Every access that changes the engine is a command. The engine's thread executes commands between two steps, and blocks
-on the command queue when idle. The results of a step reach the event loop in one call. If a step raises, the engine is
-dead: all pending requests and all later requests fail with that error.
+on the command queue when idle. The results of a step reach the event loop in one call.
+
+Work for one request that raises fails that request (`GenerationFailed`). Work for the whole batch that raises ends the
+engine: all pending and all later requests fail with that error.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -31,6 +34,7 @@ from penstock.rollout.generator import (
     GenerationFailed,
     Increment,
     OnTokens,
+    Overloaded,
     PromptScores,
     Stopped,
 )
@@ -49,6 +53,11 @@ STOP_TIMEOUT_S = 30.0
 
 STALL_WARNING_S = 600.0
 """Wait for the engine before a stall is reported. It is long, because long answers and drains take time."""
+
+MAX_OPEN_SAMPLES = 2**15
+"""Maximum number of samples that run and wait."""
+MIN_OPEN_TOKENS = 2**22
+"""Least bound of the prompt tokens of all requests that run and wait; large engines have four times their context."""
 
 DURATIONS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 """Bounds of the buckets of the histograms of durations."""
@@ -75,7 +84,7 @@ class EngineRunner:
     def __init__(self, engine: SlotEngine, *, process: str) -> None:
         self.engine = engine
         self.max_context = engine.max_context
-        self.check, self.check_prompt = engine.check, engine.check_prompt
+        self.check_prompt = engine.check_prompt
         self.error: BaseException | None = None
         self.failed = asyncio.Event()
         """Set when the engine's thread ended with an error."""
@@ -89,6 +98,9 @@ class EngineRunner:
         self.meter = BusyMeter(process, partial(compute_seconds, engine.model.device))
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._requests: dict[str, Pending] = {}
+        self._num_open_samples = self._num_open_tokens = 0
+        """Samples and prompt tokens of all requests and scores that run and wait."""
+        self._max_open_tokens = max(MIN_OPEN_TOKENS, 4 * engine.num_slots * engine.max_context)
         self._actions: set[Done] = set()
         self._followed: dict[str, tuple[Pending, list[int]]] = {}
         """Streamed requests, and the number of tokens reported per sample. Only the engine's thread uses it."""
@@ -116,6 +128,31 @@ class EngineRunner:
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
         self._end(Stopped("the server is shutting down"))
 
+    def check(self, request: GenerateRequest) -> None:
+        """Raise ValueError if the request cannot be served, and Overloaded if it cannot be served now."""
+        self.engine.check(request)
+        self._check_room(len(request.seeds), len(request.prompt_ids))
+
+    def _check_room(self, num_samples: int, num_tokens: int) -> None:
+        samples, tokens = self._num_open_samples + num_samples, self._num_open_tokens + num_tokens
+        if samples > MAX_OPEN_SAMPLES or tokens > self._max_open_tokens:
+            raise Overloaded(
+                f"this server has {self._num_open_samples} samples with {self._num_open_tokens} prompt tokens, and "
+                f"takes at most {MAX_OPEN_SAMPLES} with {self._max_open_tokens}: ask again later"
+            )
+
+    @contextmanager
+    def _counted(self, num_samples: int, num_tokens: int) -> Iterator[None]:
+        """Count samples and prompt tokens as open during the body. Raises Overloaded if there are too many."""
+        self._check_room(num_samples, num_tokens)
+        self._num_open_samples += num_samples
+        self._num_open_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self._num_open_samples -= num_samples
+            self._num_open_tokens -= num_tokens
+
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
         """Return one segment per seed. While the engine is released, the segments are empty and return at once.
 
@@ -134,10 +171,13 @@ class EngineRunner:
                 self._followed[request.rid] = (pending, [0] * len(request.seeds))
             self._post(self.engine.submit(request))
 
-        self._commands.put(submit)
         try:
             waiter = f"request {request.rid}"
-            with warn_if_stalled(STALL_WARNING_S, waiter=waiter, resource="its answer", holder="the engine"):
+            with (
+                self._counted(len(request.seeds), len(request.prompt_ids)),
+                warn_if_stalled(STALL_WARNING_S, waiter=waiter, resource="its answer", holder="the engine"),
+            ):
+                self._commands.put(submit)
                 segments = await result
             self.latencies.observe(time.perf_counter() - pending.requested_at)
             return segments
@@ -237,7 +277,8 @@ class EngineRunner:
                 versions.append(self.engine.policy_version)
                 yield
 
-        await self._execute(lambda done: self._scores.append((parts(), done)), "the score of a prompt")
+        with self._counted(1, len(prompt_ids)):
+            await self._execute(lambda done: self._scores.append((parts(), done)), "the score of a prompt")
         return PromptScores(found, (versions[0], versions[-1]) if versions else ())
 
     async def pause(self, mode: PauseMode) -> None:
@@ -327,6 +368,9 @@ class EngineRunner:
                 return
         except StopIteration:
             self._settle(done)
+        except BaseException as error:  # of this prompt alone; a broken device shows at the next step
+            logger.exception("a prompt could not be scored")
+            self._settle(done, GenerationFailed(f"the prompt cannot be scored: {error!r}"))
         self._scores.popleft()
 
     def _step(self) -> list[Finished]:

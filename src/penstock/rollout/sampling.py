@@ -101,7 +101,8 @@ def shaped(logits: torch.Tensor, sequences: Sequence[SlotSequence]) -> torch.Ten
         return logits
     changed = logits.float().clone()
     for row in rows:
-        _shape_row(changed[row], sequences[row])
+        with sequences[row].running.failing_alone():
+            _shape_row(changed[row], sequences[row])
     return changed
 
 

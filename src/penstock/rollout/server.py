@@ -7,7 +7,6 @@ describes all paths of the server, including those of other protocols.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +18,9 @@ from starlette.responses import Response
 
 from penstock.deadline import deadline
 from penstock.rollout import bodies, http
-from penstock.rollout.app import ApiKeys, App, openapi
+from penstock.rollout.app import TAKE_CLAIM, ApiKeys, App, check_claim, openapi
+from penstock.rollout.claim import Claim
 from penstock.rollout.generation import Generation
-from penstock.rollout.generator import Conflict
 from penstock.rollout.metrics import ServerMetrics
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.text import Tokenizer
@@ -34,31 +33,11 @@ MEMORY_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The identity of a server process: the run it belongs to, and the nonce it was started with."""
+    """The identity of a server process: the run it belongs to, and a value that distinguishes this run from others of
+    the same id. Every holder of the generation key may see both."""
 
     run_id: str
     nonce: str
-
-
-class Claim:
-    """The claim of a run on one server. One run at a time may hold it. Times are seconds on the caller's clock.
-
-    If two trainers published to one server, each would train on samples of the other's weights. A claim lasts for a
-    lease, and a live run renews it. So the claim of a dead run expires by itself."""
-
-    def __init__(self, run_id: str = "", nonce: str | None = None) -> None:
-        """Create an unclaimed server, or with a `nonce` one that belongs for ever to the run that started it."""
-        self._run_id, self._nonce = run_id, nonce
-        self._until = -math.inf if nonce is None else math.inf
-
-    def take(self, run_id: str, nonce: str, *, lease_s: float, now: float) -> None:
-        """Claim the server for `lease_s` seconds; 0 releases it. Raises Conflict if another run holds the claim."""
-        if now < self._until and nonce != self._nonce:
-            raise Conflict(
-                f"run {self._run_id} already uses this server: stop that run, or set rollout.urls of this run to "
-                "another server; the weights of two trainers on one server cannot be distinguished"
-            )
-        self._run_id, self._nonce, self._until = run_id, nonce, now + lease_s
 
 
 def create_app(
@@ -75,7 +54,7 @@ def create_app(
 
     `claim` is the server's current claim; without it, the server is unclaimed. `foreign` adds routes of other
     protocols."""
-    keys = keys or ApiKeys()
+    keys, claim = keys or ApiKeys(), claim or Claim()
 
     async def show_metrics(request: Request) -> Response:
         """Return metrics for Prometheus."""
@@ -86,7 +65,7 @@ def create_app(
         """Return this description."""
         return Response(schema, media_type="application/json")
 
-    own = RolloutServer(runner=runner, identity=identity, update=update, keys=keys, claim_state=claim or Claim())
+    own = RolloutServer(runner=runner, identity=identity, update=update, keys=keys, claim_state=claim)
     surfaces: list[http.Surface] = [Generation(runner, tokenizer), own, *foreign]
     routes = [
         *(route for surface in surfaces for route in surface.routes()),
@@ -94,7 +73,7 @@ def create_app(
         http.Route("/openapi.json", ["GET"], show_schema, "generation", reply=dict[str, Any]),
     ]
     schema = bodies.encode(openapi(routes, keys))
-    app = App(routes, keys)
+    app = App(routes, keys, claim)
     metrics = ServerMetrics(runner, app.responses)
     return app
 
@@ -118,7 +97,7 @@ class RolloutServer:
             abort("/abort_request", ["POST"], self.abort_request),
             http.Route("/health", ["GET"], self.health, "public", reply=dict[str, str]),
             http.Route("/ready", ["GET"], self.ready, "generation", reply=bodies.Ready, error=dict[str, Any]),
-            state("/claim", endpoint=self.claim, body=bodies.ClaimBody),
+            state(TAKE_CLAIM, endpoint=self.claim, body=bodies.ClaimBody),
             weights("/weights/begin", endpoint=self.begin_weights, body=WeightsHandle),
             weights("/weights/commit", endpoint=self.commit_weights, body=bodies.CommitBody),
             state("/weights/forget", endpoint=self.forget_weights),
@@ -128,15 +107,15 @@ class RolloutServer:
         ]
 
     async def abort_request(self, request: Request) -> Response:
-        """Abort one request, or all requests with an id prefix. Aborting all requests needs the key for control."""
+        """Abort one request, or as control all requests, or all with an id prefix: the requests of any client."""
         body = await http.read_body(request, bodies.AbortBody)
-        if body.abort_all:
+        if body.rid_prefix is not None and body.rid:
+            raise ValueError("give `rid` or `rid_prefix`, not both")
+        if body.abort_all or body.rid_prefix is not None:
             self.keys.check("control", request)
-            return http.answer(bodies.AbortReply(aborted=self.runner.abort_all(), unknown=[]))
-        if body.rid_prefix is not None:
-            if body.rid:
-                raise ValueError("give `rid` or `rid_prefix`, not both")
-            return http.answer(bodies.AbortReply(aborted=self.runner.abort_all(body.rid_prefix), unknown=[]))
+            check_claim(self.claim_state, request)
+            prefix = "" if body.abort_all else body.rid_prefix or ""
+            return http.answer(bodies.AbortReply(aborted=self.runner.abort_all(prefix), unknown=[]))
         found = self.runner.abort(body.rid)
         return http.answer(bodies.AbortReply(aborted=int(found), unknown=[] if found or not body.rid else [body.rid]))
 

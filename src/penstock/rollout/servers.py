@@ -98,12 +98,13 @@ class Servers:
         engine: Engine = "penstock",
         update_mode: UpdateMode | None = None,
         api_key: str | None = None,
+        claim: str | None = None,
         timeout_s: float = 120.0,
         lost: Callable[[str, str], object] = lambda url, why: None,
     ) -> None:
-        """`lost` is called with the URL of a lost server and the reason. With `update_mode` None, the engine client's
-        default applies."""
-        self._session = HttpSession(api_key=api_key, timeout_s=timeout_s)
+        """`claim`: nonce of the run, for a process that controls its servers. `lost` is called with the URL of a lost
+        server and the reason. With `update_mode` None, the engine client's default applies."""
+        self._session = HttpSession(api_key=api_key, claim=claim, timeout_s=timeout_s)
         self._connect = partial(connect, engine, session=self._session, update_mode=update_mode)
         self._servers = [ServerState(self._connect(url)) for url in urls]
         self._last_server: OrderedDict[EpisodeId, ServerState] = OrderedDict()

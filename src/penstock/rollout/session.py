@@ -13,8 +13,12 @@ import msgspec
 
 from penstock.deadline import deadline
 from penstock.rollout import bodies
+from penstock.rollout.claim import CLAIM
 
 T = TypeVar("T")
+
+KEEP_ALIVE_S = 4.0
+"""Shorter than the server's keep-alive (uvicorn's default: 5 s), so that no request meets a closing connection."""
 
 
 class RolloutError(RuntimeError):
@@ -28,12 +32,16 @@ class RolloutError(RuntimeError):
 
 
 class HttpSession:
-    """One aiohttp session for any number of servers. It opens on first use. Every call has a deadline."""
+    """One aiohttp session for any number of servers. It opens on first use. Every call has a deadline. A redirect is an
+    error, because the keys are for these servers alone."""
 
-    def __init__(self, *, api_key: str | None = None, timeout_s: float = 120.0) -> None:
+    def __init__(self, *, api_key: str | None = None, claim: str | None = None, timeout_s: float = 120.0) -> None:
+        """`claim`: nonce of the run's claim on the servers, for requests that control them."""
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        if claim is not None:
+            self._headers[CLAIM] = claim
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -56,7 +64,7 @@ class HttpSession:
         self._session = self._session or open_session(self._headers)
         async with deadline(seconds, waiter="rollout client", resource=f"{method} {path}", holder=url):
             try:
-                async with self._session.request(method, url + path, data=data) as response:
+                async with self._session.request(method, url + path, data=data, allow_redirects=False) as response:
                     answer = await response.read()
             except (aiohttp.ClientError, OSError) as error:
                 raise RolloutError(url, f"{method} {path} got no answer: {_reason(error)}") from error
@@ -71,14 +79,10 @@ class HttpSession:
             self._session = None
 
 
-def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """Return a session with unlimited connections and no timeout of its own."""
-    return aiohttp.ClientSession(
-        # Shorter than the server's keep-alive (uvicorn's default: 5 s), so that no request meets a closing connection.
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
-        timeout=aiohttp.ClientTimeout(total=None),
-        headers=headers,
-    )
+def open_session(headers: Mapping[str, str], connector: aiohttp.BaseConnector | None = None) -> aiohttp.ClientSession:
+    """Return a session with unlimited connections, unless `connector` limits them, and no timeout of its own."""
+    connector = connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers)
 
 
 def _reason(error: Exception) -> str:

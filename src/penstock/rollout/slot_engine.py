@@ -9,7 +9,8 @@ Invariants:
 
 * Rows 0..n-1 are active and live in slots 0..n-1.
 * Every token's version span and log-probability belong to the weights that sampled it.
-* Nothing invalid passes `check`, so `step` fails only because of a defect or the device.
+* Work for one request that raises fails this request alone. Work for the whole batch raises only because of a defect or
+  the device, and then `step` fails.
 * An update keeps the KV of running sequences: their later tokens attend to keys of the older weights.
 * Retracted samples lose their KV. When they continue, the weights of that time compute it again.
 * A released engine holds no KV memory and no requests. A new request ends with `abort` at once. Weights may be loaded.
@@ -188,7 +189,8 @@ class SlotEngine:
         versions."""
         ids = torch.tensor([prompt_ids], device=self.model.device)
         cache, version = DynamicCache(), self.policy_version
-        for places in torch.split(torch.arange(len(prompt_ids) - 1, device=ids.device), SCORED_PLACES):
+        for start in range(0, len(prompt_ids) - 1, SCORED_PLACES):
+            places = torch.arange(start, min(start + SCORED_PLACES, len(prompt_ids) - 1), device=ids.device)
             if self.policy_version != version:
                 cache, version = DynamicCache(), self.policy_version
             fresh = ids[:, cache.get_seq_length() : int(places[-1]) + 1]
@@ -269,25 +271,26 @@ class SlotEngine:
         log-probabilities of this position."""
         for row, sequence in enumerate(self._rows.sequences):
             if sequence.top_logprobs is not None:
-                best, ids = vocabulary[row].topk(sequence.params.top_logprobs)
-                sequence.top_logprobs.append(list(zip(best.tolist(), ids.tolist(), strict=True)))
+                with sequence.running.failing_alone():
+                    best, ids = vocabulary[row].topk(sequence.params.top_logprobs)
+                    sequence.top_logprobs.append(list(zip(best.tolist(), ids.tolist(), strict=True)))
 
     def _record(self, tokens: list[int], logprobs: list[float]) -> set[int]:
         """Append the new tokens to their sequences. Return the rows that ended."""
         ended: set[int] = set()
         failed = False
         for row, (sequence, token, logprob) in enumerate(zip(self._rows.sequences, tokens, logprobs, strict=True)):
+            running = sequence.running
             if not isfinite(logprob):
-                failed = True
-                sequence.running.error = f"policy_version {self.policy_version} computed logits that are not finite"
-            elif reason := sequence.append(token, logprob):
+                running.error = f"policy_version {self.policy_version} computed logits that are not finite"
+            elif running.error is None and (reason := sequence.append(token, logprob)):
                 sequence.finish(reason, self.policy_version)
                 ended.add(row)
+            failed |= running.error is not None
         return ended | self._end_failed() if failed else ended
 
     def _end_failed(self) -> set[int]:
-        """Return the rows of all requests with non-finite logits. Zero their slots, so that later samples get no
-        NaN."""
+        """Return the rows of all failed requests. Zero their slots, so that later samples get no NaN."""
         failed = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running.error}
         for row in failed:
             self._cache.erase(row)

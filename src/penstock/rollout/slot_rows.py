@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import numpy.typing as npt
 
 from penstock.rollout.request import GenerateRequest
 from penstock.samples import Segment, VersionSpan
 from penstock.types import FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 class RunningRequest:
@@ -32,6 +38,16 @@ class RunningRequest:
     def done(self) -> bool:
         return self.error is not None or len(self.segments) == len(self.request.seeds)
 
+    @contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """Turn an exception of the body into the failure of this request. A panic of a Rust library, such as the
+        tokenizer, is a BaseException."""
+        try:
+            yield
+        except BaseException as error:
+            self.error = f"the request cannot be computed: {error!r}"
+            logger.exception("request %s failed", self.request.rid)
+
 
 class SlotSequence:
     """One sample of a running request."""
@@ -53,10 +69,17 @@ class SlotSequence:
         """Append the next token. Return the finish reason if it was the last token, otherwise None."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        ends = self.running.request.ends
-        if token in self.stop_ids or (ends is not None and ends(self.token_ids)):
+        if token in self.stop_ids or (self.running.request.ends is not None and self._ends()):
             return "stop"
         return "length" if len(self.token_ids) >= self.max_new_tokens else None
+
+    def _ends(self) -> bool:
+        """Return whether the request's own function ends the sample here."""
+        assert self.running.request.ends is not None
+        found = False
+        with self.running.failing_alone():
+            found = self.running.request.ends(self.token_ids)
+        return found
 
     def close_span(self, policy_version: int) -> None:
         """Record that `policy_version` sampled all tokens since the last span."""

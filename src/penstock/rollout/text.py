@@ -11,7 +11,11 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-    """The tokenizer methods that this module uses."""
+    """A tokenizer, as rollout servers use it."""
+
+    @property
+    def longest_token(self) -> int:
+        """Number of characters of the longest token."""
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -42,6 +42,10 @@ DRAIN_TIMEOUT_S = 1800.0
 
 MAX_VERSION = 2**31 - 1
 """Trajectories keep versions as 32-bit integers."""
+MAX_JUMP = 2**20
+"""Largest distance from the served version to a new one. A trainer counts up by one; after a rewind it continues at the
+highest version that it published plus one. A version far above is a mistake that would use up all numbers. A server
+without weights accepts any version."""
 
 Tensors = Mapping[str, torch.Tensor]
 Receive = Callable[[WeightsHandle], Tensors]
@@ -238,7 +242,7 @@ class WeightsUpdate:
                     return None
                 if staged.policy_version is None:
                     staged.policy_version = self._runner.policy_version + 1
-                    _check_bound(staged.policy_version)
+                    self._check_bound(staged.policy_version)
                 if staged.bracketed and staged.refused is None and self._runner.policy_version != NO_VERSION:
                     staged.tensors = self._runner.engine.parameters() | staged.tensors  # for example frozen layers
                 return await self._commit(staged, staged.policy_version, "in_place")
@@ -304,7 +308,7 @@ class WeightsUpdate:
     async def rename(self, policy_version: int) -> None:
         """Give the latest weights the name `policy_version`: the open bracket if there is one, otherwise the served
         weights. Raises Conflict if the version would decrease."""
-        _check_bound(policy_version)
+        self._check_bound(policy_version)
         async with self._exclusive():
             current = self._runner.policy_version
             if self.staged is not None and self.staged.bracketed:
@@ -349,7 +353,18 @@ class WeightsUpdate:
             raise Conflict(
                 f"policy_version {policy_version} is not newer than the served {self._runner.policy_version}"
             )
-        _check_bound(policy_version)
+        self._check_bound(policy_version)
+
+    def _check_bound(self, policy_version: int) -> None:
+        """Raise ValueError for a version that no trainer of the served weights reaches next."""
+        if policy_version > MAX_VERSION:
+            raise ValueError(f"policy_version must be at most {MAX_VERSION}, not {policy_version}")
+        served = self._runner.policy_version
+        if served != NO_VERSION and policy_version > served + MAX_JUMP:
+            raise ValueError(
+                f"policy_version {policy_version} is more than {MAX_JUMP} above the served {served}: send the next "
+                "version, or withdraw the served weights first (/weights/forget)"
+            )
 
     def _stage(self, staged: StagedWeights | None) -> None:
         """Set the open update (None for no update) and restart its lease."""
@@ -375,8 +390,3 @@ class WeightsUpdate:
         """End the pause during which `staged` was staged, unless it has ended or another pause has begun since."""
         if staged.pause == self._runner.num_pauses and self._runner.engine.paused:
             self._ending_pause = asyncio.get_running_loop().create_task(self._runner.continue_generation())
-
-
-def _check_bound(policy_version: int) -> None:
-    if policy_version > MAX_VERSION:
-        raise ValueError(f"policy_version must be at most {MAX_VERSION}, not {policy_version}")

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
@@ -65,9 +65,10 @@ class FileService:
 
     def _find(self, path: str) -> Path | None:
         for folder in self._folders:
-            found = (folder.parent / path.removeprefix("/")).resolve()
-            if found.is_file() and found.is_relative_to(folder.resolve()):
-                return found
+            with suppress(ValueError, OSError):  # no file can have such a name
+                found = (folder.parent / path.removeprefix("/")).resolve()
+                if found.is_file() and found.is_relative_to(folder.resolve()):
+                    return found
         return None
 
 
@@ -112,7 +113,7 @@ async def read_range(url: str, start: int, end: int, take: Callable[[bytes], obj
 
 async def _part(session: aiohttp.ClientSession, url: str, start: int, end: int) -> AsyncIterator[bytes]:
     """Yield the pieces as they arrive. aiohttp limits the wait for each piece."""
-    async with session.get(url, headers={"Range": f"bytes={start}-{end - 1}"}) as response:
+    async with session.get(url, headers={"Range": f"bytes={start}-{end - 1}"}, allow_redirects=False) as response:
         response.raise_for_status()
         if response.status != PARTIAL or response.content_length != end - start:
             raise aiohttp.ClientPayloadError(f"the answer is not bytes {start} to {end}")

@@ -8,20 +8,25 @@ A worker writes only its own segment files. Readers map the files, so the page c
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import mmap
 import os
+import re
+import stat
 import struct
 import zlib
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from penstock.deadline import deadline
 from penstock.samples import Sample
 from penstock.types import PayloadRef
 
@@ -34,6 +39,13 @@ _COLUMNS: tuple[tuple[str, type[np.generic]], ...] = (
     ("versions", np.int32),
 )
 _ALIGNMENT = 8
+_NAME = re.compile(r"(?P<worker>[A-Za-z0-9][A-Za-z0-9._-]{0,127})-\d{5,}\.seg")
+_LIFE = re.compile(r"-[0-9a-f]{8}")
+"""Part of a name by which `TemporaryPayloadWriter` makes it unique."""
+MAX_RECORD_BYTES = 1 << 32
+SMALL_BYTES = 1 << 20
+"""Records up to this size are verified on the event loop, which takes less than a millisecond."""
+VERIFY_S = 60.0
 CLOCK_S = 1.0
 """Seconds; more than the file system's times lag behind the clock."""
 
@@ -57,6 +69,29 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[_Header])
 
 
+def check_ref(ref: PayloadRef, *, worker: str | None = None) -> None:
+    """Check that a reference stays within the pool's folder and, if `worker` is given, that its file belongs to that
+    worker. Raises `PayloadError`."""
+    found = _NAME.fullmatch(ref.file)
+    if found is None:
+        raise PayloadError(f"{ref.file[:200]!r} is not the name of a pool file")
+    if worker is not None and found["worker"] != worker:
+        owner, rest = found["worker"][: len(worker)], found["worker"][len(worker) :]
+        if owner != worker or not _LIFE.fullmatch(rest):
+            raise PayloadError(f"pool file {ref.file} does not belong to {worker}")
+    if ref.offset < 0 or not 0 < ref.length <= MAX_RECORD_BYTES or ref.offset > 1 << 60:
+        raise PayloadError(f"pool file {ref.file} has no record of {ref.length} bytes at offset {ref.offset}")
+
+
+def open_file(directory: Path, name: str) -> BinaryIO:
+    """Open a pool file to read it. Raises OSError, also for a link and for anything but a plain file."""
+    number = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "not a plain file", name)
+    return os.fdopen(number, "rb")
+
+
 def encode(samples: Sequence[Sample]) -> bytes:
     """Return the samples of a group as one record."""
     header = _encoder.encode([_Header(s.group, s.episode, s.reward, s.truncated, len(s.token_ids)) for s in samples])
@@ -70,10 +105,19 @@ def encode(samples: Sequence[Sample]) -> bytes:
 
 def decode(record: memoryview) -> list[Sample]:
     """Return the samples of a record. Their arrays are views into `record`. Raises `PayloadError`."""
+    try:
+        return _decode(record)
+    except (struct.error, msgspec.MsgspecError, ValueError, OverflowError) as error:
+        raise PayloadError(f"not a payload record: {error}") from None
+
+
+def _decode(record: memoryview) -> list[Sample]:
     magic, header_length = _PREFIX.unpack_from(record)
     if magic != _MAGIC:
         raise PayloadError("not a payload record")
     headers = _decoder.decode(record[_PREFIX.size : _PREFIX.size + header_length])
+    if any(h.num_tokens < 0 for h in headers):
+        raise PayloadError("not a payload record: a sample has a negative number of tokens")
     bounds = [0, *accumulate(h.num_tokens for h in headers)]
     offset = _aligned(_PREFIX.size + header_length)
     columns: dict[str, list[npt.NDArray[Any]]] = {}
@@ -137,6 +181,7 @@ class PayloadReader:
 
     def read(self, ref: PayloadRef) -> list[Sample]:
         """Return the samples behind `ref`. Raises `PayloadError` if the file or the checksum does not match."""
+        check_ref(ref)
         try:
             mapped = self._map(ref.file, ref.offset + ref.length)
         except (OSError, ValueError) as error:
@@ -149,6 +194,15 @@ class PayloadReader:
     async def fetch(self, refs: Sequence[PayloadRef], *, host: str) -> None:
         """Do nothing: the records are on this machine. `FetchedPayloads` copies them from `host`."""
 
+    async def verify(self, refs: Sequence[PayloadRef]) -> None:
+        """Check that the records are whole and can be decoded. Raises `PayloadError`."""
+        for ref in refs:
+            if ref.length <= SMALL_BYTES:
+                self.read(ref)
+            else:
+                async with deadline(VERIFY_S, waiter="the pool", resource=ref.file, holder="its disk"):
+                    await asyncio.to_thread(self.read, ref)
+
     def drop(self, refs: Iterable[PayloadRef]) -> None:
         """Do nothing: the owner of the directory removes its files."""
 
@@ -157,7 +211,7 @@ class PayloadReader:
         if mapped is None or len(mapped) < end:
             # A removed file takes up disk space as long as it is mapped.
             self._maps = {known: it for known, it in self._maps.items() if (self._directory / known).exists()}
-            with (self._directory / name).open("rb") as file:
+            with open_file(self._directory, name) as file:
                 mapped = self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return mapped
 
@@ -178,10 +232,11 @@ def remove_files(directory: Path, *, written_before: float, keep: Collection[str
 def is_whole(directory: Path, ref: PayloadRef) -> bool:
     """Return whether the record exists undamaged."""
     try:
-        with (directory / ref.file).open("rb") as file:
+        check_ref(ref)
+        with open_file(directory, ref.file) as file:
             file.seek(ref.offset)
             record = file.read(ref.length)
-    except FileNotFoundError:
+    except (FileNotFoundError, PayloadError):
         return False
     return len(record) == ref.length and zlib.crc32(record) == ref.crc32
 
@@ -189,7 +244,7 @@ def is_whole(directory: Path, ref: PayloadRef) -> bool:
 def sync_files(directory: Path, names: Iterable[str]) -> None:
     """Flush these files to disk, including data that other processes wrote. Ignore missing files."""
     for name in names:
-        with suppress(FileNotFoundError), (directory / name).open("rb") as file:
+        with suppress(FileNotFoundError), open_file(directory, name) as file:
             os.fsync(file.fileno())
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.deadline import Stalled, deadline
 from penstock.runtime.file_service import POOL, FileUnavailable, link, read_range
 from penstock.samples import Sample
-from penstock.store.payload_files import PayloadReader, PayloadWriter, is_whole
+from penstock.store.payload_files import PayloadError, PayloadReader, PayloadWriter, check_ref, is_whole
 from penstock.types import PayloadRef
 
 FETCH_S = 60.0
@@ -44,6 +44,11 @@ class FetchedPayloads(PayloadReader):
 
     async def fetch(self, refs: Sequence[PayloadRef], *, host: str) -> None:
         """Copy the records from `host`, the URL of the file service that has them. Raises `PayloadsLost`."""
+        try:
+            for ref in refs:
+                check_ref(ref)
+        except PayloadError as error:
+            raise PayloadsLost(str(error)) from None
         files = ", ".join(sorted({ref.file for ref in refs}))
         try:
             async with deadline(FETCH_S, waiter=self._name, resource=f"records of {files}", holder=f"host {host}"):
@@ -54,7 +59,10 @@ class FetchedPayloads(PayloadReader):
             raise PayloadsLost(str(error)) from None
 
     def drop(self, refs: Iterable[PayloadRef]) -> None:
-        """Remove the copies of these files, which are not read again. Samples that were read stay valid."""
+        """Remove the copies of these files, which are not read again. Samples that were read stay valid.
+        Raises `PayloadError` for a reference that leaves the directory."""
+        for ref in refs:
+            check_ref(ref)
         for file in {ref.file for ref in refs}:
             self._maps.pop(file, None)
             (self._directory / file).unlink(missing_ok=True)
@@ -75,7 +83,7 @@ class FetchedPayloads(PayloadReader):
 
 def _write(directory: Path, ref: PayloadRef, record: bytes) -> None:
     """Write a record at the offset in its reference. The space between records stays a hole in the file."""
-    file = os.open(directory / ref.file, os.O_CREAT | os.O_WRONLY, 0o600)
+    file = os.open(directory / ref.file, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     try:
         if (written := os.pwrite(file, record, ref.offset)) != len(record):
             raise OSError(f"{written} of {len(record)} bytes of {ref.file} could be written; disk full?")

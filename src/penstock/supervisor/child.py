@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
+import hashlib
+import hmac
 import logging
 import os
 import signal
@@ -21,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from penstock.observe import jsonl, log_lines
 
@@ -37,6 +40,8 @@ ADDRESS = "PENSTOCK_ADDRESS"
 """Environment variable, set in runs on several machines: the address at which other machines reach this machine."""
 HOST = "PENSTOCK_HOST"
 """Environment variable, set in runs on several machines: the URL of this machine's file service."""
+PORT = "PENSTOCK_PORT"
+"""Environment variable: the port at which the process serves, which its launcher keeps for it."""
 BEAT_BYTES = 256
 """Size of a heartbeat. Each heartbeat overwrites the one before, also that of an earlier process of the same name. This
 takes no new space, so a full disk does not stop the heartbeats."""
@@ -60,6 +65,8 @@ class Child:
     """See `ADDRESS`."""
     host: str = ""
     """See `HOST`."""
+    port: int = 0
+    """See `PORT`; 0 lets the system choose."""
     totals: Mapping[str, float] = field(default_factory=dict)
     """Totals over the life of this process, for its last log line."""
     _reported: bool = False
@@ -86,11 +93,17 @@ class Child:
             nonce=os.environ["PENSTOCK_NONCE"],
             address=os.environ.get(ADDRESS),
             host=os.environ.get(HOST, ""),
+            port=int(os.environ.get(PORT, 0)),
         )
         sys.excepthook = child._uncaught
         log_lines.log_to_stderr(child.name)
         faulthandler.register(signal.SIGUSR1)
         return child
+
+    def secret(self, purpose: Literal["claim", "greeting", "identity"]) -> str:
+        """Return the run's own value for one purpose. It is derived from the nonce, and reveals neither the nonce nor
+        the value for another purpose. Tokens of files are derived from paths, which begin with a slash."""
+        return hmac.new(self.nonce.encode(), purpose.encode(), hashlib.sha256).hexdigest()
 
     def log_start(self, **settings: object) -> None:
         """Log that this process starts, with versions and the settings that matter to it."""
@@ -147,6 +160,7 @@ class Child:
             sys.exit(FAILED)
         times = {"lived_s": time.monotonic() - self._begun_at, "cpu_s": time.process_time()}
         logger.info("ends because %s: %s", self._end_reason, log_lines.pairs({**times, **self.totals}))
+        gc.freeze()  # the end of the interpreter would look for garbage several times
         sys.exit(0)
 
     async def _living(self, work: Coroutine[Any, Any, object]) -> None:

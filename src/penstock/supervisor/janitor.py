@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.own_files import remove_tree
 from penstock.supervisor import procfs
 from penstock.supervisor.ownership import Owned, owning
 from penstock.supervisor.run_journal import close_journal
@@ -78,12 +78,11 @@ def main() -> None:
     runtime_dir = Path(run["runtime_dir"])
     leftovers = [f"process {stat.pid}" for stat in kill(runtime_dir, run["nonce"], sessions)]
     if "run_dir" not in run:
-        shutil.rmtree(runtime_dir, ignore_errors=True)
+        remove_tree(runtime_dir)
         return
-    with suppress(Owned), owning(Path(run["run_dir"]), within_s=OWNING_S):  # if the run was resumed, leave it alone
-        shutil.rmtree(runtime_dir, ignore_errors=True)
-        leftovers += [str(runtime_dir)] if runtime_dir.exists() else []
-        close_journal(Path(run["run_dir"]), leftovers)
+    with suppress(Owned), owning(Path(run["run_dir"]), within_s=OWNING_S) as run_dir:  # a resumed run is left alone
+        leftovers += [] if remove_tree(runtime_dir) else [str(runtime_dir)]
+        close_journal(run_dir, leftovers)
 
 
 def marks_of(nonce: str, runtime_dir: Path) -> set[bytes]:

@@ -12,7 +12,6 @@ import asyncio
 import ctypes
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +23,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock.observe import jsonl
+from penstock.own_files import remove_tree
 from penstock.ports.process_launcher import Beat, End, Look, ProcessSpec, Report
+from penstock.runtime.held_port import HeldPort
+from penstock.sandbox import control_groups
 from penstock.supervisor import procfs
+from penstock.supervisor.child import ADDRESS, PORT
 from penstock.supervisor.janitor import NONCE, RUNTIME_DIR, Janitor, marks_of
 from penstock.supervisor.runtime import claim
 
@@ -110,6 +113,8 @@ class LocalLauncher:
     this machine does not touch the run's journal."""
     _started: set[str] = field(default_factory=set)
     """Names of all processes that were started."""
+    _held: dict[str, HeldPort] = field(default_factory=dict)
+    """Ports of processes that serve others, by the name of the process."""
 
     async def __aenter__(self) -> Self:
         self._environment = {
@@ -137,12 +142,14 @@ class LocalLauncher:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         os.close(self._death_write)
         os.close(self._death_read)
+        for held in self._held.values():
+            held.close()
         await asyncio.to_thread(self._janitor.release)
         _reserved.discard(self._janitor.process.pid)
 
     async def spawn(self, spec: ProcessSpec) -> LocalProcess:
         """Start a process. First kill what an earlier process of the same name left running, to free device memory and
-        ports."""
+        ports. Keep its port, if it serves others, until the launcher ends."""
         if spec.name in self._started:
             await asyncio.to_thread(self._kill_escapees, spec.name)
         num_oom_kills, popen = procfs.num_oom_kills(), self._fork(spec)
@@ -164,9 +171,10 @@ class LocalLauncher:
         """Kill children, descendants and orphans, and remove the runtime directory. Returns what is still there."""
         remaining = await asyncio.to_thread(self._kill_remaining)
         _reap_orphans()
-        await asyncio.to_thread(shutil.rmtree, self.runtime_dir, ignore_errors=True)
+        is_gone = await asyncio.to_thread(remove_tree, self.runtime_dir)
+        await asyncio.to_thread(control_groups.sweep)
         leftovers = [f"process {stat.pid} (state {stat.state})" for stat in remaining]
-        return leftovers + ([str(self.runtime_dir)] if self.runtime_dir.exists() else [])
+        return leftovers + ([] if is_gone else [str(self.runtime_dir)])
 
     def _kill_escapees(self, name: str) -> None:
         marks = marks_of(self.nonce, self.runtime_dir) | {f"{NAME}={name}".encode()}
@@ -185,14 +193,30 @@ class LocalLauncher:
     def _fork(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
         with (self.run_dir / "logs" / f"{spec.name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", spec.module, "--run-dir", str(self.run_dir), "--name", spec.name],
+                [sys.executable, "-P", "-m", spec.module, "--run-dir", str(self.run_dir), "--name", spec.name],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._environment, **spec.env, NAME: spec.name, "PENSTOCK_DEATH_FD": str(self._death_read)},
+                env={
+                    **self._environment,
+                    **spec.env,
+                    **self._port(spec),
+                    NAME: spec.name,
+                    "PENSTOCK_DEATH_FD": str(self._death_read),
+                },
                 pass_fds=(self._death_read,),
                 start_new_session=True,
             )
+
+    def _port(self, spec: ProcessSpec) -> dict[str, str]:
+        """Return the variable with the process's port, which is held from its first start on. Raises OSError if the
+        port is taken."""
+        if spec.serves_at is None:
+            return {}
+        if spec.name not in self._held:
+            host, port = spec.serves_at
+            self._held[spec.name] = HeldPort(self.environment.get(ADDRESS, host), port)
+        return {PORT: str(self._held[spec.name].port)}
 
     def _await_exit(self, process: LocalProcess) -> None:
         loop = asyncio.get_running_loop()

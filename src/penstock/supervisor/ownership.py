@@ -9,11 +9,13 @@ not on directories.
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+
+from penstock.own_files import open_lock, own_directory
 
 LOCK = ".lock"
 BETWEEN_TRIES_S = 0.05
@@ -26,27 +28,37 @@ class Owned(RuntimeError):
 
 
 @contextmanager
-def owning(run_dir: Path, *, within_s: float = 0.0) -> Iterator[None]:
-    """Own the run during the body. Raises `Owned` if another process still owns it after `within_s` seconds."""
+def owning(run_dir: Path, *, within_s: float = 0.0) -> Iterator[Path]:
+    """Own the run during the body. Yield a path of its directory that another user cannot turn elsewhere. Raises
+    `Owned` if another process still owns it after `within_s` seconds, and `Foreign` if the directory is not ours."""
     limit = time.monotonic() + within_s
-    with (run_dir / LOCK).open("a") as lock:
+    with own_directory(run_dir) as directory, _locking(directory, create=True) as lock:
         while not _take(lock):
             if time.monotonic() >= limit:
                 raise Owned(f"run {run_dir.name} is already being supervised: `penstock stop {run_dir.name}` ends it")
             time.sleep(BETWEEN_TRIES_S)
-        yield
+        yield directory
 
 
 def is_owned(run_dir: Path) -> bool:
     """Return whether a process, on this or another machine, owns the run now."""
     try:
-        with (run_dir / LOCK).open("r+") as lock:
+        with _locking(run_dir, create=False) as lock:
             return not _take(lock)
     except OSError:
         return False
 
 
-def _take(lock: TextIO) -> bool:
+@contextmanager
+def _locking(directory: Path, *, create: bool) -> Iterator[int]:
+    lock = open_lock(directory / LOCK, create=create)
+    try:
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

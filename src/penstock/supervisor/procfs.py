@@ -7,18 +7,20 @@ namespace, and this module sends no signal without it. Without /proc it finds an
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 PROC = Path("/proc")
 BETWEEN_LOOKS_S = 0.01
 ROUNDS = 40
 """Most looks for the members of a family that is to be killed."""
+PIDS = range(1, 1 << 31)
+"""Numbers that a process can have."""
 END_S = 0.5
 """Limit for a killed process to end, before the next look."""
 
@@ -34,11 +36,17 @@ class Identity:
     pid_namespace: str
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Identity | None:
-        """Return the identity in `facts`, as `dataclasses.asdict` writes it; None if a field is missing. Other facts
-        are ignored."""
-        known = {field.name: facts[field.name] for field in fields(cls) if field.name in facts}
-        return cls(**known) if len(known) == len(fields(cls)) else None
+    def of(cls, facts: object) -> Identity | None:
+        """Return the identity in `facts`, as `dataclasses.asdict` writes it; None if a field is missing or has another
+        type. Other facts are ignored."""
+        found = facts if isinstance(facts, Mapping) else {}
+        pid, start_ticks = found.get("pid"), found.get("start_ticks")
+        boot_id, pid_namespace = found.get("boot_id"), found.get("pid_namespace")
+        if type(pid) is not int or pid not in PIDS or type(start_ticks) is not int:
+            return None
+        if not isinstance(boot_id, str) or not isinstance(pid_namespace, str):
+            return None
+        return cls(pid=pid, start_ticks=start_ticks, boot_id=boot_id, pid_namespace=pid_namespace)
 
     @property
     def is_here(self) -> bool:
@@ -73,7 +81,7 @@ def _read(path: Path) -> bytes:
 
 def read_stat(pid: int) -> Stat | None:
     """Return the row of `pid`; None if there is no such process."""
-    text = _read(PROC / str(pid) / "stat")
+    text = _read(PROC / f"{pid:d}" / "stat")
     if not text:
         return None
     state, parent, _, session, *others = text.rpartition(b")")[2].split()  # the command before it may contain brackets
@@ -85,11 +93,11 @@ def boot_id() -> str:
     return _read(PROC / "sys/kernel/random/boot_id").decode().strip()
 
 
-def pid_namespace() -> str:
+def pid_namespace(process: str = "self") -> str:
     """Return an id that differs between containers that do not see each other's processes; empty if the system has
-    none."""
+    none, or does not tell us that of `process`."""
     try:
-        return str((PROC / "self/ns/pid").readlink())
+        return str((PROC / process / "ns/pid").readlink())
     except OSError:
         return ""
 
@@ -147,8 +155,17 @@ def send(identity: Identity, signum: int) -> bool:
 
 def environment(pid: int) -> list[bytes]:
     """Return the environment entries (`NAME=value`) that `pid` was started with; empty if it is gone or we may not read
-    them."""
-    return _read(PROC / str(pid) / "environ").split(b"\0")
+    them. Empty too if another user started it, or a program in a sandbox, since these chose what they say."""
+    entries = _read(PROC / f"{pid:d}" / "environ").split(b"\0")
+    return entries if _is_ours(pid) else []
+
+
+def _is_ours(pid: int) -> bool:
+    """Return whether a process has our user id in all respects, and lives in our container. A set-user-id program that
+    another user started has ours in some."""
+    found = re.search(rb"^Uid:(.*)$", _read(PROC / f"{pid:d}" / "status"), re.M)
+    has_our_user = found is not None and set(map(int, found[1].split())) == {os.geteuid()}
+    return has_our_user and pid_namespace(f"{pid:d}") == pid_namespace()
 
 
 def num_oom_kills() -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,16 @@ from penstock.config.lineage import changes, check_lineage, lineage
 from penstock.data.identity import check_identities, identities
 from penstock.observe import jsonl
 from penstock.observe.view import Plan, RunView
+from penstock.own_files import own_directory
+from penstock.redaction import redacted
 from penstock.supervisor.ownership import owning
 from penstock.supervisor.run_journal import FORMAT, RunJournal, holds_run, living_owner, read_state, unreadable
 from penstock.supervisor.runtime import remove_orphans_of, runtime_path
 from penstock.supervisor.states import RunState
 
 CONFIG = "config.yaml"
+MODES = {"private": 0o700, "group": 0o750, "everyone": 0o755}
+"""Mode of the run directory by the setting `share`. What it holds is as readable as the umask says."""
 LINEAGE = "lineage.json"
 """File with the settings that must not change during the run, and the identities of its data."""
 DATASETS = "datasets"
@@ -65,17 +70,39 @@ def existing_parent(directory: Path) -> Path:
 
 def publishable(config: Config) -> dict[str, Any]:
     """Return the configuration as plain values, without its secrets."""
-    return config.model_dump(mode="json", exclude={"rollout": {"api_key", "admin_api_key"}})
+    return dict(redacted(config.model_dump(mode="json", exclude={"rollout": {"api_key", "admin_api_key"}})))
+
+
+def make_run_dir(run_dir: Path, config: Config) -> None:
+    """Make the directory of a run, unless it is there. Raises `Foreign` if the directory that is there is not ours."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        run_dir.mkdir(mode=MODES[config.share])
+    with own_directory(run_dir) as directory:
+        (directory / "logs").mkdir(exist_ok=True)
+
+
+@contextmanager
+def written_by_us_only() -> Iterator[None]:
+    """Let no other user write to the files that this process and its children make during the body."""
+    umask = os.umask(0o022)
+    os.umask(umask | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(umask)
 
 
 @contextmanager
 def open_run(config: Config) -> Iterator[OpenRun]:
-    """Create the directory of a new run and own the run during the body. Raises `RunRefused`, `Owned`."""
+    """Create the directory of a new run and own the run during the body. Raises `RunRefused`, `Owned`,
+    `Foreign`."""
     run_id = config.run_id or new_run_id()
     config = config.model_copy(update={"run_id": run_id})
     run_dir = Path(config.runs_dir).absolute() / run_id
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    with owning(run_dir):
+    with written_by_us_only():
+        make_run_dir(run_dir, config)
+    with owning(run_dir), written_by_us_only():
         if (run_dir / "state.json").exists():
             raise RunRefused(f"run {run_id} exists already in {run_dir}: `penstock resume {run_id}` continues it")
         if holds_run(run_dir):
@@ -147,8 +174,9 @@ def check_unsupervised(run_dir: Path) -> None:
 @contextmanager
 def reopen_run(run_dir: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
     """Begin another life of a run and own the run during the body. The run, or at least its supervisor, must have
-    ended. Raises `RunRefused`, `ConfigError`, `Owned`."""
-    with owning(run_dir, within_s=JANITOR_S if _supervisor_of(run_dir) is None else 0.0):
+    ended. Raises `RunRefused`, `ConfigError`, `Owned`, `Foreign`."""
+    patience_s = JANITOR_S if _supervisor_of(run_dir) is None else 0.0
+    with owning(run_dir, within_s=patience_s) as directory, written_by_us_only():
         resumption = plan_resumption(run_dir, overrides)
         journal = RunJournal.load(run_dir)
         if left := remove_orphans_of(run_dir):
@@ -156,6 +184,8 @@ def reopen_run(run_dir: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
                 f"run {journal.run_id} has leftovers of an earlier life that cannot be removed: {', '.join(left)}: "
                 "remove them, and resume again"
             )
+        if resumption.config.share != load_config(run_dir / CONFIG).share:
+            directory.chmod(MODES[resumption.config.share])
         _write_config(resumption.config, run_dir)
         runtime_dir = runtime_path(journal.run_id)
         reason = f"resumed with {resumption.changed}" if resumption.changed else "resumed"

@@ -18,9 +18,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from penstock.observe import jsonl, log_lines, summary
+from penstock.own_files import read_document
+from penstock.redaction import redacted, redacted_text
 from penstock.supervisor.failure import ExitKind
 from penstock.supervisor.ownership import is_owned
 from penstock.supervisor.procfs import Identity, identify, is_alive
@@ -32,6 +35,10 @@ LAST_EVENT_BYTES = 65_536
 """Bytes read from the end of the history to find its last event; an event is shorter."""
 BEGUN = ("state.json", "lineage.json", "events.jsonl", "checkpoints", "pool/index")
 """Any of these files in a directory shows that a run was begun there."""
+TIMES = ("started", "born", "ended", "lived_s")
+"""Facts in seconds."""
+LATEST_S = 1e11
+"""Every time of a run lies before this one (seconds since the epoch)."""
 FORMAT = 2
 """Version of the layout of a run directory."""
 IN_STATE_ONLY = ("start_ticks", "boot_id", "pid_namespace", "role")
@@ -61,7 +68,7 @@ class RunJournal:
     @classmethod
     def load(cls, run_dir: Path) -> RunJournal:
         """Load the journal of an existing run."""
-        return cls(run_dir, json.loads((run_dir / "state.json").read_text()))
+        return cls(run_dir, json.loads(read_document(run_dir / "state.json", ours=True)))
 
     @property
     def run_id(self) -> str:
@@ -83,7 +90,7 @@ class RunJournal:
 
     def move(self, to: RunState, *, actor: str, reason: str = "") -> None:
         """Move the run to another state. Raises `IllegalTransition`."""
-        before = self.status
+        before, reason = self.status, redacted_text(reason)
         check_run(before, to)
         self._document["status"] = to.value
         if to.is_final:
@@ -94,6 +101,7 @@ class RunJournal:
 
     def move_process(self, name: str, to: ProcessState, **facts: Any) -> None:
         """Move one process to another state and store facts about it (pid, returncode, reason, ...)."""
+        facts = redacted(facts)
         known = self._document["processes"].setdefault(name, {"state": ProcessState.PENDING.value})
         check_process(ProcessState(known["state"]), to)
         known.update(facts, state=to.value)
@@ -134,6 +142,7 @@ class RunJournal:
 
     def note(self, event: str, *, durable: bool = False, **facts: Any) -> None:
         """Append an event to the history. With `durable`, return only once it is on disk."""
+        facts = redacted(facts)
         logger.log(*_log_message(event, facts))
         self._unwritten.append({"time": time.time(), "event": event, **facts})
         with _tolerating_a_full_disk():
@@ -187,8 +196,38 @@ def _new_life(runtime_dir: Path) -> dict[str, Any]:
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """Return the snapshot of a run; None if it is missing or damaged."""
-    return jsonl.read_json(run_dir / "state.json") or None
+    """Return the snapshot of a run; None if it is missing or damaged. A fact that it holds has the type that this
+    module writes."""
+    state = jsonl.read_json(run_dir / "state.json")
+    return state if state and _is_sound(state) else None
+
+
+def _is_sound(state: Mapping[str, Any]) -> bool:
+    processes, leftovers = state.get("processes", {}), state.get("leftovers", [])
+    return (
+        _are(str, state, "status", "run_id", "runtime_dir")
+        and _are(str | None, state, "error")
+        and _are(int, state, "lives")
+        and all(_is_time(state[key]) for key in TIMES if state.get(key) is not None)
+        and isinstance(supervisor := state.get("supervisor", {}), dict)
+        and isinstance(processes, dict)
+        and all(isinstance(facts, dict) and _is_process(facts) for facts in [supervisor, *processes.values()])
+        and isinstance(leftovers, list)
+        and all(isinstance(each, str) for each in leftovers)
+    )
+
+
+def _is_process(facts: Mapping[str, Any]) -> bool:
+    is_text = _are(str, facts, "role", "state") and _are(str | None, facts, "host", "node", "reason")
+    return is_text and _are(int, facts, "restarts") and _are(int | None, facts, "pid", "returncode")
+
+
+def _are(kind: type | UnionType, facts: Mapping[str, Any], *names: str) -> bool:
+    return all(isinstance(facts[name], kind) for name in names if name in facts)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < LATEST_S
 
 
 def unreadable(run_dir: Path) -> str:
@@ -205,7 +244,7 @@ def holds_run(run_dir: Path) -> bool:
 
 def owner_of(state: Mapping[str, Any]) -> Identity | None:
     """Return the supervisor that wrote a snapshot; None if the system could not identify it."""
-    return Identity.of(state.get("supervisor", {}))
+    return Identity.of(state.get("supervisor"))
 
 
 def is_supervised(run_dir: Path, supervisor: Identity) -> bool:

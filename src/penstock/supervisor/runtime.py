@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import secrets
 import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from penstock.own_files import Foreign, is_ours, read_document, remove_tree
 from penstock.supervisor import procfs
 from penstock.supervisor.ownership import Owned, owning
 from penstock.supervisor.procfs import Identity
@@ -25,10 +26,6 @@ from penstock.supervisor.run_journal import close_journal, is_supervised, owner_
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "PENSTOCK_OWNER"
 OWNER_FILE = "owner.json"
-
-
-class RuntimeTaken(OSError):
-    """The runtime directory of a run exists already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,32 +46,42 @@ class Mark:
         try:
             fields = json.loads(text)
             supervisor = Identity.of(fields["supervisor"])
-            return cls(**{**fields, "supervisor": supervisor}) if supervisor else None
-        except (ValueError, TypeError, KeyError):
+            mark = cls(**{**fields, "supervisor": supervisor}) if supervisor else None
+            if mark and any(b"\0" in os.fsencode(each) for each in (mark.run_dir, mark.runtime_dir, mark.nonce)):
+                return None
+            return mark
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
 
 
 def runtime_path(run_id: str) -> Path:
-    """Return the directory for sockets, ready files and shared-memory weights of a run; in memory where possible."""
-    base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"penstock-{os.getuid()}-{run_id}"
+    """Return a new path for the directory of sockets, ready files and shared-memory weights of a run; in memory where
+    possible. Each call returns another path: every user may write there, so no user must know the name before the
+    directory exists."""
+    return base() / f"{_prefix(run_id)}.{secrets.token_hex(4)}"
+
+
+def base() -> Path:
+    """Return the directory in which runs make their runtime directories."""
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _prefix(run_id: str) -> str:
+    return f"penstock-{os.geteuid()}-{run_id}"
 
 
 def runtime_dirs(run_id: str = "") -> list[Path]:
     """Return this user's runtime directories on this machine, for run ids that begin with `run_id`."""
     bases = {SHARED_MEMORY, Path(tempfile.gettempdir())}
-    found = (path for base in bases for path in base.glob(f"{runtime_path(run_id).name}*") if path.is_dir())
-    return sorted(path for path in found if path.stat().st_uid == os.getuid())
+    found = (path for each in bases for path in each.glob(f"{_prefix(run_id)}*"))
+    return sorted(path for path in found if is_ours(path) and not path.is_symlink() and path.is_dir())
 
 
 def claim(runtime_dir: Path, *, run_dir: Path, nonce: str) -> dict[str, str]:
     """Make the runtime directory of a run that this process supervises. Return the mark for the environment of its
-    processes. A system that cannot identify processes gets no marks, and then nothing is ever removed. Raises
-    `RuntimeTaken`."""
-    try:
-        runtime_dir.mkdir(mode=0o700)
-    except FileExistsError:
-        raise RuntimeTaken(_why_taken(runtime_dir)) from None
+    processes. A system that cannot identify processes gets no marks, and then nothing is ever removed. Raises OSError
+    if the directory exists already."""
+    runtime_dir.mkdir(mode=0o700)
     supervisor = procfs.identify(os.getpid())
     if supervisor is None:
         return {}
@@ -84,29 +91,20 @@ def claim(runtime_dir: Path, *, run_dir: Path, nonce: str) -> dict[str, str]:
 
 
 def mark_of_directory(directory: Path) -> Mark | None:
-    """Return the mark of a runtime directory; None if it has none."""
+    """Return the mark of a runtime directory; None if it has none, or if the directory or the mark is not ours."""
     try:
-        return Mark.loads((directory / OWNER_FILE).read_text())
+        return Mark.loads(read_document(directory / OWNER_FILE, ours=True)) if is_ours(directory) else None
     except OSError:
         return None
 
 
 def mark_of_process(pid: int) -> Mark | None:
-    """Return the mark of a process; None if it has none, is gone, or may not be read."""
+    """Return the mark of a process; None if it has none, is gone, or belongs to another user."""
     prefix = f"{OWNER}=".encode()
     for entry in procfs.environment(pid):
         if entry.startswith(prefix):
             return Mark.loads(entry.removeprefix(prefix))
     return None
-
-
-def _why_taken(runtime_dir: Path) -> str:
-    mark = mark_of_directory(runtime_dir)
-    if mark is None:
-        return f"{runtime_dir} exists already, and its owner is unknown: choose another run_id, or remove it"
-    if is_supervised(Path(mark.run_dir), mark.supervisor):
-        return f"{runtime_dir} belongs to {mark.run_dir}, which is running: choose another run_id"
-    return f"{runtime_dir} was left behind by {mark.run_dir}: `penstock doctor --clean` removes it"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +125,8 @@ class Found:
     """Pids of living supervisors. A supervisor may itself carry the mark of a dead run, in which it was started."""
     unmarked: list[Path]
     """Runtime directories without a mark."""
+    foreign: list[Orphans] = field(default_factory=list)
+    """Orphans of ours whose mark names the run directory of another user."""
 
 
 def find_orphans() -> Found:
@@ -146,7 +146,9 @@ def find_orphans() -> Found:
     for mark, orphans in marked.items():
         orphans.processes = [stat for stat in orphans.processes if stat.pid not in found.living]
         if mark not in alive and (orphans.processes or orphans.directories):
-            found.orphans.append(orphans)
+            run_dir = Path(mark.run_dir)
+            is_foreign = os.path.lexists(run_dir) and not is_ours(run_dir)
+            (found.foreign if is_foreign else found.orphans).append(orphans)
     return found
 
 
@@ -158,8 +160,7 @@ def remove_orphans(orphans: Orphans, *, living: Collection[int]) -> list[str]:
     left = [f"process {stat.pid}" for stat in remaining]
     for directory in orphans.directories:
         if mark_of_directory(directory) == mark:
-            shutil.rmtree(directory, ignore_errors=True)
-            left += [str(directory)] if directory.exists() else []
+            left += [] if remove_tree(directory) else [str(directory)]
     close_abandoned(Path(mark.run_dir), mark.supervisor, left)
     return left
 
@@ -172,8 +173,8 @@ def remove_orphans_of(run_dir: Path) -> list[str]:
 
 
 def close_abandoned(run_dir: Path, supervisor: Identity, leftovers: list[str]) -> None:
-    """Mark the run failed that `supervisor` left open. Do nothing if its directory is gone, or if the run has another
-    owner by now."""
-    with suppress(Owned, FileNotFoundError), owning(run_dir):
-        if owner_of(read_state(run_dir) or {}) == supervisor:
-            close_journal(run_dir, leftovers)
+    """Mark the run failed that `supervisor` left open. Do nothing if its directory is gone or not ours, or if the run
+    has another owner by now."""
+    with suppress(Owned, Foreign, FileNotFoundError), owning(run_dir) as directory:
+        if owner_of(read_state(directory) or {}) == supervisor:
+            close_journal(directory, leftovers)

@@ -171,7 +171,7 @@ class Supervisor:
 
     async def _fail(self, decision: Decision) -> None:
         """Fail the run. Its cause is the earliest failure that no restart has repaired."""
-        monitors = self._monitors
+        monitors = dict(self._monitors)  # a stage may start meanwhile
         exits = {name: monitor.failure for name, monitor in monitors.items() if monitor.failure}
         found = await asyncio.gather(*(monitor.report() for monitor in monitors.values()))
         reports = {name: report for name, report in zip(monitors, found, strict=True) if report}

@@ -1,7 +1,9 @@
 """Collective operations over the ranks of a learner: sums, maxima and broadcasts.
 
-Rank 0 binds the rendezvous port and then reports it, so that no other process can take the port in between. Every
-collective call of this module has a deadline. A failed call leaves the ranks out of step, and they cannot be used
+On one machine the ranks meet in a directory that only their user can enter. Between machines rank 0 binds a port and
+then reports it, so that no other process can take the port in between. Torch's protocol on this port has no key.
+
+Every collective call of this module has a deadline. A failed call leaves the ranks out of step, and they cannot be used
 further. The error names the operation and the ranks that did not reach it. FSDP's own collectives have the same
 deadline and raise torch's own errors. With a single rank no call waits.
 """
@@ -15,12 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
 import torch.distributed as distributed
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from penstock.config import ConfigError
 from penstock.groups.role import Rank
@@ -29,6 +33,8 @@ TIMEOUT_S = 300.0
 """Time limit of the rendezvous and of each collective call: the largest allowed delay between ranks."""
 COUNTS_TIMEOUT_S = 2.0
 """Time limit for reading the ranks' call counts after a failed call."""
+COUNT_BYTES = 8
+"""Size of a call count in a file."""
 BUCKET_ELEMENTS = 2**26
 """Largest number of elements that are concatenated for one collective call."""
 PLUGINS = {"hccl": "torch_npu"}
@@ -42,11 +48,56 @@ class RankLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """The rendezvous address, at which rank 0 listens."""
+class Address:
+    """The address at which rank 0 listens for ranks of other machines."""
 
     host: str
     port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+Rendezvous = Path | Address
+"""Where the ranks meet: a directory on one machine, which only their user can enter, or rank 0's address."""
+
+
+class CallCounts(Protocol):
+    """The number of calls that each rank has begun."""
+
+    def set(self, num_calls: int) -> None:
+        """Report the number of this rank's calls."""
+
+    def of(self, rank: int) -> int:
+        """Return the number of a rank's calls. Raises OSError or RuntimeError if it cannot be read."""
+
+
+class FileCounts(CallCounts):
+    """Counts in one file for each rank, overwritten in place. Torch's `FileStore` would grow with each call."""
+
+    def __init__(self, directory: Path, index: int) -> None:
+        self._directory = directory
+        self._own = os.open(directory / _calls_key(index), os.O_WRONLY | os.O_CREAT, 0o600)
+
+    def set(self, num_calls: int) -> None:
+        os.pwrite(self._own, num_calls.to_bytes(COUNT_BYTES, "little"), 0)
+
+    def of(self, rank: int) -> int:
+        return int.from_bytes((self._directory / _calls_key(rank)).read_bytes(), "little")
+
+
+class StoreCounts(CallCounts):
+    """Counts in the store that rank 0 serves."""
+
+    def __init__(self, store: TCPStore, index: int) -> None:
+        self._store, self._index = store, index
+
+    def set(self, num_calls: int) -> None:
+        self._store.set(_calls_key(self._index), str(num_calls))
+
+    def of(self, rank: int) -> int:
+        self._store.set_timeout(timedelta(seconds=COUNTS_TIMEOUT_S))
+        return int(self._store.get(_calls_key(rank)))
 
 
 class Ranks:
@@ -57,7 +108,8 @@ class Ranks:
         self.device: torch.device | None = None
         """The device on which this rank computes; None before `join`."""
         self._timeout_s = timeout_s
-        self._store: TCPStore | None = None
+        self._listening: TCPStore | None = None
+        self._counts: CallCounts | None = None
         self._num_calls = 0
 
     @property
@@ -65,12 +117,12 @@ class Ranks:
         """Return whether this is rank 0, which writes files that exist only once."""
         return self.index == 0
 
-    def listen(self, host: str = "127.0.0.1") -> Rendezvous:
+    def listen(self, host: str) -> Address:
         """Bind a port chosen by the system on `host` alone, and return the address. For rank 0, before any `join`."""
         listener = socket.create_server((host, 0))
-        rendezvous = Rendezvous(host=host, port=listener.getsockname()[1])
-        self._store = self._connect(rendezvous, listener.detach())
-        return rendezvous
+        address = Address(host=host, port=listener.getsockname()[1])
+        self._listening = self._connect(address, listener.detach())
+        return address
 
     def join(
         self, rendezvous: Rendezvous, device: torch.device, backend: str | None = None, *, address: str | None = None
@@ -78,33 +130,45 @@ class Ranks:
         """Wait until all ranks have joined.
 
         `backend`: the backend for tensors on `device`; None takes the device's default. CPU tensors use gloo.
-        `address`: this machine's address, if the ranks are on several machines.
+        `address`: this machine's address for the other ranks. The default is what gloo and NCCL choose.
         Raises `RankLost` if not all ranks join in time, and `ConfigError` for an unusable backend.
         """
         self.device, name = device, _backend(device, backend)
         if address is not None:
             _use_interface_of(address)
         try:
-            self._store = self._store or self._connect(rendezvous)
-            self._store.set(_calls_key(self.index), "0")
+            store = self._enter(rendezvous)
             distributed.init_process_group(
                 name if device.type == "cpu" else f"cpu:gloo,{device.type}:{name}",
-                store=PrefixStore("ranks", self._store),
+                store=PrefixStore("ranks", store),
                 rank=self.index,
                 world_size=self.size,
                 timeout=timedelta(seconds=self._timeout_s),
                 device_id=None if device.type == "cpu" else device,
             )
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise RankLost(
                 f"rank {self.index} of {self.size} waited up to {self._timeout_s:g} s for the other ranks at "
-                f"{rendezvous.host}:{rendezvous.port}: {_first_sentence(error)}"
+                f"{rendezvous}: {_first_sentence(error)}"
             ) from error
 
-    def _connect(self, rendezvous: Rendezvous, listener: int | None = None) -> TCPStore:
+    def _enter(self, rendezvous: Rendezvous) -> Store:
+        """Return torch's store at the rendezvous, and begin to count calls there."""
+        store: Store
+        if isinstance(rendezvous, Path):
+            self._counts = FileCounts(rendezvous, self.index)
+            store = FileStore(str(rendezvous / "store"), self.size)
+            store.set_timeout(timedelta(seconds=self._timeout_s))
+        else:
+            store = self._listening or self._connect(rendezvous)
+            self._counts = StoreCounts(store, self.index)
+        self._counts.set(0)
+        return store
+
+    def _connect(self, address: Address, listener: int | None = None) -> TCPStore:
         return TCPStore(
-            rendezvous.host,
-            rendezvous.port,
+            address.host,
+            address.port,
             self.size,
             is_master=listener is not None,
             wait_for_workers=False,
@@ -131,7 +195,7 @@ class Ranks:
     def leave(self) -> None:
         """Leave the process group: ranks that wait for this rank get an error.
 
-        Rank 0 keeps its store open, so that the other ranks can still read which ranks reached the call.
+        The rendezvous stays, so that the other ranks can still read which ranks reached the call.
         """
         if distributed.is_initialized():
             distributed.destroy_process_group()
@@ -156,8 +220,8 @@ class Ranks:
         self._num_calls += 1
         start = time.monotonic()
         try:
-            assert self._store is not None, "the ranks have not joined"
-            self._store.set(_calls_key(self.index), str(self._num_calls))
+            assert self._counts is not None, "the ranks have not joined"
+            self._counts.set(self._num_calls)
             call()
         except RuntimeError as error:
             waited, absent = time.monotonic() - start, self._absent()
@@ -170,11 +234,10 @@ class Ranks:
     def _absent(self) -> str:
         """Return a description of the ranks that did not reach the current call."""
         try:
-            assert self._store is not None
-            self._store.set_timeout(timedelta(seconds=COUNTS_TIMEOUT_S))
-            calls = [int(self._store.get(_calls_key(rank))) for rank in range(self.size)]
-        except RuntimeError:
-            return "rank 0, which holds the rendezvous, has ended"
+            assert self._counts is not None
+            calls = [self._counts.of(rank) for rank in range(self.size)]
+        except (RuntimeError, OSError):
+            return "rank 0, which made the rendezvous, has ended, and the rendezvous with it"
         absent = [str(rank) for rank, num_calls in enumerate(calls) if num_calls < self._num_calls]
         return f"rank {', '.join(absent)} did not join the call" if absent else "a rank ended in the middle of the call"
 
@@ -225,7 +288,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _calls_key(rank: int) -> str:
-    return f"calls/{rank}"
+    return f"calls-{rank}"
 
 
 def _first_sentence(error: Exception) -> str:

@@ -15,11 +15,11 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.distributed as distributed
-from msgspec import Struct
+from msgspec import Meta, Struct
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
@@ -34,6 +34,8 @@ POLL_S, RELEASE_POLL_S = 0.0005, 0.2
 BACKENDS = ("gloo", "nccl", "hccl")
 MAX_WORLD_SIZE = 100_000
 DEFAULT_GROUP = "weight_update_group"
+GroupName = Annotated[str, Meta(pattern="^[!-~][ -~]{0,199}$")]
+"""Name of a group: printable ASCII."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 """Accepted dtypes. Shorter (quantized) dtypes are meaningless without their scales."""
@@ -47,7 +49,7 @@ class GroupFailed(ValueError):
 class Rendezvous(Struct, kw_only=True):
     """The name, size and backend of a group, and where its ranks meet. Rank 0 listens at the master's address."""
 
-    group_name: str = DEFAULT_GROUP
+    group_name: GroupName = DEFAULT_GROUP
     master_address: str
     master_port: int
     world_size: int
@@ -61,7 +63,7 @@ class GroupTensors(Struct, kw_only=True):
     dtypes: list[str]
     """Names as in torch, e.g. `bfloat16`."""
     shapes: list[list[int]]
-    group_name: str = DEFAULT_GROUP
+    group_name: GroupName = DEFAULT_GROUP
     load_format: Literal["flattened_bucket"] | None = None
     """`flattened_bucket`: one broadcast carries the concatenated bytes of all tensors. None: each tensor has its own
     broadcast."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import math
 import os
+import re
 import secrets
 import socket
 import time
@@ -19,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
@@ -32,6 +35,11 @@ MAX_SILENCE_S = 15.0
 LOOK_S = 0.05
 """Interval between checks of a neighbour's progress."""
 UNFINISHED = ".unfinished"
+FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+MACHINE = re.compile(r"[0-9A-Za-z-]{0,64}")
+MAX_HEADER_BYTES = 2**16
+"""Largest header of a weights file, besides `HEADER_BYTES` for each tensor."""
+HEADER_BYTES = 1024
 FILES = Path("/proc/self/ns/mnt")
 """A symbolic link with equal targets for processes in the same mount namespace, which see the same files."""
 
@@ -49,12 +57,21 @@ class Receiver:
     """A callable that maps the weights of a handle, from this machine or another one."""
 
     def __init__(
-        self, expected: Layout, *, machine: str, directory: Path, neighbours: Callable[[], Iterable[Path]] = tuple
+        self,
+        expected: Layout,
+        *,
+        machine: str,
+        directory: Path,
+        neighbours: Callable[[], Iterable[Path]] = tuple,
+        published: Callable[[], Iterable[Path]] | None = None,
     ) -> None:
         """`expected`: the model's layout. `machine`: this machine's boot id. `directory`: for received files; a file
-        stays until the next version arrives. `neighbours`: returns the directories of all receivers of this machine."""
+        stays until the next version arrives. `neighbours`: returns the directories of all receivers of this machine.
+        `published`: returns the directories in which a handle's path may lie; None for any path."""
         self._expected, self._machine, self._directory = expected, machine, directory
-        self._neighbours = neighbours
+        self._neighbours, self._published = neighbours, published
+        header = MAX_HEADER_BYTES + HEADER_BYTES * len(expected)
+        self._max_bytes = header + sum(math.prod(shape) * dtype.itemsize for shape, dtype in expected.values())
 
     def __call__(self, handle: WeightsHandle) -> dict[str, Tensor]:
         """Return the mapped weights by name.
@@ -62,8 +79,12 @@ class Receiver:
         Raises `WeightsMismatch` if they differ from the handle or the model, and `WeightsOutOfReach` if they cannot be
         transferred.
         """
+        self._check(handle)
         if not handle.url or (handle.machine == self._machine and Path(handle.path).exists()):
+            self.check_place(Path(handle.path))
             return receive(handle, self._expected)
+        if not 0 < handle.num_bytes <= self._max_bytes:
+            raise WeightsMismatch(f"weights of this model have at most {self._max_bytes} bytes, not {handle.num_bytes}")
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._directory / f"{handle.policy_version}-{handle.fingerprint}.safetensors"
         for left in self._directory.iterdir():
@@ -75,6 +96,23 @@ class Receiver:
         except WeightsMismatch:
             path.unlink(missing_ok=True)
             raise
+
+    def check_place(self, path: Path) -> None:
+        """Raise `WeightsMismatch` unless this server may read weights at `path`."""
+        if self._published is not None:
+            folders = [folder.resolve() for folder in self._published()]
+            if not any(path.resolve().is_relative_to(folder) for folder in folders):
+                shown = ", ".join(map(str, folders))
+                raise WeightsMismatch(f"{path} is not where this run publishes weights ({shown})")
+
+    def _check(self, handle: WeightsHandle) -> None:
+        """Check the words of a handle, of which file names and requests are made. Raises `WeightsMismatch`."""
+        for name, form in (("fingerprint", FINGERPRINT), ("machine", MACHINE)):
+            if not form.fullmatch(getattr(handle, name)):
+                raise WeightsMismatch(f"`{name}` of a weights handle does not have the form {form.pattern}")
+        parts = urlsplit(handle.url)
+        if handle.url and (parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None):
+            raise WeightsMismatch("`url` of a weights handle must be http(s)://HOST/..., without a user name")
 
     def _obtain(self, handle: WeightsHandle, path: Path) -> None:
         """Link the file from a neighbour, or fetch it from the sender.

@@ -10,11 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.envs import sandbox
 from penstock.envs.rewards.code import Code, program_of
 from penstock.envs.rewards.reward import RewardResult
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("sandboxed")]
 
 DOUBLE = "Here you are:\n```python\nprint(2 * int(input()))\n```\nIt doubles."
 PAIRS = [{"input": "2\n", "output": "4"}, {"input": "5", "output": "10\n"}]
@@ -33,11 +32,12 @@ def test_the_last_block_is_the_program() -> None:
         ("def double(x): return 2 * x", "assert double(2) == 4", 1.0),
         ("def double(x): return x", "assert double(2) == 4", 0.0),
         ("import sys; sys.exit(0)", "assert double(2) == 4", 0.0),
-        ("this is no program", "assert True", 0.0),
-        ("while True: pass", "assert True", 0.0),
-        ("import time; time.sleep(60)", "assert True", 0.0),
-        ("held = 'x' * (1 << 30)", "assert True", 0.0),
-        ("open('big', 'wb').write(bytes(64 << 20))", "assert True", 0.0),
+        ("done = True\nthis is no program", "assert done", 0.0),
+        ("done = True\nwhile True: pass", "assert done", 0.0),
+        ("import time; time.sleep(60); done = True", "assert done", 0.0),
+        ("done = len('x' * (1 << 30))", "assert done", 0.0),
+        ("done = open('big', 'wb').write(bytes(64 << 20))", "assert done", 0.0),
+        ("done = len('x' * (1 << 20)) + open('big', 'wb').write(bytes(1 << 20))", "assert done", 1.0),
     ],
 )
 def test_what_a_program_earns(answer: str, tests: Any, reward: float) -> None:
@@ -59,25 +59,64 @@ def test_tests_that_are_none_are_named() -> None:
         Code().score(DOUBLE, {"tests": 4})
 
 
+CALL = "assert double(2) == 4"
+UNITTEST = "import unittest\nclass Doubles(unittest.TestCase):\n    "
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        f"def test(): {CALL}\ndef test_again(given=2): {CALL}",
+        f"class TestDouble:\n    def test(self): {CALL}",
+        f"{UNITTEST}def test(self): self.assertEqual(double(2), 4)",
+        "import unittest\nclass Doubles(unittest.IsolatedAsyncioTestCase):\n    async def test(self): " + CALL,
+        f"from unittest import mock\n@mock.patch('os.getcwd')\ndef test(getcwd): {CALL}",
+    ],
+)
+def test_tests_that_run_by_no_statement_run_all_the_same(tests: str) -> None:
+    assert Code().score("def double(x): return 2 * x", {"tests": tests}).reward == 1.0
+    assert Code().score("def double(x): return x", {"tests": tests}).reward == 0.0
+
+
+def test_tests_that_run_by_a_statement_run_once() -> None:
+    program = "calls = []\ndef count(): calls.append(1); return len(calls)"
+    test = "def test(wanted): assert count() == wanted\ntest(1)"
+    cases = f"{UNITTEST}def test(self): self.assertEqual(count(), 1)\nunittest.main()"
+    for tests in (test, cases):
+        assert Code().score(program, {"tests": tests}).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        (f"def check(): {CALL}", "never ask the program"),
+        (f"def test(given): {CALL}", "do not run test, which takes arguments"),
+        (f"async def test(): {CALL}", "do not run test, which is async"),
+        (f"def setup_module(): pass\ndef test(): {CALL}", "define setup_module for test"),
+    ],
+)
+@pytest.mark.parametrize("program", ["def double(x): return 2 * x", "double = 4"])
+def test_tests_that_check_nothing_are_named(tests: str, reason: str, program: str) -> None:
+    with pytest.raises(ValueError, match=f"the tests of the task \\(tests\\) {reason}"):
+        Code().score(program, {"tests": tests})
+
+
 def test_whatever_a_program_starts_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of it in sessions of its own; and nothing is left on the disk."""
-    if not sandbox.has_namespaces():
-        pytest.skip("this machine permits no namespaces")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
     seconds = f"36{os.getpid()}"
     program = (
-        "import subprocess\n"
+        "import subprocess\ndone = True\n"
         f"for _ in range(10): subprocess.Popen(['sleep', '{seconds}'], start_new_session=True)\n"
         "raise SystemExit(1)"
     )
-    assert Code().score(program, {"tests": "assert True"}).reward == 0.0
+    assert Code().score(program, {"tests": "assert done"}).reward == 0.0
     assert not [each for each in psutil.process_iter(["cmdline"]) if seconds in (each.info["cmdline"] or [])]
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="the kernel does not limit root's processes")
 def test_a_fork_bomb_meets_its_limit() -> None:
     started = time.monotonic()
-    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert Code(wall_s=2.0, max_processes=16).score(bomb, {"tests": "assert True"}).reward == 0.0
+    bomb = "import os\ndone = True\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert Code(wall_s=2.0, max_processes=16).score(bomb, {"tests": "assert done"}).reward == 0.0
     assert time.monotonic() - started < 10

@@ -6,14 +6,16 @@ import inspect
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import openai
 import pytest
 
-from penstock.config import ConfigError, EnvironmentConfig
+from penstock.config import Config, ConfigError, EnvConfig, EnvironmentConfig
 from penstock.envs.rewards.judge import Judge
+from penstock.envs.rewards.scorer import Scorers
 
 
 class Server(ThreadingHTTPServer):
@@ -75,7 +77,7 @@ TASK = {"question": "What is 2+2?"}
 
 async def test_its_last_score_counts() -> None:
     with judging("Score: 2? No.\n**Score**: 7.5") as (judge, asked):
-        assert await judge.score("It is 4.", TASK) == 0.75
+        assert (await judge.score("It is 4.", TASK)).reward == 0.75
         await judge.close()
     (request,) = asked
     assert request["key"] == "Bearer secret" and request["temperature"] == 0.0
@@ -85,18 +87,54 @@ async def test_its_last_score_counts() -> None:
 
 async def test_what_fails_for_a_moment_is_asked_again() -> None:
     with judging(503, 429, "Score: 10") as (judge, asked):
-        assert await judge.score("4", TASK) == 1.0
+        assert (await judge.score("4", TASK)).reward == 1.0
         await judge.close()
     assert len(asked) == 3
 
 
-@pytest.mark.parametrize(
-    ("reply", "reason"), [("Nice.", "gave no score: 'Nice.'"), ("Score: 11", "gave 11, and 10 is")]
-)
-async def test_what_is_no_score_is_named(reply: str, reason: str) -> None:
-    with judging(reply) as (judge, _):
-        with pytest.raises(ValueError, match=reason):
-            await judge.score("4", TASK)
+async def test_the_answer_stands_between_marks_that_it_cannot_know() -> None:
+    with judging("Score: 1", "Score: 1") as (judge, asked):
+        for _ in range(2):
+            await judge.score("It is 4.", TASK)
+        await judge.close()
+    first, second = (each["messages"][0]["content"].split("\nIt is 4.\n") for each in asked)
+    (before, after), mark = first, first[1].splitlines()[0]
+    assert before.endswith(f"\n{mark}") and after.startswith(f"{mark}\n") and len(mark) == 16
+    assert mark not in "".join(second)
+
+
+@pytest.mark.parametrize("reply", ["Nice.", "", "Score: 11", "Score: -1", "Score: none", f"Score: {'9' * 400}", 400])
+async def test_an_answer_without_a_usable_score_earns_nothing(
+    reply: str | int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with judging("Score: 10", reply, reply, "Score: 10") as (judge, _):
+        results = [await judge.score("4", TASK) for _ in range(4)]
+        await judge.close()
+    assert [each.reward for each in results] == [1.0, 0.0, 0.0, 1.0]
+    assert [each.parts["unjudged"] for each in results] == [0.0, 1.0, 1.0, 0.0]
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "reward_unjudged counts such answers" in said and ("refused" if reply == 400 else repr(reply)[:200]) in said
+
+
+@pytest.mark.parametrize("statuses", [(400,), ("Score: 1", 401), ("Score: 1", 404)])
+async def test_settings_that_do_not_fit_the_judge_fail_the_episode(statuses: tuple[str | int, ...]) -> None:
+    with judging(*statuses) as (judge, _):
+        with pytest.raises(openai.APIStatusError, match="later"):
+            for _ in statuses:
+                await judge.score("4", TASK)
+        await judge.close()
+
+
+async def test_answers_without_a_score_are_counted() -> None:
+    with judging("Nice.", "Score: 5") as (judge, _):
+        url = str(judge._client.base_url)
+        options = {"model": "m", "base_url": url, "api_key_variable": "JUDGE_KEY"}
+        config = Config(env=EnvConfig(reward="judge", reward_options=options))
+        async with aclosing(Scorers(config)) as scorers:
+            scorer = scorers.of(config.env, {})
+            assert scorer is not None
+            assert [await scorer.score("4", TASK, waiter="t") for _ in range(2)] == [0.0, 0.5]
+            assert scorers.counts()["reward_unjudged"] == 1 and scorers.counts()["scored"] == 2
         await judge.close()
 
 

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from penstock.config import Config, ConfigError, EnvConfig
 from penstock.envs.rewards.reward import RewardResult, locate_reward, make_reward
 from penstock.envs.rewards.scorer import RewardFailure, Scorer, Scorers
 from penstock.simulator.clock import run_virtual
+
+BORN = time.monotonic()
+"""Tells one process from another, whatever its process id in a sandbox is."""
 
 
 class Letters:
@@ -37,8 +41,8 @@ class Letters:
                 return float("nan")
             case "numpy":
                 return np.float32(0.5)
-            case "pid":
-                return os.getpid()
+            case "born":
+                return BORN
             case "parts":
                 return RewardResult(reward=1.0, parts={"style": 0.25})
         return float(answer.count(self._letter))
@@ -64,7 +68,7 @@ async def asks_others(answer: str, payload: Mapping[str, Any]) -> float:
 async def scorer_of(reward: str, **settings: Any) -> AsyncIterator[Scorer]:
     config = Config(env=EnvConfig(reward=f"{__name__}:{reward}", **settings))
     async with aclosing(Scorers(config)) as scorers:
-        scorer = scorers.of(config.env)
+        scorer = scorers.of(config.env, {})
         assert scorer is not None
         yield scorer
         assert scorers.counts() == scorer.counts
@@ -75,13 +79,14 @@ async def score(scorer: Scorer, answer: str) -> float:
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("sandboxed")
 async def test_a_reward_worker_that_fails_is_replaced() -> None:
     async with scorer_of("Letters", reward_timeout_s=1.0, reward_options={"letter": "b"}) as scorer:
         assert await score(scorer, "abba") == 2.0
         assert await score(scorer, "numpy") == 0.5
         assert await score(scorer, "parts") == 1.0
-        first = await score(scorer, "pid")
-        assert first != os.getpid()
+        first = await score(scorer, "born")
+        assert first != BORN
         for answer, reason in {
             "hangs": "no score within env.reward_timeout_s (1 s)",
             "crashes": "ProcessLost: its process ended: exit 9",
@@ -92,11 +97,12 @@ async def test_a_reward_worker_that_fails_is_replaced() -> None:
                 await score(scorer, answer)
             assert reason in str(failure.value)
         assert await score(scorer, "bob") == 2.0
-        assert await score(scorer, "pid") != first
+        assert await score(scorer, "born") != first
         assert scorer.counts["score_timeouts"] == 1 and scorer.counts["reward_style"] == 0.25
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("sandboxed")
 async def test_one_that_hangs_holds_nobody_else_up() -> None:
     async with scorer_of("Forgiving", reward_timeout_s=5.0, reward_workers=2) as scorer:
         await asyncio.gather(score(scorer, "a"), score(scorer, "a"))  # both are there
@@ -107,14 +113,18 @@ async def test_one_that_hangs_holds_nobody_else_up() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("sandboxed")
 async def test_no_reward_worker_outlives_its_scorer() -> None:
+    others = set(psutil.Process().children(recursive=True))  # of tests before this one
     async with scorer_of("Letters", reward_workers=1) as scorer:
-        pid = int(await score(scorer, "pid"))
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        await score(scorer, "a")
+        started = set(psutil.Process().children(recursive=True)) - others
+        assert started
+    assert not psutil.wait_procs(started, timeout=10)[1]
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("sandboxed")
 async def test_a_function_will_do() -> None:
     async with scorer_of("length", reward_options={"best": 4}) as scorer:
         assert await score(scorer, "abc") == 0.75
@@ -148,11 +158,12 @@ def test_waiting_for_a_place_costs_a_score_none_of_its_time() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("sandboxed")
 async def test_a_power_tower_is_worth_nothing() -> None:
     """Nothing interrupts it but the end of its process."""
     config = Config(env=EnvConfig(reward="math", reward_timeout_s=3.0))
     async with aclosing(Scorers(config)) as scorers:
-        scorer = scorers.of(config.env)
+        scorer = scorers.of(config.env, {})
         assert scorer is not None
         assert await scorer.score("$9^{9^{9^{9}}}$", {"answer": "3"}, waiter="t") == 0.0
         assert await scorer.score("\\boxed{3}", {"answer": "3"}, waiter="t") == 1.0

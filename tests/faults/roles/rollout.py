@@ -54,7 +54,7 @@ class Server(bus_client.Member):
 
     async def ready(self, _: web.Request) -> web.Response:
         self._check_serving()
-        identity = {"run_id": self._child.run_id, "nonce": self._child.nonce}
+        identity = {"run_id": self._child.run_id, "nonce": self._child.secret("identity")}
         return answer(bodies.Ready(**identity, policy_version=self._version, state="serving"))
 
     async def generate(self, request: web.Request) -> web.Response:

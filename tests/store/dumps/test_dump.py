@@ -188,6 +188,7 @@ SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=9)
 DEATHS = st.lists(st.integers(1, 40), max_size=4)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(sizes=SIZES, deaths=DEATHS, rows_per_shard=st.integers(1, 6))
 def test_files_hold_each_trajectory_once(

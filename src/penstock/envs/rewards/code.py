@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import re
-import secrets
+import socket
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from penstock.envs import sandbox
+from penstock.envs.rewards import remote_data, remote_program, remote_tests
+from penstock.envs.rewards.remote_data import Broken, receive, send
+from penstock.envs.rewards.remote_program import PROGRAM
 from penstock.envs.rewards.reward import RewardResult, field_of
-from penstock.envs.sandbox import Limits, Outcome
+from penstock.sandbox import Box, Limits, Outcome, Program, open_box, python, run
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-PROGRAM = "program.py"
+END_S = 10.0
+"""Time limit for a killed program to end."""
+
+
+def _source_of(side: ModuleType) -> str:
+    """Return the source of a side with that of the messages, because a sandbox does not have our packages."""
+    name, shared, own = remote_data.__name__, *(Path(str(each.__file__)).read_text() for each in (remote_data, side))
+    load = f"import sys, types; module = sys.modules[{name!r}] = types.ModuleType({name!r})"
+    return f"{load}; exec({shared!r}, vars(module)); exec({own!r})"
+
+
+PROGRAM_SIDE, TESTS_SIDE = _source_of(remote_program), _source_of(remote_tests)
 
 
 class Code:
     """Runs the last fenced block of Python in the answer, or the whole answer, against the task's tests.
 
-    Tests are Python code appended to the program (for example asserts), or a list of `{"input": ..., "output": ...}`
-    with the program's input and its expected output. The tests are not secure against cheating: they run beside the
-    program, and a program that tries to deceive them may succeed.
+    Tests are Python code (for example asserts) that calls the program's functions and classes, or a list of
+    `{"input": ..., "output": ...}` with the program's input and its expected output. A program runs in a sandbox that
+    has neither the tests nor the expected output. Python tests run in a second sandbox and call the program from there
+    (`remote_tests`, `remote_program`).
     """
 
     timeout_reward = 0.0
+    part_names: tuple[str, ...] = ("tests_passed",)
+    confined = False
 
     def __init__(
         self,
@@ -39,7 +57,7 @@ class Code:
     ) -> None:
         """`tests_key`: key of the tests in the task's payload. `partial`: the reward is the share of passed tests,
         instead of 1 if all pass and 0 otherwise. The limits apply to every run of the program (see
-        `penstock.envs.sandbox`)."""
+        `penstock.sandbox`)."""
         self._tests_key, self._partial = tests_key, partial
         memory_bytes, file_bytes = memory_mb << 20, file_mb << 20
         self._limits = Limits(
@@ -53,11 +71,33 @@ class Code:
         return RewardResult(reward=share if self._partial else float(share == 1.0), parts={"tests_passed": share})
 
     def _holds(self, program: str, tests: str) -> bool:
-        """Return whether the program and its tests run to the end. The proof: the last line prints a random word from
-        standard input, which neither of them contains."""
-        word = secrets.token_hex(16)
-        ran = self._run(f"{program}\n\n{tests}\n\nprint(input())\n", stdin=word)
-        return ran.returncode == 0 and ran.stdout.rstrip().endswith(word)
+        """Return whether the tests pass. Raises ValueError if they cannot judge a program. They and the program run in
+        two sandboxes with a socket between them. Only the sandbox of the tests has the socket `verdict`."""
+        verdict, control = socket.socketpair()
+        with verdict, ExitStack() as held:
+            pipe, other = (held.enter_context(each) for each in socket.socketpair())
+            boxes = [held.enter_context(open_box(limits=self._limits)) for _ in range(2)]
+            boxes[0].write(PROGRAM, program.encode(errors="replace"))
+            with control:
+                programs = [
+                    _start(boxes[0], PROGRAM_SIDE, self._limits, other),
+                    _start(boxes[1], TESTS_SIDE, self._limits, pipe, control),
+                ]
+            pipe.close()  # then each side sees the end of the other
+            other.close()
+            verdict.settimeout(self._limits.wall_s)
+            try:
+                send(verdict, tests)
+                fault = receive(verdict)
+            except (Broken, OSError):
+                return False
+            finally:
+                for each in programs:
+                    each.kill()
+                    each.wait(END_S)
+        if fault:
+            raise ValueError(f"the tests of the task ({self._tests_key}) {fault}")
+        return True
 
     def _passed(self, program: str, tests: Any) -> list[bool]:
         if not isinstance(tests, list) or not tests or not all(isinstance(test, dict) for test in tests):
@@ -69,9 +109,12 @@ class Code:
         return ran.returncode == 0 and _lines(ran.stdout) == _lines(expected)
 
     def _run(self, program: str, *, stdin: str) -> Outcome:
-        with sandbox.scratch() as directory:
-            (Path(directory) / PROGRAM).write_text(program)
-            return sandbox.run(sandbox.python(PROGRAM), cwd=Path(directory), stdin=stdin, limits=self._limits)
+        return run(python(PROGRAM), files={PROGRAM: program}, stdin=stdin, limits=self._limits)
+
+
+def _start(box: Box, source: str, limits: Limits, *sockets: socket.socket) -> Program:
+    numbers = [each.fileno() for each in sockets]
+    return box.start(python("-c", source, *map(str, (limits.cpu_s, *numbers))), pass_fds=numbers)
 
 
 def program_of(answer: str) -> str:

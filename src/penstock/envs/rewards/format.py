@@ -13,6 +13,8 @@ class Format:
     """A reward of 1 if the answer has the required form, else 0."""
 
     timeout_reward = 0.0
+    part_names: tuple[str, ...] = ()
+    confined = False
 
     def __init__(self, *, tags: Sequence[str] = (), pattern: str | None = None) -> None:
         """`tags`: names of tags like `think` for `<think>...</think>`. Each must occur exactly once, in this order, and
@@ -21,15 +23,24 @@ class Format:
         if bool(tags) == (pattern is not None):
             raise ConfigError("env.reward format needs env.reward_options tags or pattern, and not both")
         try:
-            self._form = re.compile(pattern if pattern is not None else _pattern_of(tags), re.DOTALL)
+            self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
         except re.error as error:
             raise ConfigError(f"env.reward_options pattern {pattern!r}: {error}") from None
-        self._marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+        self._marks = [(f"<{tag}>", f"</{tag}>") for tag in tags]
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> float:
-        once = all(answer.count(mark) == 1 for mark in self._marks)
-        return float(once and self._form.fullmatch(answer) is not None)
+        if self._pattern is not None:
+            return float(self._pattern.fullmatch(answer) is not None)
+        return float(_has_form(answer, self._marks))
 
 
-def _pattern_of(tags: Sequence[str]) -> str:
-    return r"\s*" + r"\s*".join(rf"<{re.escape(tag)}>.*\S.*</{re.escape(tag)}>" for tag in tags) + r"\s*"
+def _has_form(answer: str, marks: Sequence[tuple[str, str]]) -> bool:
+    """Return whether an answer has the form of its tags, in time linear in its length, also if it is wrong."""
+    rest = answer
+    for opening, closing in marks:
+        before, _, rest = rest.partition(opening)
+        inside, end, rest = rest.partition(closing)
+        once = answer.count(opening) == answer.count(closing) == 1
+        if before.strip() or not inside.strip() or not end or not once:
+            return False
+    return not rest.strip()

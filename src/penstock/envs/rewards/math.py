@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.config.imports import import_package
 from penstock.envs.rewards.reward import field_of
 
+_HAS_MARKS = re.compile(r"\$|\\boxed\b|\\[(\[]")
+"""Found in a text that says where its expression is."""
+_HAS_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![^{]*\})")
+"""Found in a text with a word outside of braces. In LaTeX its letters would be variables."""
+
 
 class Math:
     """A reward of 1 if the expression that ends the answer equals the task's answer, else 0.
 
     The expression may be boxed, between dollars, or plain. Simplifying it may take forever, as with a power tower; a
-    timeout also gives 0.
+    timeout also gives 0, and so does an answer that makes math-verify fail.
     """
 
     timeout_reward = 0.0
+    part_names: tuple[str, ...] = ()
+    reward_range = (0.0, 1.0)
+    executes_answers = True
 
     def __init__(self, *, answer_key: str = "answer") -> None:
-        """`answer_key`: key of the right answer in the task's payload, plain or as LaTeX."""
+        """`answer_key`: key of the right answer in the task's payload. A text without marks of mathematics (`$`,
+        `\\boxed`) and without words is read as LaTeX."""
         math_verify = import_package("math_verify", needed_by="env.reward math", install="'penstock[math]'")
         self._parse, self._verify = math_verify.parse, math_verify.verify
         self._answer_key = answer_key
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> float:
+        return float(self._verify(self._expected(payload), self._parse(answer)))
+
+    def check(self, payload: Mapping[str, Any]) -> None:
+        """Raise ValueError if the task's answer cannot be read."""
+        self._expected(payload)
+
+    def _expected(self, payload: Mapping[str, Any]) -> Any:
         right = str(field_of(payload, self._answer_key))
-        expected = self._parse(right) or self._parse(f"${right}$")
+        forms = [right, f"${right}$"]
+        if not _HAS_MARKS.search(right) and not _HAS_PROSE.search(right):
+            forms.reverse()  # as plain text, `5\\sqrt{3}` would be the number 5
+        expected = self._parse(forms[0]) or self._parse(forms[1])
         if not expected:
             raise ValueError(f"{self._answer_key} {right!r} cannot be read by math-verify")
-        return float(self._verify(expected, self._parse(answer)))
+        return expected

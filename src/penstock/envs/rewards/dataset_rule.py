@@ -1,0 +1,123 @@
+"""A reward by the rule of the task's reasoning-gym dataset, and the rules that may see an answer outside a sandbox."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from importlib import import_module
+from typing import Any
+
+from penstock.config import ConfigError, EnvironmentConfig, TagConfig
+from penstock.config.environments import SINGLE_TURN
+from penstock.config.imports import import_package
+
+NAME = "reasoning_gym"
+COIN_FLIP_TOLERANCE = 1e-4
+"""Largest difference for which the rule of `coin_flip` gives full marks."""
+AUDITED = frozenset(
+    """
+    ab acre aiw arc_1d base_conversion basic_arithmetic bf binary_alternation caesar_cipher count_bits count_primes
+    course_schedule gcd isomorphic_strings largest_island lcm leg_counting letter_counting list_functions mahjong_puzzle
+    maze modulo_grid number_filtering number_sequence ransom_note rotate_matrix rotten_oranges simple_equations
+    simple_geometry spell_backward string_manipulation string_splitting string_synthesis syllogism
+    word_sequence_reversal
+    """.split()  # noqa: SIM905
+)
+"""Datasets with rules that only compare the answer's characters with the expected ones, in time linear in the answer's
+length (which the token limits bound). `tests/security/test_audited_rules.py` reads their source. They score on the
+event loop; all others execute or parse the answer, or might, and score in a sandbox."""
+
+
+class DatasetRule:
+    """The reward that the task's reasoning-gym dataset gives to an answer. Many of these rules execute the answer as
+    Python, or hang or fail on some. An answer that makes a rule fail, hang or end its process earns 0."""
+
+    timeout_reward = 0.0
+    part_names: tuple[str, ...] = ()
+    reward_range = (0.0, 1.0)
+    executes_answers = True
+
+    def __init__(self, *, full_marks_only: bool = False) -> None:
+        """`full_marks_only`: a score below 1 becomes 0."""
+        self._full_marks_only = full_marks_only
+        import_package("reasoning_gym", needed_by=f"env.reward {NAME}", install="'penstock[tasks]'")
+
+    def score(self, answer: str, payload: Mapping[str, Any]) -> float:
+        rule = _rule(payload)
+        try:
+            score = 0.0 if _is_overpaid(answer, payload) else float(rule(answer, payload))
+        except Exception:  # some rules raise whatever their parser raises
+            return 0.0
+        return float(score == 1.0) if self._full_marks_only else score
+
+    def check(self, payload: Mapping[str, Any]) -> None:
+        """Raise ValueError or `ConfigError` if no rule scores the task."""
+        _rule(payload)
+
+
+def _is_overpaid(answer: str, payload: Mapping[str, Any]) -> bool:
+    """Return whether an answer is wrong, for the datasets with a rule that pays for wrong answers: any text instead of
+    `True`, the first digit of a probability, and `nan` as a complex number."""
+    match dataset_of(payload):
+        case "game_of_life_halting":
+            return answer.strip().casefold() != str(payload["answer"]).casefold()
+        case "coin_flip":
+            return abs(Fraction(answer.replace(",", "")) - Fraction(str(payload["answer"]))) > COIN_FLIP_TOLERANCE
+        case "complex_arithmetic":
+            return any(word in answer.casefold() for word in ("nan", "inf"))
+    return False
+
+
+def _rule(payload: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], float]:
+    dataset = dataset_of(payload)
+    if dataset is None:
+        raise ValueError("the task is not of reasoning-gym: it has no metadata.source_dataset")
+    return rule_of(dataset)
+
+
+@functools.cache
+def rule_of(dataset: str) -> Callable[[str, Mapping[str, Any]], float]:
+    """Return the function of a dataset that scores answers."""
+    reasoning_gym = import_package("reasoning_gym", needed_by=f"the rule of {dataset}", install="'penstock[tasks]'")
+    score: Callable[[str, Mapping[str, Any]], float] = reasoning_gym.get_score_answer_fn(dataset)
+    return score
+
+
+@functools.cache
+def check_dataset(name: str) -> None:
+    """Raise `ConfigError` if reasoning-gym has no dataset of this name."""
+    import_package("reasoning_gym", needed_by=f"the rule of {name}", install="'penstock[tasks]'")
+    if name not in import_module("reasoning_gym.factory").DATASETS:
+        raise ConfigError(f"metadata.source_dataset of a task: reasoning-gym has no dataset {name}")
+
+
+def dataset_of(payload: Mapping[str, Any]) -> str | None:
+    """Return the name of the reasoning-gym dataset that a task comes from; None if it comes from elsewhere. Raises
+    ValueError if it is no text."""
+    dataset = _given_dataset(payload)
+    if dataset is not None and not isinstance(dataset, str):
+        raise ValueError(f"metadata.source_dataset of a task is {str(dataset)[:80]}, not text")
+    return dataset
+
+
+def _given_dataset(payload: Mapping[str, Any]) -> Any:
+    metadata = payload.get("metadata")
+    return metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
+
+
+def is_scored_apart(settings: EnvironmentConfig, payload: Mapping[str, Any]) -> bool:
+    """Return whether this reward scores a task of an environment that leaves the reward to its dataset."""
+    is_left = settings.name == SINGLE_TURN and settings.reward is None
+    return is_left and _given_dataset(payload) not in (None, *AUDITED)  # its environment refuses a wrong one
+
+
+def unaudited_of(settings: TagConfig) -> list[str]:
+    """Return the datasets of an environment with rules that need a sandbox."""
+    data = settings.data
+    if settings.name != SINGLE_TURN or settings.reward is not None or data.source != "reasoning_gym":
+        return []
+    mixed = data.options.get("datasets")
+    parts = mixed if data.dataset == "composite" and isinstance(mixed, list) else [{"name": data.dataset}]
+    names = [str(part.get("name") if isinstance(part, Mapping) else getattr(part, "name", part)) for part in parts]
+    return [name for name in names if name not in AUDITED]

@@ -1,0 +1,99 @@
+"""Connections of HTTP clients that keep no memory and no descriptor without a request. Torch-free.
+
+uvicorn's settings do not suffice. None bounds the size of a head. `timeout_keep_alive` starts after the first answer
+and ends with the next byte, so a silent client and one with half a head stay. `limit_concurrency` keeps the
+connections that it answers with 503, and silent ones count, so silent clients lock out the requests of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+MAX_HEAD_BYTES = 65_536
+"""Maximum size of a request line with its headers, and of the trailers of a chunked body. Longer ones get a 431."""
+HEAD_S = 10.0
+"""Time limit for the head of a request, from the start of the connection, or from its first byte on a later request."""
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class Connections(ServerState):
+    """The connections of one server. `waiting` holds those without a request in progress, in the order they came."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+        self.waiting: dict[BoundedConnection, None] = {}
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """One connection. Beyond `Connections.most`, the one that has waited longest without a request is closed."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: Connections,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._waiting = server_state.waiting
+        self._most = server_state.most
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0  # since the last head, or the last part of a body: also counts trailers
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._waiting[self] = None
+        self._start_head_timer()
+        if len(self.connections) > self._most:  # this one is the last choice, so there is always one to close
+            longest = next(iter(self._waiting))
+            del self._waiting[longest]
+            longest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        while data and not self.transport.is_closing():
+            part = data[: MAX_HEAD_BYTES - self._head_bytes]
+            self._head_bytes += len(part)
+            super().data_received(part)
+            data = data[len(part) :]
+            if self._head_bytes >= MAX_HEAD_BYTES:
+                self._refuse()
+        if self._head_timer is None and self in self._waiting:
+            self._start_head_timer()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._waiting[self] = None
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        self._waiting.pop(self, None)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self) -> None:
+        if self in self._waiting and not self.transport.is_closing():
+            self.transport.write(TOO_LARGE)
+        self.transport.close()
