@@ -41,7 +41,7 @@ from penstock.sandbox import (
     why_not,
 )
 from penstock.sandbox.backends import SELECTED, Backend
-from penstock.sandbox.control_groups import ControlGroups, remove_abandoned, start_ticks
+from penstock.sandbox.control_groups import ControlGroups, HeldGroup, remove_abandoned
 from penstock.sandbox.init_client import InitBox
 from penstock.sandbox.launch import Launch, Plan
 from penstock.sandbox.user_slots import UserSlot
@@ -49,6 +49,13 @@ from penstock.supervisor.launcher import LocalLauncher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 integration = pytest.mark.integration
+HOLD_A_GROUP = """
+import sys, time
+from pathlib import Path
+from penstock.sandbox.control_groups import HeldGroup
+print(HeldGroup.make(Path(sys.argv[1])).folder, flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.fixture(params=["bubblewrap", *(pytest.param(name, marks=pytest.mark.long) for name in ("namespaces", "none"))])
@@ -357,11 +364,31 @@ def test_control_groups_hold_a_whole_box(backend: str) -> None:
 
 @integration
 def test_control_groups_of_killed_workers_are_removed(tmp_path: Path) -> None:
-    gone, own = tmp_path / "penstock-box-1-1-0", tmp_path / f"penstock-box-{os.getpid()}-{start_ticks(os.getpid())}-0"
-    gone.mkdir()
-    own.mkdir()
+    killed, living = (
+        subprocess.Popen([sys.executable, "-c", HOLD_A_GROUP, tmp_path], stdout=subprocess.PIPE) for _ in range(2)
+    )
+    gone, kept = (Path(os.fsdecode(each.stdout.readline().strip())) for each in (killed, living) if each.stdout)
+    killed.kill()
+    killed.communicate()
+    assert gone.exists()
     remove_abandoned(tmp_path)
-    assert own.exists() and not gone.exists()
+    assert kept.exists() and not gone.exists()
+    living.kill()
+    living.communicate()
+
+
+@integration
+def test_a_living_process_of_another_pid_namespace_keeps_its_group(tmp_path: Path) -> None:
+    group = HeldGroup.make(tmp_path)
+    sweep = "import sys; from pathlib import Path; from penstock.sandbox import control_groups\n"
+    sweep += "control_groups.remove_abandoned(Path(sys.argv[1])); print(*Path(sys.argv[1]).iterdir())"
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c", sweep]
+    found = subprocess.run([*apart, tmp_path], capture_output=True, text=True)
+    if "unshare" in found.stderr:
+        pytest.skip("this user may make no pid namespaces")
+    assert found.stdout.strip() == str(group.folder), found.stderr
+    group.remove()
+    assert not group.folder.exists()
 
 
 @integration

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from penstock.sandbox.limits import DEFAULT_LIMITS, Limits
 
@@ -17,6 +20,8 @@ OWN_BYTES = 64 << 20
 OWN_PROCESSES = 4
 EMPTY_S = 2.0
 """Wait for the last process of a box to leave its groups."""
+TRIES = 16
+"""Another process may remove a group before it is locked, or have one of the same name in another pid namespace."""
 _numbers = itertools.count()
 
 
@@ -24,22 +29,25 @@ class ControlGroups:
     """The groups of one box: one with version 2, one per controller with version 1, none where nothing is writable."""
 
     def __init__(self, limits: Limits) -> None:
-        self.folders: list[Path] = []
-        name = f"{PREFIX}{os.getpid()}-{start_ticks(os.getpid())}-{next(_numbers)}"
+        self._held: list[HeldGroup] = []
         for parent, settings in _parents(limits):
             remove_abandoned(parent)
             with suppress(OSError):
-                self._make(parent / name, settings)
+                self._make(parent, settings)
 
-    def _make(self, folder: Path, settings: dict[str, int]) -> None:
-        folder.mkdir()
+    @property
+    def folders(self) -> list[Path]:
+        return [group.folder for group in self._held]
+
+    def _make(self, parent: Path, settings: dict[str, int]) -> None:
+        group = HeldGroup.make(parent)
         try:
             for file, value in settings.items():
-                (folder / file).write_text(str(value))
+                (group.folder / file).write_text(str(value))
         except OSError:
-            folder.rmdir()
+            group.remove()
             raise
-        self.folders.append(folder)
+        self._held.append(group)
 
     def add(self, launcher: int) -> None:
         """Move a launcher and its descendants into the groups, before a program starts. Each move takes the kernel
@@ -53,10 +61,36 @@ class ControlGroups:
 
     def close(self) -> None:
         """Remove the groups. Their processes have ended, or are about to."""
+        for group in self._held:
+            group.remove()
+
+
+@dataclass(frozen=True)
+class HeldGroup:
+    """One group. A lock on its directory says that its process lives, also to processes of other pid namespaces. The
+    lock ends with the process."""
+
+    folder: Path
+    lock: int
+
+    @classmethod
+    def make(cls, parent: Path) -> Self:
+        """Make a group that no other process removes. Raises OSError if this user may not."""
+        for _ in range(TRIES):
+            folder = parent / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+            with suppress(FileExistsError):
+                folder.mkdir()
+                lock = _locked(folder)
+                if lock is not None:
+                    return cls(folder, lock)
+                _is_removed(folder)
+        raise OSError(f"no control group in {parent} in {TRIES} attempts")
+
+    def remove(self) -> None:
         limit = time.monotonic() + EMPTY_S
-        for folder in self.folders:
-            while not _removed(folder) and time.monotonic() < limit:
-                time.sleep(0.001)
+        while not _is_removed(self.folder) and time.monotonic() < limit:
+            time.sleep(0.001)
+        os.close(self.lock)
 
 
 def sweep() -> None:
@@ -68,12 +102,29 @@ def sweep() -> None:
 def remove_abandoned(parent: Path) -> None:
     """Remove the groups of processes that were killed."""
     for folder in parent.glob(f"{PREFIX}*"):
-        pid, born, _ = folder.name.removeprefix(PREFIX).split("-")
-        if start_ticks(int(pid)) != born:
-            _removed(folder)
+        lock = _locked(folder)
+        if lock is not None:
+            _is_removed(folder)
+            os.close(lock)
 
 
-def _removed(folder: Path) -> bool:
+def _locked(folder: Path) -> int | None:
+    """Return a descriptor that locks a group; None if another process has the lock or has removed the group."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(folder.stat(), os.fstat(descriptor)):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _is_removed(folder: Path) -> bool:
     try:
         folder.rmdir()
     except OSError:
@@ -105,11 +156,3 @@ def _family(pid: int) -> list[int]:
             with suppress(OSError):
                 family += map(int, tasks.read_text().split())
     return family
-
-
-def start_ticks(pid: int) -> str:
-    """Return when a process started, in clock ticks since the boot; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
