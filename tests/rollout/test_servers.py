@@ -14,6 +14,7 @@ from tiny_policy import make_engine, make_handle, print_of, serve, weights
 from penstock.ports.training import TrainerLost
 from penstock.rollout import client as client_module
 from penstock.rollout import servers as servers_module
+from penstock.rollout import session as session_module
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import Servers
@@ -380,6 +381,39 @@ async def test_an_update_reaches_every_server(runner: EngineRunner, other: Engin
         await servers.update_weights(make_handle(6))
         await servers.close()
     assert (runner.policy_version, other.policy_version) == (6, 6)
+
+
+@pytest.mark.parametrize("status", [200, 302])
+async def test_a_server_that_answers_nonsense_is_left_behind(line: Line, other: EngineRunner, status: int) -> None:
+    lost: list[str] = []
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: lost.append(url))
+        line.failing = "", status
+        assert await served_by(servers, 0) == 5
+        await servers.update_weights(make_handle(6))
+        assert (other.policy_version, await served_by(servers, 1)) == (6, 6)
+        await servers.close()
+    assert line.url in lost
+
+
+async def test_nonsense_of_every_server_is_told_at_once(line: Line) -> None:
+    servers = Servers([line.url])
+    line.failing = "", 200
+    with pytest.raises(RolloutError, match="unexpected body"):
+        await servers.update_weights(make_handle(1))
+    line.failing = "/generate", 200
+    with pytest.raises(RolloutError, match="unexpected body"):
+        await served_by(servers, 0)
+    await servers.close()
+
+
+async def test_a_reply_without_an_end_is_not_read_to_the_end(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_REPLY_BYTES", 8)
+    session = HttpSession()
+    line.failing = "", 200
+    with pytest.raises(RolloutError, match="returned more than 0 MB"):
+        await session.send("GET", line.url, "/health")
+    await session.close()
 
 
 async def test_an_update_that_one_server_refuses_changes_none(runner: EngineRunner, other: EngineRunner) -> None:

@@ -5,7 +5,7 @@ The least loaded server answers, and an episode stays on its server. Requests of
 A server counts as lost in three cases:
 
 * It gives no answer.
-* It fails by itself (5xx).
+* It fails by itself (5xx), or gives a reply that its protocol does not know.
 * It has been silent for a while and fails its probes. A weights update then gives up on it. A generation request gives
   up on it only if other servers are usable.
 
@@ -145,7 +145,8 @@ class Servers:
         """Generate on the episode's last server or on the least loaded one. Return one segment per grant.
 
         If the server is lost meanwhile, another server gets the same request. An error that the request caused is
-        raised at once. If every server has failed and the last one answered 500 but is alive, its error is raised."""
+        raised at once. If every server has failed, and the last one is alive and answered 500 or what its protocol does
+        not know, its error is raised."""
         tried: list[ServerState] = []
         while True:
             server = await self._choose_server(grants[0].episode, tried)
@@ -158,7 +159,7 @@ class Servers:
                 self._mark_lost(server, error)
                 tried.append(server)
                 if all(each in tried for each in self._servers):
-                    if isinstance(error, RolloutError) and error.status == 500 and await _is_alive(server):
+                    if _is_repeatable(error) and await _is_alive(server):
                         raise
                     tried.clear()
             else:
@@ -288,7 +289,7 @@ class Servers:
                 except (RolloutError, Stalled) as error:
                     if isinstance(error, RolloutError) and error.status == UNREACHABLE_WEIGHTS:
                         raise TrainerLost(str(error)) from None
-                    if not _is_lost(error) or asyncio.get_running_loop().time() > limit:
+                    if not _is_lost(error) or _is_malformed(error) or asyncio.get_running_loop().time() > limit:
                         raise
                 await asyncio.sleep(POLL_S)
             self._latest = handle
@@ -377,8 +378,19 @@ async def _is_alive(server: ServerState) -> bool:
 def _is_lost(error: BaseException) -> bool:
     """Return whether the server caused the error, and not the request.
 
-    408: the request did not arrive in time, because the connection is slow or the server was busy. 424: the server
-    cannot fetch the weights. Stalled: it did not answer in time."""
+    Below 400: its reply is not what its protocol says. 408: the request did not arrive in time, because the connection
+    is slow or the server was busy. 424: the server cannot fetch the weights. Stalled: it did not answer in time."""
     if isinstance(error, RolloutError):
-        return error.status is None or error.status >= 500 or error.status in (408, UNREACHABLE_WEIGHTS)
+        status = error.status
+        return status is None or status < 400 or status >= 500 or status in (408, UNREACHABLE_WEIGHTS)
     return isinstance(error, Stalled)
+
+
+def _is_malformed(error: RolloutError | Stalled) -> bool:
+    """Return whether a server answered something that its protocol does not know."""
+    return isinstance(error, RolloutError) and error.status is not None and error.status < 400
+
+
+def _is_repeatable(error: RolloutError | Stalled) -> bool:
+    """Return whether a living server would answer the same again."""
+    return _is_malformed(error) or (isinstance(error, RolloutError) and error.status == 500)

@@ -20,6 +20,9 @@ T = TypeVar("T")
 KEEP_ALIVE_S = 4.0
 """Shorter than the server's keep-alive (uvicorn's default: 5 s), so that no request meets a closing connection."""
 
+MAX_REPLY_BYTES = 512 << 20
+"""More than a reply of 16 samples with 100,000 tokens each."""
+
 
 class RolloutError(RuntimeError):
     """A call to a rollout server failed. `status` is None if there was no answer."""
@@ -65,7 +68,7 @@ class HttpSession:
         async with deadline(seconds, waiter="rollout client", resource=f"{method} {path}", holder=url):
             try:
                 async with self._session.request(method, url + path, data=data, allow_redirects=False) as response:
-                    answer = await response.read()
+                    answer = await _body(response, url, path)
             except (aiohttp.ClientError, OSError) as error:
                 raise RolloutError(url, f"{method} {path} got no answer: {_reason(error)}") from error
         if response.status != 200:
@@ -83,6 +86,18 @@ def open_session(headers: Mapping[str, str], connector: aiohttp.BaseConnector | 
     """Return a session with unlimited connections, unless `connector` limits them, and no timeout of its own."""
     connector = connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers)
+
+
+async def _body(response: aiohttp.ClientResponse, url: str, path: str) -> bytes:
+    """Return the body of a reply. Raises RolloutError if it has more than `MAX_REPLY_BYTES`."""
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > MAX_REPLY_BYTES:
+            response.close()
+            raise RolloutError(url, f"{path} returned more than {MAX_REPLY_BYTES >> 20} MB", 200)
+    return b"".join(parts)
 
 
 def _reason(error: Exception) -> str:
