@@ -34,6 +34,8 @@ Formulation = Literal["trajectory", "step"]
 UpdateMode = Literal["in_place", "retract", "drain"]
 """How running answers get new weights: they keep their keys and values, recompute them, or end before the update."""
 
+MAX_VERSION = 2**31 - 1
+"""Trajectories keep versions as 32-bit integers."""
 NO_VERSION = -1
 """Version of positions that no policy sampled (prompts, observations), and of servers without weights."""
 

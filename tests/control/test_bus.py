@@ -11,11 +11,31 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from penstock.control.bus import CONTROLLER, Bus, Fault, Handler, Peer, PeerLost, RequestRefused, UnknownPeer
-from penstock.control.messages import Ack, AnyMessage, Cancel, GrantRequest, Heartbeat, Hello, Refused, Welcome
+from penstock.control.bus import (
+    CONTROLLER,
+    Bus,
+    Fault,
+    Handler,
+    Peer,
+    PeerLost,
+    RequestRefused,
+    UnknownPeer,
+    Unsendable,
+)
+from penstock.control.messages import (
+    Ack,
+    AnyMessage,
+    Cancel,
+    EpisodesEnded,
+    GrantRequest,
+    Heartbeat,
+    Hello,
+    Refused,
+    Welcome,
+)
 from penstock.control.runtime_files import Keys
 from penstock.deadline import Stalled
-from penstock.types import EpisodeId, GroupAttempt
+from penstock.types import EpisodeId, EpisodeSummary, GroupAttempt
 
 
 class Counting:
@@ -118,6 +138,18 @@ async def test_a_talkative_peer_does_not_make_others_forgotten(directory: Path) 
         await finished([receiving])
         quiet.close()
     assert controller.seen == list(range(10))
+
+
+async def test_a_message_that_cannot_be_encoded_fails_alone(directory: Path) -> None:
+    controller, worker = Counting(), Counting()
+    async with connected(directory, controller=controller, peer=worker) as (_, peer):
+        for bad in ("\ud800", 10**30):
+            summary = EpisodeSummary(episode=EpisodeId("t", 1, 0, 0), status="failed", info={"said": bad})
+            ended = EpisodesEnded(episodes=[summary], saved=[])
+            asked = [peer.request(CONTROLLER, each, timeout_s=5) for each in (request(1), ended, request(2))]
+            one, refused, two = await asyncio.gather(*asked, return_exceptions=True)
+            assert (one, two) == (Ack(), Ack())
+            assert isinstance(refused, Unsendable) and "EpisodesEnded of env-0 cannot be sent" in str(refused)
 
 
 async def test_what_is_queued_in_one_turn_leaves_as_one_frame(directory: Path) -> None:

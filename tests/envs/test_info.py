@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from penstock.envs.worker_calls import Returned, encode, plain
+from penstock.envs.exception_location import MAX_CHARS, Origin, sendable
+from penstock.envs.worker_calls import MAX_INFO_BYTES, Raised, Returned, encode, plain
 
 
 class Odd:
@@ -19,10 +20,28 @@ class Odd:
         (np.asarray([[1, 2]]), [[1, 2]]),
         ({"a": [Odd(), 1]}, {"a": ["odd", 1]}),
         (np.asarray([Odd()]), ["odd"]),
+        ({"n": 2**64 - 1}, {"n": 2**64 - 1}),
+        ({"n": 10**30}, "{'n': " + str(10**30) + "}"),
+        ({"n": 10**5000}, "a dict without text (ValueError)"),
+        ({"tool": "\ud800"}, "{'tool': '\\ud800'}"),
+        ("\ud800", "?"),
     ],
 )
 def test_only_what_has_no_such_form_becomes_text(value: object, expected: object) -> None:
     assert plain(value) == expected
+
+
+def test_a_value_that_is_too_large_is_cut() -> None:
+    assert plain(["x" * MAX_INFO_BYTES]) == f"['{'x' * (MAX_CHARS - 2)}... ({MAX_INFO_BYTES + 4} characters)"
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert plain(nested) == "a list without text (RecursionError)"
+
+
+def test_an_exception_that_quotes_half_a_character_can_be_sent() -> None:
+    told = Raised(kind="X", message=sendable("\ud800" + "y" * 3000), is_config=False, origin=Origin("", ""))
+    assert b"?yyy" in b"".join(encode(told))
 
 
 def test_what_is_numpys_leaves_a_process_and_other_objects_do_not() -> None:

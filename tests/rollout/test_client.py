@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -56,17 +58,73 @@ async def test_a_server_that_does_not_answer_is_a_stall() -> None:
                 await client.abort_weights()
 
 
-async def test_tokens_without_log_probabilities_are_refused_at_the_first_reply() -> None:
-    meta = {"id": "a", "finish_reason": {"type": "length", "length": 2}, "prompt_tokens": 1, "completion_tokens": 2}
-    meta |= {"weight_version": "0", "weight_versions": [{"version": "0", "start": 0, "end": 2}], "e2e_latency": 0.0}
+def reply(output_ids: list[int], logprobs: list[float] | None, *, version: str = "0") -> dict[str, Any]:
+    count = len(output_ids)
+    meta = {
+        "id": "a",
+        "finish_reason": {"type": "length", "length": count},
+        "prompt_tokens": 1,
+        "completion_tokens": count,
+        "weight_version": version,
+        "weight_versions": [{"version": version, "start": 0, "end": count}],
+        "e2e_latency": 0.0,
+    }
+    if logprobs is not None:
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(logprobs, output_ids, strict=True)
+        ]
+    return {"text": "", "output_ids": output_ids, "meta_info": meta}
 
-    async def generate(_: web.Request) -> web.Response:
-        return web.json_response({"text": "", "output_ids": [5, 6], "meta_info": meta})
+
+@asynccontextmanager
+async def answering(body: bytes | dict[str, Any], *, status: int = 200) -> AsyncIterator[RolloutClient]:
+    """The client of a server that answers everything so."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=data, status=status, content_type="application/json")
 
     app = web.Application()
-    app.router.add_post("/generate", generate)
+    app.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(app) as server, connected(str(server.make_url("")).rstrip("/")) as client:
-        with pytest.raises(RolloutError, match="use an engine that honours return_logprob"):
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (reply([5, 6], None), 200, "use an engine that honours return_logprob"),
+        (reply([5] * 5, [-1.0] * 5), 200, "returned 5 tokens, more than the 4 that it was asked for"),
+        (reply([5, 6], [-1.0, 0.5]), 200, "returned numbers above zero, or none, as log-probabilities"),
+        (reply([5, 6], [-1.0, -1.0], version=str(2**31)), 503, "label '2147483648', which no trainer published"),
+        (reply([5, 6], [-1.0, -1.0], version="9" * 5000), 503, "label '9{99}', which no trainer published"),
+    ],
+)
+async def test_a_reply_that_cannot_be_trained_is_refused(body: dict[str, Any], status: int, message: str) -> None:
+    async with answering(body) as client:
+        with pytest.raises(RolloutError, match=message) as caught:
+            await client.generate([5], [GRANT], Sampling(), [0])
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (b"[" * 200_000, "[" * 500),
+        (b'{"message": "\xff"}', '{"message": "\ufffd"}'),
+        (b'{"message": "' + b"x" * 1_000_000 + b'"}', "x" * 500 + "..."),
+    ],
+)
+async def test_an_odd_error_is_told_in_a_few_words(body: bytes, shown: str) -> None:
+    async with answering(body, status=500) as client:
+        with pytest.raises(RolloutError) as caught:
+            await client.generate([5], [GRANT], Sampling(), [0])
+    assert caught.value.message == f"POST /generate answered 500: {shown}"
+
+
+async def test_a_packed_reply_is_not_unpacked() -> None:
+    async with answering(gzip.compress(json.dumps(reply([5], [-1.0])).encode())) as client:
+        with pytest.raises(RolloutError, match="unexpected body"):
             await client.generate([5], [GRANT], Sampling(), [0])
 
 

@@ -14,7 +14,6 @@ from tiny_policy import make_engine, make_handle, print_of, serve, weights
 from penstock.ports.training import TrainerLost
 from penstock.rollout import client as client_module
 from penstock.rollout import servers as servers_module
-from penstock.rollout import session as session_module
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import Servers
@@ -407,26 +406,51 @@ async def test_nonsense_of_every_server_is_told_at_once(line: Line) -> None:
     await servers.close()
 
 
-async def test_a_reply_without_an_end_is_not_read_to_the_end(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "MAX_REPLY_BYTES", 8)
+async def test_a_reply_without_an_end_is_not_read_to_the_end(line: Line) -> None:
     session = HttpSession()
     line.failing = "", 200
-    with pytest.raises(RolloutError, match="returned more than 0 MB"):
-        await session.send("GET", line.url, "/health")
+    with pytest.raises(RolloutError, match="returned more than 8 bytes"):
+        await session.send("GET", line.url, "/health", max_bytes=8)
     await session.close()
 
 
-async def test_an_update_that_one_server_refuses_changes_none(runner: EngineRunner, other: EngineRunner) -> None:
+async def test_a_server_that_refuses_weights_that_another_takes_is_left_behind(
+    runner: EngineRunner, other: EngineRunner, hurried: None
+) -> None:
+    lost: list[tuple[str, str]] = []
+    async with serve(runner) as first, serve(other) as second:
+        servers = Servers([first, second], lost=lambda url, why: lost.append((url, why)))
+        await servers.update_weights(make_handle(3))
+        ((url, why),) = lost
+        assert url == second and "not newer than the served 5" in why
+        assert [await served_by(servers, episode) for episode in range(4)] == [3] * 4
+        await servers.update_weights(make_handle(6))
+        assert (runner.policy_version, other.policy_version) == (6, 6)
+        await servers.close()
+
+
+async def test_a_server_that_refuses_a_request_that_another_answers_is_lost(line: Line, other: EngineRunner) -> None:
+    lost: list[str] = []
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: lost.append(url))
+        line.failing = "/generate", 400
+        assert [await served_by(servers, episode) for episode in range(4)] == [5] * 4
+        await servers.close()
+    assert lost == [line.url]
+
+
+async def test_an_update_that_every_server_refuses_changes_none(runner: EngineRunner, other: EngineRunner) -> None:
     async with serve(runner) as first, serve(other) as second:
         servers = Servers([first, second])
-        with pytest.raises(RolloutError, match=f"{second}.*409.*not newer than the served 5"):
+        await servers.update_weights(make_handle(6))
+        with pytest.raises(RolloutError, match=r"409.*not newer than the served 6"):
             await servers.update_weights(make_handle(3))
         session = HttpSession()
         with pytest.raises(RolloutError, match="nothing is staged"):
             await RolloutClient(first, session).commit_weights(make_handle(3))
         await session.close()
         await servers.close()
-    assert (runner.policy_version, other.policy_version) == (0, 5)
+    assert (runner.policy_version, other.policy_version) == (6, 6)
 
 
 async def test_a_server_that_holds_other_weights_than_announced_is_noticed(runner: EngineRunner) -> None:

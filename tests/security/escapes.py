@@ -343,6 +343,25 @@ for fd in (0, 1, 2):
 try: os.open('/dev/tty', os.O_RDWR); escaped('a terminal')
 except OSError: pass
 """,
+    "leases": """
+import fcntl
+for name in (os.__file__, json.__file__, sys.executable, '/work/mine'):
+    fd = os.open(name, os.O_RDONLY | (os.O_CREAT if name == '/work/mine' else 0))
+    for code, wanted in ((1024, fcntl.F_RDLCK), (1024, fcntl.F_WRLCK), (1026, 1)):
+        try: fcntl.fcntl(fd, code, wanted)
+        except OSError as error:
+            if error.errno != errno.EPERM: continue
+        else: escaped('a lease', name)
+""",
+    "watches_of_the_user": """
+import select
+if T['shares_user']:
+    try: select.epoll(); escaped('epoll')
+    except OSError: pass
+    if LIBC.inotify_init() >= 0: escaped('inotify')
+import asyncio
+asyncio.run(asyncio.sleep(0))
+""",
     "keyrings": "calls('keyctl', 0, -3, 0); calls('add_key', b'user', b'x', b'y', 1, -3); calls('request_key', b'user', b'x', 0, 0)",
     "bpf": "calls('bpf', 0, bytes(72), 72); calls('bpf', 5, bytes(72), 72)",
     "io_uring": "calls('io_uring_setup', 8, bytes(120)); calls('io_uring_enter', 0, 0, 0, 0, 0)",
@@ -429,6 +448,7 @@ class Host:
             "daemon": f"3600.{os.getpid()}",
             "numbers": its.forbidden,
             "clone": its.clone,
+            "shares_user": os.geteuid() != 0,
             "prlimit64": its.prlimit64,
         }
 

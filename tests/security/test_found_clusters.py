@@ -26,6 +26,34 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
+def test_the_word_auto_in_the_environment_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(psutil, "process_iter", list)
+    with pytest.raises(NotConnected, match="finds no Ray cluster of ours"):
+        connection._resolve("auto")
+
+
+@pytest.mark.integration
+def test_a_process_of_a_sandbox_is_no_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of our user, if we are not root, and it has the command line that it likes."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    shutil.copy(shutil.which("cat") or "", folder / "raylet")
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    command = [*apart, str(folder / "raylet"), "--", "-", f"--gcs-address={ADDRESS}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"x\n")
+        process.stdin.flush()
+        if process.stdout.readline() != b"x\n":
+            pytest.skip("this user may make no pid namespaces")
+        inside = psutil.Process(process.pid).children(recursive=True)
+        assert any(f"--gcs-address={ADDRESS}" in each.cmdline() for each in inside)
+        monkeypatch.setattr(psutil, "process_iter", lambda: inside)
+        with pytest.raises(NotConnected, match="finds no Ray cluster of ours"):
+            connection._resolve("auto")
+        process.stdin.close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 @pytest.mark.parametrize(
     ("user", "program", "found"), [(0, "raylet", ADDRESS), (54321, "raylet", None), (0, "tail", None)]

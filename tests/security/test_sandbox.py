@@ -550,12 +550,15 @@ def test_the_summary_says_which_sandbox_was_chosen(tmp_path: Path) -> None:
 ITS = seccomp.ARCHITECTURES["x86_64"]
 
 
-def decide(machine: str, number: int, *arguments: int, audit: int | None = None, lone: bool = False) -> int:
+def decide(
+    machine: str, number: int, *arguments: int, audit: int | None = None, lone: bool = False, shares_user: bool = True
+) -> int:
     """Run the filter, or that of a lone process, as the kernel does."""
     its = seccomp.ARCHITECTURES[machine]
     given = [*arguments, 0, 0, 0, 0, 0, 0][:6]
     data = struct.pack("<IIQ6Q", number, its.audit if audit is None else audit, 0, *given)
-    program, at, value = (seccomp.lone_instructions if lone else seccomp.instructions)(machine), 0, 0
+    program = seccomp.lone_instructions(machine) if lone else seccomp.instructions(machine, shares_user=shares_user)
+    at, value = 0, 0
     while True:
         operation, if_true, if_false, constant = program[at]
         at += 1
@@ -594,6 +597,10 @@ def test_the_filter_decides_as_its_tables_say(machine: str) -> None:
     assert decide(machine, its.ioctl, 0, 0x5401) == seccomp.ALLOW
     assert decide(machine, its.setsockopt, 3, 1, 15) == REFUSED
     assert decide(machine, its.setsockopt, 3, 1, 2) == seccomp.ALLOW
+    assert [code for code in range(1200) if decide(machine, its.fcntl, 3, code) == REFUSED] == [1024, 1026]
+    for number in its.counted_by_user.values():
+        assert decide(machine, number) == REFUSED
+        assert decide(machine, number, shares_user=False) == seccomp.ALLOW
     assert decide(machine, its.prlimit64, 1) == REFUSED
     assert decide(machine, its.prlimit64, 0) == seccomp.ALLOW
     assert decide(machine, its.forbidden["personality"], 0xFFFFFFFF) == seccomp.ALLOW
@@ -619,10 +626,11 @@ def test_calls_of_other_architectures_end_the_process() -> None:
     assert decide("x86_64", seccomp.X32_BIT | 1) == seccomp.KILL
     assert decide("aarch64", 1, audit=ITS.audit) == seccomp.KILL
     with pytest.raises(OSError, match="riscv64"):
-        seccomp.program("riscv64")
+        seccomp.program("riscv64", shares_user=True)
 
 
 @pytest.mark.skipif(platform.machine() not in seccomp.ARCHITECTURES, reason="there is no filter for this processor")
 def test_the_filter_has_the_form_of_the_kernel() -> None:
-    assert len(seccomp.program()) % 8 == 0
-    assert len(seccomp.program()) // 8 < 4096
+    program = seccomp.program(shares_user=True)
+    assert len(program) % 8 == 0
+    assert len(program) // 8 < 4096

@@ -17,8 +17,9 @@ from penstock.cli.refusal import Refused
 from penstock.cluster import connection
 from penstock.cluster.connection import connected
 from penstock.config import Config, ConfigError
-from penstock.config.imports import check_closed, import_named, is_there, load
+from penstock.config.imports import MATPLOTLIB, away_from_foreign, check_closed, import_named, is_there, load
 from penstock.envs.worker_pool import ANSWERER
+from penstock.observe.trackers import WANDB
 from penstock.ports.process_launcher import ProcessSpec
 from penstock.processes.foreign_server import environment
 from penstock.runtime.child_process import ChildProcess
@@ -124,6 +125,63 @@ def test_a_file_of_another_user_is_run_if_a_setting_names_it(here: Path) -> None
         (here / "named.py").write_text("class Repair: pass\n")
         os.chown(here, 54321, 54321)
         assert load(f"{here}/named.py:Repair").__name__ == "Repair"
+
+
+def prepare_pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def prepare_link(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def prepare_open_file(file: Path) -> None:
+    file.write_text("axes.grid: True")
+    file.chmod(0o666)
+
+
+@pytest.mark.parametrize("prepare", [prepare_pipe, prepare_link, prepare_open_file, Path.mkdir])
+def test_packages_do_not_read_settings_of_others_here(here: Path, prepare: Callable[[Path], None]) -> None:
+    with away_from_foreign(MATPLOTLIB):
+        assert Path.cwd() == here
+    (here / MATPLOTLIB).write_text("axes.grid: True")
+    with away_from_foreign(MATPLOTLIB):
+        assert Path.cwd() == here
+    (here / MATPLOTLIB).unlink()
+    prepare(here / MATPLOTLIB)
+    with away_from_foreign(MATPLOTLIB):
+        assert Path.cwd() == Path("/")
+    assert Path.cwd() == here
+
+
+def test_a_folder_of_others_with_settings_is_left_too(here: Path) -> None:
+    (here / "wandb").mkdir()
+    (here / "wandb" / "settings").write_text("[default]")
+    with away_from_foreign(*WANDB):
+        assert Path.cwd() == here
+    (here / "wandb").chmod(0o777)
+    with away_from_foreign(*WANDB):
+        assert Path.cwd() == Path("/")
+
+
+@pytest.mark.integration
+def test_pictures_are_drawn_beside_a_pipe_for_settings(here: Path) -> None:
+    os.mkfifo(here / MATPLOTLIB)
+    drawing = "import penstock.observe.plots, os; print(os.getcwd())"
+    told = subprocess.run([sys.executable, "-P", "-c", drawing], capture_output=True, text=True, timeout=120)
+    assert told.stdout.strip() == str(here), told.stderr
+
+
+def test_a_ray_cluster_is_joined_from_the_root_directory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's processes import from the directory in which `ray.init` was called, on every node."""
+    seen: list[Path] = []
+    monkeypatch.setattr(connection, "_resolve", lambda address: address)
+    monkeypatch.setattr(connection, "_check", lambda address, private: None)
+    monkeypatch.setattr(connection.ray, "init", lambda **settings: seen.append(Path.cwd()))
+    monkeypatch.setattr(connection.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(connection.ray, "shutdown", lambda: None)
+    with connected("10.0.0.1:6379", private=False):
+        assert (seen, Path.cwd()) == ([Path("/")], here)
 
 
 def test_an_interpreter_in_an_open_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

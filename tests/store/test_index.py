@@ -1,5 +1,6 @@
 """The pool's index keeps what it is told, also across a restart."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -7,8 +8,9 @@ import pytest
 from fake_ports import played
 from test_payload_files import file_size_limit
 
+from penstock.config import ConfigError
 from penstock.ports.group_records import GroupRecord
-from penstock.store.index import PoolIndex, PoolUnreadable
+from penstock.store.index import PoolIndex, PoolUnreadable, read_groups
 from penstock.types import NO_VERSION, EpisodeId, EpisodeState, PayloadRef
 
 
@@ -47,6 +49,42 @@ def test_the_highest_version_is_kept_though_its_group_is_trained_anew(tmp_path: 
     index = PoolIndex(tmp_path)
     assert index.highest_version == 9
     index.close()
+
+
+def test_an_index_without_its_last_pages_is_refused(tmp_path: Path) -> None:
+    index = PoolIndex(tmp_path)
+    index.put([record(group) for group in range(2000)])
+    index.close()
+    file = tmp_path / "index" / "data.mdb"
+    for size in (3 * 4096, 1):
+        os.truncate(file, size)
+        for readonly in (False, True):
+            with pytest.raises(PoolUnreadable, match=r"index cannot be read .* move it away"):
+                PoolIndex(tmp_path, readonly=readonly)
+
+
+@pytest.mark.parametrize("name", ["lock.mdb", "data.mdb"])
+def test_the_index_of_a_run_is_not_read_through_links(tmp_path: Path, name: str) -> None:
+    index = PoolIndex(tmp_path / "pool")
+    index.put([record(1)])
+    index.close()
+    assert [each.group for each in read_groups(tmp_path, setting="--calibrate")] == [1]
+    victim, file = tmp_path / "victim", tmp_path / "pool" / "index" / name
+    victim.write_text("mine")
+    file.unlink()
+    file.symlink_to(victim)
+    with pytest.raises(ConfigError, match=f"--calibrate: .*{name} is a link"):
+        list(read_groups(tmp_path, setting="--calibrate"))
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+@pytest.mark.parametrize("part", [".", "pool", "pool/index"])
+def test_the_index_of_another_user_is_not_read(tmp_path: Path, part: str) -> None:
+    PoolIndex(tmp_path / "pool").close()
+    os.chown(tmp_path / part, 54321, -1)
+    with pytest.raises(ConfigError, match=r"learn_from: .* belongs to user 54321"):
+        list(read_groups(tmp_path, setting="learn_from"))
 
 
 def test_a_damaged_index_is_refused_with_its_name(tmp_path: Path) -> None:

@@ -163,6 +163,18 @@ def test_a_claimed_directory_carries_the_mark_that_processes_get(tmp_path: Path)
     assert (tmp_path / "runtime").stat().st_mode & 0o777 == 0o700
 
 
+def test_a_held_runtime_directory_is_in_use_whatever_the_run_directory_says(tmp_path: Path, runtime_dirs: None) -> None:
+    """As in two containers that share /dev/shm and have different directories at the path of the run."""
+    base = tmp_path / "a"
+    base.mkdir()
+    (base / "run").mkdir()
+    runtime.claim(base / "runtime", run_dir=base / "run", nonce="n")
+    elsewhere = dataclasses.replace(this_process(), pid_namespace="pid:[1]")
+    (base / "runtime" / runtime.OWNER_FILE).write_text(dataclasses.replace(mark(base), supervisor=elsewhere).dumps())
+    found = runtime.find_orphans()
+    assert not found.orphans and not found.foreign
+
+
 def test_the_names_of_runtime_directories_are_not_foreseen_and_never_reused(tmp_path: Path) -> None:
     taken = runtime.runtime_path("a")
     assert runtime.runtime_path("a") != taken and taken.name.startswith(f"penstock-{os.getuid()}-a.")

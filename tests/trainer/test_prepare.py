@@ -26,10 +26,12 @@ def changed(**fields: object) -> Sample:
         (changed(versions=np.full(4, -1, np.int32)), "unknown_version"),
         (make_sample(0, prompt=[], response=[], reward=1.0), "empty"),
         (make_sample(0, prompt=[5, 6], response=[7] * 9, reward=1.0), "too_long"),
+        (make_sample(0, prompt=[5, 6], response=[7, 12], reward=1.0), "unknown_token"),
+        (make_sample(0, prompt=[5, 6], response=[7, -1], reward=1.0), "unknown_token"),
     ],
 )
 def test_what_cannot_be_trained_is_counted_and_left_out(sample: Sample, reason: str) -> None:
-    batch, skipped = prepare([GOOD, sample, changed(reward=0.0)], normalize=False, max_context=10)
+    batch, skipped = prepare([GOOD, sample, changed(reward=0.0)], normalize=False, max_context=10, vocab_size=12)
     assert skipped == {reason: 1}
     assert batch["advantages"].tolist() == [0.5, -0.5]  # the bad one takes no part in the mean
 

@@ -132,8 +132,7 @@ def simulate(
         raise typer.Exit(command.simulate(config, overrides or [], json=json, plot=plot))
     if config is not None or calibrate is None:
         raise typer.BadParameter("give either CONFIG or --calibrate RUN")
-    run_dir = Path(calibrate) if Path(calibrate).is_dir() else find(runs_dir, calibrate)
-    raise typer.Exit(command.calibrate(run_dir, json=json))
+    raise typer.Exit(command.calibrate(find(runs_dir, calibrate), json=json))
 
 
 @app.command()

@@ -17,7 +17,7 @@ from penstock.observe import jsonl
 from penstock.observe.summary import wall_seconds
 from penstock.observe.tables import clock, listing, number, open_console
 from penstock.observe.visible_text import visible_json
-from penstock.own_files import is_ours, read_document
+from penstock.own_files import Foreign, is_ours, own_directory, read_document
 from penstock.supervisor.procfs import is_suspended
 from penstock.supervisor.run_journal import LAST_EVENT_BYTES, holds_run, is_supervised, owner_of, read_state, unreadable
 from penstock.supervisor.states import RunState
@@ -64,7 +64,7 @@ def find_directory(runs_dir: Path, name: str, *, shared: bool = False) -> Path:
             _exit(
                 f"{run_dir} is the run of another user: `penstock status` and `penstock logs` show it, if it is shared"
             )
-        return run_dir
+        return run_dir if shared else _closed(run_dir)
     known = [path for path in directories(runs_dir) if path.name.startswith(name)]
     found = [path for path in known if path.name == name] or known
     if not found:
@@ -72,7 +72,17 @@ def find_directory(runs_dir: Path, name: str, *, shared: bool = False) -> Path:
     if len(found) > 1:
         names = [path.name for path in found[:NUM_NAMED]] + ["..."] * (len(found) > NUM_NAMED)
         _exit(f"{len(found)} runs begin with {name}: {', '.join(names)}")
-    return found[0].resolve() if found[0].is_symlink() else found[0]
+    run_dir = found[0].resolve() if found[0].is_symlink() else found[0]
+    return run_dir if shared else _closed(run_dir)
+
+
+def _closed(run_dir: Path) -> Path:
+    """Return the directory of a run of ours. Exits with an error if other users could have written its files."""
+    try:
+        with own_directory(run_dir):
+            return run_dir
+    except Foreign as error:
+        _exit(str(error))
 
 
 def _exit(reason: str) -> NoReturn:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from penstock.config.imports import check_closed
 from penstock.deadline import deadline
+from penstock.supervisor.procfs import pid_namespace
 
 REACHED_S = 5.0
 """Limit for opening a TCP connection."""
@@ -31,6 +32,9 @@ ANSWERED_S = 30.0
 ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 FLAG = "--gcs-address="
 """Argument of a node's process."""
+UNSHARED = "/"
+"""Working directory during `ray.init`. Ray puts it at the front of the import path of its processes on every node, and
+only root can write to this one, on any machine."""
 REMEDY = "start one with `ray start --head`, join it with `ray start --address`, or correct cluster.address"
 START = "start it with RAY_AUTH_MODE=token, with the token of `ray get-auth-token --generate` on all machines"
 TOKEN = "set RAY_AUTH_MODE=token, and have the cluster's token in ~/.ray/auth_token"
@@ -51,7 +55,8 @@ def connected(address: str, *, private: bool) -> Iterator[str]:
     found = _resolve(address)
     _check(found, private=private)
     try:
-        ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
+        with chdir(UNSHARED):
+            ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise NotConnected(f"cluster.address: {address} cannot be joined: {reason}; {REMEDY}") from None
@@ -77,12 +82,13 @@ def _resolve(address: str) -> str:
 def _own_address() -> str:
     """Return the address in RAY_ADDRESS, or that of the only cluster with a node of ours here. Ray's own search
     believes command lines and files of every user. Raises `NotConnected`."""
-    if named := os.environ.get("RAY_ADDRESS"):
+    if (named := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
         return named
-    found = set()
+    found, here = set(), pid_namespace()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.uids().real == os.getuid() and Path(process.exe()).name == "raylet":
+            is_ours = process.uids().real == os.getuid() and pid_namespace(str(process.pid)) == here  # not of a sandbox
+            if is_ours and Path(process.exe()).name == "raylet":
                 found |= {word[len(FLAG) :] for word in process.cmdline() if word.startswith(FLAG)}
     if len(found) != 1:
         number = (

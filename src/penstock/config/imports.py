@@ -10,6 +10,8 @@ import importlib.util
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,8 @@ from typing import Any
 
 from penstock.config.invalid_settings import ConfigError
 
+MATPLOTLIB = "matplotlibrc"
+"""Settings that matplotlib, and packages that import it, read from the working directory."""
 FILE_MODULE = "penstock_file_"
 """Prefix of the names of modules made from files; the file's own name and a hash of its path follow."""
 
@@ -109,6 +113,28 @@ def check_closed(directory: Path, *, is_named: bool = False) -> None:
         )
 
 
+@contextmanager
+def away_from_foreign(*names: str) -> Iterator[None]:
+    """Leave the working directory during the body if another user put a file with one of these names there. Packages
+    read settings from such files, whoever owns them, and wait for ever if one is a pipe."""
+    if all(_may_be_read(Path(name)) for name in names):
+        yield
+        return
+    with chdir("/"):
+        yield
+
+
+def _may_be_read(file: Path) -> bool:
+    """Return whether a file is missing or a plain one of ours or of root, as the directories are that lead to it."""
+    try:
+        found = file.lstat()
+    except OSError:
+        return True
+    is_kind = stat.S_ISREG(found.st_mode) or (stat.S_ISDIR(found.st_mode) and file.name != MATPLOTLIB)
+    is_trusted = is_kind and found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
+    return is_trusted and (file.parent == Path() or _may_be_read(file.parent))
+
+
 def import_named(key: str, path: str, *, wanted: str) -> Any:
     """Return the object that `path` names. `wanted` describes the values that `key` takes. Raises `ConfigError` for any
     error, including any exception of the user's module."""
@@ -126,7 +152,8 @@ def import_named(key: str, path: str, *, wanted: str) -> Any:
 def import_package(package: str, *, needed_by: str, install: str) -> Any:
     """Return an optional package. Raises `ConfigError` with the arguments for `pip install` if it is missing."""
     try:
-        return importlib.import_module(package)
+        with away_from_foreign(MATPLOTLIB):
+            return importlib.import_module(package)
     except ImportError:
         name = package.replace("_", "-")
         raise ConfigError(f"{needed_by} needs the package {name}: pip install {install}") from None

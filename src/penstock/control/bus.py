@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -32,6 +33,8 @@ from penstock.control.incoming import MAX_ENVELOPES, BadFrame, DropLog, Envelope
 from penstock.control.messages import VERSION, Ack, AnyMessage, Hello, Refused, Welcome, WhoAreYou
 from penstock.control.sockets import LINGER_MS, MAX_FRAME_BYTES, ControllerSockets, PeerSockets
 from penstock.deadline import deadline
+
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[str, AnyMessage], Awaitable[AnyMessage | None]]
 """handler(peer, message) -> reply; None stands for `Ack`. An exception in a handler other than `UnknownPeer` and
@@ -64,8 +67,8 @@ class ProtocolViolation(RuntimeError):
     the run fails and is restarted; this process continues."""
 
 
-class MessageTooLarge(RuntimeError):
-    """A single message exceeds the limit of a frame."""
+class Unsendable(RuntimeError):
+    """A single message exceeds the limit of a frame, or holds a value that cannot be encoded."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -140,26 +143,33 @@ class _Endpoint(ABC):
                 self._send(peer, envelopes[start : start + MAX_ENVELOPES])
 
     def _send(self, peer: str, envelopes: Sequence[Envelope]) -> None:
-        """Send messages as one frame, or as several if one would be too large."""
-        encoded = _encoder.encode(envelopes)
-        if len(encoded) <= MAX_FRAME_BYTES:
-            for frame in self._fault(encoded):
-                self._transmit(peer, frame)
-        elif len(envelopes) > 1:
+        """Send messages as one frame, or as several if one would be too large or one of them cannot be encoded."""
+        try:
+            encoded = _encoder.encode(envelopes)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:  # half a surrogate pair, a huge integer
+            problem = f"cannot be sent ({error})"
+        else:
+            if len(encoded) <= MAX_FRAME_BYTES:
+                for frame in self._fault(encoded):
+                    self._transmit(peer, frame)
+                return
+            problem = f"has {len(encoded)} bytes, but the bus takes at most {MAX_FRAME_BYTES}"
+        if len(envelopes) > 1:
             self._send(peer, envelopes[: len(envelopes) // 2])
             self._send(peer, envelopes[len(envelopes) // 2 :])
         else:
-            self._fail_too_large(peer, envelopes[0], len(encoded))
+            self._fail_unsendable(peer, envelopes[0], problem)
 
-    def _fail_too_large(self, peer: str, envelope: Envelope, num_bytes: int) -> None:
+    def _fail_unsendable(self, peer: str, envelope: Envelope, problem: str) -> None:
         """Fail the request, or answer a request with a refusal."""
-        kind = type(envelope.body).__name__
-        reason = f"{kind} of {self.name} has {num_bytes} bytes, but the bus takes at most {MAX_FRAME_BYTES}"
+        reason = f"{type(envelope.body).__name__} of {self.name} {problem}"
         future = self._pending.get((peer, envelope.id))
         if envelope.kind == "reply":
             self._send(peer, [Envelope("reply", envelope.id, Refused(reason=reason))])
         elif future is not None and not future.done():
-            future.set_exception(MessageTooLarge(reason))
+            future.set_exception(Unsendable(reason))
+        else:
+            logger.error("%s", reason)
 
     @abstractmethod
     def _transmit(self, peer: str, frame: bytes) -> None:

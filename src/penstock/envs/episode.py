@@ -17,6 +17,7 @@ from typing import Any
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
+from penstock.envs.exception_location import sendable
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.worker_calls import plain
 from penstock.samples import Segment, Trajectory, Turn
@@ -164,7 +165,7 @@ class Episode:
 
     def fail(self, error: Exception) -> None:
         if not self.ended:
-            self.status, self.error = "failed", f"{type(error).__name__}: {error}"
+            self.status, self.error = "failed", f"{type(error).__name__}: {sendable(str(error))}"
             self.end()
 
     def abort(self) -> None:

@@ -15,6 +15,9 @@ OURS = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")
 
+MAX_CHARS, MAX_TRACE_CHARS = 2_000, 50_000
+"""A longer message of an exception, or a longer traceback, is cut."""
+
 OnError = Callable[[str, BaseException], None]
 """Called with the name of the called method, and the exception that it raised."""
 
@@ -50,14 +53,21 @@ def origin(error: BaseException) -> Origin:
     frames = [frame for frame in traceback.extract_tb(trace) if _is_theirs(frame.filename)]
     last = next((frame for frame in reversed(frames) if not _is_installed(frame.filename)), frames[0])
     shown = "".join(traceback.format_exception(type(error), error, trace))
-    return Origin(f"{Path(last.filename).name}:{last.lineno}", shown.rstrip())
+    return Origin(f"{Path(last.filename).name}:{last.lineno}", sendable(shown.rstrip(), MAX_TRACE_CHARS))
 
 
 def described(error: BaseException) -> str:
     """Return the exception's type, message and line as text."""
     kind = "" if isinstance(error, RaisedElsewhere) else f"{type(error).__name__}: "
     place = origin(error).place
-    return f"{kind}{error}{f' ({place})' if place else ''}"
+    return f"{kind}{sendable(str(error))}{f' ({place})' if place else ''}"
+
+
+def sendable(text: str, max_chars: int = MAX_CHARS) -> str:
+    """Return text that a message can carry: at most `max_chars` characters, and no half of a surrogate pair. Errors may
+    quote what a policy said."""
+    shown = text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
+    return shown.encode(errors="replace").decode()
 
 
 class LoggedOnce:

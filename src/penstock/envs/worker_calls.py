@@ -13,8 +13,11 @@ import msgspec
 
 from penstock.config import ConfigError
 from penstock.config.imports import load
-from penstock.envs.exception_location import Origin, origin
+from penstock.envs.exception_location import Origin, origin, sendable
 from penstock.runtime.frames import Frames
+
+MAX_INFO_BYTES = 1 << 20
+"""A larger value of an environment's `info` becomes the beginning of its text."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +72,7 @@ class ObjectWorker:
             return encode(Returned(value=self._result_of(msgspec.msgpack.decode(request[0], type=Call))))
         except BaseException as error:
             kind, is_config = type(error).__name__, isinstance(error, ConfigError)
-            return encode(Raised(kind=kind, message=str(error), is_config=is_config, origin=origin(error)))
+            return encode(Raised(kind=kind, message=sendable(str(error)), is_config=is_config, origin=origin(error)))
 
     def _result_of(self, call: Call) -> Any:
         if self._object is None:
@@ -85,11 +88,22 @@ async def awaited(result: Any) -> Any:
 
 
 def plain(value: object) -> Any:
-    """Return the value in JSON's types. A value without such a form becomes text."""
+    """Return the value in JSON's types. A value without such a form, or one that a message cannot carry, becomes
+    text."""
     try:
-        return msgspec.to_builtins(value, enc_hook=_as_text)
-    except (TypeError, ValueError):
+        found = msgspec.to_builtins(value, enc_hook=_as_text)
+        if len(msgspec.msgpack.encode(found)) <= MAX_INFO_BYTES:
+            return found
+        return sendable(str(found))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return sendable(_shown(value))
+
+
+def _shown(value: object) -> str:
+    try:
         return str(value)
+    except Exception as error:  # RecursionError, ValueError of an integer with too many digits, or an object's own
+        return f"a {type(value).__name__} without text ({type(error).__name__})"
 
 
 def _as_text(value: object) -> Any:

@@ -53,6 +53,14 @@ def read_json_if_present(directory: Path, name: str) -> dict[str, Any]:
     return read_json(directory, name) if (directory / name).is_file() else {}
 
 
+def vocab_size(directory: Path) -> int | None:
+    """Return the number of tokens that the model has embeddings for; None if config.json does not say."""
+    config = read_json(directory, "config.json")
+    parts = (config, config.get("text_config"))
+    sizes = [part["vocab_size"] for part in parts if isinstance(part, dict) and type(part.get("vocab_size")) is int]
+    return sizes[0] if sizes else None
+
+
 def check_no_code(directory: Path) -> None:
     """Check that loading the model runs no code that the model directory holds or names. Raises `ModelError`."""
     config = read_json(directory, "config.json")

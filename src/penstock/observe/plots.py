@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
+from penstock.config.imports import MATPLOTLIB, away_from_foreign
 from penstock.observe import jsonl
 from penstock.observe.summary import read_steps
+
+with away_from_foreign(MATPLOTLIB):
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
 Record = dict[str, Any]
 Floats = npt.NDArray[np.float64]

@@ -3,9 +3,14 @@ whether to upload them (`wandb sync`). `penstock train` has checked that their p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from penstock.config.imports import away_from_foreign
+
+WANDB = ("wandb/settings", ".wandb/settings")
+"""Settings that wandb reads below the working directory."""
 
 
 class TensorBoard:
@@ -28,12 +33,9 @@ class Wandb:
     """Writes an offline run under `wandb/`."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._teardown = wandb.teardown
-        quiet = wandb.Settings(silent=True, console="off")
-        place: dict[str, Any] = {"project": "penstock", "name": run_dir.name, "dir": str(run_dir)}
-        self._run: Any = wandb.init(**place, config=dict(config), mode="offline", settings=quiet)
+        with away_from_foreign(*WANDB):
+            run, self._teardown = _begin_wandb(run_dir, config)
+        self._run: Any = run
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
@@ -42,6 +44,15 @@ class Wandb:
         """Return once everything is on disk and the package's own process has ended."""
         self._run.finish()
         self._teardown()
+
+
+def _begin_wandb(run_dir: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[[], None]]:
+    """Return a new offline run, and the function that ends the package's own process."""
+    import wandb
+
+    quiet = wandb.Settings(silent=True, console="off", save_code=False, disable_git=True)
+    place: dict[str, Any] = {"project": "penstock", "name": run_dir.name, "dir": str(run_dir)}
+    return wandb.init(**place, config=dict(config), mode="offline", settings=quiet), wandb.teardown
 
 
 Tracker = TensorBoard | Wandb

@@ -25,7 +25,7 @@ from penstock.ports.training import TrainerLost
 from penstock.processes.dumping import open_dumps
 from penstock.processes.layout import TRAINER, roles_by_name
 from penstock.processes.pool_access import PayloadFetcher, pool_of_controller
-from penstock.processes.report_checks import MOST, check_alone, check_in_run, episodes_of
+from penstock.processes.report_checks import check_alone, check_in_run, episodes_of
 from penstock.processes.worker_registry import WorkerRegistry
 from penstock.recovery import MAX_LEARNED_GROUPS
 from penstock.rollout.servers import Servers
@@ -134,11 +134,7 @@ class Controller:
         """Check that the peer may send this message now. Raises `ProtocolViolation`."""
         check_alone(message, self._members[peer].role)
         if self.system is not None and episodes_of(message):
-            scheduler, pool = self.system.scheduler, self.system.pool
-            newest = max(scheduler.trained_version, scheduler.policy_version, pool.highest_version)
-            # Without a trainer, the servers' own versions are the only ones.
-            is_known = self.system.config.has_trainer
-            check_in_run(message, peer, scheduler, newest_version=newest if is_known else MOST)
+            check_in_run(message, peer, self.system.scheduler)
 
     async def _fetch(self, worker: str, refs: Sequence[PayloadRef | None]) -> str:
         """Fetch these records into the pool. Return the reason if that fails, else an empty string."""

@@ -19,7 +19,7 @@ from penstock.control.messages import (
 from penstock.scheduler.active_group import ActiveGroup
 from penstock.scheduler.members import errors_of
 from penstock.scheduler.scheduler import Scheduler
-from penstock.types import NO_VERSION, EpisodeId, EpisodeState, EpisodeSummary, Summaries
+from penstock.types import MAX_VERSION, NO_VERSION, EpisodeId, EpisodeState, EpisodeSummary, Summaries
 
 MOST = 1 << 40
 """Limit of every count in a message."""
@@ -53,7 +53,7 @@ def check_alone(message: AnyMessage, role: str) -> None:
             demand(named == number, f"it names group {number}, but its episodes are of group {named}")
 
 
-def check_in_run(message: AnyMessage, peer: str, scheduler: Scheduler, *, newest_version: int) -> None:
+def check_in_run(message: AnyMessage, peer: str, scheduler: Scheduler) -> None:
     """Check a report about episodes against the group as the scheduler knows it. Reports about earlier attempts need no
     check: the scheduler ignores them. Raises `ProtocolViolation`."""
     group = scheduler.groups.find_attempt(episodes_of(message)[0].group_attempt)
@@ -69,7 +69,7 @@ def check_in_run(message: AnyMessage, peer: str, scheduler: Scheduler, *, newest
             allowed = (EpisodeState.LEASED,) if unfinished else (EpisodeState.LEASED, EpisodeState.UNFINISHED)
             demand(state in allowed, f"{episode} is {state}, so it needs no grant")
         case EpisodesEnded(episodes=summaries) | DataGenerated(episodes=summaries):
-            check_end(group, summaries, newest_version)
+            check_end(group, summaries)
     if isinstance(message, DataGenerated):
         check_whole(group, message)
 
@@ -86,15 +86,11 @@ def episodes_of(message: AnyMessage) -> Sequence[EpisodeId]:
     return []
 
 
-def check_end(group: ActiveGroup, summaries: Summaries, newest_version: int) -> None:
-    """Check that these members can end now, with tokens of versions that exist."""
+def check_end(group: ActiveGroup, summaries: Summaries) -> None:
+    """Check that these members can end now. A server may claim any policy_version; the learner masks unknown ones."""
     for summary in summaries:
         state = group.ledger.state(group.number, summary.episode.episode)
         demand(state in PLAYED, f"{summary.episode} is {state}, so it cannot end")
-        newest = summary.version_max
-        demand(
-            newest <= newest_version, f"{summary.episode} has tokens of policy_version {newest}, which never existed"
-        )
 
 
 def check_whole(group: ActiveGroup, message: DataGenerated) -> None:
@@ -115,7 +111,7 @@ def check_summaries(summaries: Summaries) -> None:
 
 def check_summary(summary: EpisodeSummary) -> None:
     check_counts([summary.num_turns, summary.prompt_tokens, summary.response_tokens])
-    in_order = NO_VERSION <= summary.version_min <= summary.version_max
+    in_order = NO_VERSION <= summary.version_min <= summary.version_max <= MAX_VERSION
     demand(in_order, f"its versions are {summary.version_min} to {summary.version_max}")
     demand(math.isfinite(summary.seconds), f"it took {summary.seconds} s")
 

@@ -35,6 +35,7 @@ from penstock.groups.local import LocalBackend
 from penstock.groups.remote import RemoteBackend
 from penstock.groups.role import Role
 from penstock.model.chat import ChatTokenizer
+from penstock.model.files import vocab_size
 from penstock.observe.log_lines import Paced, pairs
 from penstock.ports.observer import BusySpan
 from penstock.ports.training import TrainerState
@@ -97,6 +98,7 @@ class TrainerProcess(Member):
         """Whether the learner holds the state of this run. Before that its state is meaningless."""
         self._num_steps = 0
         self._step_log, self._published_log = Paced(logger), Paced(logger)
+        self._vocab_size = vocab_size(self._model_dir)
         self._latest: LearnerState | None = None
         self._trained: list[int] = []
         self._accumulated: list[int] = []
@@ -215,7 +217,10 @@ class TrainerProcess(Member):
             samples = [sample for group in groups for sample in self._payloads.read(group.ref)]
             config = self._config
             batch, skipped = prepare(
-                samples, normalize=config.trainer.normalize_advantages, max_context=config.model.max_context
+                samples,
+                normalize=config.trainer.normalize_advantages,
+                max_context=config.model.max_context,
+                vocab_size=self._vocab_size,
             )
             sums = self._ranks.accumulate(batch)
         self._payloads.drop(group.ref for group in groups)

@@ -16,11 +16,15 @@ from penstock.deadline import deadline
 from penstock.rollout import bodies
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.samples import Segment, VersionSpan
-from penstock.types import FinishReason, Sampling, SegmentGrant, UpdateMode, WeightsHandle
+from penstock.types import MAX_VERSION, FinishReason, Sampling, SegmentGrant, UpdateMode, WeightsHandle
 
 UNKNOWN = "unknown"
 """Label of weights that no policy_version describes: another run's, or those of a half-finished update."""
 
+MAX_LOGPROB = 1e-3
+"""Log-probabilities are at most zero, up to rounding."""
+BYTES_OF_ANSWER, BYTES_PER_TOKEN = 1 << 20, 256
+"""Bounds of an answer's size."""
 PROBE_S = 2.0
 """Timeout for a call that needs no work from the server."""
 ANSWER_S = 6 * 3600.0
@@ -121,21 +125,32 @@ class ServerClient(ABC):
     async def _post(self, path: str, body: object = None, *, timeout_s: float | None = None) -> None:
         await self._session.send("POST", self.url, path, body, timeout_s=timeout_s)
 
-    def _segments(self, replies: Sequence[bodies.GenerateReply], count: int) -> list[Segment]:
-        if len(replies) != count:
-            raise RolloutError(self.url, f"returned {len(replies)} samples instead of {count}", 200)
+    def _segments(self, replies: Sequence[bodies.GenerateReply], grants: Sequence[SegmentGrant]) -> list[Segment]:
+        if len(replies) != len(grants):
+            raise RolloutError(self.url, f"returned {len(replies)} samples instead of {len(grants)}", 200)
         segments = []
-        for reply in replies:
+        for reply, grant in zip(replies, grants, strict=True):
             meta = reply.meta_info
             logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs or () if logprob is not None]
             reason = FINISH_REASONS[type(meta.finish_reason)]
-            segments.append(self._segment(reply.output_ids, logprobs, meta.weight_versions or (), reason))
+            segments.append(self._segment(grant, reply.output_ids, logprobs, meta.weight_versions or (), reason))
         return segments
 
     def _segment(
-        self, token_ids: list[int], logprobs: list[float], labelled: Sequence[bodies.WeightSpan], reason: FinishReason
+        self,
+        grant: SegmentGrant,
+        token_ids: list[int],
+        logprobs: list[float],
+        labelled: Sequence[bodies.WeightSpan],
+        reason: FinishReason,
     ) -> Segment:
-        """Return a segment. Raises RolloutError if a token lacks its log-probability or its policy_version."""
+        """Return a segment. Raises RolloutError if a token lacks its log-probability or its policy_version, or if there
+        are more tokens than granted."""
+        if len(token_ids) > grant.max_tokens:
+            message = f"returned {len(token_ids)} tokens, more than the {grant.max_tokens} that it was asked for"
+            raise RolloutError(self.url, message, 200)
+        if not all(logprob <= MAX_LOGPROB for logprob in logprobs):
+            raise RolloutError(self.url, "returned numbers above zero, or none, as log-probabilities", 200)
         spans = [VersionSpan(self._version(span.version), span.start, span.end) for span in labelled]
         if len(logprobs) != len(token_ids):
             message = "returned tokens without log-probabilities: use an engine that honours return_logprob"
@@ -154,8 +169,10 @@ class ServerClient(ABC):
 
         Raises RolloutError with status 503 for any other label. Engines have their own label before the first update.
         The label is `UNKNOWN` after an update that failed."""
-        if not label.isdecimal():
-            raise RolloutError(self.url, f"serves weights with the label {label!r}, which no trainer published", 503)
+        if not label.isdecimal() or len(label) > len(str(MAX_VERSION)) or int(label) > MAX_VERSION:
+            raise RolloutError(
+                self.url, f"serves weights with the label {label[:99]!r}, which no trainer published", 503
+            )
         return int(label)
 
 
@@ -174,8 +191,16 @@ class RolloutClient(ServerClient):
             input_ids=list(prompt_ids), sampling_params=params, return_logprob=True, return_text=False
         )
         kind = bodies.GenerateReply | list[bodies.GenerateReply]
-        reply: Any = await self._session.call("POST", self.url, "/generate", body, kind, timeout_s=ANSWER_S)  # type: ignore[arg-type]
-        return self._segments(reply if isinstance(reply, list) else [reply], len(grants))
+        reply: Any = await self._session.call(
+            "POST",
+            self.url,
+            "/generate",
+            body,
+            kind,  # type: ignore[arg-type]
+            timeout_s=ANSWER_S,
+            max_bytes=answer_bytes(grants),
+        )
+        return self._segments(reply if isinstance(reply, list) else [reply], grants)
 
     async def check(self) -> None:
         try:
@@ -221,6 +246,11 @@ class RolloutClient(ServerClient):
 
     async def resume(self) -> None:
         await self._post("/resume_memory_occupation", {})
+
+
+def answer_bytes(grants: Sequence[SegmentGrant]) -> int:
+    """Return the most bytes that the answers to these grants may have."""
+    return BYTES_OF_ANSWER + BYTES_PER_TOKEN * sum(grant.max_tokens for grant in grants)
 
 
 def sampling_body(given: Sampling, **own: Any) -> bodies.SamplingBody:

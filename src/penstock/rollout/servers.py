@@ -51,6 +51,8 @@ CONFLICT = 409
 """Status of a commit of weights that are not staged, and of a claim on a server that another run holds."""
 UNREACHABLE_WEIGHTS = 424
 """Status of an update with weights that the server cannot fetch from their location."""
+OWN_FAULTS = (401, 403, 404, 405, 408, UNREACHABLE_WEIGHTS, 429)
+"""Statuses of the range 4xx that say nothing about the request."""
 LOAD_SLACK = 32
 """Samples that an episode's server may have in excess of the least loaded server. A cached prefix is worth this
 much."""
@@ -84,6 +86,8 @@ class ServerState:
     probing: bool = False
     failed_probes: int = 0
     """Number of consecutive failed probes."""
+    refuses: bool = False
+    """It refused weights that another server took. It stays lost until it takes the next ones."""
     newest: int = NO_VERSION
     """Version of its last answer. A server that comes back with an older version was restarted."""
 
@@ -144,25 +148,34 @@ class Servers:
     ) -> list[Segment]:
         """Generate on the episode's last server or on the least loaded one. Return one segment per grant.
 
-        If the server is lost meanwhile, another server gets the same request. An error that the request caused is
-        raised at once. If every server has failed, and the last one is alive and answered 500 or what its protocol does
-        not know, its error is raised."""
+        If the server is lost meanwhile, another server gets the same request. So does a second server if the first one
+        refuses the request. If both refuse, the refusal is raised; otherwise the first server counts as lost. If every
+        server has failed, and the last one is alive and answered 500 or what its protocol does not know, its error is
+        raised."""
         tried: list[ServerState] = []
+        refusal: tuple[ServerState, RolloutError | Stalled] | None = None
         while True:
             server = await self._choose_server(grants[0].episode, tried)
             try:
                 call = server.client.generate(prompt_ids, grants, sampling, seeds)
                 segments = await self._generate_on(server, grants, call)
             except (RolloutError, Stalled) as error:
-                if not _is_lost(error):
-                    raise
-                self._mark_lost(server, error)
                 tried.append(server)
+                if _is_lost(error):
+                    self._mark_lost(server, error)
+                elif refusal is not None:
+                    raise
+                else:
+                    refusal = server, error
                 if all(each in tried for each in self._servers):
+                    if refusal is not None:
+                        raise refusal[1] from None
                     if _is_repeatable(error) and await _is_alive(server):
                         raise
                     tried.clear()
             else:
+                if refusal is not None:
+                    self._mark_lost(*refusal)
                 for grant in grants:
                     self._last_server[grant.episode] = server
                     self._last_server.move_to_end(grant.episode)
@@ -249,7 +262,7 @@ class Servers:
     async def _is_back(self, server: ServerState) -> bool:
         """Return whether a lost server serves again. One call at a time probes it, at most every `RETRY_S`."""
         now = asyncio.get_running_loop().time()
-        if server.lost_at is None or now - server.lost_at < RETRY_S:
+        if server.lost_at is None or server.refuses or now - server.lost_at < RETRY_S:
             return server.lost_at is None
         server.lost_at = now
         try:
@@ -261,7 +274,7 @@ class Servers:
         return True
 
     def _mark_usable(self, server: ServerState) -> None:
-        server.lost_at, server.failed_probes = None, 0
+        server.lost_at, server.failed_probes, server.refuses = None, 0, False
 
     def _mark_lost(self, server: ServerState, error: BaseException) -> None:
         if server.lost_at is None:
@@ -276,10 +289,10 @@ class Servers:
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage weights on all servers, then commit on all servers.
 
-        If any server refuses staging, no server changes. A server that does not answer is skipped. It gets the next
-        weights if it is back by then. If no server answers, the first server that comes back gets these weights. After
-        `RECOVERY_S` without a server, the last error is raised. Raises `TrainerLost` if no answering server can fetch
-        the weights."""
+        If all servers refuse staging, no server changes. A server that refuses while another one accepts, or that does
+        not answer, is skipped. It gets the next weights if it is back by then. If no server answers, the first server
+        that comes back gets these weights. After `RECOVERY_S` without a server, the last error is raised. Raises
+        `TrainerLost` if no answering server can fetch the weights."""
         async with self._exclusive():
             limit = asyncio.get_running_loop().time() + RECOVERY_S
             while True:
@@ -334,16 +347,22 @@ class Servers:
         await self._watch(server, call(server.client), partial(_raise_unresponsive, server))
 
     async def _call_all(self, servers: Sequence[ServerState], call: ClientCall) -> Sequence[ServerState]:
-        """Call all servers and wait for all. Return the servers that succeeded. Raises the first refusal, or the first
-        failure if no server succeeded."""
+        """Call all servers and wait for all. Return the servers that succeeded; the others are lost. Raises the first
+        refusal, or else the first failure, if no server succeeded."""
         outcomes = await asyncio.gather(*(self._call(server, call) for server in servers), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
         refusals = [failure for failure in failures if not _is_lost(failure)]
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if outcome is not None and _is_lost(outcome):
-                self._mark_lost(server, outcome)
-        if refusals or len(failures) == len(servers):
+        if bugs := [failure for failure in failures if not isinstance(failure, RolloutError | Stalled)]:
+            raise bugs[0]
+        if len(failures) == len(servers):
+            for server, outcome in zip(servers, outcomes, strict=True):
+                if outcome is not None and _is_lost(outcome):
+                    self._mark_lost(server, outcome)
             raise (refusals or failures)[0]
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if outcome is not None:
+                server.refuses = not _is_lost(outcome)
+                self._mark_lost(server, outcome)
         return [server for server, outcome in zip(servers, outcomes, strict=True) if outcome is None]
 
 
@@ -378,17 +397,18 @@ async def _is_alive(server: ServerState) -> bool:
 def _is_lost(error: BaseException) -> bool:
     """Return whether the server caused the error, and not the request.
 
-    Below 400: its reply is not what its protocol says. 408: the request did not arrive in time, because the connection
-    is slow or the server was busy. 424: the server cannot fetch the weights. Stalled: it did not answer in time."""
+    Below 400: its reply is not what its protocol says. 401 to 405: it is another server than we think, or has other
+    keys. 408: the request did not arrive in time, because the connection is slow or the server was busy. 424: the
+    server cannot fetch the weights. 429: it has too much to do. Stalled: it did not answer in time."""
     if isinstance(error, RolloutError):
         status = error.status
-        return status is None or status < 400 or status >= 500 or status in (408, UNREACHABLE_WEIGHTS)
+        return status is None or not 400 <= status < 500 or status in OWN_FAULTS
     return isinstance(error, Stalled)
 
 
 def _is_malformed(error: RolloutError | Stalled) -> bool:
-    """Return whether a server answered something that its protocol does not know."""
-    return isinstance(error, RolloutError) and error.status is not None and error.status < 400
+    """Return whether a server answered something that its protocol does not know, or refused our key or the route."""
+    return isinstance(error, RolloutError) and error.status is not None and error.status <= 405
 
 
 def _is_repeatable(error: RolloutError | Stalled) -> bool:

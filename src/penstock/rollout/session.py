@@ -20,8 +20,10 @@ T = TypeVar("T")
 KEEP_ALIVE_S = 4.0
 """Shorter than the server's keep-alive (uvicorn's default: 5 s), so that no request meets a closing connection."""
 
-MAX_REPLY_BYTES = 512 << 20
-"""More than a reply of 16 samples with 100,000 tokens each."""
+MAX_REPLY_BYTES = 1 << 20
+"""Limit of a reply whose size does not depend on the request."""
+MAX_MESSAGE_CHARS = 500
+"""A longer error message of a server is cut."""
 
 
 class RolloutError(RuntimeError):
@@ -49,17 +51,32 @@ class HttpSession:
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
-        self, method: str, url: str, path: str, body: object, reply: type[T], *, timeout_s: float | None = None
+        self,
+        method: str,
+        url: str,
+        path: str,
+        body: object,
+        reply: type[T],
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_REPLY_BYTES,
     ) -> T:
         """Send a request and return the decoded reply. Raises RolloutError, or Stalled at the deadline."""
-        answer = await self.send(method, url, path, body, timeout_s=timeout_s)
+        answer = await self.send(method, url, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         try:
             return bodies.decode(answer, reply)
         except msgspec.DecodeError as error:
             raise RolloutError(url, f"{method} {path} returned an unexpected body: {error}", 200) from error
 
     async def send(
-        self, method: str, url: str, path: str, body: object = None, *, timeout_s: float | None = None
+        self,
+        method: str,
+        url: str,
+        path: str,
+        body: object = None,
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_REPLY_BYTES,
     ) -> bytes:
         """Send a request and return the raw reply. Raises the same errors as `call`."""
         data = None if body is None else bodies.encode(body)
@@ -68,7 +85,7 @@ class HttpSession:
         async with deadline(seconds, waiter="rollout client", resource=f"{method} {path}", holder=url):
             try:
                 async with self._session.request(method, url + path, data=data, allow_redirects=False) as response:
-                    answer = await _body(response, url, path)
+                    answer = await _body(response, url, path, max_bytes)
             except (aiohttp.ClientError, OSError) as error:
                 raise RolloutError(url, f"{method} {path} got no answer: {_reason(error)}") from error
         if response.status != 200:
@@ -85,18 +102,23 @@ class HttpSession:
 def open_session(headers: Mapping[str, str], connector: aiohttp.BaseConnector | None = None) -> aiohttp.ClientSession:
     """Return a session with unlimited connections, unless `connector` limits them, and no timeout of its own."""
     connector = connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={"Accept-Encoding": "identity", **headers},
+        auto_decompress=False,  # a small reply could become a large one
+    )
 
 
-async def _body(response: aiohttp.ClientResponse, url: str, path: str) -> bytes:
-    """Return the body of a reply. Raises RolloutError if it has more than `MAX_REPLY_BYTES`."""
+async def _body(response: aiohttp.ClientResponse, url: str, path: str, max_bytes: int) -> bytes:
+    """Return the body of a reply. Raises RolloutError if it has more than `max_bytes`."""
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
         size += len(part)
-        if size > MAX_REPLY_BYTES:
+        if size > max_bytes:
             response.close()
-            raise RolloutError(url, f"{path} returned more than {MAX_REPLY_BYTES >> 20} MB", 200)
+            raise RolloutError(url, f"{path} returned more than {max_bytes} bytes", 200)
     return b"".join(parts)
 
 
@@ -107,11 +129,12 @@ def _reason(error: Exception) -> str:
 
 
 def _message(answer: bytes) -> str:
-    """Return the error message inside a reply of any format."""
+    """Return the error message inside a reply of any format, or its beginning."""
     try:
         body: Any = msgspec.json.decode(answer)
         error = body.get("error", body)
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        text = answer[:200].decode(errors="replace").lstrip()
-        return "a web page" if text.startswith("<") else text
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # DecodeError is a ValueError
+        text = answer[:MAX_MESSAGE_CHARS].decode(errors="replace").lstrip()
+        text = "a web page" if text.startswith("<") else text
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.rollout import bodies
-from penstock.rollout.client import ANSWER_S, COMMIT_S, PROBE_S, RESUME_S, UNKNOWN, ServerClient, sampling_body
+from penstock.rollout.client import (
+    ANSWER_S,
+    COMMIT_S,
+    PROBE_S,
+    RESUME_S,
+    UNKNOWN,
+    ServerClient,
+    answer_bytes,
+    sampling_body,
+)
 from penstock.rollout.session import RolloutError
 from penstock.samples import Segment
 from penstock.types import Sampling, SegmentGrant, UpdateMode, WeightsHandle
@@ -38,8 +47,10 @@ class SGLangClient(ServerClient):
             return_logprob=True,
         )
         kind = list[bodies.GenerateReply]
-        replies = await self._session.call("POST", self.url, "/generate", body, kind, timeout_s=ANSWER_S)
-        return self._segments(replies, len(grants))
+        replies = await self._session.call(
+            "POST", self.url, "/generate", body, kind, timeout_s=ANSWER_S, max_bytes=answer_bytes(grants)
+        )
+        return self._segments(replies, grants)
 
     async def alive(self) -> None:
         """Call `/model_info`, because SGLang's `/health` generates tokens and fails while paused."""

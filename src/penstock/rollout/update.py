@@ -27,7 +27,7 @@ from penstock.observe.log_lines import Paced
 from penstock.rollout.generator import Conflict
 from penstock.rollout.model_check import fit_tensors
 from penstock.rollout.runner import EngineRunner
-from penstock.types import NO_VERSION, UpdateMode, WeightsHandle
+from penstock.types import MAX_VERSION, NO_VERSION, UpdateMode, WeightsHandle
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,6 @@ LEASE_S = 600.0
 DRAIN_TIMEOUT_S = 1800.0
 """Time limit for running samples to end."""
 
-MAX_VERSION = 2**31 - 1
-"""Trajectories keep versions as 32-bit integers."""
 MAX_JUMP = 2**20
 """Largest distance from the served version to a new one. A trainer counts up by one; after a rewind it continues at the
 highest version that it published plus one. A version far above is a mistake that would use up all numbers. A server

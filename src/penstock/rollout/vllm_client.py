@@ -16,7 +16,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from penstock.rollout import bodies
-from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, UNKNOWN, ServerClient
+from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, UNKNOWN, ServerClient, answer_bytes
 from penstock.rollout.generator import all_of
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.samples import Segment
@@ -82,13 +82,13 @@ class VllmClient(ServerClient):
 
         vLLM restarts its random numbers with each request, so the client mixes the seed with the position."""
         pairs = zip(grants, seeds, strict=True)
-        return await all_of(self._sample(prompt_ids, grant.max_tokens, sampling, seed) for grant, seed in pairs)
+        return await all_of(self._sample(prompt_ids, grant, sampling, seed) for grant, seed in pairs)
 
-    async def _sample(self, prompt_ids: Sequence[int], limit: int, sampling: Sampling, seed: int) -> Segment:
+    async def _sample(self, prompt_ids: Sequence[int], grant: SegmentGrant, sampling: Sampling, seed: int) -> Segment:
         body: dict[str, Any] = {
             "token_ids": list(prompt_ids),
             "sampling_params": {
-                "max_tokens": limit,
+                "max_tokens": grant.max_tokens,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k or -1,
@@ -99,13 +99,15 @@ class VllmClient(ServerClient):
         }
         if self._salt:
             body["cache_salt"] = self._salt
-        reply = await self._session.call("POST", self.url, GENERATE, body, Generated, timeout_s=ANSWER_S)
+        reply = await self._session.call(
+            "POST", self.url, GENERATE, body, Generated, timeout_s=ANSWER_S, max_bytes=answer_bytes([grant])
+        )
         if len(reply.choices) != 1:
             raise RolloutError(self.url, f"returned {len(reply.choices)} samples instead of 1", 200)
         (choice,) = reply.choices
         spans = [span for span in choice.weight_versions or () if span.end > span.start]
         logprobs = [each.logprob for each in choice.logprobs.content or ()] if choice.logprobs else []
-        segment = self._segment(choice.token_ids, logprobs, spans, choice.finish_reason)
+        segment = self._segment(grant, choice.token_ids, logprobs, spans, choice.finish_reason)
         if spans:
             self._salt = spans[-1].version
         return segment

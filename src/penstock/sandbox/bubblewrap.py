@@ -53,5 +53,5 @@ def folders(paths: Iterable[Path]) -> list[Path]:
 
 
 def _init(plan: Plan, launch: Launch) -> Iterator[str]:
-    yield from ("--seccomp", str(launch.text(seccomp.program())), "--")
+    yield from ("--seccomp", str(launch.text(seccomp.program(shares_user=plan.slot_uid is None))), "--")
     yield from (*launch.python(INIT), *launch.arguments(plan, WORK))

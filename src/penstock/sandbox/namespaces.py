@@ -16,7 +16,7 @@ PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 def command(plan: Plan, launch: Launch) -> list[str]:
     """Return the command line that starts the init of a box."""
     links = {str(path): str(path.readlink()) for path in plan.read_only if path.is_symlink()}
-    program = seccomp.program()
+    program = seccomp.program(shares_user=plan.slot_uid is None)
     spec = {
         "uid": plan.uid,
         "unshares_user": plan.slot_uid is None,

@@ -76,6 +76,8 @@ CONDITIONAL = {"personality", "unshare"}
 """Calls in the tables that are forbidden with some arguments only."""
 OWNERSHIP = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX, by which a file sends any signal to another process."""
+LEASES = (1024, 1026)
+"""F_SETLEASE and F_NOTIFY. While a program has a lease on a file, other processes wait to open the file."""
 OWNERSHIP_BY_IOCTL = (0x8901, 0x8902)
 """FIOSETOWN and SIOCSPGRP, which do the same for sockets."""
 
@@ -96,6 +98,8 @@ class Architecture:
     fcntl: int
     to_others: dict[str, int]
     """Calls that signal other processes or change their priority."""
+    counted_by_user: dict[str, int]
+    """Calls that use up what the kernel gives to all processes of a user together: watches of epoll and inotify."""
 
 
 ARCHITECTURES = {
@@ -111,6 +115,7 @@ ARCHITECTURES = {
         prlimit64=302,
         fcntl=72,
         to_others=OTHERS_X86_64,
+        counted_by_user={"epoll_create": 213, "inotify_init": 253, "epoll_create1": 291, "inotify_init1": 294},
     ),
     "aarch64": Architecture(
         audit=0xC00000B7,
@@ -124,6 +129,7 @@ ARCHITECTURES = {
         prlimit64=261,
         fcntl=25,
         to_others=OTHERS_AARCH64,
+        counted_by_user={"epoll_create1": 20, "inotify_init1": 26},
     ),
 }
 
@@ -135,9 +141,10 @@ class UnknownArchitecture(OSError):
     """There is no filter for this processor."""
 
 
-def program(machine: str = platform.machine()) -> bytes:
-    """Return the filter as an array of `struct sock_filter`. Raises `UnknownArchitecture`."""
-    return _packed(instructions(machine))
+def program(machine: str = platform.machine(), *, shares_user: bool) -> bytes:
+    """Return the filter as an array of `struct sock_filter`. `shares_user`: the box has no user of its own, but that of
+    the run. Raises `UnknownArchitecture`."""
+    return _packed(instructions(machine, shares_user=shares_user))
 
 
 def lone_program(machine: str = platform.machine()) -> bytes:
@@ -168,13 +175,14 @@ def lone_instructions(machine: str) -> list[Instruction]:
     ]
 
 
-def instructions(machine: str) -> list[Instruction]:
+def instructions(machine: str, *, shares_user: bool) -> list[Instruction]:
     its = _architecture(machine)
     refused = _result(ERROR | errno.EPERM)
     forbidden = [number for name, number in its.forbidden.items() if name not in CONDITIONAL]
     return [
         *_head(machine),
         *_refuse(forbidden),
+        *_refuse(its.counted_by_user.values() if shares_user else ()),
         *_when(its.clone3, [_result(ERROR | errno.ENOSYS)]),
         *_when(its.clone, [*_argument(0), (JUMP_SET, 0, 1, NEW_NAMESPACE_OF_CLONE), refused]),
         *_when(its.forbidden["unshare"], [*_argument(0), (JUMP_SET, 0, 1, NEW_NAMESPACE), refused]),
@@ -182,6 +190,7 @@ def instructions(machine: str) -> list[Instruction]:
         *_when(its.socketpair, [*_argument(1), (JUMP_SET, 0, 1, DATAGRAM_BIT), refused, *_only((UNIX,))]),
         *_when(its.setsockopt, _none_of(2, SHARED_PORT)),
         *_when(its.ioctl, _none_of(1, TERMINAL_INPUT)),
+        *_when(its.fcntl, _none_of(1, LEASES)),
         *_when(its.forbidden["personality"], _only((0, PERSONALITY_QUERY))),
         *_when(its.prlimit64, _only((0,))),  # limits of another process: a program could starve the init
         _result(ALLOW),

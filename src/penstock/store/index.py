@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import lmdb
@@ -17,6 +18,7 @@ import msgspec
 
 from penstock.alarms import HopelessError
 from penstock.config import ConfigError
+from penstock.own_files import open_plain, own_directory
 from penstock.ports.group_records import GroupRecord, Shard
 from penstock.types import NO_VERSION
 
@@ -25,6 +27,12 @@ _decoder = msgspec.msgpack.Decoder(GroupRecord)
 
 _shard_decoder = msgspec.msgpack.Decoder(Shard)
 
+DATA, LOCK = "data.mdb", "lock.mdb"
+META_AT = 16
+"""Bytes of the head of a page."""
+META = struct.Struct("<I20xI36xQ4x36xQ8xQ")
+MAGIC, NO_PAGE = 0xBEEFC0DE, 2**64 - 1
+MIN_PAGE_BYTES, MAX_PAGE_BYTES = 256, 65_536
 HIGHEST_VERSION = b"highest_version"
 
 
@@ -44,12 +52,24 @@ class PoolIndex:
         self._directory, self._path = directory, directory / "index"
         self._readonly = readonly
         how = {"readonly": True} if readonly else {"sync": False, "metasync": False}
+        self._check_size()
         try:
             self._env = lmdb.open(str(self._path), map_size=map_bytes, max_readers=64, max_dbs=3, **how)
             names = (b"groups", b"facts", b"shards")
             self._groups, self._facts, self._shards = (self._env.open_db(name, create=not readonly) for name in names)
         except lmdb.Error as error:
             raise _full_disk(error) or self._unreadable(error) from error
+
+    def _check_size(self) -> None:
+        """Raise `PoolUnreadable` if the file lacks pages that it says it has. LMDB would end the process (SIGBUS)."""
+        try:
+            with open_plain(self._path / DATA) as file:
+                heads, size = file.read(2 * MAX_PAGE_BYTES), os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return
+        needed = _needed_bytes(heads)
+        if size < needed:
+            raise self._unreadable(f"{DATA} has {size} bytes and needs at least {needed}")
 
     def put(self, records: Sequence[GroupRecord]) -> None:
         """Add or replace records, and update the highest version, in one transaction."""
@@ -102,7 +122,7 @@ class PoolIndex:
         except (lmdb.Error, msgspec.MsgspecError) as error:
             raise self._unreadable(error) from error
 
-    def _unreadable(self, error: Exception) -> PoolUnreadable:
+    def _unreadable(self, error: Exception | str) -> PoolUnreadable:
         return PoolUnreadable(
             f"{self._path} cannot be read ({error}): move it away. The run then continues from its newest checkpoint, "
             "without the groups that were completed and not yet trained"
@@ -125,8 +145,40 @@ def read_groups(run_dir: Path, *, setting: str) -> Iterator[GroupRecord]:
     """
     if not (run_dir / "pool" / "index").is_dir():
         raise ConfigError(f"{setting}: {run_dir} is not the directory of a run: it has no pool/index")
+    try:
+        _check_owner(run_dir)
+    except OSError as error:
+        raise ConfigError(f"{setting}: {error}") from None
     with closing(PoolIndex(run_dir / "pool", readonly=True)) as index:
         yield from index.records()
+
+
+def _check_owner(run_dir: Path) -> None:
+    """Raise OSError unless the index is ours. LMDB writes to its lock file even for a reader, through links too, and it
+    waits for locks that another user may hold for ever."""
+    for directory in (run_dir, run_dir / "pool", run_dir / "pool" / "index"):
+        with own_directory(directory):
+            pass
+    for name in (DATA, LOCK):
+        with suppress(FileNotFoundError), open_plain(run_dir / "pool" / "index" / name, ours=True):
+            pass
+
+
+def _needed_bytes(heads: bytes) -> int:
+    """Return how many bytes an LMDB file needs for the roots of its trees, by its meta page with the newer transaction.
+    Return 0 if `heads`, its first two pages, hold none. The layout is that of `MDB_meta` in LMDB's `mdb.c`, 64 bits."""
+    found = []
+    page_bytes = 0
+    for number in (0, 1):
+        meta = heads[number * page_bytes + META_AT :]
+        if len(meta) < META.size:
+            break
+        magic, page_bytes, free_root, main_root, transaction = META.unpack_from(meta)
+        if magic != MAGIC or not MIN_PAGE_BYTES <= page_bytes <= MAX_PAGE_BYTES:
+            break
+        roots = [root for root in (free_root, main_root) if root != NO_PAGE]
+        found.append((transaction, (max(roots, default=1) + 1) * page_bytes))
+    return max(found, default=(0, 0))[1]
 
 
 def _full_disk(error: lmdb.Error) -> OSError | None:

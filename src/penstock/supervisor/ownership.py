@@ -32,7 +32,7 @@ def owning(run_dir: Path, *, within_s: float = 0.0) -> Iterator[Path]:
     """Own the run during the body. Yield a path of its directory that another user cannot turn elsewhere. Raises
     `Owned` if another process still owns it after `within_s` seconds, and `Foreign` if the directory is not ours."""
     limit = time.monotonic() + within_s
-    with own_directory(run_dir) as directory, _locking(directory, create=True) as lock:
+    with own_directory(run_dir) as directory, _locking(directory / LOCK, create=True) as lock:
         while not _take(lock):
             if time.monotonic() >= limit:
                 raise Owned(f"run {run_dir.name} is already being supervised: `penstock stop {run_dir.name}` ends it")
@@ -42,16 +42,27 @@ def owning(run_dir: Path, *, within_s: float = 0.0) -> Iterator[Path]:
 
 def is_owned(run_dir: Path) -> bool:
     """Return whether a process, on this or another machine, owns the run now."""
+    return is_locked(run_dir / LOCK)
+
+
+def is_locked(file: Path) -> bool:
+    """Return whether a process, on this or another machine, holds the lock of `file`."""
     try:
-        with _locking(run_dir, create=False) as lock:
+        with _locking(file, create=False) as lock:
             return not _take(lock)
     except OSError:
         return False
 
 
+def hold(file: Path) -> None:
+    """Lock a file of ours until this process ends."""
+    lock = open_lock(file, create=True)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @contextmanager
-def _locking(directory: Path, *, create: bool) -> Iterator[int]:
-    lock = open_lock(directory / LOCK, create=create)
+def _locking(file: Path, *, create: bool) -> Iterator[int]:
+    lock = open_lock(file, create=create)
     try:
         yield lock
     finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from penstock.own_files import Foreign, is_ours, read_document, remove_tree
 from penstock.supervisor import procfs
-from penstock.supervisor.ownership import Owned, owning
+from penstock.supervisor.ownership import Owned, hold, is_locked, owning
 from penstock.supervisor.procfs import Identity
 from penstock.supervisor.run_journal import close_journal, is_supervised, owner_of, read_state
 
@@ -87,6 +87,7 @@ def claim(runtime_dir: Path, *, run_dir: Path, nonce: str) -> dict[str, str]:
         return {}
     mark = Mark(run_dir=str(run_dir.absolute()), runtime_dir=str(runtime_dir), nonce=nonce, supervisor=supervisor)
     (runtime_dir / OWNER_FILE).write_text(mark.dumps())
+    hold(runtime_dir / OWNER_FILE)
     return {OWNER: mark.dumps()}
 
 
@@ -141,7 +142,7 @@ def find_orphans() -> Found:
             marked.setdefault(mark, Orphans(mark=mark)).directories.append(directory)
         else:
             unmarked.append(directory)
-    alive = {mark for mark in marked if is_supervised(Path(mark.run_dir), mark.supervisor)}
+    alive = {mark for mark in marked if _is_in_use(mark)}
     found = Found(unmarked=unmarked, living={mark.supervisor.pid for mark in alive if mark.supervisor.is_here})
     for mark, orphans in marked.items():
         orphans.processes = [stat for stat in orphans.processes if stat.pid not in found.living]
@@ -150,6 +151,13 @@ def find_orphans() -> Found:
             is_foreign = os.path.lexists(run_dir) and not is_ours(run_dir)
             (found.foreign if is_foreign else found.orphans).append(orphans)
     return found
+
+
+def _is_in_use(mark: Mark) -> bool:
+    """Return whether the supervisor of this mark lives. The run directory of a container may be another one here, but a
+    runtime directory that both see has one lock."""
+    is_held = is_locked(Path(mark.runtime_dir) / OWNER_FILE)
+    return is_held or is_supervised(Path(mark.run_dir), mark.supervisor)
 
 
 def remove_orphans(orphans: Orphans, *, living: Collection[int]) -> list[str]:

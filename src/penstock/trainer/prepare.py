@@ -24,15 +24,16 @@ EPSILON = 1e-6
 
 
 def prepare(
-    samples: Sequence[Sample], *, normalize: bool, max_context: int | None = None
+    samples: Sequence[Sample], *, normalize: bool, max_context: int | None = None, vocab_size: int | None = None
 ) -> tuple[Batch, dict[str, int]]:
     """Return the batch for `Learner.accumulate`, and the number of dropped samples by reason.
 
-    A dropped sample does not count in its group's mean either. Samples longer than `max_context` tokens are dropped.
-    The samples of one episode (its turns) share one advantage. The column `early` marks the samples of the first
-    groups, about half of all samples: the smaller batch for the gradient noise scale.
+    A dropped sample does not count in its group's mean either. Samples longer than `max_context` tokens are dropped,
+    and so are samples with a token beyond `vocab_size`. The samples of one episode (its turns) share one advantage. The
+    column `early` marks the samples of the first groups, about half of all samples: the smaller batch for the gradient
+    noise scale.
     """
-    reasons = [_unusable(sample, max_context) for sample in samples]
+    reasons = [_unusable(sample, max_context, vocab_size) for sample in samples]
     kept = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]
     groups = np.asarray([sample.group for sample in kept], dtype=np.int64)
     batch = Batch(
@@ -56,7 +57,7 @@ def _advantages(samples: Sequence[Sample], *, normalize: bool) -> npt.NDArray[np
     return group_advantages(rewards, [group for group, _ in episodes], normalize=normalize)[places]
 
 
-def _unusable(sample: Sample, max_context: int | None) -> str | None:
+def _unusable(sample: Sample, max_context: int | None, vocab_size: int | None) -> str | None:
     """Return the reason why `sample` cannot be trained; None if it can."""
     if not math.isfinite(sample.reward):
         return "nonfinite_reward"
@@ -65,6 +66,8 @@ def _unusable(sample: Sample, max_context: int | None) -> str | None:
         return "mismatched_lengths"
     if max_context is not None and length > max_context:
         return "too_long"
+    if vocab_size is not None and length and not 0 <= sample.token_ids.min() <= sample.token_ids.max() < vocab_size:
+        return "unknown_token"
     if not sample.loss_mask.any():
         return "empty"
     if sample.loss_mask[0]:

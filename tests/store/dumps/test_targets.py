@@ -41,6 +41,19 @@ def test_a_folder_takes_json_lines(tmp_path: Path, form: str) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
 
 
+def test_no_link_is_followed_to_a_file_of_ours(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "out").mkdir()
+    for name in ("s.jsonl", ".s.jsonl.unfinished"):
+        (tmp_path / "out" / name).symlink_to(victim)
+    open_target(dump(str(tmp_path / "out"))).write("s", ROWS, again=False)
+    assert victim.read_text() == "mine" and not (tmp_path / "out" / "s.jsonl").is_symlink()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with pytest.raises(DumpError, match="is a link or no directory"):
+        open_target(dump(str(tmp_path / "link"))).write("t", ROWS, again=False)
+
+
 def test_parquet_has_the_declared_types_and_keeps_nulls(tmp_path: Path) -> None:
     target = open_target(dump(str(tmp_path), format="parquet"))
     target.write("s", ROWS, again=False)

@@ -9,6 +9,7 @@ import io
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
@@ -17,6 +18,7 @@ import msgspec
 
 from penstock.config import ConfigError, DumpConfig
 from penstock.config.trajectory_dump import Column, ColumnType
+from penstock.own_files import plain_directory
 from penstock.store.dumps.columns import DumpError, Row, flat
 
 EXTRAS = {"s3": ("s3fs", "s3"), "oss": ("ossfs", "oss"), "gs": ("gcsfs", "gs"), "memory": ("fsspec", "fsspec")}
@@ -83,17 +85,28 @@ class Folder:
             raise ConfigError(f"dump.url: cannot write to {self.where}: {error.strerror or error}") from None
 
     def write(self, shard: str, rows: Sequence[Row], *, again: bool) -> None:
-        path = self._directory / f"{shard}.{self._format}"
-        unfinished = path.with_name(f".{path.name}.unfinished")
+        name = Path(f"{shard}.{self._format}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
-                file.write(encode(rows, self._columns, self._format))
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as opened:
+                directory = opened.enter_context(plain_directory(self._directory))
+                for part in name.parent.parts:
+                    (directory / part).mkdir(exist_ok=True)
+                    directory = opened.enter_context(plain_directory(directory / part))
+                _replace(directory / name.name, encode(rows, self._columns, self._format))
         except OSError as error:
-            raise DumpError(f"cannot write {path}: {error.strerror or error}") from error
+            raise DumpError(f"cannot write {self._directory / name}: {error.strerror or error}") from error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file at once, on disk. A link at its place or at that of the new file is removed, not followed."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.unlink(missing_ok=True)
+    with unfinished.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
 
 
 class ObjectStore:
