@@ -313,6 +313,7 @@ def shown(folder: Path) -> Path:
 def test_copied_files_can_be_read_and_not_replaced(backend: str, place: str) -> None:
     if backend == "none":
         pytest.skip("nothing is hidden or protected")
+    existed = Path(place).exists()
     changes = f"echo x > {place}; mv {place} {place}.gone; mv {Path(place).parent} /tmp/gone; rm -f {place}"
     with open_box(copied={Path(place): b"given", Path("/usr/bin/sh"): b"not this"}) as box:
         assert box.run(["sh", "-c", f"cat {place}; {changes}"]).stdout == "given"
