@@ -3,6 +3,8 @@
 Another user of the machine can prepare a directory, a link or a pipe where a command looks for a run. So what a command
 acts upon must belong to the user of this process, and no link is followed. What is only shown may belong to another
 user, but it must be a plain file. For root, its own user is root: the files of other users are foreign to it too.
+
+A directory of data from elsewhere belongs to our user, but its links may lead to any file: `link_outside` finds them.
 """
 
 from __future__ import annotations
@@ -37,6 +39,25 @@ def is_ours(path: Path) -> bool:
     with suppress(OSError):
         return path.lstat().st_uid == os.geteuid()
     return False
+
+
+def link_outside(directory: Path, *, but: str | None = None) -> Path | None:
+    """Return a link anywhere in `directory` that leads out of it; None if there is none. Links of a Hugging Face hub
+    cache (`snapshots/...`) may lead to the `blobs` beside its `snapshots`, and links whose names end with `but` may
+    lead anywhere."""
+    real = Path(os.path.realpath(directory))
+    blobs = [each.parent / "blobs" for each in real.parents if each.name == "snapshots"]
+    for path in _links(real):
+        target = Path(os.path.realpath(path))
+        is_allowed = any(target.is_relative_to(allowed) for allowed in (real, *blobs[:1]))
+        if not is_allowed and path.suffix != but:
+            return path
+    return None
+
+
+def _links(directory: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(directory):
+        yield from (path for name in (*folders, *files) if (path := Path(folder, name)).is_symlink())
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 from made_tables import json_lines, parquet, reading
 
 from penstock.config import Config, ConfigError
+from penstock.data.row_faults import fault_of
 from penstock.data.sources import MixedTasks, TaskStream, held_out_tasks, open_tasks, question
 from penstock.types import Task
 
@@ -123,6 +124,34 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         open_tasks(reading(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ConfigError, match=r"words.parquet cannot be read as Parquet"):
         open_tasks(reading(file.rename(tmp_path / "words.parquet")))
+
+
+NESTED = "[" * 1500 + "]" * 1500
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (str(10**29), "'a' has an integer of more than 64 bits"),
+        ('{"b": [1, -9223372036854775809]}', "'a' has an integer of more than 64 bits"),
+        (NESTED[1399:1601], "'a' has values that are nested more than 100 deep"),
+        (NESTED, "nested too deeply"),
+    ],
+    ids=["positive", "negative", "nested", "deep"],
+)
+def test_a_row_that_cannot_leave_the_process_is_named(tmp_path: Path, value: str, fault: str) -> None:
+    file = tmp_path / "words.jsonl"
+    largest = '[18446744073709551615, -9223372036854775808, 1e300, true, null, "é"]'
+    file.write_text(f'{{"question": {largest}}}\n{{"a": {value}}}\n')
+    tasks = open_tasks(reading(file))
+    assert tasks.task(0) is not None
+    with pytest.raises(ConfigError, match=rf"words.jsonl, line 2: .*{fault}"):
+        tasks.task(1)
+
+
+@pytest.mark.parametrize("row", [{"a": ["\ud800"]}, {"a": {"\udc00": 1}}])
+def test_text_with_a_lone_surrogate_is_found(row: dict[str, Any]) -> None:
+    assert fault_of(row) == "text with a lone surrogate"
 
 
 def test_a_file_without_a_newline_at_its_end_and_one_with_windows_lines(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,3 +49,87 @@ def test_a_mistaken_rule_pays_only_right_answers(dataset: str, wrong: str) -> No
         payload: dict[str, Any] = task
         assert reward.score(wrong, payload) < 1.0
         assert reward.score(str(payload["answer"]), payload) == 1.0
+
+
+def nans(task: dict[str, Any]) -> str:
+    return json.dumps([float("nan")] * task["metadata"]["numbers"])
+
+
+def almost(task: dict[str, Any]) -> str:
+    return json.dumps([float(each) + 0.5 for each in task["metadata"]["sorted_numbers"]])
+
+
+def integral(form: str) -> Callable[[dict[str, Any]], str]:
+    return lambda task: form.format(**task["metadata"])
+
+
+WRONG: list[tuple[str, str | Callable[[dict[str, Any]], str]]] = [
+    ("number_sorting", nans),
+    ("number_sorting", almost),
+    *(("puzzle24", wrong) for wrong in ("6*4*1*1", "1*1*1*1*0x18", "2_4")),
+    ("puzzle24", lambda task: "2_4+(x-x)*" + "*".join(map(str, task["metadata"]["numbers"]))),
+    ("puzzle24", lambda task: "24**1+0*" + "*".join(map(str, task["metadata"]["numbers"]))),
+    ("countdown", lambda task: "{:#x}+(x-x)*".format(task["metadata"]["target"]) + sum_of(task)),
+    *(
+        (dataset, integral(form))
+        for dataset in ("simple_integration", "intermediate_integration")
+        for form in (
+            "Integral({integrand}, {variable})",
+            "integrate({integrand}, {variable})",
+            "({integrand}).integrate({variable})",
+            "Subs(Integral({integrand}, {variable}), C, 1)",
+            "S('I'+'n'+'t'+'e'+'g'+'r'+'a'+'l')({integrand}, {variable})",
+            "diff(Integral(Integral({integrand}, {variable}), {variable}), {variable})",
+        )
+    ),
+]
+
+
+def sum_of(task: dict[str, Any]) -> str:
+    return "(" + "+".join(map(str, task["metadata"]["numbers"])) + ")"
+
+
+@pytest.mark.parametrize(("dataset", "wrong"), WRONG)
+def test_a_rule_pays_for_no_answer_that_evades_the_question(
+    dataset: str, wrong: str | Callable[[dict[str, Any]], str]
+) -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    for task in reasoning_gym.create_dataset(dataset, seed=11, size=3):
+        answer = wrong if isinstance(wrong, str) else wrong(task)
+        assert DatasetRule().score(answer, task) == 0.0
+
+
+@pytest.mark.parametrize(
+    "dataset", ["number_sorting", "puzzle24", "countdown", "simple_integration", "prime_factorization"]
+)
+def test_a_rule_pays_for_the_answers_of_its_tasks(dataset: str) -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    for task in reasoning_gym.create_dataset(dataset, seed=11, size=8):
+        assert DatasetRule().score(str(task["answer"]), task) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "numbers", "reward"), [("7*7/2*1", [1, 2, 7, 7], 0.0), ("6*(5-1)/1", [1, 1, 5, 6], 1.0)]
+)
+def test_what_makes_24_is_exactly_24(answer: str, numbers: list[int], reward: float) -> None:
+    pytest.importorskip("reasoning_gym")
+    task = {"metadata": {"source_dataset": "puzzle24", "numbers": numbers}}
+    assert DatasetRule().score(answer, task) == reward
+
+
+def test_a_solution_of_an_integral_is_paid_where_the_dataset_has_none() -> None:
+    pytest.importorskip("reasoning_gym")
+    metadata = {"source_dataset": "intermediate_integration", "integrand": "-x**2*cos(x)", "variable": "x"}
+    task = {"answer": "-Integral(x**2*cos(x), x) + C", "metadata": metadata}
+    for right in ("-x**2*sin(x) - 2*x*cos(x) + 2*sin(x) + C", "2*sin(x) - x**2*sin(x) - 2*x*cos(x) + K1"):
+        assert DatasetRule().score(right, task) == 1.0
+    assert DatasetRule().score(task["answer"], task) == 0.0
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("12", 0.0), ("1 × 12", 0.0), ("-1 × -12", 0.0), ("2 × 6", 0.5)])
+def test_a_number_is_not_its_own_factors(answer: str, reward: float) -> None:
+    pytest.importorskip("reasoning_gym")
+    task = {"answer": "2 × 2 × 3", "metadata": {"source_dataset": "prime_factorization", "number": 12}}
+    assert DatasetRule().score(answer, task) == reward
+    assert DatasetRule().score("2 × 3 × 2 ×", task) == 1.0
+    assert DatasetRule().score("13", {"answer": "13", "metadata": task["metadata"] | {"number": 13}}) == 1.0

@@ -1,8 +1,9 @@
-"""A model directory is data: no code that it holds or names is ever run."""
+"""A model directory is data: no code that it holds or names is ever run, and no file outside of it is read."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,30 @@ def test_weights_that_are_a_pickle_run_nothing(model_dir: Path, tmp_path: Path) 
     with pytest.raises(Exception, match=r"(?i)weights.only|cannot be loaded|unpickl"):
         load_policy(model_dir, weights=True)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "chat_template.jinja", "model-2.safetensors", "original"])
+def test_a_link_in_a_model_directory_leads_to_no_file_outside(model_dir: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_text("the secret")
+    (model_dir / name).unlink(missing_ok=True)
+    (model_dir / name).symlink_to(tmp_path / ("secret" if "." in name else ""))
+    target = tmp_path / "target"
+    target.mkdir()
+    uses = (check_no_code, ChatTokenizer.load, lambda directory: copy_companions(directory, target))
+    for use in uses:
+        with pytest.raises(ModelError, match=rf"{name} leads out of the model directory .*: replace the link"):
+            use(model_dir)
+    assert not list(target.iterdir())
+
+
+def test_a_model_directory_may_lie_in_a_hub_cache(model_dir: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    shutil.copytree(model_dir, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    load_policy(snapshot, weights=True)
+    ChatTokenizer.load(snapshot)
 
 
 def test_a_data_set_is_never_a_script(tmp_path: Path) -> None:

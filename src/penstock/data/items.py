@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.config import ConfigError, DataConfig
 from penstock.config.imports import import_package
+from penstock.data.row_faults import fault_of
 from penstock.data.table_files import Row, Table, open_table
 from penstock.seeding import nth_seed, stable_seed
 from penstock.types import Purpose
@@ -84,11 +85,22 @@ class Rows:
     def item(self, number: int) -> Item:
         epoch, place = divmod(number, self._num_rows)
         found = self._start + (place if self._shuffle_seed is None else self._shuffled(epoch, place))
-        row = self._table.row(found)
+        row = self._read(found)
         if any(key not in row for key in self._keys):
             lacking = ", ".join(key for key in self._keys if key not in row)
             raise ConfigError(f"data: {self._table.where(found)}: has no {lacking}; it has {', '.join(row)}")
         return f"{self._table.name}/{found + 1}", row
+
+    def _read(self, number: int) -> Row:
+        """Return row `number` of the table. Raises `ConfigError` if it cannot be sent to another process."""
+        try:
+            row = self._table.row(number)
+        except RecursionError:
+            raise ConfigError(f"data: {self._table.where(number)}: the row is nested too deeply") from None
+        for key, value in row.items():
+            if fault := fault_of(key) or fault_of(value):
+                raise ConfigError(f"data: {self._table.where(number)}: {key!a} has {fault}: correct or remove the row")
+        return row
 
     def _shuffled(self, epoch: int, place: int) -> int:
         """Return the row number at `place` in the shuffled order of `epoch`.

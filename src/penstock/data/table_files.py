@@ -1,13 +1,13 @@
 """Rows of data files, read on demand: only requested rows are copied into memory.
 
 For a JSON-lines file the reader keeps the offset of each line. It decodes a Parquet file one row group at a time. A
-Hugging Face dataset maps its own files. An unreadable JSON line raises one `ConfigError` that names its place.
+Hugging Face dataset maps its own files; it reads no other files and no addresses. An unreadable JSON line raises one
+`ConfigError` that names its place.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from penstock.config import ConfigError, DataConfig
 from penstock.config.imports import import_package
+from penstock.data.dataset_directory import check_features, check_own_files, is_saved
 
 Row = dict[str, Any]
 CHUNK_BYTES = 1 << 24
@@ -105,17 +105,17 @@ class HuggingFace:
         datasets = import_package("datasets", needed_by=needed_by, install="'penstock[huggingface]'")
         if not path.is_dir():
             raise ConfigError(f"data: there is no directory {path}: download the dataset and save_to_disk it first")
-        _check_own_files(path)
+        check_own_files(path)
         self.path, self._split, self.name = path, split, f"{path.name}/{split}"
         try:
-            saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
-            found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
+            found = datasets.load_from_disk(str(path)) if is_saved(path) else datasets.load_dataset(str(path))
         except Exception as error:
             raise ConfigError(f"data: {path} cannot be read as a Hugging Face dataset: {error}") from None
         if isinstance(found, datasets.DatasetDict):
             if split not in found:
                 raise ConfigError(f"data: {path} has no split {split}; it has {', '.join(found)}")
             found = found[split]
+        check_features(path, found.features)
         self._rows = found
         self.blocks = [len(found)]
 
@@ -125,31 +125,6 @@ class HuggingFace:
 
     def where(self, number: int) -> str:
         return f"{self.path}, split {self._split}, row {number + 1}"
-
-
-def _check_own_files(directory: Path) -> None:
-    """Raise `ConfigError` if the card of a dataset names files outside of its directory, or web addresses. The card is
-    read as `datasets` reads it."""
-    from huggingface_hub import DatasetCard
-
-    try:
-        card = directory / "README.md"
-        settings = DatasetCard.load(card).data.to_dict() if card.is_file() else {}
-        alone = directory / ".huggingface.yaml"
-        settings |= (yaml.safe_load(alone.read_text()) or {}) if alone.is_file() else {}
-    except Exception as error:  # whatever the parsers raise
-        raise ConfigError(f"data: the dataset card of {directory} cannot be read: {error}") from None
-    for named in _strings(settings.get("configs")):
-        if "://" in named or "::" in named or named.startswith(("/", "~")) or ".." in Path(named).parts:
-            raise ConfigError(f"data: the dataset card of {directory} names {named!r}, which is not in the directory")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _strings(each)
 
 
 def open_table(data: DataConfig, *, held_out: bool) -> Table:

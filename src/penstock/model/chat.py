@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from penstock.model.chat_template import ChatTemplate, read_template
 from penstock.model.control_tokens import ControlTokens, Real
-from penstock.model.files import AGAIN, ModelError, read_json, read_json_if_present
+from penstock.model.files import AGAIN, ModelError, check_links, read_json, read_json_if_present
 from penstock.model.tiny import ASSISTANT, CHAT_TEMPLATE, END, USER
 
 SENTINEL = f"penstock{secrets.token_hex(16)}"
@@ -48,6 +48,7 @@ class ChatTokenizer:
     @classmethod
     def load(cls, model_dir: Path) -> ChatTokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of `model_dir`."""
+        check_links(model_dir)
         config = read_json(model_dir, "tokenizer_config.json")
         path = model_dir / "tokenizer.json"
         if not path.is_file():

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.own_files import link_outside
+
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -61,8 +63,17 @@ def vocab_size(directory: Path) -> int | None:
     return sizes[0] if sizes else None
 
 
+def check_links(directory: Path) -> None:
+    """Check that no link leads out of a model directory: what it leads to could get into checkpoints. Weights are not
+    copied, and may be links. Raises `ModelError`."""
+    if link := link_outside(directory, but=".safetensors"):
+        raise ModelError(f"{link} leads out of the model directory {directory}: replace the link by the file itself")
+
+
 def check_no_code(directory: Path) -> None:
-    """Check that loading the model runs no code that the model directory holds or names. Raises `ModelError`."""
+    """Check that loading the model runs no code that the model directory holds or names, and reads no file outside of
+    it. Raises `ModelError`."""
+    check_links(directory)
     config = read_json(directory, "config.json")
     remedy = "Penstock runs only the code of Transformers: use a model with an architecture that Transformers knows"
     for setting, value in _attention_kernels(config):
@@ -109,7 +120,9 @@ def weights_bytes(directory: Path) -> int:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, templates and configuration from `source`. Files already in `target` are kept."""
+    """Copy tokenizer, templates and configuration from `source`. Files already in `target` are kept. Raises
+    `ModelError` if a link leads out of `source`."""
+    check_links(source)
     for name in COMPANIONS:
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)

@@ -65,5 +65,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer step after which the shard was planned; None without a trainer."""
     written: bool = False
     num_rows: int = 0
+    num_misfits: int = 0
+    """Values of environments that did not fit their columns, and were written as null."""
     cpu_s: float = 0.0
-    """CPU seconds for writing the shard. Like `num_rows`, known once the shard is written."""
+    """CPU seconds for writing the shard. Like the numbers above, known once the shard is written."""

@@ -103,7 +103,9 @@ async def test_the_answer_stands_between_marks_that_it_cannot_know() -> None:
     assert mark not in "".join(second)
 
 
-@pytest.mark.parametrize("reply", ["Nice.", "", "Score: 11", "Score: -1", "Score: none", f"Score: {'9' * 400}", 400])
+@pytest.mark.parametrize(
+    "reply", ["Nice.", "", "Score: 11", "Score: -1", "Score: none", f"Score: {'9' * 400}", 400, 413, 422]
+)
 async def test_an_answer_without_a_usable_score_earns_nothing(
     reply: str | int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,10 +115,13 @@ async def test_an_answer_without_a_usable_score_earns_nothing(
     assert [each.reward for each in results] == [1.0, 0.0, 0.0, 1.0]
     assert [each.parts["unjudged"] for each in results] == [0.0, 1.0, 1.0, 0.0]
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "reward_unjudged counts such answers" in said and ("refused" if reply == 400 else repr(reply)[:200]) in said
+    assert (
+        "reward_unjudged counts such answers" in said
+        and ("refused" if isinstance(reply, int) else repr(reply)[:200]) in said
+    )
 
 
-@pytest.mark.parametrize("statuses", [(400,), ("Score: 1", 401), ("Score: 1", 404)])
+@pytest.mark.parametrize("statuses", [(400,), (413,), (422,), ("Score: 1", 401), ("Score: 1", 403), ("Score: 1", 404)])
 async def test_settings_that_do_not_fit_the_judge_fail_the_episode(statuses: tuple[str | int, ...]) -> None:
     with judging(*statuses) as (judge, _):
         with pytest.raises(openai.APIStatusError, match="later"):

@@ -28,6 +28,8 @@ from penstock.store.dumps.writer import Dump, Rendering, Samples
 from penstock.store.experience_pool import ExperiencePool
 from penstock.types import EpisodeState
 
+COLLECTED = EpisodeState.COLLECTED
+
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,6 +464,20 @@ async def test_a_column_that_nobody_fills_is_told_once(played: Played) -> None:
     await to_the_end(dump)
     alarms = [event["reason"] for event in events if event["event"] == "alarm"]
     assert len(alarms) == 1 and alarms[0].startswith("dump.columns levle: null in the whole of rollout/000000")
+
+
+@pytest.mark.parametrize("trains", [False, True])
+async def test_values_of_environments_that_do_not_fit_are_counted_and_told_once(played: Played, trains: bool) -> None:
+    target, _ = folder(played)
+    columns = [["trajectory", "string"], ["guess", "bigint"]]
+    dump, events = make(played.pool, played.directory, target, rows_per_shard=2, trains=trains, columns=columns)
+    for group, guess in enumerate([2**63, 2**64 - 1, 5]):
+        dump.add_group(*played.play(group, state=EpisodeState.TRAINED if trains else COLLECTED, info={"guess": guess}))
+    dump.stepped(1)
+    await to_the_end(dump)
+    (alarm,) = [event["reason"] for event in events if event["event"] == "alarm"]
+    assert alarm.startswith("trajectory mine/train/0/0/0: column guess is of type bigint, and 9223372036854775808")
+    assert (events[-1]["event"], events[-1]["rows"], events[-1]["misfits"]) == ("dumped", 6, 4)
 
 
 async def test_samples_are_the_newest_few(played: Played) -> None:

@@ -23,11 +23,14 @@ from penstock.store.payload_files import PayloadReader
 
 def rows(directory: Path, settings: Config, *, step: int | None = None, **facts: Any) -> list[Row]:
     """Of one group of two, from the pool."""
+    return made(directory, RowMaker(settings, chat(), columns=settings.dump.columns), step=step, **facts)
+
+
+def made(directory: Path, maker: RowMaker, *, step: int | None = None, **facts: Any) -> list[Row]:
     with Played(directory) as played:
         played.play(5, **facts)
         (record,) = played.pool.records()
     assert record.ref is not None
-    maker = RowMaker(settings, chat(), columns=settings.dump.columns)
     return maker.rows(record, PayloadReader(directory).read(record.ref), payload(record), step=step)
 
 
@@ -144,6 +147,15 @@ def test_a_row_that_does_not_fit_names_its_trajectory(tmp_path: Path) -> None:
         DumpError, match="trajectory mine/train/5/0/0: column question is of type bigint, and 'q5' is none"
     ):
         rows(tmp_path, config(columns=[["question", "bigint"]]))
+
+
+@pytest.mark.parametrize("guess", [2**63, 2**64 - 1, 1.5, "three"])
+def test_a_value_of_the_environment_that_does_not_fit_is_null(tmp_path: Path, guess: object) -> None:
+    settings = config(columns=[["guess", "bigint"], ["won", "boolean"]])
+    maker = RowMaker(settings, chat(), columns=settings.dump.columns)
+    assert made(tmp_path, maker, info={"guess": guess, "won": True}) == 2 * [{"guess": None, "won": True}]
+    assert maker.num_misfits == 2
+    assert maker.misfit == f"trajectory mine/train/5/0/0: column guess is of type bigint, and {guess!r} is none"
 
 
 @pytest.mark.parametrize("spelling", ["columns", "COLUMNS_CONFIG", "COLUMMNS_CONFIG"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from importlib import import_module
 from typing import Any
@@ -15,6 +17,19 @@ from penstock.config.imports import import_package
 NAME = "reasoning_gym"
 COIN_FLIP_TOLERANCE = 1e-4
 """Largest difference for which the rule of `coin_flip` gives full marks."""
+ARITHMETIC = re.compile(r"[0-9\s()*/+-]+")
+"""Characters of an expression of whole numbers and the four operators."""
+NAME_IN_FORMULA = re.compile(r"[^\W\d]\w*")
+SYMBOL = re.compile(r"[A-Za-z]_?[0-9]*")
+FUNCTIONS = frozenset(
+    """
+    abs Abs acos acosh acot acoth acsc acsch asec asech asin asinh atan atanh cbrt cos cosh cot coth csc csch exp ln log
+    pi sec sech sign sin sinh sqrt tan tanh
+    """.split()  # noqa: SIM905
+)
+"""Names in a formula, besides symbols, that neither integrate nor evaluate text."""
+EVALUATING = frozenset("NOQS")
+"""Symbols that SymPy takes for functions."""
 AUDITED = frozenset(
     """
     ab acre aiw arc_1d base_conversion basic_arithmetic bf binary_alternation caesar_cipher count_bits count_primes
@@ -58,7 +73,8 @@ class DatasetRule:
 
 def _is_overpaid(answer: str, payload: Mapping[str, Any]) -> bool:
     """Return whether an answer is wrong, for the datasets with a rule that pays for wrong answers: any text instead of
-    `True`, the first digit of a probability, and `nan` as a complex number."""
+    `True`, the first digit of a probability, `nan` as a number, numbers that the task does not give, and a repeated
+    question."""
     match dataset_of(payload):
         case "game_of_life_halting":
             return answer.strip().casefold() != str(payload["answer"]).casefold()
@@ -66,7 +82,44 @@ def _is_overpaid(answer: str, payload: Mapping[str, Any]) -> bool:
             return abs(Fraction(answer.replace(",", "")) - Fraction(str(payload["answer"]))) > COIN_FLIP_TOLERANCE
         case "complex_arithmetic":
             return any(word in answer.casefold() for word in ("nan", "inf"))
+        case "number_sorting":
+            return _numbers(answer) != _numbers(payload["answer"])
+        case "puzzle24":
+            return not _is_arithmetic(answer) or not _makes_24(answer, payload["metadata"]["numbers"])
+        case "countdown":
+            return not _is_arithmetic(answer)
+        case "prime_factorization":
+            return "×" in payload["answer"] and _has_trivial_factor(answer, payload["metadata"]["number"])
+        case "simple_integration" | "intermediate_integration":
+            return not _is_formula(answer)
     return False
+
+
+def _numbers(answer: str) -> list[float]:
+    return [float(each) for each in json.loads(answer.replace("'", '"'))]
+
+
+def _is_arithmetic(answer: str) -> bool:
+    """Return whether an answer has only whole numbers and the four operators. The rules see no number in `0x18`."""
+    return bool(ARITHMETIC.fullmatch(answer)) and "**" not in answer and "//" not in answer
+
+
+def _makes_24(answer: str, numbers: Sequence[int]) -> bool:
+    """Return whether an answer uses each of `numbers` once and is exactly 24. The rule cuts fractions off."""
+    if sorted(map(int, re.findall("[0-9]+", answer))) != sorted(numbers):
+        return False
+    return bool(import_module("sympy").parse_expr(answer.strip()) == 24)
+
+
+def _has_trivial_factor(answer: str, number: int) -> bool:
+    return not all(1 < int(factor) < number for factor in answer.split("×") if factor.strip())
+
+
+def _is_formula(answer: str) -> bool:
+    """Return whether an answer has only symbols and functions, and no call that stands for the integral."""
+    symbols = set(NAME_IN_FORMULA.findall(answer)) - FUNCTIONS
+    has_only_symbols = all(SYMBOL.fullmatch(each) and each not in EVALUATING for each in symbols)
+    return has_only_symbols and not any(quote in answer for quote in "\"'")
 
 
 def _rule(payload: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], float]:

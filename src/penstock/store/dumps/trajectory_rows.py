@@ -72,8 +72,12 @@ class RowMaker:
         self._config = config
         self.unfilled = {column.name for column in columns} - OWN_COLUMNS
         """Columns that neither the task nor the environment has filled so far."""
+        self.num_misfits = 0
+        """Values of environments that do not fit their columns, and became null."""
+        self.misfit = ""
+        """The first of them, for messages."""
         self._transcript = Transcript(chat)
-        self._values = [(column.name, converter(column), _value(column.name)) for column in columns]
+        self._values = [(column.name, self._value(column)) for column in columns]
 
     def rows(
         self, record: GroupRecord, samples: Sequence[Sample], payload: Mapping[str, Any], *, step: int | None = None
@@ -92,18 +96,29 @@ class RowMaker:
 
     def _row(self, played: Played) -> Row:
         try:
-            row = {name: convert(value(played)) for name, convert, value in self._values}
+            row = {name: value(played) for name, value in self._values}
         except DumpError as error:
             raise DumpError(f"trajectory {played.name}: {error}") from None
         if self.unfilled:
             self.unfilled = {name for name in self.unfilled if row[name] is None}
         return row
 
+    def _value(self, column: Column) -> Callable[[Played], Any]:
+        """Return the source of a column's values: the trajectory itself, else the task, else the environment."""
+        name, convert = column.name, converter(column)
+        if fact := FACTS.get(OTHER_NAMES.get(name, name)):
+            return lambda it: convert(fact(it))
+        return lambda it: convert(it.payload[name]) if name in it.payload else self._of_environment(it, name, convert)
 
-def _value(name: str) -> Callable[[Played], Any]:
-    """Return the source of a column's values: the trajectory itself, else the task, else the environment."""
-    fact = FACTS.get(OTHER_NAMES.get(name, name))
-    return fact or (lambda it: it.payload[name] if name in it.payload else it.summary.info.get(name))
+    def _of_environment(self, played: Played, name: str, convert: Callable[[object], Any]) -> Any:
+        """Return a value of the environment's info. The policy may choose such a value, so a misfit becomes null."""
+        try:
+            return convert(played.summary.info.get(name))
+        except DumpError as error:
+            self.num_misfits += 1
+            self.unfilled.discard(name)
+            self.misfit = self.misfit or f"trajectory {played.name}: {error}"
+            return None
 
 
 def _version(policy_version: int) -> int | None:

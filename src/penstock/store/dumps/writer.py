@@ -65,13 +65,13 @@ class Rendering:
     target: Target
 
     def write(self, shard: Shard, records: Sequence[GroupRecord], payloads: Payloads, *, again: bool = False) -> Shard:
-        """Write a shard, and return it with its number of rows and CPU seconds. Raises `DumpError`."""
-        started, reader = time.thread_time(), PayloadReader(self.pool)
+        """Write a shard, and return it with its counts and CPU seconds. Raises `DumpError`."""
+        started, reader, misfits_before = time.thread_time(), PayloadReader(self.pool), self.maker.num_misfits
         rows = [row for record in records for row in self._rows(record, reader, payloads, shard.step)]
         if rows:
             self.target.write(shard.name, rows, again=again)
-        cpu_s = time.thread_time() - started
-        return msgspec.structs.replace(shard, num_rows=len(rows), cpu_s=cpu_s)
+        cpu_s, num_misfits = time.thread_time() - started, self.maker.num_misfits - misfits_before
+        return msgspec.structs.replace(shard, num_rows=len(rows), num_misfits=num_misfits, cpu_s=cpu_s)
 
     def _rows(self, record: GroupRecord, reader: PayloadReader, payloads: Payloads, step: int | None) -> list[Row]:
         assert record.ref is not None
@@ -112,6 +112,7 @@ class Dump:
         self._finished = asyncio.Event()
         self._has_written = False
         """Whether this run has written a shard, with this controller or an earlier one."""
+        self._has_told_misfit = False
 
     @property
     def unwritten(self) -> set[int]:
@@ -204,6 +205,9 @@ class Dump:
             if not self._has_written and (unfilled := sorted(self._rendering.maker.unfilled)):
                 reason = f"dump.columns {', '.join(unfilled)}: null in the whole of {written.name}; neither the task "
                 self._tell("alarm", reason=f"{reason}nor the environment's info has such names")
+            if written.num_misfits and not self._has_told_misfit:
+                self._has_told_misfit = True
+                self._tell("alarm", reason=f"{self._rendering.maker.misfit}: such values of environments become null")
             self._has_written = True
         self._finished.set()
 
@@ -253,6 +257,7 @@ class Dump:
         written = [shard for shard in self._index.shards() if shard.written]
         rows, cpu_s = sum(shard.num_rows for shard in written), sum(shard.cpu_s for shard in written)
         totals = {"shards": len(written), "rows": rows, "cpu_s": cpu_s, "unwritten": len(self._unwritten)}
+        totals["misfits"] = sum(shard.num_misfits for shard in written)
         self._tell("dumped", url=where, **totals, waited_s=time.monotonic() - started)
 
 
