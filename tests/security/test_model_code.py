@@ -99,7 +99,7 @@ def test_weights_that_are_a_pickle_run_nothing(model_dir: Path, tmp_path: Path) 
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["merges.txt", "chat_template.jinja", "model-2.safetensors", "original"])
+@pytest.mark.parametrize("name", ["merges.txt", "chat_template.jinja", "original"])
 def test_a_link_in_a_model_directory_leads_to_no_file_outside(model_dir: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("the secret")
     (model_dir / name).unlink(missing_ok=True)
@@ -111,6 +111,12 @@ def test_a_link_in_a_model_directory_leads_to_no_file_outside(model_dir: Path, t
         with pytest.raises(ModelError, match=rf"{name} leads out of the model directory .*: replace the link"):
             use(model_dir)
     assert not list(target.iterdir())
+
+
+def test_weights_may_be_links(model_dir: Path, tmp_path: Path) -> None:
+    (model_dir / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    (model_dir / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
+    load_policy(model_dir, weights=True)
 
 
 def test_a_model_directory_may_lie_in_a_hub_cache(model_dir: Path, tmp_path: Path) -> None:
