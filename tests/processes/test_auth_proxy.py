@@ -27,7 +27,8 @@ OWN_KEY = "own"
 
 
 def proxy(place: Place) -> AbstractAsyncContextManager[str]:
-    return auth_proxy(place, OWN_KEY, host="127.0.0.1", port=0, keys=KEYS, claim=Claim("run", CLAIM_OF_RUN))
+    claim = Claim("run", CLAIM_OF_RUN)
+    return auth_proxy(place, OWN_KEY, "/health", host="127.0.0.1", port=0, keys=KEYS, claim=claim)
 
 
 @pytest.fixture

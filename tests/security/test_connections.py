@@ -22,6 +22,7 @@ Scenario = Callable[[int], Coroutine[Any, Any, None]]
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 NEVER = b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n"
+UPGRADE = b"Host: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
 CHUNKED = b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
 SOON_S = 0.1
 LIMIT_S = 20
@@ -120,6 +121,64 @@ def test_a_head_of_the_maximum_size_and_a_large_body_are_served(served: Callable
 def test_trailers_have_a_maximum_size(served: Callable[[Scenario], None], rest: bytes) -> None:
     async def scenario(port: int) -> None:
         async with client(port, CHUNKED + b"X: " + rest * 2 * MAX_HEAD_BYTES) as (reader, _):
+            assert await until_closed(reader) == b""
+
+    served(scenario)
+
+
+def test_one_further_request_may_wait_for_an_answer(served: Callable[[Scenario], None]) -> None:
+    async def scenario(port: int) -> None:
+        async with client(port) as (reader, writer):
+            for _ in range(3):
+                writer.write(HEALTH + HEALTH)
+                for _ in range(2):
+                    assert await answer(reader) == b"HTTP/1.1 200 OK 0"
+
+    served(scenario)
+
+
+@pytest.mark.parametrize("count", [3, 3600])
+def test_a_second_waiting_request_ends_the_connection(served: Callable[[Scenario], None], count: int) -> None:
+    async def scenario(port: int) -> None:
+        async with client(port, HEALTH * count) as (reader, _):
+            assert await until_closed(reader) == b""
+        assert await is_served(port)
+
+    served(scenario)
+
+
+@pytest.mark.parametrize("rest", [b"", HEALTH], ids=["head", "body"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\n" + UPGRADE + b"\r\n",
+        b"POST /body HTTP/1.1\r\n" + UPGRADE + b"Content-Length: %d\r\n\r\n" % len(HEALTH),
+        b"POST /body HTTP/1.1\r\n" + UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n",
+        b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"nonsense\r\n\r\n",
+    ],
+    ids=["without body", "length", "chunked", "connect", "http2", "nonsense"],
+)
+def test_an_upgrade_or_an_invalid_request_is_refused_whole_and_without_a_line_of_the_log(
+    served: Callable[[Scenario], None], capfd: pytest.CaptureFixture[str], head: bytes, rest: bytes
+) -> None:
+    async def scenario(port: int) -> None:
+        for before in (b"", HEALTH):
+            async with client(port, before) as (reader, writer):
+                if before:
+                    assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+                writer.write(head + rest)
+                assert (await answer(reader)).startswith(b"HTTP/1.1 400")
+                assert await until_closed(reader) == b""
+
+    served(scenario)
+    assert capfd.readouterr().err == ""
+
+
+def test_an_invalid_request_does_not_answer_the_one_before_it(served: Callable[[Scenario], None]) -> None:
+    async def scenario(port: int) -> None:
+        async with client(port, NEVER + b"nonsense\r\n\r\n") as (reader, _):
             assert await until_closed(reader) == b""
 
     served(scenario)

@@ -1,4 +1,5 @@
-"""An engine that a run starts is reached only through the proxy that asks for the keys of the run."""
+"""An engine that a run starts is reached only through the proxy that asks for the keys of the run, and what an engine
+sends does not end the run."""
 
 from __future__ import annotations
 
@@ -8,12 +9,20 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 from tiny_policy import until
 
 from penstock.config import Config
-from penstock.processes.foreign_server import engine_of
+from penstock.processes.foreign_server import HEALTH, EngineMetrics, auth_proxy, engine_of
+from penstock.rollout.app import ApiKeys, App
+from penstock.rollout.claim import Claim
+from penstock.rollout.http import Route
+from penstock.rollout.session import HttpSession
+from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
 
+HOST = "127.0.0.1"
 ENGINE = f"""#!{sys.executable}
 import socketserver, sys
 from http.server import BaseHTTPRequestHandler
@@ -55,3 +64,60 @@ async def test_vllm_listens_on_no_port_that_other_users_reach(child: Child, tmp_
         async with aiohttp.ClientSession() as session, session.post(f"{url}/health", data=bytes(100_000)) as answer:
             assert answer.status in (401, 405), "without a key, the proxy takes no body"
         assert psutil.Process(process.pid).net_connections("inet") == []
+
+
+async def test_a_client_without_a_key_makes_sglang_generate_nothing_and_learns_nothing() -> None:
+    asked = []
+
+    async def model_info(request: Request) -> Response:
+        asked.append(request.url.path)
+        return Response("about the model")
+
+    listener = bind(HOST, 0)
+    place: int = listener.getsockname()[1]
+    engine = listening(App([Route("/{path}", ["GET"], model_info, "public")], ApiKeys()), listener)
+    keys = ApiKeys(generation="play", admin="rule")
+    proxy = auth_proxy(place, "own", HEALTH["sglang"], host=HOST, port=0, keys=keys, claim=Claim())
+    async with engine, proxy as url, aiohttp.ClientSession(url) as session, session.get("/health") as answer:
+        assert (answer.status, await answer.read()) == (200, b"")
+    assert asked == ["/model_info"]
+
+
+METRICS = """\
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total {tokens}
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running {running}
+"""
+ODD = ("NaN", "+Inf", "-Inf", "-1", "1e300", "9007199254740992", "x", "")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *(METRICS.format(tokens=value, running=2) for value in ODD),
+        *(METRICS.format(tokens=1, running=value) for value in ODD),
+        "\xff",
+        "{",
+        'a{b="c", ="d"} 1',
+    ],
+)
+async def test_odd_metrics_are_ignored(odd: str) -> None:
+    texts = iter([METRICS.format(tokens=7, running=0), odd, METRICS.format(tokens=2**53 - 1, running=3)])
+
+    async def metrics(request: Request) -> Response:
+        return Response(next(texts).encode("latin-1"))
+
+    config, session, listener = Config.model_validate({"rollout": {"engine": "vllm"}}), HttpSession(), bind(HOST, 0)
+    async with listening(App([Route("/metrics", ["GET"], metrics, "public")], ApiKeys()), listener):
+        reader = EngineMetrics("rollout-0", config, url_of(HOST, listener), session)
+        counters = []
+        for _ in range(3):
+            await reader._read()
+            counters.append(reader.telemetry().counters)
+        await session.close()
+    assert counters == [
+        {"tokens": 7, "active": 0},
+        {"tokens": 7, "active": 0},
+        {"tokens": 2**53 - 1, "active": 3},
+    ]

@@ -96,7 +96,7 @@ async def test_the_proxy_in_front_of_an_engine_has_the_same_bound() -> None:
     listener = bind("127.0.0.1", 0)  # an engine that never answers
     port: int = listener.getsockname()[1]
     headers = {"Authorization": "Bearer play"}
-    proxy = auth_proxy(port, "own", host="127.0.0.1", port=0, keys=ApiKeys(generation="play"), claim=Claim())
+    proxy = auth_proxy(port, "own", "/health", host="127.0.0.1", port=0, keys=ApiKeys(generation="play"), claim=Claim())
     async with proxy as url, aiohttp.ClientSession(url, headers=headers) as session:
         first = asyncio.create_task(post(session, LARGE))
         await until(lambda: IncomingBody.num_held_bytes == len(LARGE))

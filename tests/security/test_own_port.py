@@ -70,7 +70,7 @@ async def test_another_user_in_place_of_the_engine_gets_no_connection(neighbour:
     port = await port_of(neighbour)
     assert listening_user("127.0.0.1", port) == UID
     headers = {"Authorization": "Bearer play"}
-    proxy = auth_proxy(port, "own", host="127.0.0.1", port=0, keys=KEYS, claim=Claim())
+    proxy = auth_proxy(port, "own", "/model_info", host="127.0.0.1", port=0, keys=KEYS, claim=Claim())
     async with proxy as url, aiohttp.ClientSession(url, headers=headers, timeout=SOON) as session:
         for path in ("/health", "/generate", "/model_info"):
             async with session.get(path) as reply:
@@ -108,7 +108,7 @@ async def test_the_engine_gets_requests_without_the_key_over_checked_connections
     listener = bind("127.0.0.1", 0)
     port: int = listener.getsockname()[1]
     engine = listening(App([Route("/generate", ["GET"], generate, "public")], ApiKeys()), listener)
-    proxy = auth_proxy(port, "own", host="127.0.0.1", port=0, keys=KEYS, claim=Claim())
+    proxy = auth_proxy(port, "own", "/model_info", host="127.0.0.1", port=0, keys=KEYS, claim=Claim())
     async with engine, proxy as url, aiohttp.ClientSession(url, headers={"Authorization": "Bearer play"}) as session:
         for _ in range(3):
             async with session.get("/generate") as reply:

@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -34,7 +34,7 @@ from penstock.processes.visible import of_foreign_server
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.claim import Claim
 from penstock.rollout.client import ServerClient
-from penstock.rollout.http import Access, Refused, Route, read_bytes, unless_disconnected
+from penstock.rollout.http import Refused, Route, read_bytes, unless_disconnected
 from penstock.rollout.servers import CONFLICT, connect
 from penstock.rollout.session import KEEP_ALIVE_S, HttpSession, RolloutError, open_session
 from penstock.runtime.http_server import bind, listening, url_of
@@ -72,15 +72,15 @@ METERS = {
 }
 """Metric names in each engine's `/metrics`: the tokens generated so far, and the running requests."""
 
-OPEN: Mapping[str, Access] = {
-    "/health": "public",
-    "/generate": "generation",
-    "/model_info": "generation",
-    "/inference/v1/generate": "generation",
-    "/weight_info": "generation",
-    "/metrics": "generation",
-}
-"""Routes open to clients without the admin key and the claim, for all engines. All other routes are control."""
+MAX_COUNT = 2**53
+"""An engine's count is below this. A float holds every such whole number."""
+
+HEALTH = {"vllm": "/health", "sglang": "/model_info"}
+"""The path of each engine that clients without a key may ask through the proxy. It generates no tokens. SGLang's own
+`/health` does."""
+
+OPEN = ("/generate", "/model_info", "/inference/v1/generate", "/weight_info", "/metrics")
+"""Routes of all engines that need the generation key only. All other routes, except `/health`, are control."""
 STALL_WARNING_S = 300.0
 """Seconds without an answer before a stall is reported. The client has its own deadline."""
 UNREACHED = 502
@@ -136,7 +136,8 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
     )
     try:
         claim = Claim(child.run_id, child.secret("claim"))
-        async with auth_proxy(place, own_key, host=host, port=port, keys=keys, claim=claim) as url:
+        health_path = HEALTH[config.rollout.engine]
+        async with auth_proxy(place, own_key, health_path, host=host, port=port, keys=keys, claim=claim) as url:
             yield url, process
     finally:
         if process.returncode is None:
@@ -150,25 +151,28 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
 
 @asynccontextmanager
 async def auth_proxy(
-    place: Place, own_key: str | None, *, host: str, port: int, keys: ApiKeys, claim: Claim
+    place: Place, own_key: str | None, health_path: str, *, host: str, port: int, keys: ApiKeys, claim: Claim
 ) -> AsyncIterator[str]:
     """Run a proxy that requires an API key, and for control the claim, for the length of the body. Yield the URL of the
     proxy.
 
     It stands in front of an engine, at `place`, that checks no claim. It forwards each request with the right key to
-    the engine, with the engine's `own_key`, and returns the engine's answer.
+    the engine, with the engine's `own_key`, and returns the engine's answer. `/health` of the proxy needs no key, and
+    returns only the status of the engine's answer at `health_path`.
     """
     engine = url_of(LOOPBACK, place) if isinstance(place, int) else "http://engine"
 
     async def forward(request: Request) -> Response:
         body = b"" if request.method == "GET" else await read_bytes(request, max_bytes=MAX_BODY_BYTES)
-        return await unless_disconnected(request, _answer(session, engine, request, body))
+        return await unless_disconnected(request, _answer(session, engine, request.scope["path"], request, body))
+
+    async def health(request: Request) -> Response:
+        answer = await unless_disconnected(request, _answer(session, engine, health_path, request, b""))
+        return Response(status_code=answer.status_code)
 
     # A public route has no POST, because it must not keep a body (`App`).
-    routes = [
-        Route(path, ["GET"] if access == "public" else ["GET", "POST"], forward, access)
-        for path, access in OPEN.items()
-    ]
+    routes = [Route("/health", ["GET"], health, "public")]
+    routes += [Route(path, ["GET", "POST"], forward, "generation") for path in OPEN]
     routes.append(Route("/{path}", ["GET", "POST", "PUT", "DELETE"], forward))
     with bind(host, port, held=True) as listener:
         async with _session(place, own_key) as session, listening(App(routes, keys, claim), listener):
@@ -183,9 +187,9 @@ def _session(place: Place, own_key: str | None) -> aiohttp.ClientSession:
     return open_session(own, aiohttp.UnixConnector(str(place), limit=0, keepalive_timeout=KEEP_ALIVE_S))
 
 
-async def _answer(session: aiohttp.ClientSession, engine: str, request: Request, body: bytes) -> Response:
-    """Return the engine's answer. The forwarded path is the same one for which the key was checked."""
-    path, query = quote(request.scope["path"]), request.scope["query_string"].decode()
+async def _answer(session: aiohttp.ClientSession, engine: str, path: str, request: Request, body: bytes) -> Response:
+    """Return the engine's answer at `path`, the one for which the key was checked."""
+    path, query = quote(path), request.scope["query_string"].decode()
     headers = {"Content-Type": request.headers.get("content-type", "application/json")}
     url = f"{engine}{path}{'?' if query else ''}{query}"
     with warn_if_stalled(STALL_WARNING_S, waiter="the auth proxy", resource=path, holder=engine):
@@ -321,6 +325,13 @@ def _total(family: Metric) -> float:
     return sum(sample.value for sample in family.samples if not sample.name.endswith("_created"))
 
 
+def _count(value: float) -> int:
+    """Return a metric as a whole number. Raises ValueError if it is negative, too large, or NaN."""
+    if not 0 <= value < MAX_COUNT:
+        raise ValueError(f"{value} is no count")
+    return int(value)
+
+
 class EngineMetrics(Member):
     """Reads the engine's own metrics. The engine counts as busy while it reports running requests."""
 
@@ -338,13 +349,14 @@ class EngineMetrics(Member):
             await asyncio.sleep(ASK_EVERY_S)
 
     async def _read(self) -> None:
-        """Read the metrics once. An engine that does not answer is ignored: its clients notice that."""
+        """Read the metrics once. An engine that does not answer is ignored: its clients notice that. Malformed metrics
+        are ignored too."""
         try:
             text = (await self._session.send("GET", self._url, "/metrics", timeout_s=ASK_EVERY_S * 4)).decode()
             totals = {family.name: _total(family) for family in text_string_to_metric_families(text)}
-        except (RolloutError, Stalled, ValueError):
+            self._tokens, running = (_count(totals.get(name, 0)) for name in self._meters)
+        except (RolloutError, Stalled, ValueError, IndexError):  # the parser raises the last two
             return
-        self._tokens, running = (int(totals.get(name, 0)) for name in self._meters)
         now = time.time()
         if self._running and running:
             self._busy_s += now - self._seen_at

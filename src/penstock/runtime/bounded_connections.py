@@ -3,6 +3,9 @@
 uvicorn's settings do not suffice. None bounds the size of a head. `timeout_keep_alive` starts after the first answer
 and ends with the next byte, so a silent client and one with half a head stay. `limit_concurrency` keeps the
 connections that it answers with 503, and silent ones count, so silent clients lock out the requests of others.
+
+uvicorn keeps any number of requests of a connection that wait for the answers before theirs. It logs a line for each
+invalid request. It ignores an upgrade to another protocol, and parses the body of such a request as the next request.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -19,6 +23,11 @@ MAX_HEAD_BYTES = 65_536
 HEAD_S = 10.0
 """Time limit for the head of a request, from the start of the connection, or from its first byte on a later request."""
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+WRONG = b"this server accepts only valid requests of HTTP/1.1, and no upgrade to another protocol"
+BAD_REQUEST = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
+    % (len(WRONG), WRONG)
+)
 
 
 class Connections(ServerState):
@@ -63,16 +72,30 @@ class BoundedConnection(HttpToolsProtocol):
         while data and not self.transport.is_closing():
             part = data[: MAX_HEAD_BYTES - self._head_bytes]
             self._head_bytes += len(part)
-            super().data_received(part)
+            self._parse(part)
             data = data[len(part) :]
             if self._head_bytes >= MAX_HEAD_BYTES:
-                self._refuse()
+                self._refuse(TOO_LARGE)
         if self._head_timer is None and self in self._waiting:
             self._start_head_timer()
 
+    def _parse(self, part: bytes) -> None:
+        """Parse received bytes. Log no invalid request, because a client can send any number of them."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(part)
+        except httptools.HttpParserError:  # invalid bytes, or an error that a callback raised
+            self._refuse(BAD_REQUEST)
+
     def on_headers_complete(self) -> None:
+        """Start the request, or keep it until the one before it is answered.
+
+        Raises HttpParserError if another request waits already, or if this one asks for another protocol.
+        """
         self._head_bytes = 0
         self._stop_waiting()
+        if self.pipeline or self.parser.should_upgrade():
+            raise httptools.HttpParserError
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -93,7 +116,9 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self) -> None:
-        if self in self._waiting and not self.transport.is_closing():
-            self.transport.write(TOO_LARGE)
+    def _refuse(self, answer: bytes) -> None:
+        """Close the connection. Send `answer` first, unless the answer to an earlier request is due."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if is_answered and not self.transport.is_closing():
+            self.transport.write(answer)
         self.transport.close()
