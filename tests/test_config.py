@@ -1,5 +1,6 @@
 """One clear error per mistake: the key, its place, the remedy."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -264,3 +265,57 @@ def test_turns_as_samples_are_refused_where_their_number_matters(file: Path, set
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
 def test_examples_are_valid(path: Path) -> None:
     assert isinstance(load_config(path), Config)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise("abcdefgh")
+)
+CHAIN = "a0: &a0 {}\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(120))
+MERGES = "a0: &a0 {b: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [*a{n}, *a{n}]}}\n" for n in range(40))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 10_000, "more than 100 levels"),
+        ("a: " + "[" * 150 + "]" * 150, "more than 100 levels"),
+        ("a: &a [*a]", "more than 100 levels"),
+        ("model: &m {<<: *m}", "more than 100 levels"),
+        (CHAIN, "more than 100 levels"),
+        (BOMB, "more than 100 levels or 100000 values, aliases included"),
+        (MERGES, "aliases included"),
+        ("seed: 0\nmodel: !!timestamp x", "the value in line 2 is not a valid timestamp"),
+        ("seed: 2001-99-99", "line 1 is not a valid timestamp"),
+        ("seed: !!int ''", "line 1 is not a valid int"),
+        ("seed: !!int x", "line 1 is not a valid int"),
+        ("seed: !!float x", "line 1 is not a valid float"),
+        ("seed: !!bool x", "line 1 is not a valid bool"),
+        ("seed: !!map [a]", "not valid YAML: expected a mapping node"),
+        ('rollout: {host: "\\ud800"}', "line 1 is not a valid str"),
+        ("seed: !!binary 'a'", "not valid YAML"),
+        ("seed: !!float 1" + ":59" * 30, "not valid|bad value"),
+        ("seed: " + "9" * 4_001, "line 1 has more than 100 characters"),
+        ("seed: 1" + ":59" * 20_000, "line 1 has more than 100 characters"),
+        ("seed: 0x" + "f" * 20_000, "line 1 has more than 100 characters"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_odd_yaml_is_one_error(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < len(str(path)) + 300
+
+
+@pytest.mark.parametrize("value", ["!!timestamp x", "[" * 2_000, "1" + ":59" * 20_000, "&a [*a]"])
+def test_odd_yaml_on_the_command_line_is_one_error(file: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match="override"):
+        load_config(file, [f"seed={value}"])
+
+
+def test_aliases_stand_for_what_they_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("env: {options: {a: &a {x: 1}, b: *a, c: {<<: *a, y: 2}}}\n")
+    assert load_config(path).env.options == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}

@@ -301,3 +301,50 @@ async def test_no_other_trainer_registers_here(api: Api) -> None:
     for method, path in (("POST", "/register"), ("GET", "/batch"), ("GET", "/reset_data")):
         status, told = await api.ask(method, path)
         assert status == 409 and "no other trainer can register" in told["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_token_length": 10**400},
+        {"max_token_length": 2**70},
+        {"group_size": 10**400},
+        {"weight": math.inf},
+        {"weight": math.nan},
+        {"weight": -1.0},
+        {"min_batch_allocation": math.nan},
+        {"desired_name": "\ud800"},
+        {"desired_name": "x" * 201},
+    ],
+    ids=lambda change: "-".join(f"{name}-{str(value)[:5]!a}" for name, value in change.items()),
+)
+async def test_a_registration_that_is_refused_harms_no_other(api: Api, change: dict[str, Any]) -> None:
+    await api.lease()
+    assert (await api.ask("POST", "/register-env", REGISTRATION))[0] == 200
+    status, told = await api.ask("POST", "/register-env", REGISTRATION | change)
+    assert status == 422 and told["status"] == "error"
+    assert (await api.ask("POST", "/register-env", REGISTRATION))[1]["wandb_name"] == "letters_1"
+    for number in (0, 1, 2):
+        assert (await api.ask("GET", "/status-env", {"env_id": number}))[0] == 200
+
+
+async def test_what_cannot_be_written_down_is_not_registered(tmp_path: Path) -> None:
+    registry = atropos_api.Registry(tmp_path / "environments.json")
+    registration = atropos_api.Registration(group_size=2, desired_name="good")
+    registration.desired_name = "\ud800"
+    with pytest.raises(ValueError, match="surrogates"):
+        registry.register(registration)
+    assert registry.register(atropos_api.Registration(group_size=2))[1].name == "env_0"
+
+
+async def test_a_list_without_end_is_refused_as_a_whole(api: Api, capfd: pytest.CaptureFixture[str]) -> None:
+    status, told = await api.ask("POST", "/scored_data_list", [0] * (atropos_api.MAX_OFFERS + 1))
+    assert status == 413 and "push at most" in told["message"]
+    assert api.exchange.counts["refused"] == 0 and not capfd.readouterr().err
+
+
+async def test_the_groups_of_a_list_are_refused_in_one_line(api: Api, capfd: pytest.CaptureFixture[str]) -> None:
+    status, _ = await api.ask("POST", "/scored_data_list", [0, 1, 2])
+    assert status == 422 and api.exchange.counts["refused"] == 3
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].endswith("(and 2 more)"), lines

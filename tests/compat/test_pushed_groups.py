@@ -32,6 +32,8 @@ def group(**changes: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"scores": [1.0, math.nan]}, r"scores\[1\] is nan"),
+        ({"scores": [1.0, 1e308]}, r"scores\[1\] is 1e\+308, not a number from -1000000 to 1000000"),
+        ({"scores": [1.0, 10**400]}, r"scores\[1\]"),
         ({"scores": [1.0]}, r"scores holds 1 sequences, and env.group_size is 2: .*--env.group_size 2"),
         ({"tokens": [[1, 2]] * 3}, "tokens holds 3 sequences"),
         ({"masks": [[-100, -100, 10], [-100, -100, 12]]}, r"masks\[0\] has 3 values for the 4 of tokens\[0\]"),
@@ -47,6 +49,7 @@ def group(**changes: Any) -> dict[str, Any]:
         ({"inference_logprobs": [[1.0], [1.0]]}, "inference_logprobs do not have a value for every token"),
         ({"advantages": [[0.1]]}, "advantages are not served"),
         ({"overrides": [{"set_advantage_to_zero": True}, {}]}, r"overrides\[0\] are not served"),
+        ({"overrides": [{"x": "y" * 10_000}, {}]}, r"overrides\[0\] are not served.{,100}$"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

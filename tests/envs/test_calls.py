@@ -51,6 +51,8 @@ def raising(error: BaseException) -> Callable[[], Any]:
         (("", 1.0, True, {}), "returned ('', 1.0, True, {}), not (observation,"),
         ((b"", 1.0, True, False, {}), "the observation is a bytes, not a string"),
         (("", float("nan"), True, False, {}), "the reward is nan, not a finite number"),
+        (("", 10**5000, True, False, {}), "the reward is larger than 1000000, and than any float"),
+        (("", 1e308, True, False, {}), "the reward is 1e+308, not a number from"),
         (("", "1", True, False, {}), "the reward is '1', not a finite number"),
         (("", 1.0, "no", False, {}), "terminated is 'no', not a boolean"),
         (("", 1.0, True, None, {}), "truncated is None, not a boolean"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.config import ConfigError, load_config
-from penstock.envs.discovery import EnvironmentClass, Unreadable, discover
+from penstock.envs.discovery import MAX_SOURCE_BYTES, EnvironmentClass, Unreadable, discover
 from penstock.envs.registry import locate, resolve
 
 FILE = '''
@@ -119,3 +120,27 @@ def test_a_file_may_import_what_lies_beside_it(tmp_path: Path, monkeypatch: pyte
     found = resolve(f"{tmp_path / 'my_env.py'}:Game")
     assert found.reward == 0.25
     assert resolve(f"{tmp_path / 'my_env.py'}:Game") is found
+
+
+def test_what_is_no_plain_file_of_some_size_is_not_read(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.py")
+    (folder / "device.py").symlink_to("/dev/zero")
+    (folder / "loop.py").symlink_to("loop.py")
+    (folder / "large.py").write_bytes(b"#" * (MAX_SOURCE_BYTES + 1))
+    (folder / "deep.py").write_text("x = " + "(" * 10_000)
+    (folder / "minus.py").write_text("x = " + "-" * 100_000 + "1")
+    (folder / "base.py").write_text(f"class A({'x.' * 3000}y):\n    def play(self): ...\n")
+    (folder / "linked.py").symlink_to(folder / "games" / "my_env.py")
+    found = list(discover(folder))
+    names = {each.file.stem for each in found if isinstance(each, Unreadable)}
+    assert names == {"pipe", "device", "loop", "large", "deep", "minus", "base"}
+    assert sum(isinstance(each, EnvironmentClass) for each in found) == 6, "a link to a plain file is followed"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        locate(f"{folder / 'minus.py'}:Game")
+
+
+def test_bases_with_many_ways_to_each_other_are_looked_at_once(tmp_path: Path) -> None:
+    names = [f"A{number}" for number in range(60)]
+    lines = [f"class {name}({base}, {base}): ..." for name, base in zip(names, [*names[1:], "object"], strict=True)]
+    (tmp_path / "many.py").write_text("\n".join(lines))
+    assert list(discover(tmp_path)) == []

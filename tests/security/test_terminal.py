@@ -229,3 +229,13 @@ def test_the_command_of_a_leftover_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     console.file = io.StringIO()
     console.print(command_of(1))
     assert console.file.getvalue() == "python a /fake/run b \\x1b[2J\n"
+
+
+def test_names_of_files_of_environments_are_shown_escaped(tmp_path: Path) -> None:
+    title = "\x1b]0;pwned\x07"
+    (tmp_path / f"{title}.py").write_text("class (")
+    (tmp_path / f"{title}a.py").write_text(f'class A:\n    "{title}"\n    def play(self, llm, seed): ...\n')
+    (tmp_path / title).mkdir()
+    for place in (tmp_path, tmp_path / title):
+        shown = CliRunner().invoke(app, ["envs", str(place)])
+        assert shown.exit_code == 0 and r"\x1b]0;pwned\x07" in shown.output and "\x1b" not in shown.output

@@ -5,7 +5,7 @@ import pytest
 from made_samples import EPISODES, make_sample
 
 from penstock.samples import Sample
-from penstock.trainer.prepare import prepare
+from penstock.trainer.prepare import LARGEST_REWARD, prepare
 
 GOOD = make_sample(0, prompt=[5, 6], response=[7, 8], reward=1.0)
 
@@ -19,6 +19,8 @@ def changed(**fields: object) -> Sample:
     [
         (changed(reward=float("nan")), "nonfinite_reward"),
         (changed(reward=float("inf")), "nonfinite_reward"),
+        (changed(reward=1e308), "huge_reward"),
+        (changed(reward=-2e12), "huge_reward"),
         (changed(logprobs=np.zeros(3, np.float32)), "mismatched_lengths"),
         (changed(loss_mask=np.zeros(4, np.uint8)), "empty"),
         (changed(loss_mask=np.ones(4, np.uint8)), "no_prompt"),
@@ -47,3 +49,9 @@ def test_turns_share_the_advantage_of_their_episode() -> None:
     terse = make_sample(0, prompt=[5], response=[7], reward=0.0, episode=1)
     batch, _ = prepare([*talkative, terse], normalize=False)
     assert batch["advantages"].tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_advantages_of_the_largest_rewards_are_finite(normalize: bool) -> None:
+    batch, skipped = prepare([changed(reward=LARGEST_REWARD), changed(reward=-LARGEST_REWARD)], normalize=normalize)
+    assert not skipped and np.isfinite(batch["advantages"] ** 2).all()

@@ -9,6 +9,7 @@ from penstock.cli.refusal import refuse
 from penstock.envs.discovery import EnvironmentClass, discover, read_file
 from penstock.envs.registry import available
 from penstock.observe.tables import facts, open_console
+from penstock.observe.visible_text import visible
 
 
 def show(place: Path | None) -> int:
@@ -22,10 +23,10 @@ def show(place: Path | None) -> int:
         if isinstance(each, EnvironmentClass):
             rows |= {each.name: each.description}
         else:
-            print(f"skipped {each.file}: {each.reason}", file=sys.stderr)
+            print(visible(f"skipped {each.file}: {each.reason}"), file=sys.stderr)
     open_console().print(facts(rows.items()))
     if place is not None and len(rows) == num_built_in:
-        print(f"\nno environments in {place}: a class needs the methods reset and step, or play")
+        print(visible(f"\nno environments in {place}: a class needs the methods reset and step, or play"))
     if place is None:
         print(
             "\nenv.name takes one of these, file.py:Class, package.module:Class, gym:ID (Gymnasium) or gem:ID (GEM); "

@@ -32,7 +32,7 @@ LOOK_EVERY_S = 0.1
 REDRAW_EVERY_S = 5.0
 CHUNK_BYTES = 65_536
 TAIL_BYTES = 8 * 2**20
-"""Limit of what is shown of a log at first: it may be that of another user, and have no lines."""
+"""Most bytes of a log that are read at once, from its end: it may be that of another user, and have no lines."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 """Escape sequence of a colour or a style. It is left out: colours also hide text."""
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
@@ -129,9 +129,9 @@ class Log:
         return [as_last_drawn(line) for line in whole[max(0, len(whole) - num_lines) :]]
 
     def new_lines(self, now: float) -> Iterator[str]:
-        """Yield lines that were completed since the last call, rotated files included; `now` is in seconds of any
-        clock."""
-        *whole, self._unfinished = (self._unfinished + self._read()).split(b"\n")
+        """Yield lines that were completed since the last call, rotated files included, as far as they lie in the last
+        `TAIL_BYTES`; `now` is in seconds of any clock."""
+        *whole, self._unfinished = (self._unfinished + self._read())[-TAIL_BYTES:].split(b"\n")
         yield from map(as_last_drawn, whole)
         if b"\r" in self._unfinished and now - self._redrawn_at >= REDRAW_EVERY_S:
             self._redrawn_at = now
@@ -144,20 +144,19 @@ class Log:
             yield shown
 
     def _read(self) -> bytes:
-        """Return the bytes that were added since the last call, also those that a rotation has moved."""
+        """Return the bytes that were added since the last call, also those that a rotation has moved; of each file at
+        most the last `TAIL_BYTES`."""
         data = b""
         with suppress(FileNotFoundError), open_plain(self._path) as file:
             is_new, size = _identity(os.fstat(file.fileno())) != self._seen, file.seek(0, os.SEEK_END)
             older = _identify(self._older)
             if older not in (None, self._older_seen) and (is_new or size < self._older.lstat().st_size):
                 with open_plain(self._older) as moved:
-                    moved.seek(self._offset)
-                    data = moved.read()
+                    data = _added(moved, self._offset)
                 self._older_seen, self._offset = older, 0
             elif is_new or size < self._offset:
                 self._offset = 0
-            file.seek(self._offset)
-            data += file.read()
+            data += _added(file, self._offset)
             self._seen, self._offset = _identity(os.fstat(file.fileno())), file.tell()
         return data
 
@@ -171,6 +170,13 @@ def _identify(path: Path) -> Identity | None:
     with suppress(FileNotFoundError):
         return _identity(path.lstat())
     return None
+
+
+def _added(file: BinaryIO, offset: int) -> bytes:
+    """Return the bytes after `offset`, at most the last `TAIL_BYTES`."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(offset, end - TAIL_BYTES))
+    return file.read(TAIL_BYTES)
 
 
 def _tail(file: BinaryIO, num_lines: int) -> list[bytes]:

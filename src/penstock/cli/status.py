@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ Document = dict[str, Any]
 
 EVENTS_BYTES = 64 * 2**20
 """Bytes read from the end of each file of the run: no file, however large, fills the memory. The history of a run is
-shorter than this, or its oldest events are left out."""
+shorter than this, or its oldest events are left out. `jsonl.tail` reads less of the run of another user."""
 METRICS_BYTES = 262_144
 TIMELINE_BYTES = 1_048_576
 NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS = 8, 5, 3
@@ -257,14 +258,15 @@ def _root_cause(state: Mapping[str, Any], changes: Sequence[Document]) -> Docume
 
 
 def next_commands(document: Document) -> dict[str, str]:
-    """Return the commands to suggest now, with their purposes."""
+    """Return the commands to suggest now, with their purposes. The shell takes names from files of the run as names: a
+    run may be that of another user."""
     run_dir, cause, checkpoint = Path(document["run_dir"]), document["root_cause"], document["checkpoint"]
-    run = name_of(run_dir)
+    run = shlex.quote(name_of(run_dir))
     restart = "play the remaining tasks" if document["pipeline"] == "rollout" else "start it again"
     resume = {f"penstock resume {run}": f"continue from {checkpoint}" if checkpoint else restart}
     match document["status"]:
         case "completed" if document["pipeline"] == "eval":
-            return {f"cat {run_dir / EVALUATION}": "read the results"}
+            return {f"cat {_quoted(run_dir / EVALUATION)}": "read the results"}
         case "completed" if document["pipeline"] == "rollout":
             return {f"penstock trajectories {run}": "read the trajectories"}
         case "completed":
@@ -272,12 +274,13 @@ def next_commands(document: Document) -> dict[str, str]:
             if not checkpoint:
                 return read
             directory = from_here(run_dir)
+            model, config = _quoted(directory / checkpoint), _quoted(directory / "config.yaml")
             return read | {
-                f"penstock serve --model {directory / checkpoint}": "talk to the trained policy",
-                f"penstock eval {directory / 'config.yaml'} --checkpoint {run}": "evaluate the trained policy again",
+                f"penstock serve --model {model}": "talk to the trained policy",
+                f"penstock eval {config} --checkpoint {run}": "evaluate the trained policy again",
             }
         case "failed":
-            process = f" {cause['process']}" if cause else ""
+            process = f" {shlex.quote(cause['process'])}" if cause else ""
             logs = {f"penstock logs {run}{process} -n 100": "see the last lines of the log"}
             return logs if cause and cause["returncode"] in (CONFIG_ERROR, GAVE_UP) else logs | resume
         case "stopped":
@@ -289,5 +292,10 @@ def next_commands(document: Document) -> dict[str, str]:
             return wake | {f"penstock stop {run} --now": "kill it; it can be resumed"}
         case status if has_ended(status):
             return {f"penstock stop {run}": "end its remaining processes"} | resume
-    attach = {needed: "attach an environment worker"} if (needed := document["progress"]["needs"]) else {}
+    needed = document["progress"]["needs"] if is_ours(run_dir) else None  # a whole command from a file of the run
+    attach = {needed: "attach an environment worker"} if needed else {}
     return {**attach, f"penstock logs {run} -f": "follow its log", f"penstock stop {run}": "stop it; it can be resumed"}
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

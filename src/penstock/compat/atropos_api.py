@@ -18,10 +18,10 @@ import sys
 import zlib
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -40,6 +40,8 @@ MAX_OFFERS = 256
 """Maximum number of groups in the queue. Further pushes are refused with 503, so that their senders retry."""
 HOLD_S = 240.0
 """Seconds after which a push is answered even if no lease has taken the group. Clients give up after 300 s."""
+UNTRAINABLE = 422
+"""HTTP status for a group that cannot be trained."""
 REMEMBERED_PUSHES = 1024
 """Maximum number of groups kept for a repeated push."""
 SILENT_S = 5.0
@@ -50,15 +52,24 @@ LEAST_WEIGHT = 0.01
 OVER = 2**31
 """The step number that makes every environment end."""
 
+Size = Annotated[int, Meta(ge=-1, le=2**31)]
+Amount = Annotated[float, Meta(ge=0.0, le=2**31)]
+"""A finite number. Sums and products of many such numbers stay finite."""
+Name = Annotated[str, Meta(max_length=200)]
+
 
 class Registration(Struct):
     """The request with which an environment registers."""
 
-    group_size: int
-    max_token_length: int = -1
-    desired_name: str | None = None
-    weight: float = 1.0
-    min_batch_allocation: float | None = None
+    group_size: Size
+    max_token_length: Size = -1
+    desired_name: Name | None = None
+    weight: Amount = 1.0
+    min_batch_allocation: Amount | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the name cannot be encoded."""
+        (self.desired_name or "").encode()
 
 
 class EnvironmentNumber(Struct):
@@ -202,7 +213,8 @@ class Atropos:
     async def _scored_data(self, request: Request) -> Response:
         """Push a group. The answer comes when a lease has taken the group or the run has rejected it as too stale."""
         body = await _read_group_body(request)
-        await unless_disconnected(request, self._push(parse(body), body))
+        for refusal in await unless_disconnected(request, self._push_all([(parse(body), body)])):
+            raise refusal
         return answer({"status": "received"})
 
     async def _scored_data_list(self, request: Request) -> Response:
@@ -211,16 +223,25 @@ class Atropos:
         documents = parse(await _read_group_body(request))
         if not isinstance(documents, list) or not documents:
             raise Refused(422, "the body is not a list of groups")
-        outcomes = await unless_disconnected(request, self._push_all(documents))
-        refused = [outcome for outcome in outcomes if outcome is not None]
-        if len(refused) == len(outcomes):
+        if len(documents) > MAX_OFFERS:
+            raise Refused(413, f"the list has {len(documents)} groups: push at most {MAX_OFFERS} at once")
+        pushes = [(document, json.dumps(document).encode()) for document in documents]
+        refused = await unless_disconnected(request, self._push_all(pushes))
+        if len(refused) == len(documents):
             raise refused[0]
-        num_taken = len(outcomes) - len(refused)
+        num_taken = len(documents) - len(refused)
         return answer({"status": "received", "groups_processed": num_taken, "refused": list(map(str, refused))})
 
-    async def _push_all(self, documents: list[Any]) -> list[BaseException | None]:
-        pushes = (self._push(document, json.dumps(document).encode()) for document in documents)
-        return await asyncio.gather(*pushes, return_exceptions=True)
+    async def _push_all(self, pushes: list[tuple[Any, bytes]]) -> list[BaseException]:
+        """Push independent groups, and return the errors of refused ones. One log line reports groups that cannot be
+        trained."""
+        outcomes = await asyncio.gather(*(self._push(*each) for each in pushes), return_exceptions=True)
+        refused = [outcome for outcome in outcomes if outcome is not None]
+        untrainable = [error for error in refused if isinstance(error, Refused) and error.status == UNTRAINABLE]
+        if untrainable:
+            others = f" (and {len(untrainable) - 1} more)" if len(untrainable) > 1 else ""
+            _log(f"{untrainable[0]}{others}")
+        return refused
 
     async def _push(self, document: object, body: bytes) -> None:
         """Offer a group and wait until a lease has taken it. Raises `Refused` for a group that cannot be trained, or
@@ -253,9 +274,8 @@ class Atropos:
             match = self._provenance.match(document, oldest_version=oldest)
         except ValueError as error:
             reason = f"{source} pushed a group that cannot be trained: {error}"
-            _log(reason)
             self._exchange.refuse(reason)
-            raise Refused(422, reason) from None
+            raise Refused(UNTRAINABLE, reason) from None
         if match.num_unknown:
             self._exchange.counts["inexact"] += 1
             _log(
@@ -290,15 +310,20 @@ class Registry:
         desired = registration.desired_name or "env"
         alike = [each for each in self._environments if each.desired_name == desired]
         connected = self.connected()
-        environment = next((each for each in alike if each not in connected), None)
-        if environment is None:
-            environment = Environment(name=f"{desired}_{len(alike)}", desired_name=desired)
-            self._environments.append(environment)
-        for name in ("weight", "max_token_length", "min_batch_allocation"):
-            setattr(environment, name, getattr(registration, name))
+        silent = next((each for each in alike if each not in connected), None)
+        environment = Environment(
+            name=silent.name if silent else f"{desired}_{len(alike)}",
+            desired_name=desired,
+            weight=registration.weight,
+            max_token_length=registration.max_token_length,
+            min_batch_allocation=registration.min_batch_allocation,
+        )
+        number = self._environments.index(silent) if silent else len(self._environments)
+        environments = [*self._environments[:number], environment, *self._environments[number + 1 :]]
+        self._file.write_bytes(msgspec.json.encode(environments))  # first: what cannot be encoded is not kept
+        self._environments = environments
         self._polled_at[environment.name] = _now()
-        self._file.write_bytes(msgspec.json.encode(self._environments))
-        return self._environments.index(environment), environment
+        return number, environment
 
     def poll(self, number: int) -> Environment:
         """Record that an environment is connected, and return it. An unknown number gets a placeholder: the environment

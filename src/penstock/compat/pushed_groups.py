@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from msgspec import Struct
 
 from penstock.config import Config
 from penstock.envs.pushed_group_exchange import ScoredEpisode
+from penstock.envs.rewards.reward import check_number
 from penstock.model.chat import ChatTokenizer
 from penstock.rollout.generation_cache import CachedAnswer, GenerationCache
 from penstock.samples import Segment, Turn, VersionSpan
@@ -70,8 +72,7 @@ def read_group(document: Any, config: Config, *, vocab_size: int) -> PushedGroup
             )
     for number, (tokens, mask, score) in enumerate(zip(data.tokens, data.masks, data.scores, strict=True)):
         _check_sequence(number, tokens, mask, config.model.max_context, vocab_size)
-        if not math.isfinite(score):
-            raise ValueError(f"scores[{number}] is {score}, not a finite number")
+        check_number(f"scores[{number}]", score)
     if data.inference_logprobs and list(map(len, data.inference_logprobs)) != list(map(len, data.tokens)):
         raise ValueError("inference_logprobs do not have a value for every token")
     for name in UNSERVED:
@@ -79,7 +80,7 @@ def read_group(document: Any, config: Config, *, vocab_size: int) -> PushedGroup
             raise ValueError(f"{name} are not served: advantages come from the scores of a group")
     for number, overrides in enumerate(data.overrides or ()):
         if any(overrides.values()):
-            raise ValueError(f"overrides[{number}] are not served: {overrides}")
+            raise ValueError(f"overrides[{number}] are not served: {reprlib.repr(overrides)}")
     return data
 
 

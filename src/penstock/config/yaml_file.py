@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,14 +21,39 @@ from penstock.config.run_settings import Config
 from penstock.config.secret_settings import VARIABLES, check_no_literal_secrets
 from penstock.redaction import redacted
 
+MAX_LEVELS, MAX_VALUES = 100, 100_000
+"""Most levels and values of a file. Each alias counts as all that it stands for."""
+MAX_NUMBER_LENGTH = 100
+"""Most characters of a number. PyYAML's time for a long one grows with the square of its length."""
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
 
 class _Loader(yaml.SafeLoader):
     """A loader with two changes to YAML 1.1. `3e-4` is a number; YAML 1.1 reads it as text, but a user who writes a
-    learning rate means a number. A key that is given twice is an error; YAML 1.1 would keep only the last value."""
+    learning rate means a number. A key that is given twice is an error; YAML 1.1 would keep only the last value.
+
+    All its errors are `yaml.YAMLError`."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        _check_size(node)
+        return super().construct_document(node)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        place = f"the value in line {node.start_mark.line + 1}"
+        if node.tag in _NUMBERS and len(node.value) > MAX_NUMBER_LENGTH:
+            raise yaml.constructor.ConstructorError(problem=f"{place} has more than {MAX_NUMBER_LENGTH} characters")
+        try:
+            if isinstance(node, yaml.ScalarNode):
+                node.value.encode()  # fails for half a character, which later steps cannot write
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(problem=f"{place} is not a valid {kind}") from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        for key in (key for key, _ in pairs if isinstance(key, yaml.ScalarNode)):
             line = key.start_mark.line + 1
             if key.value in seen:
                 problem = f"{key.value} is given twice, in lines {seen[key.value]} and {line}"
@@ -39,6 +65,27 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Raise `yaml.YAMLError` if a document has too many levels or values, or contains itself."""
+    waiting, num_values = [(root, 1)], 1
+    while waiting:
+        node, level = waiting.pop()
+        inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+        parts = itertools.chain(*inner) if isinstance(node, yaml.MappingNode) else inner
+        waiting += [(part, level + 1) for part in parts]
+        num_values += len(inner)
+        if level > MAX_LEVELS or num_values > MAX_VALUES:
+            raise yaml.YAMLError(f"it has more than {MAX_LEVELS} levels or {MAX_VALUES} values, aliases included")
+
+
+def _load(text: str) -> Any:
+    """Return the value of a YAML text. Raises `yaml.YAMLError`."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.YAMLError(f"it has more than {MAX_LEVELS} levels") from None
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
@@ -63,7 +110,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     if key in VARIABLES:
         raise ConfigError(f"{key} on the command line would show in the process list: use {VARIABLES[key]}")
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = _load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: {_first_line(error)}") from None
     *sections, leaf = key.split(".")
@@ -95,7 +142,7 @@ def default_config(overrides: Sequence[str]) -> Config:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.load(path.read_text(), Loader=_Loader)
+        document = _load(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"configuration file {path} does not exist") from None
     except OSError as error:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ast
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import ConfigError
+from penstock.own_files import open_plain
 
 PLAIN_BASES = ("object", "Protocol", "ABC")
 """Base classes that do not change how a class is constructed."""
+UNPARSABLE = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
+"""Errors of reading and parsing a file. Deep nesting raises the last two."""
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+MAX_SOURCE_BYTES = 2**20
+"""Largest file that is parsed: its syntax tree takes hundreds of times as much memory."""
 SKIPPED = ("__pycache__", "site-packages", "node_modules")
 """Folders that are not searched."""
 
@@ -52,15 +58,14 @@ def discover(directory: Path) -> Iterator[EnvironmentClass | Unreadable]:
 def read_file(file: Path) -> list[EnvironmentClass | Unreadable]:
     """Return the environment classes of one file, or one `Unreadable`."""
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (OSError, SyntaxError, ValueError) as error:
+        classes = {node.name: node for node in _statements(file) if isinstance(node, ast.ClassDef)}
+        return [
+            EnvironmentClass(class_name=name, file=file, description=(ast.get_docstring(node) or "").partition("\n")[0])
+            for name, node in classes.items()
+            if not name.startswith("_") and _plays(node, classes)
+        ]
+    except UNPARSABLE as error:
         return [Unreadable(file=file, reason=f"{type(error).__name__}: {error}")]
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    return [
-        EnvironmentClass(class_name=name, file=file, description=(ast.get_docstring(node) or "").partition("\n")[0])
-        for name, node in classes.items()
-        if not name.startswith("_") and _plays(node, classes)
-    ]
 
 
 def defines(file: Path, class_name: str) -> bool:
@@ -138,9 +143,20 @@ def parameters_of(file: Path, name: str) -> Parameters | None:
 def _parsed(file: Path) -> list[ast.stmt]:
     """Return the statements of `file`. Raises `ConfigError` if it cannot be read or is not valid Python."""
     try:
-        return ast.parse(file.read_bytes(), filename=str(file)).body
-    except (OSError, SyntaxError, ValueError) as error:
+        return _statements(file)
+    except UNPARSABLE as error:
         raise ConfigError(f"{file} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _statements(file: Path) -> list[ast.stmt]:
+    """Return the statements of `file`, or of the file that it is a link to. Raises one of `UNPARSABLE` if it is no
+    plain file, too large, or not valid Python."""
+    with open_plain(Path(os.path.realpath(file))) as opened:
+        source = opened.read(MAX_SOURCE_BYTES + 1)
+    if len(source) > MAX_SOURCE_BYTES:
+        raise ValueError(f"it has more than {MAX_SOURCE_BYTES} bytes")
+    with warnings.catch_warnings(action="ignore"):  # a warning would print text of the file
+        return ast.parse(source, filename=str(file)).body
 
 
 def _parameters(
@@ -159,12 +175,17 @@ def _parameters(
 
 
 def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
-    """Yield the class and its bases in the same file, nearest first."""
-    yield node
-    others = {name: each for name, each in classes.items() if each is not node}
-    for base in node.bases:
-        if isinstance(base, ast.Name) and base.id in others:
-            yield from _lineage(others[base.id], others)
+    """Yield the class and its bases in the same file, each once, nearest first."""
+    found: dict[str, ast.ClassDef] = {}
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if each.name in found:
+            continue
+        found[each.name] = each
+        names = [base.id for base in each.bases if isinstance(base, ast.Name)]
+        waiting += [classes[name] for name in reversed(names) if name in classes]
+        yield each
 
 
 def _is_foreign(base: ast.expr, classes: dict[str, ast.ClassDef]) -> bool:

@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from penstock.own_files import open_plain, read_document
+from penstock.own_files import max_bytes, open_plain, read_document
 from penstock.redaction import redacted_parts
 
 
@@ -59,8 +59,10 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def tail(path: str | Path, num_bytes: int) -> list[dict[str, Any]]:
-    """Return the complete records within the last `num_bytes` of `path`; empty if there is no such file."""
+    """Return the complete records within the last `num_bytes` of `path`; empty if there is no such file. Of the file of
+    another user, less is read: `own_files.MAX_FOREIGN_BYTES`."""
     with suppress(FileNotFoundError), open_plain(Path(path)) as file:
+        num_bytes = min(num_bytes, max_bytes(file))
         offset = max(0, os.fstat(file.fileno()).st_size - num_bytes - 1)
         file.seek(offset)
         data = file.read(num_bytes + 1)

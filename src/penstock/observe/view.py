@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -15,6 +16,8 @@ TRAINING, PLAYING, EVALUATING = "training", "playing", "evaluating the policy"
 """Phases of a run."""
 INDISPENSABLE = {"controller", "trainer", "rank"}
 """Roles of which the run needs every process."""
+CHECKPOINT = re.compile(r"checkpoints/step_[0-9]{1,20}")
+"""Path of a checkpoint in its run directory. An event with another path is not written by a run."""
 WINDOW_S = 15.0
 """Rates are means over the latest steps; this is about their duration in seconds."""
 
@@ -110,7 +113,7 @@ class RunView:
                 self.num_evaluated = event.get("tasks", 0)
                 if self.plan.pipeline == "eval":
                     self.plan = replace(self.plan, num_steps=self.num_evaluated)
-            case {"event": "checkpoint", "step": step, "path": path}:
+            case {"event": "checkpoint", "step": step, "path": path} if CHECKPOINT.fullmatch(path):
                 self.checkpoints[step] = path
             case {"event": "resumed" | "rewound", "step": step}:
                 self.checkpoints = {saved: path for saved, path in self.checkpoints.items() if saved <= step}

@@ -97,7 +97,7 @@ async def read_range(url: str, start: int, end: int, take: Callable[[bytes], obj
     now = asyncio.get_running_loop().time
     limit = now() + max_silence_s
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=max_silence_s, sock_read=PIECE_S)
-    async with aiohttp.ClientSession(timeout=timeout, read_bufsize=PIECE_BYTES) as session:
+    async with aiohttp.ClientSession(timeout=timeout, read_bufsize=PIECE_BYTES, auto_decompress=False) as session:
         while start < end:
             try:
                 async for piece in _part(session, url, start, min(start + PART_BYTES, end)):
@@ -112,12 +112,18 @@ async def read_range(url: str, start: int, end: int, take: Callable[[bytes], obj
 
 
 async def _part(session: aiohttp.ClientSession, url: str, start: int, end: int) -> AsyncIterator[bytes]:
-    """Yield the pieces as they arrive. aiohttp limits the wait for each piece."""
-    async with session.get(url, headers={"Range": f"bytes={start}-{end - 1}"}, allow_redirects=False) as response:
+    """Yield the pieces as they arrive, and never more bytes than requested. aiohttp limits the wait for each piece."""
+    wrong = aiohttp.ClientPayloadError(f"the answer is not bytes {start} to {end}")
+    headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    async with session.get(url, headers=headers, allow_redirects=False) as response:
         response.raise_for_status()
-        if response.status != PARTIAL or response.content_length != end - start:
-            raise aiohttp.ClientPayloadError(f"the answer is not bytes {start} to {end}")
+        is_encoded = "Content-Encoding" in response.headers
+        if response.status != PARTIAL or response.content_length != end - start or is_encoded:
+            raise wrong
         async for piece in response.content.iter_chunked(PIECE_BYTES):
+            start += len(piece)
+            if start > end:
+                raise wrong
             yield piece
 
 

@@ -19,6 +19,9 @@ from penstock.trainer.noise import first_half
 
 PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions")
 """Columns of a sample with one value per token."""
+LARGEST_REWARD = 1e12
+"""Largest absolute reward of an episode: the sum over a million turns of the largest reward that a turn may have.
+Squares of such rewards are finite in float32."""
 EPSILON = 1e-6
 """Keeps the division finite where a group's rewards barely differ."""
 
@@ -61,6 +64,8 @@ def _unusable(sample: Sample, max_context: int | None, vocab_size: int | None) -
     """Return the reason why `sample` cannot be trained; None if it can."""
     if not math.isfinite(sample.reward):
         return "nonfinite_reward"
+    if abs(sample.reward) > LARGEST_REWARD:
+        return "huge_reward"
     length = len(sample.token_ids)
     if any(len(array) != length for array in (sample.loss_mask, sample.logprobs, sample.versions)):
         return "mismatched_lengths"

@@ -146,11 +146,15 @@ def checked_result(value: object) -> RewardResult:
 
 def check_number(name: str, number: object) -> float:
     """Return a reward or a part as a float. Raises ValueError unless it is a real number of at most `LARGEST`."""
-    if not isinstance(number, numbers.Real) or not math.isfinite(number):
+    try:
+        value = float(number) if isinstance(number, numbers.Real) else math.nan
+    except OverflowError:
+        raise ValueError(f"{name} is larger than {LARGEST:.0f}, and than any float") from None
+    if not math.isfinite(value):
         raise ValueError(f"{name} is {number!r}, not a finite number")
-    if abs(float(number)) > LARGEST:
+    if abs(value) > LARGEST:
         raise ValueError(f"{name} is {number!r}, not a number from {-LARGEST:.0f} to {LARGEST:.0f}")
-    return float(number)
+    return value
 
 
 def field_of(payload: Mapping[str, Any], key: str) -> Any:
