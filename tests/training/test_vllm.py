@@ -29,19 +29,14 @@ def summary(example: str, runs: Path, *overrides: str) -> dict[str, Any]:
 
 
 def test_it_reaches_what_our_own_engine_reaches(tmp_path: Path) -> None:
+    """Answers outlive updates, and say which weights made each token."""
     ours = summary("quickstart", tmp_path / "ours")
-    theirs = summary("vllm", tmp_path / "theirs", f"rollout.python={PYTHON}")
+    theirs = summary("vllm", tmp_path / "theirs", f"rollout.python={PYTHON}", "rollout.update_mode=in_place")
     for found in (ours, theirs):
         assert found["eval_after"] > found["eval_before"] + 0.03
         assert found["kl_engine_trainer"] < 1e-4
     # 256 answers each: the standard error of a mean is about 0.02.
     assert theirs["eval_after"] == pytest.approx(ours["eval_after"], abs=0.08)
-    assert leftovers(only_run(tmp_path / "theirs")) == []
-
-
-def test_answers_that_outlive_an_update_say_which_weights_made_each_token(tmp_path: Path) -> None:
-    found = summary("vllm", tmp_path, f"rollout.python={PYTHON}", "rollout.update_mode=in_place", "trainer.steps=12")
-    assert found["kl_engine_trainer"] < 1e-4
-    metrics = lines(only_run(tmp_path) / "metrics.jsonl")
-    assert max(line["staleness_max"] for line in metrics) >= 1
-    assert found["trajectories"] >= 12 * 32 * 8
+    run_dir = only_run(tmp_path / "theirs")
+    assert max(line["staleness_max"] for line in lines(run_dir / "metrics.jsonl")) >= 1
+    assert leftovers(run_dir) == []
