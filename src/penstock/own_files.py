@@ -44,7 +44,8 @@ def is_ours(path: Path) -> bool:
 
 
 def link_outside(directory: Path, *, but: str | None = None) -> Path | None:
-    """Return a link anywhere in `directory` that leads out of it; None if there is none. Links of a Hugging Face hub
+    """Return a link anywhere in `directory` that leads out of it; None if there is none. Raises OSError if a directory
+    in it cannot be listed. Links of a Hugging Face hub
     cache (`snapshots/...`) may lead to the `blobs` beside its `snapshots`, and links whose names end with `but` may
     lead anywhere."""
     real = Path(os.path.realpath(directory))
@@ -57,8 +58,12 @@ def link_outside(directory: Path, *, but: str | None = None) -> Path | None:
     return None
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _links(directory: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(directory):
+    for folder, folders, files in os.walk(directory, onerror=_raise):
         yield from (path for name in (*folders, *files) if (path := Path(folder, name)).is_symlink())
 
 

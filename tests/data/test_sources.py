@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from made_tables import json_lines, parquet, reading
 
@@ -147,6 +149,21 @@ def test_a_row_that_cannot_leave_the_process_is_named(tmp_path: Path, value: str
     assert tasks.task(0) is not None
     with pytest.raises(ConfigError, match=rf"words.jsonl, line 2: .*{fault}"):
         tasks.task(1)
+
+
+def test_a_value_that_only_pandas_knows_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "times.parquet"
+    times = pa.array([1, 2**62], type=pa.duration("ns"))
+    pq.write_table(pa.table({"question": ["a", "b"], "took": times}), file)
+    with pytest.raises(ConfigError, match=r"times.parquet, row 1: .*(cannot be sent|cannot be read)"):
+        open_tasks(reading(file)).task(0)
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "bytes.parquet"
+    pq.write_table(pa.table({"question": pa.array([b"\xff"], type=pa.binary()).view(pa.string())}), file)
+    with pytest.raises(ConfigError, match=r"bytes.parquet, row 1: the row cannot be read \(UnicodeDecodeError"):
+        open_tasks(reading(file)).task(0)
 
 
 @pytest.mark.parametrize("row", [{"a": ["\ud800"]}, {"a": {"\udc00": 1}}])

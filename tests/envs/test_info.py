@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.envs.exception_location import MAX_CHARS, Origin, sendable
-from penstock.envs.worker_calls import MAX_INFO_BYTES, Raised, Returned, encode, plain
+from penstock.envs.worker_calls import MAX_INFO_BYTES, MAX_INFO_DEPTH, Raised, Returned, encode, plain
 
 
 class Odd:
@@ -33,6 +33,13 @@ def test_only_what_has_no_such_form_becomes_text(value: object, expected: object
 
 def test_a_value_that_is_too_large_is_cut() -> None:
     assert plain(["x" * MAX_INFO_BYTES]) == f"['{'x' * (MAX_CHARS - 2)}... ({MAX_INFO_BYTES + 4} characters)"
+    flat = {"a": [[1] * 5000, {"b": "x" * 1000}]}
+    assert plain(flat) == flat
+    for depth, kept in ((MAX_INFO_DEPTH, True), (MAX_INFO_DEPTH + 1, False)):
+        deep: list[object] = []
+        for _ in range(depth - 1):
+            deep = [deep]
+        assert (plain(deep) == deep) == kept
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]

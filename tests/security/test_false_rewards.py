@@ -59,6 +59,10 @@ def almost(task: dict[str, Any]) -> str:
     return json.dumps([float(each) + 0.5 for each in task["metadata"]["sorted_numbers"]])
 
 
+def polynomial(form: str) -> Callable[[dict[str, Any]], str]:
+    return lambda task: form.format(task["metadata"]["polynomial_expr"])
+
+
 def integral(form: str) -> Callable[[dict[str, Any]], str]:
     return lambda task: form.format(**task["metadata"])
 
@@ -69,6 +73,10 @@ WRONG: list[tuple[str, str | Callable[[dict[str, Any]], str]]] = [
     *(("puzzle24", wrong) for wrong in ("6*4*1*1", "1*1*1*1*0x18", "2_4")),
     ("puzzle24", lambda task: "2_4+(x-x)*" + "*".join(map(str, task["metadata"]["numbers"]))),
     ("puzzle24", lambda task: "24**1+0*" + "*".join(map(str, task["metadata"]["numbers"]))),
+    *(
+        ("polynomial_multiplication", polynomial(form))
+        for form in ("expand({})", "Poly({}).as_expr()", "({}).expand()")
+    ),
     ("countdown", lambda task: "{:#x}+(x-x)*".format(task["metadata"]["target"]) + sum_of(task)),
     *(
         (dataset, integral(form))
@@ -100,7 +108,15 @@ def test_a_rule_pays_for_no_answer_that_evades_the_question(
 
 
 @pytest.mark.parametrize(
-    "dataset", ["number_sorting", "puzzle24", "countdown", "simple_integration", "prime_factorization"]
+    "dataset",
+    [
+        "number_sorting",
+        "puzzle24",
+        "countdown",
+        "simple_integration",
+        "prime_factorization",
+        "polynomial_multiplication",
+    ],
 )
 def test_a_rule_pays_for_the_answers_of_its_tasks(dataset: str) -> None:
     reasoning_gym = pytest.importorskip("reasoning_gym")

@@ -28,7 +28,11 @@ def is_saved(directory: Path) -> bool:
 def check_own_files(directory: Path) -> None:
     """Raise `ConfigError` if a link leads out of the directory of a dataset, or if its card, or a file written by
     `save_to_disk`, names files outside of it or web addresses. The card is read as `datasets` reads it."""
-    if link := link_outside(directory):
+    try:
+        link = link_outside(directory)
+    except OSError as error:
+        raise ConfigError(f"data: {directory} cannot be searched: {error}") from None
+    if link:
         raise ConfigError(f"data: {link} leads out of the dataset {directory}: replace the link by the file itself")
     for where, named in _named_files(directory):
         if "://" in named or "::" in named or named.startswith(("/", "~")) or ".." in Path(named).parts:

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.config import ConfigError, DataConfig
 from penstock.config.imports import import_package
-from penstock.data.row_faults import fault_of
+from penstock.data.row_faults import fault_of, unsendable
 from penstock.data.table_files import Row, Table, open_table
 from penstock.seeding import nth_seed, stable_seed
 from penstock.types import Purpose
@@ -97,8 +97,13 @@ class Rows:
             row = self._table.row(number)
         except RecursionError:
             raise ConfigError(f"data: {self._table.where(number)}: the row is nested too deeply") from None
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the readers of a format raise
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"data: {self._table.where(number)}: the row cannot be read ({reason})") from error
         for key, value in row.items():
-            if fault := fault_of(key) or fault_of(value):
+            if fault := fault_of(key) or fault_of(value) or unsendable(value):
                 raise ConfigError(f"data: {self._table.where(number)}: {key!a} has {fault}: correct or remove the row")
         return row
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import chain
 
+import msgspec
+
 MAX_DEPTH = 100
 """Maximum nesting of a row."""
 
@@ -20,6 +22,15 @@ def fault_of(value: object, depth: int = 1) -> str | None:
         return f"values that are nested more than {MAX_DEPTH} deep"
     parts = chain(value.keys(), value.values()) if isinstance(value, dict) else value
     return next((fault for each in parts if (fault := fault_of(each, depth + 1))), None)
+
+
+def unsendable(value: object) -> str | None:
+    """Return what keeps a value of a type that JSON lacks from being sent; None if it can be sent."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        return f"a value that cannot be sent ({error})"
+    return None
 
 
 def _is_text(value: str) -> bool:

@@ -116,7 +116,7 @@ class HuggingFace:
                 raise ConfigError(f"data: {path} has no split {split}; it has {', '.join(found)}")
             found = found[split]
         check_features(path, found.features)
-        self._rows = found
+        self._rows = found.with_format(None)
         self.blocks = [len(found)]
 
     def row(self, number: int) -> Row:

@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
@@ -24,6 +26,8 @@ from penstock.samples import Segment, Trajectory, Turn
 from penstock.scheduler.segments import AnswerState, SegmentPolicy
 from penstock.types import EpisodeLease, Sampling, SegmentGrant, StopReason, Task, TrajectoryStatus
 
+MAX_INFO_BYTES_OF_ALL = 1 << 18
+"""Limit of an episode's whole `info`: the summaries of a group travel in one message."""
 LONGEST_SEPARATOR = 64
 """Maximum number of characters between two messages of a repeated conversation: line breaks, speaker names, turn
 markers."""
@@ -161,7 +165,15 @@ class Episode:
     def hear(self, info: object) -> None:
         """Keep the wanted keys of an environment's `info`, in a form that can be sent."""
         if self.wanted and isinstance(info, Mapping):
-            self.info |= {name: plain(info[name]) for name in self.wanted if name in info}
+            for name in self.wanted:
+                if name in info:
+                    self.info[name] = None
+                    self.info[name] = self._within_bounds(plain(info[name]))
+
+    def _within_bounds(self, value: Any) -> Any:
+        """Return a value of `info`, or a text instead if the episode's summary would become too large."""
+        size = len(msgspec.msgpack.encode([self.info, value]))
+        return value if size <= MAX_INFO_BYTES_OF_ALL else f"left out: the info of the episode has {size} bytes"
 
     def fail(self, error: Exception) -> None:
         if not self.ended:

@@ -66,7 +66,11 @@ def vocab_size(directory: Path) -> int | None:
 def check_links(directory: Path) -> None:
     """Check that no link leads out of a model directory: what it leads to could get into checkpoints. Weights are not
     copied, and may be links. Raises `ModelError`."""
-    if link := link_outside(directory, but=".safetensors"):
+    try:
+        link = link_outside(directory, but=".safetensors")
+    except OSError as error:
+        raise ModelError(f"model directory {directory} cannot be searched: {error}") from None
+    if link:
         raise ModelError(f"{link} leads out of the model directory {directory}: replace the link by the file itself")
 
 

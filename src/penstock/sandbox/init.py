@@ -30,6 +30,7 @@ TICK_MS = 100
 MAX_FILES = 1 << 16
 """Most files and directories in one of the box's file systems, because its size does not count the names of files."""
 MAX_OPEN_FILES = 256
+MAX_PENDING_SIGNALS = 256
 CHUNK = 1 << 16
 ROUNDS = 100
 """Most looks for processes that are to be killed, while other programs in the box must live."""
@@ -210,6 +211,7 @@ def restrict(limits: dict) -> None:  # type: ignore[type-arg]
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         if limit is not None:

@@ -42,7 +42,7 @@ COMMON = {
 """Numbers of newer calls, which are the same on every architecture."""
 X86_64 = COMMON | {
     "shmget": 29, "ptrace": 101, "personality": 135, "uselib": 134, "ustat": 136, "sysfs": 139, "vhangup": 153,
-    "modify_ldt": 154, "pivot_root": 155, "_sysctl": 156, "adjtimex": 159, "chroot": 161, "acct": 163,
+    "io_setup": 206, "modify_ldt": 154, "pivot_root": 155, "_sysctl": 156, "adjtimex": 159, "chroot": 161, "acct": 163,
     "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170,
     "setdomainname": 171, "iopl": 172, "ioperm": 173, "create_module": 174, "init_module": 175, "delete_module": 176,
     "get_kernel_syms": 177, "query_module": 178, "quotactl": 179, "nfsservctl": 180, "lookup_dcookie": 212,
@@ -53,7 +53,7 @@ X86_64 = COMMON | {
     "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "syslog": 103, 
 }  # fmt: skip
 AARCH64 = COMMON | {
-    "lookup_dcookie": 18, "umount2": 39, "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51,
+    "io_setup": 0, "lookup_dcookie": 18, "umount2": 39, "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51,
     "vhangup": 58, "quotactl": 60, "vmsplice": 75, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104,
     "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116, "ptrace": 117, "reboot": 142,
     "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171, "shmget": 194, "add_key": 217,

@@ -119,7 +119,7 @@ class PoolIndex:
             with self._env.begin() as txn:
                 for _, data in txn.cursor(self._groups):
                     yield _decoder.decode(data)
-        except (lmdb.Error, msgspec.MsgspecError) as error:
+        except (lmdb.Error, msgspec.MsgspecError, RecursionError) as error:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: Exception | str) -> PoolUnreadable:

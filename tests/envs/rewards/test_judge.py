@@ -104,7 +104,7 @@ async def test_the_answer_stands_between_marks_that_it_cannot_know() -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", ["Nice.", "", "Score: 11", "Score: -1", "Score: none", f"Score: {'9' * 400}", 400, 413, 422]
+    "reply", ["Nice.", "", "Score: 11", "Score: -1", "Score: none", f"Score: {'9' * 400}", 400, 403, 413, 422, 451]
 )
 async def test_an_answer_without_a_usable_score_earns_nothing(
     reply: str | int, caplog: pytest.LogCaptureFixture
@@ -121,7 +121,7 @@ async def test_an_answer_without_a_usable_score_earns_nothing(
     )
 
 
-@pytest.mark.parametrize("statuses", [(400,), (413,), (422,), ("Score: 1", 401), ("Score: 1", 403), ("Score: 1", 404)])
+@pytest.mark.parametrize("statuses", [(400,), (413,), (422,), ("Score: 1", 401), ("Score: 1", 405), ("Score: 1", 404)])
 async def test_settings_that_do_not_fit_the_judge_fail_the_episode(statuses: tuple[str | int, ...]) -> None:
     with judging(*statuses) as (judge, _):
         with pytest.raises(openai.APIStatusError, match="later"):

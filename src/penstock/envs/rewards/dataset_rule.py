@@ -19,6 +19,9 @@ COIN_FLIP_TOLERANCE = 1e-4
 """Largest difference for which the rule of `coin_flip` gives full marks."""
 ARITHMETIC = re.compile(r"[0-9\s()*/+-]+")
 """Characters of an expression of whole numbers and the four operators."""
+POLYNOMIAL = re.compile(r"[A-Za-z0-9\s()*/+-]+")
+CALL = re.compile(r"[A-Za-z]\s*\(|[A-Za-z]{2}")
+"""A name before a parenthesis, or one of several letters: SymPy would compute the product that the task asks for."""
 NAME_IN_FORMULA = re.compile(r"[^\W\d]\w*")
 SYMBOL = re.compile(r"[A-Za-z]_?[0-9]*")
 FUNCTIONS = frozenset(
@@ -90,6 +93,8 @@ def _is_overpaid(answer: str, payload: Mapping[str, Any]) -> bool:
             return not _is_arithmetic(answer)
         case "prime_factorization":
             return "×" in payload["answer"] and _has_trivial_factor(answer, payload["metadata"]["number"])
+        case "polynomial_multiplication":
+            return not POLYNOMIAL.fullmatch(answer) or CALL.search(answer) is not None
         case "simple_integration" | "intermediate_integration":
             return not _is_formula(answer)
     return False
