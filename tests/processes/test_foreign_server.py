@@ -82,6 +82,19 @@ async def test_a_run_whose_server_was_taken_over_ends(runner: EngineRunner, monk
         assert "run other already uses this server" in str(ended.value.exceptions[0])
 
 
+async def test_a_run_with_other_servers_goes_on_without_the_one_that_was_taken(
+    runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = asyncio.Event()
+    async with serve(runner) as url, claim_of(url, "hung") as hung, claim_of(url, "other") as other:
+        shared = ServerClaim(hung.client, "hung", "nonce of hung", is_only=False)
+        await other.take()
+        monkeypatch.setattr(foreign_server, "LEASE_S", 0.01)
+        monkeypatch.setattr(foreign_server.Paced, "info", lambda log, line: refused.set())
+        async with shared.renewed():
+            await refused.wait()
+
+
 async def test_a_wrong_url_is_named_with_its_remedy(web_page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_server, "CLAIM_TIMEOUT_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -19,7 +19,7 @@ from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.update import WeightsUpdate
-from penstock.types import EpisodeId, Sampling, SegmentGrant
+from penstock.types import NO_VERSION, EpisodeId, Sampling, SegmentGrant
 from penstock.weights.shared_memory import fingerprint
 
 GRANT = SegmentGrant(episode=EpisodeId("tag", 0, 0, 0), max_tokens=4)
@@ -42,6 +42,8 @@ class Line:
         self.cut, self.asked = False, asyncio.Event()
         self.silent = False
         """Whatever comes waits for the end."""
+        self.num_begun = 0
+        """Number of requests to stage weights."""
         self.failing: tuple[str, int] | None = None
         """What comes at paths that begin so is answered with this status."""
         self.on_commit: Callable[[], object] = lambda: None
@@ -55,6 +57,7 @@ class Line:
         self.asked.set()
         if self.silent:
             await self._end.wait()
+        self.num_begun += request.path == "/weights/begin"
         if request.path == "/weights/commit":
             self.on_commit()
         if self.failing is not None and request.path.startswith(self.failing[0]):
@@ -437,6 +440,63 @@ async def test_a_server_that_refuses_a_request_that_another_answers_is_lost(line
         assert [await served_by(servers, episode) for episode in range(4)] == [5] * 4
         await servers.close()
     assert lost == [line.url]
+
+
+async def test_servers_that_refuse_a_request_are_lost_if_a_third_answers(line: Line, other: EngineRunner) -> None:
+    lost: list[str] = []
+    again = Line(line.url)
+    await again.server.start_server()
+    async with serve(other) as second:
+        servers = Servers([line.url, again.url, second], lost=lambda url, why: lost.append(url))
+        line.failing = again.failing = "/generate", 400
+        assert [await served_by(servers, episode) for episode in range(4)] == [5] * 4
+        await servers.close()
+    assert sorted(lost) == sorted([line.url, again.url])
+    await again.close()
+
+
+async def test_a_refusal_does_not_end_an_update_while_another_server_is_away(
+    line: Line, other: EngineRunner, hurried: None
+) -> None:
+    async with serve(other) as second:
+        away = Line(second)
+        await away.server.start_server()
+        servers = Servers([line.url, away.url])
+        line.failing, away.cut = ("/weights", 401), True
+        updating = asyncio.create_task(servers.update_weights(make_handle(6)))
+        for _ in range(2):
+            line.asked.clear()
+            await line.asked.wait()
+        assert not updating.done()
+        away.cut = False
+        await updating
+        assert other.policy_version == 6
+        await servers.close()
+        await away.close()
+
+
+async def test_a_server_that_fails_update_after_update_is_asked_less_and_less(line: Line, other: EngineRunner) -> None:
+    asked: list[int] = []
+    async with serve(other) as second:
+        servers = Servers([line.url, second])
+        line.failing = "/weights/begin", 500
+        for version in range(6, 26):
+            line.asked.clear()
+            before = line.num_begun
+            await servers.update_weights(make_handle(version))
+            asked += [version] * (line.num_begun - before)
+        await servers.close()
+    assert [version - 6 for version in asked] == [0, 1, 3, 7, 15]
+
+
+async def test_numbers_are_reset_on_the_servers_that_answer(line: Line, other: EngineRunner) -> None:
+    lost: list[str] = []
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: lost.append(url))
+        line.failing = "/weights/forget", 500
+        await servers.forget_weights()
+        assert (lost, other.policy_version) == ([line.url], NO_VERSION)
+        await servers.close()
 
 
 async def test_an_update_that_every_server_refuses_changes_none(runner: EngineRunner, other: EngineRunner) -> None:

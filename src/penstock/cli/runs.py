@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ ENDED = {LOST, UNKNOWN, UNREADABLE} | {state.value for state in RunState if stat
 TAIL_BYTES = 32_768
 SECTIONS = ("env", "trainer", "supervisor")
 """Sections of the settings that the commands read."""
+LONG_NUMBER = re.compile(r"[-+0-9a-fA-FxX_:.]{100,}")
 MAX_DEPTH = 100
 """Most levels of the settings of a run."""
 NUM_NAMED = 5
@@ -172,7 +174,7 @@ def config_of(run_dir: Path) -> dict[str, Any]:
     try:
         text = read_document(run_dir / "config.yaml")
         document = yaml.load(text, Loader=_Loader) if _is_flat(text) else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError):
+    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
         return {}
     if not isinstance(document, dict) or not all(isinstance(document.get(name, {}), dict) for name in SECTIONS):
         return {}
@@ -180,12 +182,13 @@ def config_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _is_flat(text: bytes) -> bool:
-    """Return whether a YAML text has few levels and no aliases. Many levels crash the C loader, and aliases make large
-    values of short texts. A run writes neither."""
+    """Return whether a YAML text has few levels, no aliases and no long numbers. Many levels crash the C loader,
+    aliases make large values of short texts, and long numbers take long. A run writes none of them."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+        is_long = isinstance(event, yaml.ScalarEvent) and LONG_NUMBER.fullmatch(event.value)
+        if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or is_long:
             return False
     return True
 

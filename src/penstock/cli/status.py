@@ -91,7 +91,10 @@ def claim_answer(run_dir: Path, *, now: float, interval_s: float, force: bool = 
     """Return 0 if this caller gets an answer, and record its time; otherwise return the seconds until the next answer
     is due. A last answer in the future came from a wrong clock and is ignored."""
     with (run_dir / STAMP).open("a+") as stamp:
-        fcntl.flock(stamp, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(stamp, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another caller is being answered, or a reader of a shared run holds the lock
+            return 0.0 if force else interval_s
         stamp.seek(0)
         answered = float(stamp.read() or "-inf")
         if not force and answered <= now < answered + interval_s:

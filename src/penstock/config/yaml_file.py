@@ -88,6 +88,11 @@ def _load(text: str) -> Any:
         raise yaml.YAMLError(f"it has more than {MAX_LEVELS} levels") from None
 
 
+def check_text(text: str) -> None:
+    """Raise `yaml.YAMLError` if a text of others has too many levels, values or digits to be loaded."""
+    _load(text)
+
+
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """Return the tree of dotted overrides: `["a.b=1"]` -> `{"a": {"b": 1}}`. Values are YAML. A later override changes
     the result of an earlier one. Raises `ConfigError`."""

@@ -10,6 +10,7 @@ import msgspec
 import yaml
 
 from penstock.config import ConfigError
+from penstock.config.yaml_file import check_text
 from penstock.own_files import link_outside
 
 PLAIN_FEATURES = (
@@ -42,11 +43,15 @@ def check_own_files(directory: Path) -> None:
 def _named_files(directory: Path) -> Iterator[tuple[str, str]]:
     """Yield the names of files, with where they stand. Raises `ConfigError` if a card cannot be read."""
     from huggingface_hub import DatasetCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     try:
-        card = directory / "README.md"
+        card, alone = directory / "README.md", directory / ".huggingface.yaml"
+        if card.is_file() and (block := REGEX_YAML_BLOCK.search(card.read_text())):
+            check_text(block.group(2))
+        if alone.is_file():
+            check_text(alone.read_text())
         settings = DatasetCard.load(card).data.to_dict() if card.is_file() else {}
-        alone = directory / ".huggingface.yaml"
         settings |= (yaml.safe_load(alone.read_text()) or {}) if alone.is_file() else {}
     except Exception as error:  # whatever the parsers raise
         raise ConfigError(f"data: the dataset card of {directory} cannot be read: {error}") from None

@@ -7,6 +7,7 @@ ends. Never imports torch.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import sys
@@ -26,6 +27,7 @@ from starlette.responses import Response
 from penstock.config import Config
 from penstock.config.secret_settings import VARIABLES
 from penstock.deadline import Stalled, alongside, deadline, first, warn_if_stalled
+from penstock.observe.log_lines import Paced
 from penstock.ports.observer import BusySpan
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.layout import host_of, model_dir, server_number
@@ -39,6 +41,8 @@ from penstock.rollout.servers import CONFLICT, connect
 from penstock.rollout.session import KEEP_ALIVE_S, HttpSession, RolloutError, open_session
 from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
+
+logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 0.5
 LEASE_S = 8.0
@@ -96,7 +100,8 @@ async def serve(child: Child, config: Config) -> None:
     session = HttpSession(api_key=rollout.control_key, claim=secret, timeout_s=rollout.request_timeout_s)
     try:
         async with engine_of(child, config) as (url, process):
-            claim = ServerClaim(connect(config.rollout.engine, url, session), child.run_id, secret)
+            client, is_only = connect(config.rollout.engine, url, session), len(config.rollout.urls) < 2
+            claim = ServerClaim(client, child.run_id, secret, is_only=is_only)
             await await_server(config, claim, process)
             metrics = EngineMetrics(child.name, config, url, session)
             async with (
@@ -253,8 +258,9 @@ class ServerClaim:
     """A claim of this run on the server. Each lease lasts `LEASE_S` seconds; the run renews it, and releases it at the
     end."""
 
-    def __init__(self, client: ServerClient, run_id: str, nonce: str) -> None:
-        self.client, self._run = client, (run_id, nonce)
+    def __init__(self, client: ServerClient, run_id: str, nonce: str, *, is_only: bool = True) -> None:
+        """`is_only`: the run has no other server, so it ends if another run takes this one."""
+        self.client, self._run, self._is_only = client, (run_id, nonce), is_only
 
     async def take(self) -> None:
         """Claim the server. Raises `RolloutError` with status 409 while another run holds the claim."""
@@ -264,9 +270,10 @@ class ServerClaim:
     async def renewed(self) -> AsyncIterator[None]:
         """Renew the claim for the length of the body, then release it.
 
-        Raises `RolloutError` if another run has taken the server. Other failures are ignored: the server's clients
-        notice them.
+        Raises `RolloutError` if another run has taken the only server. Other failures are ignored: the server's clients
+        notice them, and use its other servers.
         """
+        log = Paced(logger)
 
         async def renew() -> None:
             while True:
@@ -274,8 +281,11 @@ class ServerClaim:
                 try:
                     await self.take()
                 except (RolloutError, Stalled) as error:
-                    if isinstance(error, RolloutError) and error.status == CONFLICT:
+                    if not isinstance(error, RolloutError) or error.status != CONFLICT:
+                        continue
+                    if self._is_only:
                         raise
+                    log.info(f"the run goes on without this server: {error}")
 
         try:
             async with alongside(renew()):

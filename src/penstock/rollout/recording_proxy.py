@@ -102,6 +102,11 @@ class RecordingProxy(AnswersOnly):
         return await self._policy.generate(prompt_ids, grants, sampling, seeds)
 
 
+MAX_STEPS = 10_000
+"""Largest distance between two versions of this run that answers show one after the other. A larger one is a mistake of
+a server."""
+
+
 class ServedVersions:
     """The times at which a newer policy_version first appeared in answers. Times are seconds of any clock."""
 
@@ -115,7 +120,8 @@ class ServedVersions:
     def note(self, segments: Sequence[Segment], *, now: float) -> None:
         """Note the newest policy_version of segments that were just sampled."""
         version = max((span.policy_version for each in segments for span in each.spans), default=NO_VERSION)
-        if version > self.newest:
+        is_next = not self._changes or version <= self.newest + MAX_STEPS
+        if version > self.newest and is_next:
             self._changes.append((now, version))
 
     def oldest_since(self, then: float) -> int:

@@ -51,6 +51,8 @@ CONFLICT = 409
 """Status of a commit of weights that are not staged, and of a claim on a server that another run holds."""
 UNREACHABLE_WEIGHTS = 424
 """Status of an update with weights that the server cannot fetch from their location."""
+MAX_DOUBLINGS = 6
+"""A server that fails updates is asked again after 1, 2, 4, ..., 64 updates."""
 OWN_FAULTS = (401, 403, 404, 405, 408, UNREACHABLE_WEIGHTS, 429)
 """Statuses of the range 4xx that say nothing about the request."""
 LOAD_SLACK = 32
@@ -88,6 +90,10 @@ class ServerState:
     """Number of consecutive failed probes."""
     refuses: bool = False
     """It refused weights that another server took. It stays lost until it takes the next ones."""
+    failed_updates: int = 0
+    """Number of consecutive weights updates that it failed."""
+    retry_at: int = 0
+    """Number of the update at which it is asked again. Each failure may take as long as an update may."""
     newest: int = NO_VERSION
     """Version of its last answer. A server that comes back with an older version was restarted."""
 
@@ -116,6 +122,9 @@ class Servers:
         self._on_lost = lost
         self._updating = asyncio.Lock()
         self._latest: WeightsHandle | None = None
+        self._num_updates = 0
+        self._any_away = False
+        """Whether a server gave no answer when the last update began. It may come back."""
         self._released = False
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
@@ -148,12 +157,12 @@ class Servers:
     ) -> list[Segment]:
         """Generate on the episode's last server or on the least loaded one. Return one segment per grant.
 
-        If the server is lost meanwhile, another server gets the same request. So does a second server if the first one
-        refuses the request. If both refuse, the refusal is raised; otherwise the first server counts as lost. If every
-        server has failed, and the last one is alive and answered 500 or what its protocol does not know, its error is
-        raised."""
+        If the server is lost meanwhile, another server gets the same request. So does another server if one refuses the
+        request. If all usable servers refuse, the first refusal is raised; if one answers, those that refused count as
+        lost. If every server has failed, and the last one is alive and answered 500 or what its protocol does not know,
+        its error is raised."""
         tried: list[ServerState] = []
-        refusal: tuple[ServerState, RolloutError | Stalled] | None = None
+        refusals: list[tuple[ServerState, RolloutError | Stalled]] = []
         while True:
             server = await self._choose_server(grants[0].episode, tried)
             try:
@@ -163,19 +172,17 @@ class Servers:
                 tried.append(server)
                 if _is_lost(error):
                     self._mark_lost(server, error)
-                elif refusal is not None:
-                    raise
                 else:
-                    refusal = server, error
+                    refusals.append((server, error))
+                if refusals and all(each in tried or each.lost_at is not None for each in self._servers):
+                    raise refusals[0][1] from None
                 if all(each in tried for each in self._servers):
-                    if refusal is not None:
-                        raise refusal[1] from None
                     if _is_repeatable(error) and await _is_alive(server):
                         raise
                     tried.clear()
             else:
-                if refusal is not None:
-                    self._mark_lost(*refusal)
+                for refusing, why in refusals:
+                    self._mark_lost(refusing, why)
                 for grant in grants:
                     self._last_server[grant.episode] = server
                     self._last_server.move_to_end(grant.episode)
@@ -275,6 +282,7 @@ class Servers:
 
     def _mark_usable(self, server: ServerState) -> None:
         server.lost_at, server.failed_probes, server.refuses = None, 0, False
+        server.failed_updates = server.retry_at = 0
 
     def _mark_lost(self, server: ServerState, error: BaseException) -> None:
         if server.lost_at is None:
@@ -282,9 +290,9 @@ class Servers:
         server.lost_at = asyncio.get_running_loop().time()
 
     async def forget_weights(self) -> None:
-        """Reset version numbers on all servers, which may have served an earlier run. Raises RolloutError or Stalled if
-        a call fails."""
-        await asyncio.gather(*(server.client.forget_weights() for server in self._servers))
+        """Reset version numbers on all servers, which may have served an earlier run. A server that fails is lost.
+        Raises RolloutError or Stalled if all fail."""
+        await self._call_all(self._servers, lambda client: client.forget_weights())
 
     async def update_weights(self, handle: WeightsHandle) -> None:
         """Stage weights on all servers, then commit on all servers.
@@ -302,24 +310,38 @@ class Servers:
                 except (RolloutError, Stalled) as error:
                     if isinstance(error, RolloutError) and error.status == UNREACHABLE_WEIGHTS:
                         raise TrainerLost(str(error)) from None
-                    if not _is_lost(error) or _is_malformed(error) or asyncio.get_running_loop().time() > limit:
+                    is_final = not _is_lost(error) or _is_malformed(error)
+                    if asyncio.get_running_loop().time() > limit or (is_final and not self._any_away):
                         raise
                 await asyncio.sleep(POLL_S)
             self._latest = handle
 
     async def _update_weights(self, handle: WeightsHandle) -> None:
-        lost = [server for server in self._servers if server.lost_at is not None]
-        back = await asyncio.gather(*(server.client.alive() for server in lost), return_exceptions=True)
-        gone = {id(server) for server, error in zip(lost, back, strict=True) if error is not None}
-        servers: Sequence[ServerState] = [server for server in self._servers if id(server) not in gone] or self._servers
+        self._num_updates += 1
+        asked = await self._to_update()
         try:
-            servers = await self._call_all(servers, lambda client: client.begin_weights(handle))
+            staged = await self._call_all(asked, lambda client: client.begin_weights(handle))
         except (RolloutError, TimeoutError):
-            aborted = (self._call(server, lambda client: client.abort_weights()) for server in servers)
+            aborted = (self._call(server, lambda client: client.abort_weights()) for server in asked)
             await asyncio.gather(*aborted, return_exceptions=True)
             raise
-        for server in await self._call_all(servers, lambda client: _commit(client, handle)):
-            self._mark_usable(server)
+        updated = await self._call_all(staged, lambda client: _commit(client, handle))
+        for server in asked:
+            if server in updated:
+                self._mark_usable(server)
+            else:
+                server.failed_updates += 1
+                server.retry_at = self._num_updates + 2 ** min(server.failed_updates - 1, MAX_DOUBLINGS)
+
+    async def _to_update(self) -> Sequence[ServerState]:
+        """Return the servers to update: the usable ones, and lost ones that answer and are due; all if there are
+        none."""
+        lost = [server for server in self._servers if server.lost_at is not None]
+        back = await asyncio.gather(*map(_is_alive, lost))
+        away = [server for server, is_alive in zip(lost, back, strict=True) if not is_alive]
+        self._any_away = bool(away)
+        left_out = [server for server in lost if server in away or server.retry_at > self._num_updates]
+        return [server for server in self._servers if server not in left_out] or self._servers
 
     async def release(self) -> None:
         """Make every server free its memory for the trainer. A lost server holds no memory."""
@@ -347,8 +369,8 @@ class Servers:
         await self._watch(server, call(server.client), partial(_raise_unresponsive, server))
 
     async def _call_all(self, servers: Sequence[ServerState], call: ClientCall) -> Sequence[ServerState]:
-        """Call all servers and wait for all. Return the servers that succeeded; the others are lost. Raises the first
-        refusal, or else the first failure, if no server succeeded."""
+        """Call all servers and wait for all. Return the servers that succeeded; the others are lost. If no server
+        succeeded, raises the error of one that may come back, or else the first refusal."""
         outcomes = await asyncio.gather(*(self._call(server, call) for server in servers), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
         refusals = [failure for failure in failures if not _is_lost(failure)]
@@ -358,7 +380,8 @@ class Servers:
             for server, outcome in zip(servers, outcomes, strict=True):
                 if outcome is not None and _is_lost(outcome):
                     self._mark_lost(server, outcome)
-            raise (refusals or failures)[0]
+            hopeful = [failure for failure in failures if _is_lost(failure) and not _is_malformed(failure)]
+            raise (hopeful or refusals or failures)[0]
         for server, outcome in zip(servers, outcomes, strict=True):
             if outcome is not None:
                 server.refuses = not _is_lost(outcome)
@@ -406,7 +429,7 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, Stalled)
 
 
-def _is_malformed(error: RolloutError | Stalled) -> bool:
+def _is_malformed(error: BaseException) -> bool:
     """Return whether a server answered something that its protocol does not know, or refused our key or the route."""
     return isinstance(error, RolloutError) and error.status is not None and error.status <= 405
 

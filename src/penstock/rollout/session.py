@@ -106,6 +106,7 @@ def open_session(headers: Mapping[str, str], connector: aiohttp.BaseConnector | 
         connector=connector,
         timeout=aiohttp.ClientTimeout(total=None),
         headers={"Accept-Encoding": "identity", **headers},
+        cookie_jar=aiohttp.DummyCookieJar(),  # those of one server would go to another one of the same host
         auto_decompress=False,  # a small reply could become a large one
     )
 
