@@ -70,13 +70,13 @@ def config_of(reward: str, **options: Any) -> Config:
     )
 
 
-def countdown() -> dict[str, Any]:
-    task: dict[str, Any] = pytest.importorskip("reasoning_gym").create_dataset("countdown", seed=1, size=1)[0]
+def spiral() -> dict[str, Any]:
+    task: dict[str, Any] = pytest.importorskip("reasoning_gym").create_dataset("spiral_matrix", seed=1, size=1)[0]
     return task
 
 
 async def test_an_executed_answer_cannot_leave_the_rules_of_its_reward(caplog: pytest.LogCaptureFixture) -> None:
-    config, task = config_of("reasoning_gym"), countdown()
+    config, task = config_of("reasoning_gym"), spiral()
     async with aclosing(Scorers(config)) as scorers:
         scorer = scorers.of(config.env, task)
         assert scorer is not None

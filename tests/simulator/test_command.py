@@ -101,4 +101,4 @@ def test_calibration_prints_what_to_paste(run_dir: Path, tmp_path: Path) -> None
     assert missing.exit_code == 1 and "no run named" in missing.stderr
     (tmp_path / "empty").mkdir()
     empty = penstock("simulate", "--calibrate", tmp_path / "empty")
-    assert empty.exit_code == 2 and "no config.yaml" in empty.stderr
+    assert empty.exit_code == 1 and "no run named" in empty.stderr

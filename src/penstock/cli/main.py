@@ -126,13 +126,13 @@ def simulate(
 ) -> None:
     """Compare strategies on modelled machines, with the real scheduler and loop on a virtual clock."""
     from penstock.cli import simulate as command
-    from penstock.cli.runs import find
+    from penstock.cli.runs import find_directory
 
     if config is not None and calibrate is None:
         raise typer.Exit(command.simulate(config, overrides or [], json=json, plot=plot))
     if config is not None or calibrate is None:
         raise typer.BadParameter("give either CONFIG or --calibrate RUN")
-    raise typer.Exit(command.calibrate(find(runs_dir, calibrate), json=json))
+    raise typer.Exit(command.calibrate(find_directory(runs_dir, calibrate), json=json))
 
 
 @app.command()

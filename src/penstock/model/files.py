@@ -68,6 +68,8 @@ def check_links(directory: Path) -> None:
     copied, and may be links. Raises `ModelError`."""
     try:
         link = link_outside(directory, but=".safetensors")
+    except FileNotFoundError:
+        raise ModelError(f"model directory {directory} does not exist") from None
     except OSError as error:
         raise ModelError(f"model directory {directory} cannot be searched: {error}") from None
     if link:
