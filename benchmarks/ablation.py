@@ -56,13 +56,13 @@ POLICIES = {
     "sjf": ["scheduler.dispatch.policy=sjf"],
     "sjf_without_aging": [
         "scheduler.dispatch.policy=sjf",
-        "scheduler.dispatch.aging_s=1e9",
-        "scheduler.dispatch.max_wait_s=1e9",
+        "scheduler.dispatch.aging=1000h",
+        "scheduler.dispatch.max_wait=1000h",
     ],
     "ljf": ["scheduler.dispatch.policy=ljf"],
     "probe": ["scheduler.dispatch.policy=probe"],
 }
-ORDERED = ["scheduler.max_running=64", "scheduler.dispatch.look_ahead=48", "scheduler.dispatch.aging_s=5.0"]
+ORDERED = ["scheduler.max_running=64", "scheduler.dispatch.look_ahead=48", "scheduler.dispatch.aging=5s"]
 """Slots are scarce, so that an order means something."""
 CLOSED = [
     "scheduler.mode=synchronous",

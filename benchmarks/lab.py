@@ -198,6 +198,15 @@ def first_samples_s(run_dir: Path) -> float:
     return float(ready[0] - decisions(run_dir, "dispatch")[0]["time"])
 
 
+def waits_s(run_dir: Path) -> list[float]:
+    """From admission to start, of every group that started."""
+    admitted = {line["group"]: line["time"] for line in decisions(run_dir, "admission")}
+    started: dict[int, float] = {}
+    for line in decisions(run_dir, "dispatch"):
+        started.setdefault(line["group"], line["time"])
+    return [time - admitted[group] for group, time in started.items() if group in admitted]
+
+
 def makespan_s(run_dir: Path) -> float:
     """From the first dispatch until every group is ready; for a closed set."""
     return float(ready_times(run_dir)[-1][0] - decisions(run_dir, "dispatch")[0]["time"])

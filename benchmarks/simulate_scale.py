@@ -34,7 +34,7 @@ def config(steps: int) -> Config:
             "scheduler": {
                 "max_staleness": 2,
                 "group_filter": [],
-                "trigger": {"min_samples": 4096, "max_wait_s": 60.0},
+                "trigger": {"min_samples": 4096, "max_wait": "60s"},
             },
             "simulator": {
                 "engine": {"step_s": 0.012, "sequence_s": 2e-4, "update_s": 1.0},

@@ -28,8 +28,8 @@ CLUSTER: dict[str, Any] = {
     "scheduler": {
         "max_staleness": 2,
         "group_filter": [],
-        "dispatch": {"aging_s": 600.0, "max_wait_s": 3600.0},
-        "trigger": {"min_samples": 2048, "max_wait_s": 30.0},
+        "dispatch": {"aging": "600s", "max_wait": "1h"},
+        "trigger": {"min_samples": 2048, "max_wait": "30s"},
     },
     "simulator": {
         "trainer_devices": 256,
@@ -89,7 +89,7 @@ def main() -> None:
     shape: dict[str, Any] = {"steps": 5 if options.quick else 7, "warmup_steps": 3, "seeds": seeds}
     size: dict[str, Any] = SMALL if options.quick else {}
     shape |= {"trainer_devices": 16} if options.quick else {}
-    step = {"trigger": {"use": "step", "min_samples": 1024 if options.quick else 16_384, "max_wait_s": 120.0}}
+    step = {"trigger": {"use": "step", "min_samples": 1024 if options.quick else 16_384, "max_wait": "2m"}}
     asynchronous: dict[str, Any] = {"strategies": ["asynchronous"], **shape}
     orders: dict[str, Any] = {"dispatch": [*ORDERS], "triggers": ["compute"], **asynchronous}
     tables = {

@@ -88,7 +88,7 @@ def test_a_mapping_is_merged_and_an_empty_one_empties(tmp_path: Path, overrides:
         ("observe.trackers=[tensorbord]", "bad value for observe.trackers"),
         ("scheduler.trigger.feedback.fewest_samples=100000", "exceeds the samples of a step"),
         ("scheduler.trigger.feedback={fewest_samples: 9, most_samples: 8}", "exceeds most_samples (8)"),
-        ("scheduler.trigger.feedback={shortest_wait_s: 9.0, longest_wait_s: 8.0}", "exceeds longest_wait_s (8.0)"),
+        ("scheduler.trigger.feedback={shortest_wait: 9s, longest_wait: 8s}", "exceeds longest_wait (8s)"),
         ("rollout.slots=0", "bad value for rollout.slots"),
         (
             "scheduler={segment_length: 20, global_max_length: 10}",

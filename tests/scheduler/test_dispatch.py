@@ -31,7 +31,7 @@ def pending(number: int, *, at: float = 0.0, tokens: float = 0.0, size: int = 4)
 def policy_of(
     name: str, *, look_ahead: int = 1000, aging_s: float = 60.0, max_wait_s: float = 1e6, groups: Sequence = ()
 ) -> DispatchPolicy:
-    config = DispatchConfig.model_validate({"policy": name, "aging_s": aging_s, "max_wait_s": max_wait_s})
+    config = DispatchConfig.model_validate({"policy": name, "aging": f"{aging_s}s", "max_wait": f"{max_wait_s}s"})
     policy = DispatchPolicy(config, look_ahead=look_ahead)
     for group in groups:
         policy.push(group)
@@ -93,7 +93,7 @@ class Model:
 def test_order_is_what_the_model_says(
     sign: int, aging_s: float, max_wait_s: float, look_ahead: int, actions: list[tuple]
 ) -> None:
-    order = Order[int](sign=sign, aging_s=aging_s, max_wait_s=max_wait_s, look_ahead=look_ahead)
+    order = Order[int](sign=sign, aging=f"{aging_s}s", max_wait=f"{max_wait_s}s", look_ahead=look_ahead)
     model = Model(order, sign, aging_s, max_wait_s, look_ahead)
     for number, (action, *values) in enumerate(actions):
         if action == "push":
@@ -105,7 +105,7 @@ def test_order_is_what_the_model_says(
         elif model.waiting:
             found = order.next(values[0])
             assert found is not None and (found[0].item, found[1]) == model.next(values[0])
-            order.take(found[0])
+            order.take(found[0], values[0])
             model.waiting = [entry for entry in model.waiting if entry[1] != found[0].item]
         assert len(order) == len(model.waiting)
         oldest = order.oldest()
@@ -150,7 +150,7 @@ def test_whoever_waited_too_long_goes_first(
     oldest = min(groups, key=lambda group: (group.admitted_at, group.number))
     overdue = now - oldest.admitted_at >= max_wait_s + 0.1
     decision = take(policy, now)
-    assert ("past max_wait_s" in decision.reason) == overdue
+    assert ("past max_wait" in decision.reason) == overdue
     if overdue:
         assert decision.group == oldest
 
@@ -246,7 +246,33 @@ def test_reasons_name_their_inputs() -> None:
     policy.adapt(preference=1.0, trusted=False)
     assert take(policy, 4.0).reason.endswith("not trusted: first come, first served")
     policy.push(pending(2, tokens=5))
-    assert take(policy, 700.0).reason == "sjf: waited 700.000 s, 5 tokens predicted; the oldest, and past max_wait_s"
+    assert take(policy, 700.0).reason == "sjf: waited 700.000 s, 5 tokens predicted; the oldest, and past max_wait"
+
+
+def test_waits_in_units_of_the_queues_own_waits() -> None:
+    """Twenty groups wait at any time, one starts each second: by Little's law a group waits twenty seconds."""
+    for scale in (0.01, 1.0, 100.0):
+        order = Order[int](sign=1, aging="1x", max_wait="3x", look_ahead=1000)
+        draw, waits, number = random.Random(0), [], 0
+        for second in range(2000):
+            while len(order) < 20:
+                order.push(number, number=number, since=second * scale, tokens=draw.lognormvariate(5, 1))
+                number += 1
+            following = order.next(second * scale)
+            assert following is not None
+            waits.append(second * scale - following[0].since)
+            order.take(following[0], second * scale)
+        assert order.aging_s == pytest.approx(20 * scale, rel=0.5)
+        assert order.max_wait_s == pytest.approx(3 * 20 * scale, rel=0.5)
+        assert max(waits[100:]) <= 4 * 20 * scale
+
+
+def test_before_the_first_waits_nothing_is_overdue() -> None:
+    order = Order[int](sign=1, aging="1x", max_wait="3x", look_ahead=10)
+    for number, length in enumerate([300.0, 100.0, 200.0]):
+        order.push(number, number=number, since=0.0, tokens=length)
+    following = order.next(1e9)
+    assert following is not None and (following[0].item, following[1]) == (1, False)
 
 
 def test_the_oldest_wait() -> None:
@@ -308,7 +334,7 @@ def test_a_rest_that_waited_too_long_goes_before_probes() -> None:
     assert take(policy, 129.0).part == "probe"
     assert policy.oldest_wait_s(130.0) == 30.0
     overdue = take(policy, 130.0)
-    assert overdue.part == "rest" and "past max_wait_s" in overdue.reason
+    assert overdue.part == "rest" and "past max_wait" in overdue.reason
 
 
 def test_an_untrusted_probe_does_not_order_the_rests() -> None:

@@ -1,19 +1,21 @@
 """What moves the thresholds, and how often."""
 
+import itertools
 import json
 import math
+import random
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from penstock.config import Config
 from penstock.config.scheduling import FeedbackConfig, TriggerConfig
-from penstock.scheduler.feedback import Adjustment, Feedback, RunningReference, preference
+from penstock.scheduler.feedback import Adjustment, Feedback, Reference, preference
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.trigger import Trigger, TriggerState
 from penstock.types import LearnerState
@@ -23,8 +25,8 @@ STEPS = 100
 
 
 def trigger_config(signal: str, **options: Any) -> TriggerConfig:
-    config = FeedbackConfig(**{"signal": signal} | options)
-    return TriggerConfig(min_samples=32, max_wait_s=0.5, feedback=config)
+    config = FeedbackConfig(**{"signal": signal, "longest_wait": "60s"} | options)
+    return TriggerConfig(min_samples=32, max_wait="500ms", feedback=config)
 
 
 def feedback_for(signal: str, **options: Any) -> Feedback:
@@ -39,38 +41,70 @@ def observe(subject: Feedback, entropies: Iterable[float]) -> list[Adjustment]:
     return [subject.observe(learner(entropy)) for entropy in entropies]
 
 
-def ratio_of(reference: RunningReference, entropy: float) -> float:
-    reference.observe(entropy, steps=4)
-    return reference.ratio
+def ratios(entropies: Iterable[float], **options: Any) -> list[float]:
+    config, reference = FeedbackConfig(**{"hold_steps": 0} | options), Reference()
+    found = []
+    for entropy in entropies:
+        reference.observe(entropy, config)
+        found.append(reference.ratio)
+    return found
 
+
+def decaying(start: float = 2.0, end: float = 0.1, *, steps: int = 400, half_life: float = 50.0) -> list[float]:
+    """Entropy as training lowers it: most of the fall is early (arXiv 2505.22617)."""
+    return [end + (start - end) * 0.5 ** (step / half_life) for step in range(steps)]
+
+
+def noisy(entropies: Iterable[float], *, share: float = 0.1, seed: int = 0) -> list[float]:
+    source = random.Random(seed)
+    return [entropy * math.exp(source.gauss(0, share)) for entropy in entropies]
+
+
+def path(entropies: Iterable[float], **options: Any) -> list[tuple[str, int, int]]:
+    """Return the level, N_min in samples and T_max in milliseconds from the start on, without repetitions."""
+    config = trigger_config("entropy", **options)
+    subject = Feedback(config.feedback, entropy_gain=1.0, total_steps=STEPS, min_samples=32)
+    trigger = Trigger(config, group_size=8, groups_per_step=32)
+    found = []
+    for adjustment in (subject.adjustment, *observe(subject, entropies)):
+        state = TriggerState(num_ready=0, num_accumulated=0, waiting_since=None, factor=adjustment.factor)
+        limits = trigger.thresholds(state)
+        level = {0.5: "high", 1.0: "normal", 2.0: "low"}[adjustment.factor]
+        found.append((level, limits.min_groups * 8, round(limits.max_wait_s * 1000)))
+    return [each for each, _ in itertools.groupby(found)]
+
+
+HIGH, NORMAL, LOW = ("high", 16, 250), ("normal", 32, 500), ("low", 64, 1000)
 
 # --- entropy ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_ratio_uses_the_reference_from_before() -> None:
-    reference = RunningReference()
-    assert ratio_of(reference, 2.0) == 1.0
-    assert ratio_of(reference, 3.0) == 1.5
-    assert ratio_of(reference, 2.5) == 1.0  # the plain mean while there are fewer than four
-    for _ in range(40):
-        ratio_of(reference, 1.0)
-    assert reference.value == pytest.approx(1.0, abs=1e-4)
+def test_the_reference_is_the_entropy_of_the_first_steps() -> None:
+    assert ratios([2.0, 3.0, 2.5, 1.25, 5.0], reference_steps=2) == pytest.approx([1.0, 1.2, 1.0, 0.5, 2.0])
+
+
+def test_a_running_reference_follows_the_entropy() -> None:
+    found = ratios([2.0, 3.0, 2.5, *[1.0] * 40], reference="running", reference_steps=4)
+    assert found[:3] == [1.0, 1.5, 1.0]
+    assert found[3] == pytest.approx(0.4)
+    assert found[-1] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_reference_may_be_a_number() -> None:
+    assert ratios([2.0, 0.5], reference=1.0) == [2.0, 0.5]
+
+
+def test_single_steps_are_averaged() -> None:
+    assert ratios([1.0, 1.0, 1.0, 5.0], reference=1.0, hold_steps=1)[:4] == pytest.approx([1.0, 1.0, 1.0, 2.0])
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf, -0.1])
 def test_what_is_no_entropy_changes_nothing(nothing: float) -> None:
-    reference = RunningReference()
-    for entropy in (2.0, 3.0):
-        ratio_of(reference, entropy)
-    before = msgspec.structs.asdict(reference)
-    assert ratio_of(reference, nothing) == 1.5
-    assert msgspec.structs.asdict(reference) == before
+    assert ratios([2.0, 1.0, nothing, 1.0], reference_steps=1) == [1.0, 0.5, 0.5, 0.5]
 
 
 def test_a_policy_that_is_nearly_certain_has_no_volatile_entropy() -> None:
-    reference = RunningReference()
-    for entropy in (0.0, 1e-9, 1e-5, 1e-12):
-        assert ratio_of(reference, entropy) == 1.0
+    assert ratios([0.0, 1e-9, 1e-5, 1e-12]) == [1.0] * 4
 
 
 @given(st.floats(0, 1e300), st.floats(0, 1e300))
@@ -87,47 +121,73 @@ def test_preference_is_a_power() -> None:
     assert preference(3.0, 2.0) == 4.0 and preference(0.0, 1.0) == 0.25
 
 
-def test_high_entropy_halves_the_thresholds_and_low_entropy_doubles_them() -> None:
-    config = trigger_config("entropy", reference_steps=1000, hold_steps=0)
-    subject = Feedback(config.feedback, entropy_gain=1.0, total_steps=STEPS, min_samples=32)
-    trigger = Trigger(config, group_size=8, groups_per_step=32)
-    observe(subject, [1.0] * 50)
+def test_a_decaying_entropy_goes_from_small_and_frequent_to_large_and_rare() -> None:
+    assert path(decaying()) == [HIGH, NORMAL, LOW]
+    assert path(noisy(decaying())) == [HIGH, NORMAL, LOW]
 
-    def thresholds(entropy: float) -> tuple[str, int, float]:
-        found = subject.observe(learner(entropy))
-        state = TriggerState(num_ready=0, num_accumulated=0, waiting_since=None, factor=found.factor)
-        limits = trigger.thresholds(state)
-        return found.reason.split(":")[0].removeprefix("entropy is "), limits.min_groups * 8, limits.max_wait_s * 1000
 
-    assert thresholds(1.00) == ("normal", 32, 500)
-    assert thresholds(1.20) == ("high", 16, 250)
-    assert thresholds(1.07) == ("high", 16, 250)  # hysteresis: not yet half of the way back
-    assert thresholds(1.02) == ("normal", 32, 500)
-    assert thresholds(0.80) == ("low", 64, 1000)
-    assert thresholds(0.93) == ("low", 64, 1000)
-    assert thresholds(0.98) == ("normal", 32, 500)
-    assert thresholds(1.20) == ("high", 16, 250)
-    assert thresholds(0.80) == ("low", 64, 1000)
+def test_a_run_stays_high_while_its_entropy_is_that_of_the_start() -> None:
+    assert path([1.0] * 100) == [HIGH]
+    assert path(noisy([1.0] * 400)) == [HIGH]
+
+
+def test_a_collapse_goes_straight_to_low() -> None:
+    assert path([2.0] * 20 + [0.001] * 20) in ([HIGH, LOW], [HIGH, NORMAL, LOW])
+
+
+def test_entropy_that_rises_again_leads_back() -> None:
+    assert path(decaying() + decaying()[::-1]) == [HIGH, NORMAL, LOW, NORMAL, HIGH]
+
+
+def test_a_level_ends_only_beyond_the_band() -> None:
+    entropies = {"reference": 1.0, "hold_steps": 0}
+    assert path([1.0, 0.69, 0.76, 0.69, 0.76], **entropies) == [HIGH, NORMAL]
+    assert path([1.0, 0.69, 0.78], **entropies) == [HIGH, NORMAL, HIGH]
+    assert path([0.3, 0.38, 0.34], **entropies) == [HIGH, LOW]
+    assert path([0.3, 0.39], **entropies) == [HIGH, LOW, NORMAL]
+
+
+def test_thresholds_around_one_suit_a_running_reference() -> None:
+    steady = {"reference": "running", "reference_steps": 1000, "hold_steps": 0}
+    assert path([1.0] * 50, **steady) == [NORMAL]
+    assert path([*[1.0] * 50, 1.3, 1.0, 0.8], **steady) == [NORMAL, HIGH, NORMAL, LOW]
+
+
+def test_the_smooth_form_is_continuous() -> None:
+    subject = feedback_for("entropy", form="smooth", hold_steps=0, reference=1.0)
+    assert subject.adjustment.factor == 0.5
+    factors = [found.factor for found in observe(subject, [1 - share / 100 for share in range(101)])]
+    assert factors[0] == 0.5 and factors[-1] == 2.0 and factors == sorted(factors)
+    assert max(after / before for before, after in pairwise(factors)) < 1.03
 
 
 def test_a_step_without_tokens_has_no_entropy() -> None:
     subject = feedback_for("entropy", hold_steps=0)
     observe(subject, [1.0] * 5)
     found = subject.observe(learner(0.0, tokens=0.0))
-    assert (found.factor, found.preference) == (1.0, 1.0)
+    assert (found.factor, found.preference) == (0.5, 1.0)
 
 
-@given(st.floats(1e-3, 20), st.integers(1, 100))
-def test_constant_entropy_is_normal_for_ever(entropy: float, reference_steps: int) -> None:
-    for found in observe(feedback_for("entropy", reference_steps=reference_steps), [entropy] * 60):
-        assert found.factor == 1.0
+@given(st.floats(1e-3, 20), st.integers(1, 100), st.sampled_from(["initial", "running"]))
+def test_constant_entropy_never_leaves_the_first_level(entropy: float, reference_steps: int, reference: str) -> None:
+    subject = feedback_for("entropy", reference=reference, reference_steps=reference_steps)
+    for found in observe(subject, [entropy] * 60):
+        assert found.factor == (0.5 if reference == "initial" else 1.0)
         assert found.preference == pytest.approx(1.0)
 
 
-@given(st.lists(st.floats(-0.045, 0.045), min_size=1, max_size=60))
-def test_oscillation_inside_the_band_changes_nothing(wobble: list[float]) -> None:
-    for found in observe(feedback_for("entropy", hold_steps=0), [1.0 + w for w in wobble]):
-        assert found.factor == 1.0
+@pytest.mark.parametrize("reference", [0.0, -1.0, math.nan, "first"])
+def test_a_reference_that_is_no_entropy_is_refused(reference: object) -> None:
+    with pytest.raises(ValidationError, match="reference"):
+        FeedbackConfig.model_validate({"reference": reference})
+
+
+@pytest.mark.parametrize(
+    "levels", [{"normal_below": 0.3}, {"low_below": 0.8}, {"normal_below": 2.0, "low_below": 1.0, "form": "smooth"}]
+)
+def test_levels_that_contradict_each_other_are_named(levels: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="low_below"):
+        FeedbackConfig(**levels)
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
@@ -205,14 +265,14 @@ def test_any_history_is_bounded_held_and_resumable(
 
 
 def test_without_a_signal_only_the_preference_moves() -> None:
-    subject = feedback_for("none")
+    subject = feedback_for("none", reference=1.0, hold_steps=0)
     found = observe(subject, [1.0, 1.0, 2.0])[-1]
     assert found.factor == 1.0
     assert found.preference == pytest.approx(2.0)
 
 
 def test_another_signals_state_gives_only_the_reference() -> None:
-    before, after = feedback_for("entropy", hold_steps=0), feedback_for("time")
+    before, after = feedback_for("entropy", hold_steps=0), feedback_for("time", hold_steps=0)
     observe(before, [1.0] * 10 + [2.0])
     after.load_state_dict(before.state_dict())
     assert after.adjustment.factor == 0.5 and after.adjustment.preference == pytest.approx(2.0)

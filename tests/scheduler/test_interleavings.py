@@ -43,9 +43,9 @@ class Play:
                 | {
                     "segment_length": 8,
                     "max_running": 7,
-                    "dispatch": {"policy": policy, "look_ahead": 6, "max_wait_s": MAX_WAIT_S},
+                    "dispatch": {"policy": policy, "look_ahead": 6, "max_wait": f"{MAX_WAIT_S}s"},
                     "length": {"predictor": "heuristic"},
-                    "trigger": {"min_samples": 3, "max_wait_s": 5.0},
+                    "trigger": {"min_samples": 3, "max_wait": "5s"},
                 },
                 "trainer": {"groups_per_step": 3},
             }

@@ -9,7 +9,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from penstock.config import ConfigError, LengthConfig
+from penstock.config import Config, ConfigError, LengthConfig
+from penstock.scheduler.decoding import DecodingLimits
 from penstock.scheduler.length import embedding, neighbours
 from penstock.scheduler.length.classifier import ClassifierPredictor, Fit
 from penstock.scheduler.length.features import CUES, MAX_CHARS, features, text_of
@@ -29,7 +30,7 @@ def task_of(text: str, index: int = 0) -> Task:
 
 def predictor_of(name: str, **settings: object) -> LengthPredictor:
     config = LengthConfig.model_validate({"predictor": name, **settings})
-    return length_predictor(config, max_new_tokens=CAP, temperature=1.0)
+    return length_predictor(config, limit=lambda task: CAP, temperature=1.0)
 
 
 def history_of(**settings: object) -> HistoryPredictor:
@@ -69,10 +70,79 @@ def test_the_text_of_a_task() -> None:
         ("这是否正确", "choice"),
         ("Translate this", "translate"),
         ("翻译成英文", "translate"),
+        ("请总结这篇报道", "summary"),
+        ("写一段摘要", "summary"),
+        ("Summarize the talk", "summary"),
+        ("写一个详细的故事", "essay"),
+        ("想象一个故事", "essay"),
+        ("Imagine a story about a fox", "essay"),
+        ("列出三点", "few"),
+        ("List three reasons", "few"),
     ],
 )
 def test_cues_in_both_languages(text: str, cue: str) -> None:
     assert features(text).cues[[each.name for each in CUES].index(cue)]
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("总结这个故事", "写一个详细的故事"),
+        ("写一段摘要", "想象一个故事"),
+        ("列出三点", "列出所有的理由"),
+        ("列出三点", "说点什么"),
+    ],
+)
+def test_keywords_rank_what_they_ask_for(short: str, long: str) -> None:
+    brief, lengthy = predictor_of("heuristic").predict([task_of(short), task_of(long)])
+    assert brief < lengthy
+
+
+def test_the_text_of_a_chat() -> None:
+    chat = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
+    for payload in ({"question": chat}, {"prompt": chat, "level": 3}):
+        assert text_of(Task(task_id="x", tag="train", index=0, payload=payload)) == "Be terse.\n2+2?"
+    assert text_of(Task(task_id="x", tag="train", index=0, payload={"question": [1, {"content": 2}]})) == "x"
+
+
+def of_tag(tag: str, index: int) -> Task:
+    payload = {"question": [{"role": "user", "content": f"Solve problem {index % 7}."}]}
+    return Task(task_id=f"{tag}{index}", tag=tag, index=index, payload=payload)
+
+
+@pytest.mark.parametrize("name", ["heuristic", "classifier", "history"])
+def test_each_tag_has_its_own_limit_and_its_own_lengths(name: str) -> None:
+    config = LengthConfig.model_validate({"predictor": name, "refit_every": 64})
+    limits = {"brief": 8, "long": 2048}
+    predictor = length_predictor(config, limit=lambda task: limits[task.tag], temperature=1.0)
+    brief, long = predictor.predict([of_tag("brief", 0), of_tag("long", 0)])
+    assert brief <= 8 < long
+    draw = random.Random(0)
+    tasks = [of_tag(draw.choice(["brief", "long"]), index) for index in range(200)]
+    predicted: dict[str, list[float]] = {"brief": [], "long": []}
+    for task in tasks:
+        length = round(draw.lognormvariate(math.log(400 if task.tag == "long" else 5), 0.5))
+        predicted[task.tag] += predictor.predict([task])
+        predictor.observe(task, [min(length, limits[task.tag])])
+        if fit := predictor.due():
+            predictor.adopt(fit())
+    assert max(predicted["brief"]) < min(predicted["long"])
+
+
+def test_a_row_may_lower_the_limit_of_its_task() -> None:
+    config = Config.model_validate({"env": {"max_new_tokens": 64, "max_turns": 2}})
+    limits = DecodingLimits(config)
+
+    def most(limit: object) -> int:
+        payload = {"question": "2+2?", "max_new_tokens": limit}
+        task = Task(task_id="row 7", tag="train", index=0, payload=payload)
+        assert limits.of(task)[1].max_new_tokens == limits.of(task)[0].max_new_tokens
+        return limits.max_episode_tokens(task)
+
+    assert [most(limit) for limit in (None, 8, 64, 1000)] == [128, 16, 128, 128]
+    for nonsense in (0, -1, 2.5, "many", True):
+        with pytest.raises(ConfigError, match="max_new_tokens of task row 7 is"):
+            most(nonsense)
 
 
 def test_features_count() -> None:
@@ -148,7 +218,7 @@ def test_classifier_refuses_what_is_no_fit() -> None:
 def test_a_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[predict\]'"):
-        ClassifierPredictor(refit_every=16, max_new_tokens=CAP, temperature=1.0)
+        ClassifierPredictor(refit_every=16, limit=lambda task: CAP, temperature=1.0)
 
 
 def test_fit_predicts_the_mean_over_classes() -> None:

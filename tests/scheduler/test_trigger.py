@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +13,13 @@ from penstock.scheduler.trigger import Thresholds, Trigger, TriggerState
 
 
 def trigger(use: str = "compute", *, group_size: int = 8, groups_per_step: int = 10, **settings: Any) -> Trigger:
-    config = TriggerConfig(**{"use": use, "min_samples": 32, "max_wait_s": 0.5} | settings)
+    config = TriggerConfig(**{"use": use, "min_samples": 32, "max_wait": "0.5s"} | settings)
     return Trigger(config, group_size=group_size, groups_per_step=groups_per_step)
 
 
 COMPUTE, STEP, BATCH = trigger("compute"), trigger("step"), trigger("batch")
 ADAPTIVE = FeedbackConfig(
-    signal="entropy", fewest_samples=5, most_samples=60, shortest_wait_s=0.2, longest_wait_s=2.0, band=0.1
+    signal="entropy", fewest_samples=5, most_samples=60, shortest_wait="200ms", longest_wait="2s", band=0.1
 )
 
 
@@ -43,7 +44,37 @@ def test_waits_until_the_count_or_the_clock() -> None:
     assert COMPUTE.decide(state(ready=4, since=1.0), now=1.2).num_groups == 4
     late = COMPUTE.decide(state(ready=1, since=1.0), now=1.5)
     assert late.num_groups == 1 and not late.step
-    assert late.reason == "timeout: 1 groups ready for 0.500 s of 0.5 s, 4 wanted"
+    assert late.reason == "timeout: the learner has waited 0.500 s of 0.5 s, 1 groups ready, 4 wanted"
+
+
+def test_a_learner_at_work_has_not_begun_to_wait() -> None:
+    busy = TriggerState(num_ready=1, num_accumulated=0, waiting_since=None)
+    assert COMPUTE.decide(busy, now=1e9).num_groups == 0
+
+
+def test_a_relative_wait_is_a_share_of_a_whole_steps_time() -> None:
+    subject = trigger(max_wait="0.25x")
+    assert subject.thresholds(state()).max_wait_s == math.inf
+    measured = msgspec.structs.replace(state(ready=1, since=10.0), whole_step_s=40.0)
+    assert subject.thresholds(measured).max_wait_s == 10.0
+    assert subject.decide(measured, now=19.0).look_again_at == 20.0
+    assert subject.decide(measured, now=20.0).num_groups == 1
+
+
+def test_n_min_that_is_not_typed_follows_the_learner() -> None:
+    learned = trigger(min_samples=None)
+    assert learned.thresholds(state()).min_groups == 8
+    assert learned.thresholds(msgspec.structs.replace(state(), best_groups=3)).min_groups == 3
+    assert learned.thresholds(msgspec.structs.replace(state(), best_groups=99)).min_groups == 10
+    assert COMPUTE.thresholds(msgspec.structs.replace(state(), best_groups=3)).min_groups == 4
+
+
+@pytest.mark.parametrize(("use", "fewest", "expected"), [("step", 6, 6), ("step", 60, 10), ("compute", 6, 3)])
+def test_steps_whose_size_is_not_typed_do_not_outrun_generation(use: str, fewest: int, expected: int) -> None:
+    config = TriggerConfig(use=use, feedback=FeedbackConfig(signal="entropy"))  # type: ignore[arg-type]
+    subject = Trigger(config, group_size=8, groups_per_step=10, fewest_per_version=fewest)
+    learned = msgspec.structs.replace(scaled(1.0), best_groups=3)
+    assert subject.thresholds(learned).min_groups == expected
 
 
 def test_nothing_ready_never_fires() -> None:
@@ -80,7 +111,7 @@ def test_feedback_moves_the_thresholds_within_bounds() -> None:
 
 
 def test_without_feedback_thresholds_are_what_was_typed() -> None:
-    fixed = trigger(max_wait_s=0.001, feedback=ADAPTIVE.model_copy(update={"signal": "none"}))
+    fixed = trigger(max_wait="1ms", feedback=ADAPTIVE.model_copy(update={"signal": "none"}))
     assert fixed.thresholds(scaled(3.0)) == Thresholds(min_groups=4, max_wait_s=0.001)
 
 
@@ -98,13 +129,13 @@ def test_thresholds_stay_within_their_bounds(
     most = data.draw(st.one_of(st.none(), st.integers(fewest, 2 * batch)))
     low, high = sorted(data.draw(st.tuples(st.floats(0.01, 10), st.floats(0.01, 10))))
     feedback = FeedbackConfig(
-        signal="time", fewest_samples=fewest, most_samples=most, shortest_wait_s=low, longest_wait_s=high
+        signal="time", fewest_samples=fewest, most_samples=most, shortest_wait=f"{low}s", longest_wait=f"{high}s"
     )
     adaptive = trigger(
         group_size=group_size,
         groups_per_step=groups_per_step,
         min_samples=data.draw(st.integers(fewest, batch)),
-        max_wait_s=max_wait_s,
+        max_wait=f"{max_wait_s}s",
         feedback=feedback,
     )
     found = adaptive.thresholds(state(factor=factor))

@@ -33,7 +33,7 @@ def config(**scheduler: Any) -> Config:
             "data": {"eval_tasks": 0},
             "rollout": {"slots": 16},
             "trainer": {"steps": 20, "groups_per_step": 8, "checkpoint_every": 100},
-            "scheduler": {"trigger": {"min_samples": 8}, "max_running": 12, **scheduler},
+            "scheduler": {"trigger": {"min_samples": 8, "max_wait": "500ms"}, "max_running": 12, **scheduler},
             "simulator": {
                 "engine": {**ENGINE, "admit_share": 0.125, "admit_tokens": 4096},
                 "trainer": TRAINER,

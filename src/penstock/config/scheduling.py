@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from penstock.config.section import Section
+from penstock.config.waits import Wait, is_relative, seconds_of
 
 Mode = Literal["asynchronous", "one_step_off", "synchronous", "colocated"]
 
@@ -22,13 +23,14 @@ class DispatchConfig(Section):
     look_ahead: int | None = Field(None, ge=1)
     """Number of oldest waiting groups that the policy may choose from. None is the number of one optimizer step,
     `groups_per_step`."""
-    aging_s: float = Field(60.0, gt=0)
-    """Waiting time in seconds that makes up for an answer one mean length longer than the mean."""
-    max_wait_s: float = Field(600.0, gt=0)
-    """A group that has waited this many seconds starts next, whatever its length."""
+    aging: Wait = "1x"
+    """Waiting time that makes up for an answer one mean length longer than the mean: a time such as `60s`, or a
+    multiple such as `1x` of the mean wait of the groups that have started."""
+    max_wait: Wait = "3x"
+    """A group that has waited this long starts next, whatever its length: a time, or a multiple of the mean wait."""
     entropy_gain: float = Field(1.0, ge=0)
-    """Strength of `sjf`'s additional preference for short answers when the policy's entropy is above its running
-    reference: predicted lengths count (entropy / reference) ** entropy_gain. 0 ignores entropy."""
+    """How strongly `sjf` prefers short answers at a higher entropy of the policy: predicted lengths count (entropy /
+    reference) ** entropy_gain, with the reference of `trigger.feedback`. 0 ignores entropy."""
 
 
 class LengthConfig(Section):
@@ -59,32 +61,64 @@ class FeedbackConfig(Section):
     """Adaptation of the trigger's thresholds N_min and T_max during training."""
 
     signal: Literal["none", "entropy", "time", "noise_scale"] = "none"
-    """Signal that sets the thresholds. `entropy`: the policy's entropy compared with its running reference. `time`: a
-    change from `factor_high` at the first step to `factor_low` at the last step. `noise_scale`: the gradient noise
-    scale is used as the number of samples."""
+    """Signal that sets the thresholds. `entropy`: the policy's entropy divided by a reference. `time`: a change from
+    `factor_high` at the first step to `factor_low` at the last step. `noise_scale`: the gradient noise scale is used as
+    the number of samples."""
+    reference: Literal["initial", "running"] | Annotated[float, Field(gt=0)] = "initial"
+    """Reference of the entropy. `initial`: the mean entropy of the first `reference_steps` steps. `running`: an
+    exponential average over about `reference_steps` steps, to which a policy whose entropy falls slowly is always
+    close. A number: that entropy, in nats per token."""
+    reference_steps: int | None = Field(None, ge=1)
+    """Number of steps in the reference, and in the averages of `noise_scale`. None is 10 for the reference `initial`,
+    and 50 otherwise."""
+    form: Literal["levels", "smooth"] = "levels"
+    """How the factor follows from entropy. `levels`: `factor_high` while entropy is high, 1 while it is normal,
+    `factor_low` while it is low. `smooth`: the factor goes geometrically from `factor_high` at the reference to
+    `factor_low` at `low_below` times the reference."""
+    normal_below: float | None = Field(None, gt=0)
+    """Entropy is high until it falls below this many times its reference. None is 0.7, or 1.1 for the reference
+    `running`."""
+    low_below: float | None = Field(None, gt=0)
+    """Entropy is low below this many times its reference. None is 0.35, or 0.9 for the reference `running`."""
     factor_high: float = Field(0.5, gt=0, le=1)
     """Factor on N_min and T_max while entropy is high: with 0.5, 32 samples become 16 and 500 ms become 250."""
     factor_low: float = Field(2.0, ge=1)
     """Factor on N_min and T_max while entropy is low: with 2, 32 samples become 64 and 500 ms become 1000."""
     band: float = Field(0.1, gt=0, lt=1)
-    """Width of the normal range. Entropy is high above (1 + band) times its reference and low below (1 - band) times
-    it. It is normal again after it has come back half of the way (hysteresis)."""
-    reference_steps: int = Field(50, ge=1)
-    """The reference entropy is an exponential average over about this many steps."""
+    """Hysteresis. An entropy that rises again must exceed a threshold by this share before its level changes. A
+    gradient noise scale must differ by this share from N_min before N_min changes."""
     hold_steps: int = Field(2, ge=0)
     """Steps after a change during which the thresholds stay as they are."""
     fewest_samples: int = Field(1, ge=1)
     most_samples: int | None = Field(None, ge=1)
     """Upper bound of N_min; `fewest_samples` is its lower bound. None is the number of samples of a whole step."""
-    shortest_wait_s: float = Field(0.05, gt=0)
-    longest_wait_s: float = Field(60.0, gt=0)
-    """Upper bound of T_max in seconds; `shortest_wait_s` is its lower bound."""
+    shortest_wait: Wait = "50ms"
+    longest_wait: Wait = "1x"
+    """Upper bound of T_max; `shortest_wait` is its lower bound. Times, or multiples as in `trigger.max_wait`."""
+
+    @property
+    def averaged_steps(self) -> int:
+        """Return the number of steps in the reference of the entropy, and in averages of the noise scale."""
+        starts = self.reference == "initial" and self.signal != "noise_scale"
+        return self.reference_steps or (10 if starts else 50)
+
+    @property
+    def levels(self) -> tuple[float, float]:
+        """Return the ratios of entropy to its reference below which entropy is normal, and low."""
+        normal, low = (1.1, 0.9) if self.reference == "running" else (0.7, 0.35)
+        return self.normal_below or normal, self.low_below or low
 
     def contradictions(self) -> Iterator[str]:
+        normal, low = self.levels
+        if low >= normal:
+            yield f"low_below ({low}) is not below normal_below ({normal})"
+        if self.form == "smooth" and low >= 1:
+            yield f"form smooth needs low_below under 1, where the factor is factor_high (it is {low})"
         if self.most_samples is not None and self.fewest_samples > self.most_samples:
             yield f"fewest_samples ({self.fewest_samples}) exceeds most_samples ({self.most_samples})"
-        if self.shortest_wait_s > self.longest_wait_s:
-            yield f"shortest_wait_s ({self.shortest_wait_s}) exceeds longest_wait_s ({self.longest_wait_s})"
+        shortest, longest = self.shortest_wait, self.longest_wait
+        if is_relative(shortest) == is_relative(longest) and seconds_of(shortest, 1) > seconds_of(longest, 1):
+            yield f"shortest_wait ({shortest}) exceeds longest_wait ({longest})"
 
 
 MIN_SAMPLES = 64
@@ -97,10 +131,14 @@ class TriggerConfig(Section):
     """`compute`: accumulate gradients as groups become ready; take an optimizer step at a stable batch size. `step`:
     every trigger is an optimizer step. `batch`: wait for all groups of a step (the fixed-batch baseline)."""
     min_samples: int | None = Field(None, ge=1)
-    """N_min: number of ready samples that starts training, rounded up to whole groups. If unset, it is 64, or the
-    number of samples of a step if that is smaller."""
-    max_wait_s: float = Field(0.5, gt=0)
-    """T_max: after this many seconds, train the groups that are ready (at least one)."""
+    """N_min: number of ready samples that starts training, rounded up to whole groups. If unset, the run finds it: the
+    smallest number at which the learner reaches 90 % of its highest rate, by its own timings. With `use: step` it is
+    also at least so many that no version follows another before the servers, with `max_staleness`, can use it. Until
+    the first timings it is 64."""
+    max_wait: Wait | None = None
+    """T_max: once the learner has waited this long with at least one group ready, it trains the groups that are ready.
+    A time such as `500ms`, or a multiple such as `0.25x` of the time in which the run makes a whole step's groups. If
+    unset, it is `0.25x`, and `1x` with `use: step`."""
     feedback: FeedbackConfig = FeedbackConfig()
 
     def contradictions(self) -> Iterator[str]:
@@ -115,8 +153,13 @@ class TriggerConfig(Section):
             yield f"min_samples ({self.samples_of(MIN_SAMPLES)}) is below {fewest}"
 
     def samples_of(self, step: int) -> int:
-        """Return N_min if a step has `step` samples."""
+        """Return N_min before anything is measured, if a step has `step` samples."""
         return self.min_samples or min(MIN_SAMPLES, step)
+
+    @property
+    def wait(self) -> str:
+        """Return T_max as a setting."""
+        return self.max_wait or ("1x" if self.use == "step" else "0.25x")
 
 
 class GroupFilterConfig(Section):

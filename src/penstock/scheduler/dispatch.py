@@ -1,6 +1,6 @@
 """Dispatch policies: the order in which waiting groups start. Pure: `now` is passed in.
 
-Three rules hold under every policy. The oldest group goes next once it has waited `max_wait_s`. Only the `look_ahead`
+Three rules hold under every policy. The oldest group goes next once it has waited `max_wait`. Only the `look_ahead`
 oldest groups compete. A policy never skips a group because a smaller group would fit.
 """
 
@@ -35,12 +35,12 @@ class DispatchPolicy:
     `fifo`, `sjf` and `ljf` start all members of a group at once. `probe` starts one member of each group first, then
     its other members (Seer, arXiv 2511.14617): the first member is the probe, the other members are the rest. Probes
     start oldest group first; rests start longest probe first. Probes go before rests, except before a rest that has
-    waited `max_wait_s`.
+    waited `max_wait`.
     """
 
     def __init__(self, config: DispatchConfig, *, look_ahead: int) -> None:
         self._name: str = config.policy
-        order = partial(Order[ActiveGroup], aging_s=config.aging_s, max_wait_s=config.max_wait_s, look_ahead=look_ahead)
+        order = partial(Order[ActiveGroup], aging=config.aging, max_wait=config.max_wait, look_ahead=look_ahead)
         self._starts = order(sign=SIGNS[config.policy])
         self._rests = order(sign=-1)
         self._trusted = True
@@ -75,12 +75,12 @@ class DispatchPolicy:
         group = waiting.item
         if free < (group.size if part == "whole" else 1 if part == "probe" else group.size - 1):
             return None
-        order.take(waiting)
+        order.take(waiting, now)
         name = f"probe ({part})" if self._name == "probe" else self._name
         source = "in the probe" if part == "rest" else "predicted"
         reason = f"{name}: waited {now - waiting.since:.3f} s, {waiting.tokens:.0f} tokens {source}"
         if is_overdue:
-            reason += "; the oldest, and past max_wait_s"
+            reason += "; the oldest, and past max_wait"
         elif not self._trusted and (part == "rest" or self._name != "probe"):
             reason += ", not trusted: first come, first served"
         return DispatchDecision(group=group, part=part, reason=reason)
@@ -98,6 +98,11 @@ class DispatchPolicy:
     def revise(self, predicted_tokens: Mapping[int, float]) -> None:
         """Replace the predictions of pending groups; `predicted_tokens` is by group number."""
         self._starts.revise(predicted_tokens)
+
+    @property
+    def max_wait_s(self) -> float:
+        """Return the wait after which the oldest group starts next; infinite before the first waits are known."""
+        return self._starts.max_wait_s
 
     def oldest_wait_s(self, now: float) -> float:
         """Return how long the oldest waiting group has waited."""

@@ -5,11 +5,13 @@ by which it wants to multiply N_min and T_max. The trigger clamps the results. A
 `hold_steps` steps, so that the change first takes effect. Under every signal, entropy decides how strongly `sjf`
 prefers short answers.
 
-Raw entropy shifts with temperature, answer length and task mix. It also falls almost monotonically early in training
-(arXiv 2505.22617). So only the ratio of entropy to a running reference is informative.
+Raw entropy shifts with temperature, answer length and task mix, so only its ratio to a reference is informative. It
+falls almost monotonically, most of it early in training (arXiv 2505.22617). The reference is the entropy of the first
+steps. So a run starts at the level `high`, with small and frequent steps, and ends at `low`, with large and rare ones.
+A running average as the reference would call every decaying entropy low.
 
-The entropy signal is the rule of the design note. It is not validated: it must be compared with the schedule over time
-and with the noise scale (arXiv 1812.06162).
+The entropy signal is the rule of the design note. It must be compared with the schedule over time and with the noise
+scale (arXiv 1812.06162).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from penstock.types import LearnerState
 
 FLOOR = 1e-3
 """Nats per token. Entropies below it count as equal, so that a nearly deterministic policy does not look volatile."""
+SMOOTHING = 4
+"""Entropy is averaged over this many times the steps for which a setting stays."""
 WEAKEST, STRONGEST = 0.25, 4.0
 """Bounds of `preference`."""
 
@@ -41,22 +45,36 @@ class Average(msgspec.Struct):
         self.value += (value - self.value) / self.count
 
 
-class RunningReference(Average):
-    """The exponential average of entropy in nats per token, and the ratio of entropy to it."""
+class Reference(msgspec.Struct):
+    """The entropy in nats per token that counts as 1, and the ratio of the policy's entropy to it."""
 
+    mean: Average = msgspec.field(default_factory=Average)
+    """Mean entropy of the first steps, or a running average of it."""
+    latest: Average = msgspec.field(default_factory=Average)
+    """Average over several times as many steps as a setting stays, so that the noise of steps changes no setting."""
     ratio: float = 1.0
     """Latest ratio of entropy to the reference."""
 
-    def observe(self, entropy: float, *, steps: int) -> None:
-        """Compute the ratio of `entropy` to the reference, then update the reference.
+    def observe(self, entropy: float, config: FeedbackConfig) -> None:
+        """Compute the ratio of `entropy` to the reference, and update the reference.
 
         A negative or infinite entropy, or NaN, changes nothing.
         """
         if not math.isfinite(entropy) or entropy < 0:
             return
-        if self.count:
-            self.ratio = max(entropy, FLOOR) / max(self.value, FLOOR)
-        self.add(entropy, steps=steps)
+        self.latest.add(entropy, steps=SMOOTHING * config.hold_steps + 1)
+        if config.reference == "initial" and self.mean.count < config.averaged_steps:
+            self.mean.add(entropy, steps=config.averaged_steps)
+        if value := self.value(config):
+            self.ratio = max(self.latest.value, FLOOR) / max(value, FLOOR)
+        if config.reference == "running":
+            self.mean.add(entropy, steps=config.averaged_steps)
+
+    def value(self, config: FeedbackConfig) -> float | None:
+        """Return the reference; None before the first step."""
+        if isinstance(config.reference, float):
+            return config.reference
+        return self.mean.value if self.mean.count else None
 
 
 def preference(ratio: float, gain: float) -> float:
@@ -80,10 +98,13 @@ class Adjustment:
     inputs: dict[str, float]
 
 
+Level = Literal["low", "normal", "high"]
+
+
 class Setting(NamedTuple):
     """The factor of the thresholds that a signal wants, and the level of the entropy behind it."""
 
-    level: Literal["low", "normal", "high"]
+    level: Level
     factor: float
 
 
@@ -108,23 +129,35 @@ class Signal:
 
 
 class EntropyLevel(Signal):
-    """Three levels of entropy.
+    """Three levels of entropy, or a smooth factor.
 
-    The level becomes `high` or `low` outside a band around the reference, and `normal` again within half the band.
+    A level changes at once when entropy falls below a threshold. When entropy rises, it must exceed the threshold by
+    `band`.
     """
 
     def __init__(self, config: FeedbackConfig) -> None:
         self._config = config
+        self._factors: dict[Level, float] = {"high": config.factor_high, "normal": 1.0, "low": config.factor_low}
+        self.initial = self._setting(1.0, "normal")
 
     def wanted(self, current: Setting, ratio: float, metrics: Mapping[str, float]) -> tuple[Setting, str]:
-        band, half = self._config.band, self._config.band / 2
-        if ratio > 1 + band or (current.level == "high" and ratio > 1 + half):
-            setting = Setting("high", self._config.factor_high)
-        elif ratio < 1 - band or (current.level == "low" and ratio < 1 - half):
-            setting = Setting("low", self._config.factor_low)
-        else:
-            setting = NORMAL
+        setting = self._setting(ratio, current.level)
         return setting, f"entropy is {setting.level}: {ratio:.3f} times its reference"
+
+    def _setting(self, ratio: float, current: Level) -> Setting:
+        normal, low = self._config.levels
+        rise = 1 + self._config.band
+        level: Level = "normal"
+        if ratio >= normal * (1.0 if current == "high" else rise):
+            level = "high"
+        elif ratio < low * (rise if current == "low" else 1.0):
+            level = "low"
+        return Setting(level, self._factors[level] if self._config.form == "levels" else self._smooth(ratio, low))
+
+    def _smooth(self, ratio: float, low: float) -> float:
+        share = min(max((ratio - low) / (1 - low), 0.0), 1.0)
+        factor: float = self._config.factor_high**share * self._config.factor_low ** (1 - share)
+        return factor
 
 
 class StepCount(msgspec.Struct):
@@ -176,8 +209,8 @@ class NoiseScale(Signal):
     def wanted(self, current: Setting, ratio: float, metrics: Mapping[str, float]) -> tuple[Setting, str]:
         trace, signal = metrics.get("noise_trace", math.nan), metrics.get("noise_signal", math.nan)
         if math.isfinite(trace) and math.isfinite(signal):
-            self.state.trace.add(trace, steps=self._config.reference_steps)
-            self.state.signal.add(signal, steps=self._config.reference_steps)
+            self.state.trace.add(trace, steps=self._config.averaged_steps)
+            self.state.signal.add(signal, steps=self._config.averaged_steps)
         if self.state.trace.value <= 0 or self.state.signal.value <= 0:
             return current, "no gradient noise scale yet"
         samples = self.state.trace.value / self.state.signal.value
@@ -201,7 +234,7 @@ class Feedback:
             case "noise_scale":
                 self._signal = NoiseScale(config, min_samples=min_samples)
         self._config, self._entropy_gain = config, entropy_gain
-        self._reference = RunningReference()
+        self._reference = Reference()
         self._setting = self._signal.initial
         self._held = 0
         """Number of further steps without a change."""
@@ -213,10 +246,9 @@ class Feedback:
 
     def observe(self, learner: LearnerState) -> Adjustment:
         """Take in the report of an optimizer step. Returns the settings until the next step."""
-        reference = self._reference.value
         if learner.metrics.get("tokens", 1.0) > 0:
-            self._reference.observe(learner.entropy, steps=self._config.reference_steps)
-        ratio = self._reference.ratio
+            self._reference.observe(learner.entropy, self._config)
+        ratio, reference = self._reference.ratio, self._reference.value(self._config)
         wanted, reason = self._signal.wanted(self._setting, ratio, learner.metrics)
         changed = wanted != self._setting and self._held == 0
         if self._held:
@@ -224,7 +256,8 @@ class Feedback:
         if changed:
             self._setting = wanted
         self._held = self._config.hold_steps if changed else max(self._held - 1, 0)
-        inputs = {"entropy": learner.entropy, "reference": reference, "ratio": ratio, "wanted_factor": wanted.factor}
+        inputs = {"entropy": learner.entropy, "ratio": ratio, "wanted_factor": wanted.factor}
+        inputs |= {} if reference is None else {"reference": reference}
         inputs |= {name: learner.metrics[name] for name in ("noise_signal", "noise_trace") if name in learner.metrics}
         return self._adjustment(reason, inputs)
 
@@ -248,7 +281,7 @@ class Feedback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state. If it is from another signal, restore only the reference entropy."""
-        self._reference = msgspec.convert(state["reference"], RunningReference)
+        self._reference = msgspec.convert(state["reference"], Reference)
         if state["name"] != self._config.signal:
             return
         self._signal.state = msgspec.convert(state["signal"], type(self._signal.state))

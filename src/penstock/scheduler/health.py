@@ -40,14 +40,16 @@ class Health:
 
     def check_step(self, learner: LearnerState, *, num_aged: int) -> None:
         """Update the alarms after an optimizer step. It made `num_aged` ready episodes too old to train."""
-        wait_s, bound_s = self._dispatcher.oldest_wait_s(), self._config.scheduler.dispatch.max_wait_s
-        starved = f"a group has waited {wait_s:.0f} s to start; scheduler.dispatch.max_wait_s is {bound_s:g}"
-        self._alarms.update("starvation", starved if wait_s > bound_s else None)
+        wait_s, bound_s = self._dispatcher.oldest_wait_s(), self._dispatcher.policy.max_wait_s
+        starved = (
+            f"a group has waited {wait_s:.0f} s to start, more than twice scheduler.dispatch.max_wait, {bound_s:.4g} s"
+        )
+        self._alarms.update("starvation", starved if wait_s > 2 * bound_s > 0 else None)
         self._alarms.update("length bias", self._supply.bias.alarm())
         self._alarms.update("length prediction", None if self._lengths.trusted else self._lengths.trust.reason)
         masked, trained = learner.metrics.get("tokens_masked_stale", 0.0), learner.metrics.get("tokens", 0.0)
         share = masked / max(masked + trained, 1.0)
         wasted = f"{share:.0%} of the tokens of this step and {num_aged} ready episodes were too old to train"
-        remedy = "raise scheduler.trigger.max_wait_s and min_samples, or scheduler.max_staleness"
+        remedy = self._supply.remedy_for_stale_work
         too_much = share > MAX_STALE_SHARE or num_aged > MAX_STALE_SHARE * learner.metrics.get("samples", math.inf)
         self._alarms.update("stale work", f"{wasted}: {remedy}" if too_much else None)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
 
 import msgspec
 
-from penstock.config import Config, Environments
+from penstock.config import Config
 from penstock.ports.work import Work
 from penstock.scheduler.active_group import ActiveGroup
-from penstock.scheduler.segments import SegmentPolicy
+from penstock.scheduler.decoding import DecodingLimits
 from penstock.seeding import stable_seed
-from penstock.types import Purpose, Sampling, SegmentGrant, Task
+from penstock.types import SegmentGrant, Task
 
 COLLIDES = (
     "env.seeds arithmetic gives different tasks the same seed (seed + group + episode: 1 + 2 = 2 + 1); "
@@ -38,12 +37,12 @@ class Leases:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._limits = cache(partial(_limits, config, config.environments))
+        self._decoding = DecodingLimits(config)
 
     def work(self, group: ActiveGroup, members: Sequence[int]) -> Work:
         """Return work for `members` of `group`. Members with partial rollouts continue from them."""
         task = group.task
-        _, sampling = self._limits(task.tag, task.purpose)
+        _, sampling = self._decoding.of(task)
         seed = stable_seed(self._config.seed, "sampling", task.purpose, task.tag, task.index, group.num_failures)
         saved = [(member, group.partial_rollouts[member]) for member in members if member in group.partial_rollouts]
         return Work(
@@ -67,17 +66,5 @@ class Leases:
         return SegmentGrant(episode=group.episode_id(member), max_tokens=self._max_tokens(group, member))
 
     def _max_tokens(self, group: ActiveGroup, member: int) -> int:
-        segments, _ = self._limits(group.task.tag, group.task.purpose)
+        segments, _ = self._decoding.of(group.task)
         return max(1, segments.grant_tokens(num_tokens=group.num_tokens.get(member, 0)))
-
-
-def _limits(config: Config, environments: Environments, tag: str, purpose: Purpose) -> tuple[SegmentPolicy, Sampling]:
-    """Return token limits and sampling parameters for the tasks of one tag."""
-    env, settings = config.env, environments.find(tag, purpose)
-    if purpose == "eval":
-        sampling = Sampling(temperature=settings.eval_temperature, max_new_tokens=settings.max_new_tokens)
-    else:
-        sampling = Sampling(
-            temperature=env.temperature, top_p=env.top_p, top_k=env.top_k, max_new_tokens=settings.max_new_tokens
-        )
-    return SegmentPolicy.from_config(config, settings), sampling

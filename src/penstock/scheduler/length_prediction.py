@@ -9,13 +9,13 @@ from statistics import fmean
 from penstock.config import Config, LengthConfig
 from penstock.scheduler.active_group import ActiveGroup
 from penstock.scheduler.active_groups import DecisionLogger
+from penstock.scheduler.decoding import DecodingLimits
 from penstock.scheduler.dispatch import DispatchPolicy
 from penstock.scheduler.length.classifier import ClassifierPredictor
 from penstock.scheduler.length.embedding import embedding
 from penstock.scheduler.length.history import HistoryPredictor
-from penstock.scheduler.length.predictor import HeuristicPredictor, LengthPredictor
+from penstock.scheduler.length.predictor import HeuristicPredictor, LengthPredictor, Limit
 from penstock.scheduler.length.trust import Trust
-from penstock.scheduler.segments import max_trained_tokens
 from penstock.types import Task
 
 Background = Callable[[Callable[[], object], Callable[[object], None]], None]
@@ -35,8 +35,10 @@ class LengthPrediction:
         settings, policy = config.scheduler.length, config.scheduler.dispatch.policy
         self._predictor: LengthPredictor | None = None
         if policy in ("sjf", "ljf"):
-            longest, temperature = max_trained_tokens(config), config.env.temperature
-            self._predictor = length_predictor(settings, max_new_tokens=longest, temperature=temperature)
+            decoding = DecodingLimits(config)
+            self._predictor = length_predictor(
+                settings, limit=decoding.max_episode_tokens, temperature=config.env.temperature
+            )
         self._probes = policy == "probe"
         self.trust = Trust(settings)
         self._num_predicted, self._seconds = 0, 0.0
@@ -99,15 +101,12 @@ def run_now(compute: Callable[[], object], use: Callable[[object], None]) -> Non
     use(compute())
 
 
-def length_predictor(config: LengthConfig, *, max_new_tokens: int, temperature: float) -> LengthPredictor:
-    """Return the predictor that `scheduler.length` configures."""
+def length_predictor(config: LengthConfig, *, limit: Limit, temperature: float) -> LengthPredictor:
+    """Return the predictor that `scheduler.length` configures. `limit`: the most tokens of an episode of a task."""
     match config.predictor:
         case "heuristic":
-            return HeuristicPredictor(max_new_tokens=max_new_tokens)
+            return HeuristicPredictor(limit=limit)
         case "classifier":
-            return ClassifierPredictor(
-                refit_every=config.refit_every, max_new_tokens=max_new_tokens, temperature=temperature
-            )
+            return ClassifierPredictor(refit_every=config.refit_every, limit=limit, temperature=temperature)
         case "history":
-            embed = embedding(config.embedding)
-            return HistoryPredictor(embed=embed, max_entries=config.max_entries, max_new_tokens=max_new_tokens)
+            return HistoryPredictor(embed=embedding(config.embedding), max_entries=config.max_entries, limit=limit)

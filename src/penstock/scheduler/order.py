@@ -5,6 +5,10 @@
 Aging is linear and equal for all entries. So a score never changes while its entry waits, and a heap of scores is
 enough. With factor 0, the order is that of `since`. `number` breaks ties between equal scores and between equal ages.
 
+`aging_s` and the longest wait may be multiples of the queue's mean wait. By Little's law, this mean is the number of
+waiting entries divided by the rate at which they leave, whatever their order. It is unknown, and nothing ages, until
+as many entries have left as ever waited at once: the first ones leave at once, because everything is idle.
+
 Only the `look_ahead` oldest entries compete; they are the window. Other entries wait in the backlog, and enter the
 window as entries leave it. The heaps may hold entries that have left the window. The queue skips them, and removes them
 once they are the majority.
@@ -12,6 +16,8 @@ once they are the majority.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -19,10 +25,13 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from penstock.config.waits import is_relative, seconds_of
+
 T = TypeVar("T")
 
 SCALE_WINDOW = 1024  # approximate number of pushes in the running mean of `tokens`
-SCALE_TOLERANCE = 0.2  # relative drift of the mean after which scores are computed again
+SCALE_TOLERANCE = 0.2  # relative drift of a mean after which scores are computed again
+FEWEST_LEFT, MOST_LEFT = 16, 1024  # number of latest departures from which the rate is taken
 SWEEP_SLACK = 1024  # a heap may hold twice the window and this many entries more
 
 
@@ -42,9 +51,14 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, order=True, gc=False):
 class Order(Generic[T]):
     """The waiting entries, and the next of them."""
 
-    def __init__(self, *, sign: int, aging_s: float, max_wait_s: float, look_ahead: int) -> None:
-        """`sign` is 1 for shortest first, -1 for longest first, 0 for oldest first."""
-        self._sign, self._aging_s, self._max_wait_s, self._look_ahead = sign, aging_s, max_wait_s, look_ahead
+    def __init__(self, *, sign: int, aging: str, max_wait: str, look_ahead: int) -> None:
+        """`sign` is 1 for shortest first, -1 for longest first, 0 for oldest first. `aging` and `max_wait` are settings
+        of `scheduler.dispatch`."""
+        self._sign, self._aging, self._max_wait, self._look_ahead = sign, aging, max_wait, look_ahead
+        self._left: deque[float] = deque(maxlen=min(max(look_ahead, FEWEST_LEFT), MOST_LEFT))  # times of departures
+        self._num_left, self._most_waiting = 0, 0
+        self._is_relative = is_relative(aging) or is_relative(max_wait)
+        self.aging_s, self.max_wait_s = seconds_of(aging, math.inf), seconds_of(max_wait, math.inf)
         self._factor, self._mean, self._weight = 1.0, 0.0, 0.0
         self.scale = 0.0  # tokens that weigh as much as `aging_s`, at factor 1
         self._num_pushed = 0
@@ -58,6 +72,7 @@ class Order(Generic[T]):
     def push(self, item: T, *, number: int, since: float, tokens: float) -> None:
         """Add `item`. Its waiting time starts at `since`."""
         self._num_pushed += 1
+        self._most_waiting = max(self._most_waiting, len(self) + 1)
         waiting = Waiting(since, number, self._num_pushed, tokens, item)
         self._mean += (tokens - self._mean) / min(self._num_pushed, SCALE_WINDOW)
         if self._sign and abs(self._mean - self.scale) > SCALE_TOLERANCE * self.scale:
@@ -74,7 +89,7 @@ class Order(Generic[T]):
         oldest = self.oldest()
         if oldest is None:
             return None
-        if now - oldest.since >= self._max_wait_s:
+        if now - oldest.since >= self.max_wait_s:
             return oldest, True
         while self._scores[0][1].serial not in self._window:
             heappop(self._scores)
@@ -88,8 +103,12 @@ class Order(Generic[T]):
             heappop(self._ages)
         return self._ages[0] if self._ages else None
 
-    def take(self, waiting: Waiting[T]) -> None:
+    def take(self, waiting: Waiting[T], now: float) -> None:
         """Remove the entry that `next` returned."""
+        self._num_left += 1
+        self._left.append(now)
+        if self._is_relative and self._num_left >= self._most_waiting + FEWEST_LEFT and now > self._left[0]:
+            self._scale_waits(len(self) * (now - self._left[0]) / (len(self._left) - 1))
         del self._window[waiting.serial]
         if self._backlog:
             self._enter(heappop(self._backlog))
@@ -117,6 +136,14 @@ class Order(Generic[T]):
     def __len__(self) -> int:
         return len(self._window) + len(self._backlog)
 
+    def _scale_waits(self, mean_wait_s: float) -> None:
+        """Set the waits that are multiples of the mean wait."""
+        self.max_wait_s = seconds_of(self._max_wait, mean_wait_s)
+        aging_s = seconds_of(self._aging, mean_wait_s)
+        if self.aging_s == math.inf or abs(aging_s - self.aging_s) > SCALE_TOLERANCE * self.aging_s:
+            self.aging_s = aging_s
+            self._outdated = self._outdated or bool(self._sign)
+
     def _enter(self, waiting: Waiting[T]) -> None:
         self._window[waiting.serial] = waiting
         if self._youngest is None or waiting > self._youngest:
@@ -125,7 +152,7 @@ class Order(Generic[T]):
         heappush(self._scores, (self._score(waiting), waiting))
 
     def _score(self, waiting: Waiting[T]) -> float:
-        return self._weight * waiting.tokens + waiting.since / self._aging_s
+        return self._weight * waiting.tokens + waiting.since / self.aging_s
 
     def _rebuild(self) -> None:
         """Rebuild window, backlog and scores, after the scale or the factor changed or an old entry arrived late."""

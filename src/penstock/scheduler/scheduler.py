@@ -289,6 +289,7 @@ class Scheduler:
 
         Raises `TrainerLost` if the published weights are lost, and `OutOfTasks` if no more groups can become ready.
         """
+        self._supply.learner.begin_wait(self._now())
         while True:
             self._trainable.clear()
             self.check_weights()
@@ -298,6 +299,7 @@ class Scheduler:
             if self._out_of_tasks is not None and not (self._dispatcher.num_waiting or self._dispatcher.num_playing):
                 raise OutOfTasks(self._out_of_tasks)
             await self._progress.wait(self._trainable, until=decision.look_again_at)
+        self._supply.learner.end_wait(self._now(), num_groups=decision.num_groups, step=decision.step)
         self._log_decision("trigger", decision.reason, {"groups": decision.num_groups, "step": decision.step})
         groups = self._supply.take_ready(decision.num_groups)
         restarted = self._dispatcher.restart_leftovers()
@@ -313,7 +315,7 @@ class Scheduler:
 
     def complete_step(self, learner: LearnerState) -> None:
         """Record an optimizer step over all groups in training, and adapt the trigger to the learner's report."""
-        for group in self._supply.complete_step(learner):
+        for group in self._supply.complete_step(learner, now=self._now()):
             self._end_group(group, EpisodeState.TRAINED)
         aged = self._supply.discard_aged()
         for group, num_stale in aged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from penstock.config import Config
@@ -9,6 +10,7 @@ from penstock.scheduler.active_group import ActiveGroup, Stage
 from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.bias import LengthBias
 from penstock.scheduler.feedback import Feedback
+from penstock.scheduler.learner_pace import LearnerPace
 from penstock.scheduler.trigger import Thresholds, Trigger, TriggerDecision, TriggerState
 from penstock.types import NO_VERSION, EpisodeState, GroupRef, LearnerState
 
@@ -25,7 +27,14 @@ class Supply:
         """First version that this learner trained under this controller. Older tokens aged at once, in a restart."""
         self.bias = LengthBias(group_size=config.env.group_size, look_ahead=config.look_ahead)
         trigger, trainer = settings.trigger.model_copy(update={"use": settings.trigger_use}), config.trainer
-        self._trigger = Trigger(trigger, group_size=config.env.group_size, groups_per_step=trainer.groups_per_step)
+        in_flight = math.ceil(config.max_running / config.env.num_members)
+        self._trigger = Trigger(
+            trigger,
+            group_size=config.env.group_size,
+            groups_per_step=trainer.groups_per_step,
+            fewest_per_version=math.ceil(in_flight / max(settings.max_staleness, 1)),
+        )
+        self.learner = LearnerPace(groups_per_step=trainer.groups_per_step, counts_steps=trigger.use == "step")
         self.feedback = Feedback(
             settings.trigger.feedback,
             entropy_gain=settings.dispatch.entropy_gain,
@@ -34,7 +43,7 @@ class Supply:
         )
         self.adjustment = self.feedback.adjustment
         """The settings that follow from the learner's report, until the next optimizer step."""
-        self._max_staleness = settings.max_staleness
+        self._max_staleness, self._group_size = settings.max_staleness, config.env.group_size
         self._unserved: dict[int, int] = {}
         """Number of groups trained into each version that no server serves yet."""
 
@@ -59,13 +68,23 @@ class Supply:
 
     @property
     def _state(self) -> TriggerState:
-        oldest = self._groups.first(Stage.READY)
+        oldest, idle_since = self._groups.first(Stage.READY), self.learner.idle_since
         return TriggerState(
             num_ready=self.num_ready,
             num_accumulated=self._groups.count(Stage.TRAINING),
-            waiting_since=oldest.ready_at if oldest else None,
+            waiting_since=None if oldest is None or idle_since is None else max(oldest.ready_at, idle_since),
+            best_groups=self.learner.best_groups,
+            whole_step_s=self.learner.whole_step_s,
             factor=self.adjustment.factor,
         )
+
+    @property
+    def remedy_for_stale_work(self) -> str:
+        """Return the settings under which versions do not outrun the groups in flight."""
+        if self._trigger.use != "step" or self._trigger.fewest_groups <= self.thresholds.min_groups:
+            return "raise scheduler.max_staleness or trainer.groups_per_step, or lower scheduler.max_running"
+        fewest = f"scheduler.trigger.min_samples to {self._trigger.fewest_groups * self._group_size} or more"
+        return f"set {fewest} and scheduler.trigger.max_wait to 1x, or raise scheduler.max_staleness"
 
     def decide(self, *, now: float) -> TriggerDecision:
         """Return the decision of the trigger."""
@@ -88,9 +107,10 @@ class Supply:
             raise RuntimeError(f"group {group.number} is ready without a payload")
         return GroupRef(group=group.number, task_id=group.task.task_id, ref=group.ref, episodes=members)
 
-    def complete_step(self, learner: LearnerState) -> list[ActiveGroup]:
+    def complete_step(self, learner: LearnerState, *, now: float) -> list[ActiveGroup]:
         """Move all groups in training to TRAINED, and return them. Adapts the settings to the learner's report."""
         trained = self._groups.at(Stage.TRAINING)
+        self.learner.complete_step(now, num_groups=len(trained))
         for group in trained:
             members = group.members(EpisodeState.TRAINING)
             self.bias.trained([group.summaries[member].response_tokens for member in members])

@@ -1,13 +1,17 @@
 """The trigger: when the learner gets groups, and how many.
 
-The trigger fires at N_min ready samples (in complete groups), or when the oldest ready group has waited T_max. It has
-three uses:
+The trigger fires at N_min ready samples (in complete groups), or when the learner has waited T_max with at least one
+group ready. It has three uses:
 
 * `compute` accumulates gradients as groups arrive, and steps at a fixed batch of `groups_per_step` groups;
 * `step` makes every firing an optimizer step (the literal form of the design note);
 * `batch` waits for `groups_per_step` ready groups and has no T_max (the fixed-batch baseline).
 
-Feedback scales N_min and T_max within hard bounds. Without feedback they are the configured values.
+An N_min that is not typed follows from the learner's timings. With `step` it has a lower bound as well: at most
+`max_staleness` versions may follow each other while one answer is generated. By Little's law, the groups in flight
+divided by `max_staleness` are the fewest groups of a step that keep to it.
+
+Feedback scales N_min and T_max within hard bounds. Without feedback they are the configured or measured values.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import math
 import msgspec
 
 from penstock.config.scheduling import TriggerConfig
+from penstock.config.waits import seconds_of
 
 
 class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +32,11 @@ class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
     num_accumulated: int
     """Groups already accumulated towards the next step."""
     waiting_since: float | None
-    """Time at which the oldest ready group became ready; None if there is no such group."""
+    """Time since which the learner has waited with a group ready; None if it works or no group is ready."""
+    best_groups: int | None = None
+    """Groups per call at which the learner is nearly as fast as it can be; None while this is not known."""
+    whole_step_s: float | None = None
+    """Seconds in which the run makes a whole step's groups; None while this is not measured."""
     factor: float = 1.0
     """Feedback multiplies N_min and T_max by it."""
 
@@ -52,14 +61,20 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trigger:
-    """Fires at N_min ready groups, or when the oldest one has waited T_max."""
+    """Fires at N_min ready groups, or when the learner has waited T_max."""
 
-    def __init__(self, config: TriggerConfig, *, group_size: int, groups_per_step: int) -> None:
+    def __init__(
+        self, config: TriggerConfig, *, group_size: int, groups_per_step: int, fewest_per_version: int = 1
+    ) -> None:
+        """`fewest_per_version`: groups of a step below which versions outrun the staleness bound."""
         whole = group_size * groups_per_step
-        self.use, self.min_samples, self._max_wait_s = config.use, config.samples_of(whole), config.max_wait_s
+        self.use, self.min_samples, self.max_wait = config.use, config.samples_of(whole), config.wait
+        self._is_typed = config.min_samples is not None
         self._group_size, self.groups_per_step = group_size, groups_per_step
         self._feedback = config.feedback
         self._most_samples = min(config.feedback.most_samples or whole, whole)
+        self.fewest_groups = min(fewest_per_version, groups_per_step) if self.use == "step" else 1
+        """Fewest groups of a step whose size is not typed."""
 
     def thresholds(self, state: TriggerState) -> Thresholds:
         """Return N_min and T_max times the factor of `state`.
@@ -68,13 +83,24 @@ class Trigger:
         """
         if self.use == "batch":
             return Thresholds(min_groups=self.groups_per_step, max_wait_s=math.inf)
-        samples, wait_s, feedback = float(self.min_samples), self._max_wait_s, self._feedback
+        samples, feedback = self._base_samples(state), self._feedback
+        step_s = math.inf if state.whole_step_s is None else state.whole_step_s
+        wait_s = seconds_of(self.max_wait, step_s)
         if feedback.signal != "none":
             samples = min(max(samples * state.factor, feedback.fewest_samples), self._most_samples)
-            wait_s = min(max(wait_s * state.factor, feedback.shortest_wait_s), feedback.longest_wait_s)
+            shortest, longest = (seconds_of(each, step_s) for each in (feedback.shortest_wait, feedback.longest_wait))
+            wait_s = min(max(wait_s * state.factor, min(shortest, longest)), longest)
         # floating point: a product of 33.000000000000004 samples means 33
         min_groups = max(math.ceil(samples / self._group_size - 1e-9), 1)
+        if not self._is_typed:
+            min_groups = min(max(min_groups, self.fewest_groups), self.groups_per_step)
         return Thresholds(min_groups=min_groups, max_wait_s=wait_s)
+
+    def _base_samples(self, state: TriggerState) -> float:
+        """Return N_min before feedback. The noise scale is itself a number of samples, and needs a fixed base."""
+        if self._is_typed or state.best_groups is None or self._feedback.signal == "noise_scale":
+            return float(self.min_samples)
+        return float(min(state.best_groups, self.groups_per_step) * self._group_size)
 
     def decide(self, state: TriggerState, *, now: float) -> TriggerDecision:
         ready, limits = state.num_ready, self.thresholds(state)
@@ -85,12 +111,12 @@ class Trigger:
         wanted, take = min(limits.min_groups, room), min(ready, room)
         if ready >= wanted:
             return self._fire(take, room, f"count: {ready} groups ready, {wanted} wanted")
-        if state.waiting_since is None:
+        if state.waiting_since is None or not ready:
             return TriggerDecision(num_groups=0, step=False, reason=f"nothing ready, {wanted} groups wanted")
         expires_at = state.waiting_since + limits.max_wait_s
         if now >= expires_at:
-            waited = f"{ready} groups ready for {now - state.waiting_since:.3f} s of {limits.max_wait_s:g} s"
-            return self._fire(take, room, f"timeout: {waited}, {wanted} wanted")
+            waited = f"the learner has waited {now - state.waiting_since:.3f} s of {limits.max_wait_s:.4g} s"
+            return self._fire(take, room, f"timeout: {waited}, {ready} groups ready, {wanted} wanted")
         reason = f"{ready} of {wanted} groups ready"
         return TriggerDecision(num_groups=0, step=False, reason=reason, look_again_at=expires_at)
 

@@ -19,11 +19,12 @@ import numpy.typing as npt
 
 from penstock.config import ConfigError
 from penstock.scheduler.length import embedding
-from penstock.scheduler.length.features import features, text_of
-from penstock.scheduler.length.predictor import HeuristicPredictor, LengthPredictor
+from penstock.scheduler.length.features import digest, features, text_of
+from penstock.scheduler.length.predictor import HeuristicPredictor, LengthPredictor, Limit
 from penstock.types import Task
 
 NUM_OBSERVATIONS = 4096  # number of latest observations that a fit uses
+TAG_BUCKETS = 8
 INVERSE_REGULARISATION = 0.1
 MAX_ITERATIONS = 1000
 
@@ -49,15 +50,15 @@ class Fit:
 class ClassifierPredictor(LengthPredictor):
     """A classifier that is fitted again every `refit_every` groups. `due` returns the fit; `adopt` takes its result."""
 
-    def __init__(self, *, refit_every: int, max_new_tokens: int, temperature: float) -> None:
+    def __init__(self, *, refit_every: int, limit: Limit, temperature: float) -> None:
         if importlib.util.find_spec("sklearn") is None:
             raise ConfigError(
                 "scheduler.length.predictor is classifier, which needs scikit-learn: pip install 'penstock[predict]', "
                 "or choose history or heuristic"
             )
         self._refit_every = refit_every
-        self._decoding = [math.log1p(max_new_tokens), temperature]
-        self._before = HeuristicPredictor(max_new_tokens=max_new_tokens)
+        self._limit, self._temperature = limit, temperature
+        self._before = HeuristicPredictor(limit=limit)
         self._observations: deque[tuple[Floats, float]] = deque(maxlen=NUM_OBSERVATIONS)
         self._num_new = 0
         self._fit: Fit | None = None
@@ -65,12 +66,13 @@ class ClassifierPredictor(LengthPredictor):
     def predict(self, tasks: Sequence[Task]) -> list[float]:
         if self._fit is None or not tasks:
             return self._before.predict(tasks)
-        return self._fit.predict(self._inputs([text_of(task) for task in tasks]))
+        expected = self._fit.predict(self._inputs(tasks))
+        return [min(float(self._limit(task)), tokens) for task, tokens in zip(tasks, expected, strict=True)]
 
     def observe(self, task: Task, lengths: Sequence[int]) -> None:
         if self._fit is None:
             self._before.observe(task, lengths)
-        self._observations.append((self._inputs([text_of(task)])[0], fmean(lengths)))
+        self._observations.append((self._inputs([task])[0], fmean(lengths)))
         self._num_new += 1
 
     def due(self) -> Callable[[], object] | None:
@@ -85,10 +87,20 @@ class ClassifierPredictor(LengthPredictor):
             raise TypeError(f"{type(fitted).__name__} is not what a fit of the classifier returns")
         self._fit = fitted
 
-    def _inputs(self, texts: Sequence[str]) -> Floats:
-        """Return counted features, decoding parameters and hashed n-grams, [n, d]."""
-        numbers = [features(text).numbers + self._decoding for text in texts]
+    def _inputs(self, tasks: Sequence[Task]) -> Floats:
+        """Return counted features, decoding parameters, the tag and hashed n-grams, [n, d]."""
+        texts = [text_of(task) for task in tasks]
+        numbers = [
+            [*features(text).numbers, math.log1p(self._limit(task)), self._temperature, *_bucket(task.tag)]
+            for task, text in zip(tasks, texts, strict=True)
+        ]
         return np.hstack([np.asarray(numbers), embedding.ngrams(texts)])
+
+
+def _bucket(tag: str) -> list[float]:
+    """Return a vector with a one at the place of a hash of the tag."""
+    place = digest(tag)[0] % TAG_BUCKETS
+    return [float(place == each) for each in range(TAG_BUCKETS)]
 
 
 def fit(observations: Sequence[tuple[Floats, float]]) -> Fit:

@@ -28,7 +28,23 @@ class Cue(NamedTuple):
 EXPLAIN = (" explain", " why ", " describe", " discuss", " compare", " analy")
 CODE = (" write a program", " write a function", " implement", " algorithm", " source code", "```", " def ", " class ")
 STEPS = (" step by step", " step-by-step", " show your work", " reason carefully", " think carefully")
-ESSAY = (" essay", " write a story", " write an article", " write a report", " blog post", " poem")
+ESSAY = (
+    " essay",
+    " write a story",
+    " write an article",
+    " write a report",
+    " blog post",
+    " poem",
+    " write a detailed",
+    " write a long",
+    " imagine a story",
+    " tell a story",
+    " tell me a story",
+    " in detail",
+)
+LONG_TEXTS = ("作文", "写一篇", "文章", "小说", "报告", "详细的", "写一个故事", "想象一个", "讲一个故事", "编一个故事")
+FEW = (" list two", " list three", " list 2 ", " list 3 ", " name two", " name three", " two points", " three points")
+SUMMARY = (" summar", " abstract", " tl;dr", " key point", " in a nutshell", " main idea")
 CHOICE = (" yes or no", " true or false", " choose", " which of the following", " multiple choice", " select the")
 BRIEF = (" briefly", " in one word", " one sentence", " only the ", " just the answer", " short answer", " concise")
 CUES = (
@@ -36,8 +52,27 @@ CUES = (
     Cue("steps", 2.0, STEPS, ("一步一步", "一步步", "逐步", "详细过程", "解题过程", "思考过程")),
     Cue("explain", 1.6, EXPLAIN, ("解释", "说明", "为什么", "分析", "讨论", "阐述")),
     Cue("code", 2.0, CODE, ("写代码", "编程", "编写", "实现一个", "程序", "算法", "函数实现")),
-    Cue("essay", 3.0, ESSAY, ("作文", "写一篇", "文章", "写一个故事", "小说", "报告")),
+    Cue(
+        "essay",
+        3.0,
+        ESSAY,
+        (
+            "作文",
+            "写一篇",
+            "文章",
+            "小说",
+            "报告",
+            "详细的",
+            "的故事",
+            "写一个故事",
+            "想象一个",
+            "讲一个故事",
+            "编一个故事",
+        ),
+    ),
     Cue("list", 1.3, (" list all", " list the", " enumerate", " for each"), ("列出", "列举", "枚举")),
+    Cue("few", 0.5, FEW, ("列出三", "列出两", "列出3", "列出2", "列举三", "列举两", "三点", "两点", "三条", "两条")),
+    Cue("summary", 0.5, SUMMARY, ("总结", "摘要", "概括", "归纳", "要点", "大意", "简述")),
     Cue("choice", 0.4, CHOICE, ("是否", "选择", "判断", "对还是错", "下列哪")),
     Cue("brief", 0.4, BRIEF, ("简要", "简短", "一句话", "只回答", "仅输出", "直接给出", "简答")),
     Cue("translate", 0.5, (" translate", " translation"), ("翻译", "译成", "译为")),
@@ -81,11 +116,20 @@ class Features(NamedTuple):
 
 
 def text_of(task: Task) -> str:
-    """Return the text of a task that predicts its answer length: its question, else all its strings, else its id."""
-    question = task.payload.get("question")
-    if isinstance(question, str) and question:
-        return question
-    return "\n".join(value for value in task.payload.values() if isinstance(value, str)) or task.task_id
+    """Return the text of a task that predicts its answer length: its question, else all its texts, else its id. A text
+    is a string or a chat, `[{role, content}, ...]`."""
+    question = _text(task.payload.get("question"))
+    return question or "\n".join(filter(None, map(_text, task.payload.values()))) or task.task_id
+
+
+def _text(value: object) -> str:
+    """Return a string, or the contents of a chat and of its parts; empty for other values."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        return ""
+    parts = [each.get("content", each.get("text")) for each in value if isinstance(each, dict)]
+    return "\n".join(filter(None, map(_text, parts)))
 
 
 def digest(text: str) -> bytes:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol
 
 from penstock.scheduler.length.features import CUES, Features, features, text_of
 from penstock.types import Task
+
+Limit = Callable[[Task], int]
+"""Returns the most response tokens that an episode of a task may generate."""
 
 BASE_TOKENS = 64.0
 WINDOW = 64  # approximate number of groups in the running scale
@@ -44,19 +48,33 @@ def rule_of_thumb(found: Features) -> float:
     return tokens * math.prod(cue.factor for cue, hit in zip(CUES, found.cues, strict=True) if hit)
 
 
-class HeuristicPredictor(LengthPredictor):
-    """A fixed rule times a running ratio of actual to predicted lengths. Predicts at most `max_new_tokens`."""
+@dataclass(slots=True)
+class _Ratio:
+    """The running mean of log(actual / rule of thumb)."""
 
-    def __init__(self, *, max_new_tokens: int) -> None:
-        self._max_new_tokens = float(max_new_tokens)
-        self._num_observed = 0
-        self._log_ratio = 0.0
+    log: float = 0.0
+    num_observed: int = 0
+
+    def add(self, log_ratio: float) -> None:
+        self.num_observed += 1
+        self.log += (log_ratio - self.log) / min(self.num_observed, WINDOW)
+
+
+class HeuristicPredictor(LengthPredictor):
+    """A fixed rule times a running ratio of actual to predicted lengths, at most the task's limit. The ratio is that
+    of the task's tag if the tag has been observed."""
+
+    def __init__(self, *, limit: Limit) -> None:
+        self._limit = limit
+        self._overall, self._of_tag = _Ratio(), dict[str, _Ratio]()
 
     def predict(self, tasks: Sequence[Task]) -> list[float]:
-        ratio = math.exp(self._log_ratio)
-        return [min(self._max_new_tokens, rule_of_thumb(features(text_of(task))) * ratio) for task in tasks]
+        return [min(float(self._limit(task)), self._expected(task)) for task in tasks]
+
+    def _expected(self, task: Task) -> float:
+        return rule_of_thumb(features(text_of(task))) * math.exp(self._of_tag.get(task.tag, self._overall).log)
 
     def observe(self, task: Task, lengths: Sequence[int]) -> None:
-        self._num_observed += 1
-        error = math.log(max(fmean(lengths), 1.0) / rule_of_thumb(features(text_of(task)))) - self._log_ratio
-        self._log_ratio += error / min(self._num_observed, WINDOW)
+        log_ratio = math.log(max(fmean(lengths), 1.0) / rule_of_thumb(features(text_of(task))))
+        for ratio in (self._overall, self._of_tag.setdefault(task.tag, _Ratio())):
+            ratio.add(log_ratio)

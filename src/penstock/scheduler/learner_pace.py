@@ -1,0 +1,68 @@
+"""The learner's own timings: since when it waits, how long a call and a whole step take."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+PEAK_SHARE = 0.9
+"""Share of the learner's highest rate that a micro-batch should reach."""
+CALLS, FEWEST_CALLS = 64, 8
+"""Number of latest calls in the fit, and the number below which there is none."""
+STEPS = 8
+"""Number of latest steps from which the time of a whole step is taken."""
+
+
+class LearnerPace:
+    """Timings of one learner. A call takes `a + b * groups` seconds; both numbers are fitted to the latest calls."""
+
+    def __init__(self, *, groups_per_step: int, counts_steps: bool) -> None:
+        """`counts_steps`: whether calls that end with an optimizer step are among the calls of the fit."""
+        self._groups_per_step, self._counts_steps = groups_per_step, counts_steps
+        self.idle_since: float | None = None
+        """Time since which the learner waits for groups; None while it works."""
+        self._began: tuple[float, int, bool] | None = None
+        self._calls: deque[tuple[int, float]] = deque(maxlen=CALLS)
+        self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)
+        self.best_groups: int | None = None
+        """Smallest number of groups per call at which the learner reaches `PEAK_SHARE` of its highest rate; None while
+        this is unknown."""
+
+    def begin_wait(self, now: float) -> None:
+        """Record that the learner asks for groups."""
+        self.idle_since = now
+        if self._began is not None:
+            since, num_groups, step = self._began
+            if num_groups and (self._counts_steps or not step):
+                self._calls.append((num_groups, now - since))
+                self.best_groups = _best(self._calls)
+        self._began = None
+
+    def end_wait(self, now: float, *, num_groups: int, step: bool) -> None:
+        """Record that the learner got groups."""
+        self.idle_since, self._began = None, (now, num_groups, step)
+
+    def complete_step(self, now: float, *, num_groups: int) -> None:
+        self._steps.append((now, num_groups))
+
+    @property
+    def whole_step_s(self) -> float | None:
+        """Return the seconds in which the run makes and trains the groups of a whole step; None before two steps."""
+        num_groups = sum(count for _, count in list(self._steps)[1:])
+        if not num_groups:
+            return None
+        return (self._steps[-1][0] - self._steps[0][0]) / num_groups * self._groups_per_step
+
+
+def _best(calls: deque[tuple[int, float]]) -> int | None:
+    """Return n such that n / (a + b * n) is `PEAK_SHARE` of 1 / b, for the line a + b * n through `calls`."""
+    count = len(calls)
+    mean_groups, mean_s = sum(groups for groups, _ in calls) / count, sum(seconds for _, seconds in calls) / count
+    spread = sum((groups - mean_groups) ** 2 for groups, _ in calls)
+    if count < FEWEST_CALLS or not spread:
+        return None
+    per_group_s = sum((groups - mean_groups) * (seconds - mean_s) for groups, seconds in calls) / spread
+    if per_group_s <= 0:
+        return None
+    call_s = max(mean_s - per_group_s * mean_groups, 0.0)
+    return max(math.ceil(PEAK_SHARE / (1 - PEAK_SHARE) * call_s / per_group_s - 1e-9), 1)
