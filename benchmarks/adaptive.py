@@ -154,13 +154,11 @@ def shortest_first(lab: Lab, figures: Figures, *, quick: bool) -> None:
             "p99_wait_ratio": [sjf.wait_p99_s / fifo.wait_p99_s],
             "length_ks": [sjf.length_ks_trained_played],
         }
-    fifos, sjfs = queued_runs(lab)
+    pairs = queued_runs(lab)
     found[MACHINE] = {
-        "first_batch_speedup": [
-            first_samples_s(fifo) / first_samples_s(sjf) for fifo, sjf in zip(fifos, sjfs, strict=True)
-        ],
-        "p99_wait_ratio": [p99_wait_s(sjf) / p99_wait_s(fifo) for fifo, sjf in zip(fifos, sjfs, strict=True)],
-        "length_ks": [last_metric("length_ks")(run) or 0.0 for run in sjfs],
+        "first_batch_speedup": [first_samples_s(fifo) / first_samples_s(sjf) for fifo, sjf in pairs],
+        "p99_wait_ratio": [p99_wait_s(sjf) / p99_wait_s(fifo) for fifo, sjf in pairs],
+        "length_ks": [last_metric("length_ks")(sjf) or 0.0 for _, sjf in pairs],
     }
     for name, columns in found.items():
         for column, values in columns.items():
