@@ -185,8 +185,7 @@ def order(lab: Lab, figures: Figures) -> None:
     known = f"scheduler.length.learn_from={earlier}"
     usual = mean_length(earlier)
     for name, policy in POLICIES.items():
-        spare = name != "fifo"
-        streams = lab.long(f"stream_{name}", [*ORDERED, *policy, known], steps=SHORT_STEPS, spare=spare)
+        streams = lab.long(f"stream_{name}", [*ORDERED, *policy, known], steps=SHORT_STEPS, spare=True)
         figures.cell(ORDER_TABLE, name, f"first_{FIRST_SAMPLES}_samples_s", map(first_samples_s, streams))
         ratios = (first_lengths(run) / usual for run in streams)
         figures.cell(ORDER_TABLE, name, f"first_{FIRST_SAMPLES}_samples_length_ratio", ratios)
@@ -196,7 +195,7 @@ def order(lab: Lab, figures: Figures) -> None:
             figures.cell(ORDER_TABLE, name, metric, map(last_metric(metric), streams))
         if name != WITHOUT_MAKESPAN:
             tasks = f"data.path={lab.closed_set}"
-            closed = lab.long(f"closed_{name}", [*ORDERED, *policy, *CLOSED, known, tasks], steps=1, spare=spare)
+            closed = lab.long(f"closed_{name}", [*ORDERED, *policy, *CLOSED, known, tasks], steps=1, spare=True)
             figures.cell(ORDER_TABLE, name, "makespan_s", map(makespan_s, closed))
 
 

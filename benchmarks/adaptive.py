@@ -163,7 +163,7 @@ def shortest_first(lab: Lab, figures: Figures, *, quick: bool) -> None:
     for name, columns in found.items():
         for column, values in columns.items():
             figures.cell(ORDER_TABLE, name, column, values)
-    judged = [found[name] for name in (MACHINE, SMALL_CLUSTER)]
+    judged = [found[name] for name in (MACHINE, SMALL_CLUSTER) if all(found[name].values())]
     figures.add("sjf_first_batch_speedup", [min(fmean(each["first_batch_speedup"]) for each in judged)])
     figures.add("sjf_p99_wait_ratio", [max(fmean(each["p99_wait_ratio"]) for each in judged)])
     figures.add("length_ks", [max(fmean(each["length_ks"]) for each in judged)])
@@ -171,11 +171,11 @@ def shortest_first(lab: Lab, figures: Figures, *, quick: bool) -> None:
 
 def queued_runs(lab: Lab) -> list[tuple[Path, Path]]:
     """Return pairs of runs with `fifo` and with `sjf`, one per seed."""
-    (earlier, *_) = lab.long("known", [], steps=25, seeds=lab.seeds[:1])
     settings = [*("rollout.slots=32", "scheduler.max_running=32", "scheduler.dispatch.look_ahead=16")]
-    settings.append(f"scheduler.length.learn_from={earlier}")
+    for earlier in lab.long("known", [], steps=25, seeds=lab.seeds[:1], spare=True):
+        settings.append(f"scheduler.length.learn_from={earlier}")
     fifos, sjfs = (
-        lab.long(f"queue_{policy}", [*settings, f"scheduler.dispatch.policy={policy}"], steps=25)
+        lab.long(f"queue_{policy}", [*settings, f"scheduler.dispatch.policy={policy}"], steps=25, spare=True)
         for policy in ("fifo", "sjf")
     )
     return list(zip(fifos, sjfs, strict=True))
