@@ -11,6 +11,8 @@ from penstock.scheduler.length_prediction import LengthPrediction
 from penstock.scheduler.supply import Supply
 from penstock.types import LearnerState
 
+STARVED_S = 60.0
+"""A group that has waited less is not starved, however short the other waits are."""
 MAX_STALE_SHARE = 0.1
 """Share of a step's tokens or samples that may be too old to train before an alarm is raised."""
 
@@ -44,7 +46,7 @@ class Health:
         starved = (
             f"a group has waited {wait_s:.0f} s to start, more than twice scheduler.dispatch.max_wait, {bound_s:.4g} s"
         )
-        self._alarms.update("starvation", starved if wait_s > 2 * bound_s > 0 else None)
+        self._alarms.update("starvation", starved if wait_s > max(2 * bound_s, STARVED_S) else None)
         self._alarms.update("length bias", self._supply.bias.alarm())
         self._alarms.update("length prediction", None if self._lengths.trusted else self._lengths.trust.reason)
         masked, trained = learner.metrics.get("tokens_masked_stale", 0.0), learner.metrics.get("tokens", 0.0)
