@@ -152,6 +152,8 @@ class Order(Generic[T]):
         heappush(self._scores, (self._score(waiting), waiting))
 
     def _score(self, waiting: Waiting[T]) -> float:
+        if not self._sign:
+            return waiting.since
         return self._weight * waiting.tokens + waiting.since / self.aging_s
 
     def _rebuild(self) -> None:
