@@ -1,8 +1,8 @@
 """Whether the scheduler adapts as it should: entropy feedback, the trigger `step` with its defaults, and `sjf`.
 
 Simulated clusters of 32 and 1,024 accelerators on a reasoning model's lengths, and real runs on this machine: runs on
-the quickstart's task with entropy feedback, and pairs of `fifo` and `sjf` on a task with long-tailed answers, whose
-queue is four times the slots. Finished real runs are kept in `--runs` and not repeated.
+the quickstart's task with entropy feedback, and pairs of runs with `fifo` and `sjf` on a task with long-tailed answers.
+In these pairs the queue is four times the slots. Finished real runs are kept in `--runs` and not repeated.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def p99_wait_s(run_dir: Path) -> float:
 
 
 def mixed_workload(figures: Figures) -> None:
-    """Kendall's tau of the heuristic on two tags whose lengths differ 20 times, predicted before each group ends."""
+    """Kendall's tau of the heuristic. The answers of one tag are 20 times as long as those of the other."""
     draw = random.Random(0)
     predictor = length_predictor(LengthConfig(predictor="heuristic"), limit=lambda task: 4096, temperature=1.0)
     pairs = []

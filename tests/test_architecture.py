@@ -14,7 +14,19 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 LAYERS = [
-    {"types", "samples", "seeding", "ports", "deadline", "stacks", "alarms", "own_files", "redaction", "config"},
+    {
+        "types",
+        "samples",
+        "seeding",
+        "ports",
+        "deadline",
+        "stacks",
+        "alarms",
+        "own_files",
+        "redaction",
+        "sendable",
+        "config",
+    },
     {"sandbox"},
     {"runtime"},
     {"scheduler", "control", "groups", "observe", "model"},

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.config.scheduling import TriggerConfig
-from penstock.config.waits import is_relative, seconds_of
+from penstock.config.waits import wait_time
 
 
 @pytest.mark.parametrize(("wait", "seconds"), [("500ms", 0.5), ("2s", 2), ("1.5m", 90), ("1h", 3600), ("0.25x", 10)])
 def test_seconds_of_every_unit(wait: str, seconds: float) -> None:
-    assert seconds_of(wait, 40.0) == pytest.approx(seconds)
-    assert is_relative(wait) == wait.endswith("x")
+    assert wait_time(wait).seconds(40.0) == pytest.approx(seconds)
+    assert wait_time(wait).is_relative == wait.endswith("x")
 
 
 @given(st.floats(1e-9, 1e9), st.sampled_from(["ms", "s", "m", "h", "x"]))

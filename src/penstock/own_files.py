@@ -46,7 +46,7 @@ def is_ours(path: Path) -> bool:
 def link_outside(directory: Path, *, but: str | None = None) -> Path | None:
     """Return a link anywhere in `directory` that leads out of it; None if there is none. Raises OSError if a directory
     in it cannot be listed. Links of a Hugging Face hub
-    cache (`snapshots/...`) may lead to the `blobs` beside its `snapshots`, and links whose names end with `but` may
+    cache (`snapshots/...`) may lead to the `blobs` beside its `snapshots`, and links with names that end with `but` may
     lead anywhere."""
     real = Path(os.path.realpath(directory))
     blobs = [each.parent / "blobs" for each in real.parents if each.name == "snapshots"]
@@ -89,6 +89,12 @@ def own_directory(path: Path) -> Iterator[Path]:
         if found.st_mode & stat.S_IWOTH:
             raise Foreign(path, "can be written to by every user")
         yield directory
+
+
+def check_own_directory(path: Path) -> None:
+    """Raise `Foreign` if another user could have put files into a directory, as `own_directory` does."""
+    with own_directory(path):
+        pass
 
 
 def open_plain(path: Path, *, ours: bool = False) -> BinaryIO:

@@ -12,8 +12,8 @@ import pytest
 from made_tables import json_lines, parquet, reading
 
 from penstock.config import Config, ConfigError
-from penstock.data.row_faults import fault_of
 from penstock.data.sources import MixedTasks, TaskStream, held_out_tasks, open_tasks, question
+from penstock.sendable import fault_of
 from penstock.types import Task
 
 SPELL = Config.model_validate({"data": {"options": {"min_word_len": 3, "max_word_len": 3}, "eval_tasks": 50}})

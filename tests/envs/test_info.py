@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from penstock.envs.exception_location import MAX_CHARS, Origin, sendable
-from penstock.envs.worker_calls import MAX_INFO_BYTES, MAX_INFO_DEPTH, Raised, Returned, encode, plain
+from penstock.envs.exception_location import Origin
+from penstock.envs.worker_calls import MAX_INFO_BYTES, Raised, Returned, encode, plain
+from penstock.sendable import MAX_CHARS, MAX_DEPTH, sendable
 
 
 class Odd:
@@ -35,7 +36,7 @@ def test_a_value_that_is_too_large_is_cut() -> None:
     assert plain(["x" * MAX_INFO_BYTES]) == f"['{'x' * (MAX_CHARS - 2)}... ({MAX_INFO_BYTES + 4} characters)"
     flat = {"a": [[1] * 5000, {"b": "x" * 1000}]}
     assert plain(flat) == flat
-    for depth, kept in ((MAX_INFO_DEPTH, True), (MAX_INFO_DEPTH + 1, False)):
+    for depth, kept in ((MAX_DEPTH, True), (MAX_DEPTH + 1, False)):
         deep: list[object] = []
         for _ in range(depth - 1):
             deep = [deep]

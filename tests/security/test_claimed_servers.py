@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import torch
 from letters import Letters
-from tiny_policy import make_engine, receive_seed
+from tiny_policy import receive_seed
 
 from penstock.compat.sglang import SGLang
 from penstock.rollout.app import ApiKeys
@@ -45,15 +45,6 @@ CONTROL: list[tuple[str, dict[str, Any]]] = [
     ("/abort_request", {"abort_all": True}),
     ("/abort_request", {"rid_prefix": "0"}),
 ]
-
-
-@pytest.fixture
-async def runner() -> AsyncIterator[EngineRunner]:
-    torch.set_num_threads(1)
-    runner = EngineRunner(make_engine(), process="rollout-0")
-    runner.start()
-    yield runner
-    await runner.stop()
 
 
 @asynccontextmanager

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
 from letters import Letters
-from tiny_policy import VOCAB_SIZE, make_engine, make_request, serve
+from tiny_policy import VOCAB_SIZE, make_request, serve
 
 from penstock.compat.openai import OpenAI
 from penstock.rollout.generator import EngineDead, GenerationFailed
@@ -21,15 +20,6 @@ from penstock.rollout.runner import EngineRunner
 PLAIN = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}}
 
 SCORED = {"return_logprob": True, "logprob_start_len": 0}
-
-
-@pytest.fixture
-async def runner() -> AsyncIterator[EngineRunner]:
-    torch.set_num_threads(1)
-    runner = EngineRunner(make_engine(), process="rollout-0")
-    runner.start()
-    yield runner
-    await runner.stop()
 
 
 async def lives(session: aiohttp.ClientSession) -> Any:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-import torch
 from letters import Letters
-from tiny_policy import make_engine, serve
+from tiny_policy import serve
 
 from penstock.compat.openai import OpenAI
 from penstock.rollout.app import ApiKeys, _is_loopback
@@ -61,15 +59,6 @@ async def ask(url: str, method: str, path: str, headers: list[tuple[str, str]]) 
     writer.close()
     head, _, body = answer.decode().partition("\r\n\r\n")
     return int(head.split()[1]), body
-
-
-@pytest.fixture
-async def runner() -> AsyncIterator[EngineRunner]:
-    torch.set_num_threads(1)
-    runner = EngineRunner(make_engine(), process="rollout-0")
-    runner.start()
-    yield runner
-    await runner.stop()
 
 
 ROUTES = [

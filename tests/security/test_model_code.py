@@ -116,7 +116,8 @@ def test_a_link_in_a_model_directory_leads_to_no_file_outside(model_dir: Path, t
 def test_weights_may_be_links(model_dir: Path, tmp_path: Path) -> None:
     (model_dir / "model.safetensors").rename(tmp_path / "weights.safetensors")
     (model_dir / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
-    load_policy(model_dir, weights=True)
+    policy = load_policy(model_dir, weights=True)
+    assert sum(each.numel() for each in policy.parameters()) > 0
 
 
 def test_a_model_directory_may_lie_in_a_hub_cache(model_dir: Path, tmp_path: Path) -> None:

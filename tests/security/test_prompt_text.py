@@ -7,15 +7,14 @@ import io
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import torch
 from letters import Letters
-from tiny_policy import MAX_CONTEXT, make_engine, serve
+from tiny_policy import MAX_CONTEXT, serve
 
 from penstock.compat.openai import OpenAI
 from penstock.config import TinyModelConfig
@@ -49,15 +48,6 @@ class Slow(Letters):
         if messages[0]["content"] == "ENDLESS":
             self.released.wait(20)
         return [1]
-
-
-@pytest.fixture
-async def runner() -> AsyncIterator[EngineRunner]:
-    torch.set_num_threads(1)
-    runner = EngineRunner(make_engine(), process="rollout-0")
-    runner.start()
-    yield runner
-    await runner.stop()
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 import pytest
-import torch
 from letters import Letters
-from tiny_policy import VOCAB_SIZE, make_engine, make_request, serve
+from tiny_policy import VOCAB_SIZE, make_request, serve
 
 from penstock.compat.openai import OpenAI
 from penstock.rollout import convert
@@ -33,15 +32,6 @@ SAMPLING: list[tuple[str, Any]] = [
     ("frequency_penalty", 2.5),
     ("repetition_penalty", 0),
 ]
-
-
-@pytest.fixture
-async def runner() -> AsyncIterator[EngineRunner]:
-    torch.set_num_threads(1)
-    runner = EngineRunner(make_engine(), process="rollout-0")
-    runner.start()
-    yield runner
-    await runner.stop()
 
 
 @pytest.mark.parametrize(("name", "value"), SAMPLING, ids=lambda value: f"{value!r:.40}")

@@ -330,7 +330,7 @@ def test_the_directories_of_a_box_cannot_be_given_to_it(path: str) -> None:
 def test_folders_in_writable_directories_are_held() -> None:
     """Those that lead to what a box reads. What the box reads is a mount of its own anyway."""
     given = (
-        "/work/main/src",
+        "/work/project/src",
         "/work/x/../lib/rewards",
         "/tmp/rewards",
         "/tmp/a/b",
@@ -339,7 +339,7 @@ def test_folders_in_writable_directories_are_held() -> None:
         "/opt/f/g",
     )
     assert Plan(limits=Limits(), readable=tuple(map(Existing, given))).stays == [
-        "/dev/shm/d", "/tmp/a", "/work/lib", "/work/main", "/work/x",
+        "/dev/shm/d", "/tmp/a", "/work/lib", "/work/project", "/work/x",
     ]  # fmt: skip
     inside = Plan(limits=Limits(), readable=(Existing("/tmp/a/b"), Existing("/tmp/a")))
     assert inside.stays == []

@@ -18,7 +18,7 @@ from penstock.observe import jsonl
 from penstock.observe.summary import wall_seconds
 from penstock.observe.tables import clock, listing, number, open_console
 from penstock.observe.visible_text import visible_json
-from penstock.own_files import Foreign, is_ours, own_directory, read_document
+from penstock.own_files import Foreign, check_own_directory, is_ours, read_document
 from penstock.supervisor.procfs import is_suspended
 from penstock.supervisor.run_journal import LAST_EVENT_BYTES, holds_run, is_supervised, owner_of, read_state, unreadable
 from penstock.supervisor.states import RunState
@@ -81,10 +81,10 @@ def find_directory(runs_dir: Path, name: str, *, shared: bool = False) -> Path:
 def _closed(run_dir: Path) -> Path:
     """Return the directory of a run of ours. Exits with an error if other users could have written its files."""
     try:
-        with own_directory(run_dir):
-            return run_dir
+        check_own_directory(run_dir)
     except Foreign as error:
         _exit(str(error))
+    return run_dir
 
 
 def _exit(reason: str) -> NoReturn:

@@ -17,7 +17,7 @@ from penstock.cli.refusal import refusing
 from penstock.config import Config, load_config
 from penstock.observe.jsonl import write_json
 from penstock.observe.tables import open_console
-from penstock.own_files import own_directory
+from penstock.own_files import check_own_directory
 from penstock.simulator import table
 from penstock.simulator.prediction import Report, Watch, predict
 from penstock.supervisor.run_directory import new_run_id, publishable
@@ -60,8 +60,7 @@ def write_results(report: Report, config: Config, *, json: Path | None, plot: Pa
     if json is None or plot is None:
         directory = Path(config.runs_dir) / f"{config.run_id or new_run_id()}-simulation"
         directory.mkdir(parents=True, exist_ok=True)
-        with own_directory(directory):  # another user could have put links there
-            pass
+        check_own_directory(directory)  # another user could have put links there
         (directory / "config.yaml").write_text(yaml.safe_dump(publishable(config), sort_keys=False))
         json, plot = json or directory / "results.json", plot or directory / "simulation.png"
     write_json(json, report.plain())

@@ -79,7 +79,7 @@ class ClusterConfig(Section):
     of this user on this machine."""
     private: bool = False
     """Only people whom you trust reach the ports of the cluster, other users of its machines included. Without it, a
-    cluster that asks for no token is refused, because whoever reaches its ports can run programs there as you."""
+    cluster that asks for no token is refused: any program that reaches its ports can run programs there as you."""
     pools: dict[Name, PoolConfig] = Field(default_factory=dict)
     place_timeout_s: float = Field(60.0, gt=0)
     """Seconds to wait for resources that other jobs hold now. A request that no node can ever satisfy is refused at

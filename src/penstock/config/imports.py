@@ -115,8 +115,8 @@ def check_closed(directory: Path, *, is_named: bool = False) -> None:
 
 @contextmanager
 def away_from_foreign(*names: str) -> Iterator[None]:
-    """Leave the working directory during the body if another user put a file with one of these names there. Packages
-    read settings from such files, whoever owns them, and wait for ever if one is a pipe."""
+    """Leave the working directory during the body if another user put a file with one of these names there. A package
+    reads its settings from such a file of any user, and waits for ever if it is a pipe."""
     if all(_may_be_read(Path(name)) for name in names):
         yield
         return
@@ -125,7 +125,8 @@ def away_from_foreign(*names: str) -> Iterator[None]:
 
 
 def _may_be_read(file: Path) -> bool:
-    """Return whether a file is missing or a plain one of ours or of root, as the directories are that lead to it."""
+    """Return whether a package may read a file: it is missing, or a plain file of our user or of root, and so are the
+    directories above it."""
     try:
         found = file.lstat()
     except OSError:

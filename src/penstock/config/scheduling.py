@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from penstock.config.section import Section
-from penstock.config.waits import Wait, is_relative, seconds_of
+from penstock.config.waits import Wait, wait_time
 
 Mode = Literal["asynchronous", "one_step_off", "synchronous", "colocated"]
 
@@ -66,8 +66,8 @@ class FeedbackConfig(Section):
     the number of samples."""
     reference: Literal["initial", "running"] | Annotated[float, Field(gt=0)] = "initial"
     """Reference of the entropy. `initial`: the mean entropy of the first `reference_steps` steps. `running`: an
-    exponential average over about `reference_steps` steps, to which a policy whose entropy falls slowly is always
-    close. A number: that entropy, in nats per token."""
+    exponential average over about `reference_steps` steps; it follows a slow fall of the entropy, and hides it. A
+    number: that entropy, in nats per token."""
     reference_steps: int | None = Field(None, ge=1)
     """Number of steps in the reference, and in the averages of `noise_scale`. None is 10 for the reference `initial`,
     and 50 otherwise."""
@@ -116,9 +116,9 @@ class FeedbackConfig(Section):
             yield f"form smooth needs low_below under 1, where the factor is factor_high (it is {low})"
         if self.most_samples is not None and self.fewest_samples > self.most_samples:
             yield f"fewest_samples ({self.fewest_samples}) exceeds most_samples ({self.most_samples})"
-        shortest, longest = self.shortest_wait, self.longest_wait
-        if is_relative(shortest) == is_relative(longest) and seconds_of(shortest, 1) > seconds_of(longest, 1):
-            yield f"shortest_wait ({shortest}) exceeds longest_wait ({longest})"
+        shortest, longest = wait_time(self.shortest_wait), wait_time(self.longest_wait)
+        if shortest.is_relative == longest.is_relative and shortest.number > longest.number:
+            yield f"shortest_wait ({self.shortest_wait}) exceeds longest_wait ({self.longest_wait})"
 
 
 MIN_SAMPLES = 64

@@ -10,9 +10,9 @@ import numpy as np
 
 from penstock.config import ConfigError, DataConfig
 from penstock.config.imports import import_package
-from penstock.data.row_faults import fault_of, unsendable
 from penstock.data.table_files import Row, Table, open_table
 from penstock.seeding import nth_seed, stable_seed
+from penstock.sendable import fault_of
 from penstock.types import Purpose
 
 _ENDLESS = 2**31 - 1
@@ -103,7 +103,7 @@ class Rows:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"data: {self._table.where(number)}: the row cannot be read ({reason})") from error
         for key, value in row.items():
-            if fault := fault_of(key) or fault_of(value) or unsendable(value):
+            if fault := fault_of(key) or fault_of(value):
                 raise ConfigError(f"data: {self._table.where(number)}: {key!a} has {fault}: correct or remove the row")
         return row
 

@@ -19,11 +19,11 @@ import msgspec
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
-from penstock.envs.exception_location import sendable
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.worker_calls import plain
 from penstock.samples import Segment, Trajectory, Turn
 from penstock.scheduler.segments import AnswerState, SegmentPolicy
+from penstock.sendable import sendable
 from penstock.types import EpisodeLease, Sampling, SegmentGrant, StopReason, Task, TrajectoryStatus
 
 MAX_INFO_BYTES_OF_ALL = 1 << 18
@@ -167,12 +167,11 @@ class Episode:
         if self.wanted and isinstance(info, Mapping):
             for name in self.wanted:
                 if name in info:
-                    self.info[name] = None
-                    self.info[name] = self._within_bounds(plain(info[name]))
+                    self.info[name] = self._within_bounds(name, plain(info[name]))
 
-    def _within_bounds(self, value: Any) -> Any:
+    def _within_bounds(self, name: str, value: Any) -> Any:
         """Return a value of `info`, or a text instead if the episode's summary would become too large."""
-        size = len(msgspec.msgpack.encode([self.info, value]))
+        size = len(msgspec.msgpack.encode(self.info | {name: value}))
         return value if size <= MAX_INFO_BYTES_OF_ALL else f"left out: the info of the episode has {size} bytes"
 
     def fail(self, error: Exception) -> None:

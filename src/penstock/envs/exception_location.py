@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.sendable import sendable
+
 logger = logging.getLogger(__name__)
 
 OURS = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")
 
-MAX_CHARS, MAX_TRACE_CHARS = 2_000, 50_000
-"""A longer message of an exception, or a longer traceback, is cut."""
+MAX_TRACE_CHARS = 50_000
+"""A longer traceback is cut."""
 
 OnError = Callable[[str, BaseException], None]
 """Called with the name of the called method, and the exception that it raised."""
@@ -61,13 +63,6 @@ def described(error: BaseException) -> str:
     kind = "" if isinstance(error, RaisedElsewhere) else f"{type(error).__name__}: "
     place = origin(error).place
     return f"{kind}{sendable(str(error))}{f' ({place})' if place else ''}"
-
-
-def sendable(text: str, max_chars: int = MAX_CHARS) -> str:
-    """Return text that a message can carry: at most `max_chars` characters, and no half of a surrogate pair. Errors may
-    quote what a policy said."""
-    shown = text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
-    return shown.encode(errors="replace").decode()
 
 
 class LoggedOnce:

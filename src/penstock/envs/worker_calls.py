@@ -13,11 +13,12 @@ import msgspec
 
 from penstock.config import ConfigError
 from penstock.config.imports import load
-from penstock.envs.exception_location import Origin, origin, sendable
+from penstock.envs.exception_location import Origin, origin
 from penstock.runtime.frames import Frames
+from penstock.sendable import fault_of, sendable
 
-MAX_INFO_BYTES, MAX_INFO_DEPTH = 1 << 16, 32
-"""A larger or deeper value of an environment's `info` becomes the beginning of its text."""
+MAX_INFO_BYTES = 1 << 16
+"""A larger value of an environment's `info` becomes the beginning of its text."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,21 +93,11 @@ def plain(value: object) -> Any:
     text."""
     try:
         found = msgspec.to_builtins(value, enc_hook=_as_text)
-        if len(msgspec.msgpack.encode(found)) <= MAX_INFO_BYTES and _depth(found) <= MAX_INFO_DEPTH:
+        if fault_of(found) is None and len(msgspec.msgpack.encode(found)) <= MAX_INFO_BYTES:
             return found
         return sendable(str(found))
     except (TypeError, ValueError, OverflowError, RecursionError):
         return sendable(_shown(value))
-
-
-def _depth(value: object) -> int:
-    """Return how deep lists and mappings are nested, at most `MAX_INFO_DEPTH` + 1."""
-    depth, level = 0, [value]
-    while level and depth <= MAX_INFO_DEPTH:
-        nested = [each for each in level if isinstance(each, dict | list)]
-        depth += bool(nested)
-        level = [part for each in nested for part in (each.values() if isinstance(each, dict) else each)]
-    return depth
 
 
 def _shown(value: object) -> str:

@@ -310,7 +310,7 @@ class Servers:
                 except (RolloutError, Stalled) as error:
                     if isinstance(error, RolloutError) and error.status == UNREACHABLE_WEIGHTS:
                         raise TrainerLost(str(error)) from None
-                    is_final = not _is_lost(error) or _is_malformed(error)
+                    is_final = not _is_lost(error) or _is_unfit(error)
                     if asyncio.get_running_loop().time() > limit or (is_final and not self._any_away):
                         raise
                 await asyncio.sleep(POLL_S)
@@ -380,7 +380,7 @@ class Servers:
             for server, outcome in zip(servers, outcomes, strict=True):
                 if outcome is not None and _is_lost(outcome):
                     self._mark_lost(server, outcome)
-            hopeful = [failure for failure in failures if _is_lost(failure) and not _is_malformed(failure)]
+            hopeful = [failure for failure in failures if _is_lost(failure) and not _is_unfit(failure)]
             raise (hopeful or refusals or failures)[0]
         for server, outcome in zip(servers, outcomes, strict=True):
             if outcome is not None:
@@ -429,11 +429,11 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, Stalled)
 
 
-def _is_malformed(error: BaseException) -> bool:
+def _is_unfit(error: BaseException) -> bool:
     """Return whether a server answered something that its protocol does not know, or refused our key or the route."""
     return isinstance(error, RolloutError) and error.status is not None and error.status <= 405
 
 
 def _is_repeatable(error: RolloutError | Stalled) -> bool:
     """Return whether a living server would answer the same again."""
-    return _is_malformed(error) or (isinstance(error, RolloutError) and error.status == 500)
+    return _is_unfit(error) or (isinstance(error, RolloutError) and error.status == 500)

@@ -21,7 +21,7 @@ KEEP_ALIVE_S = 4.0
 """Shorter than the server's keep-alive (uvicorn's default: 5 s), so that no request meets a closing connection."""
 
 MAX_REPLY_BYTES = 1 << 20
-"""Limit of a reply whose size does not depend on the request."""
+"""Limit of a reply. An answer with tokens has a limit of its own, by the number of tokens."""
 MAX_MESSAGE_CHARS = 500
 """A longer error message of a server is cut."""
 

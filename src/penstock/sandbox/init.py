@@ -327,7 +327,7 @@ class Init:
         return watched
 
     def _look(self) -> None:
-        """End programs whose time is over, and answer for those that ended."""
+        """End programs that are out of time, and answer for those that ended."""
         now = time.monotonic()
         for program in list(self.programs):
             if program.deadline is not None and now > program.deadline and program.returncode is None:

@@ -263,7 +263,7 @@ def _outcome(connection: Connection, limits: Limits, started: float) -> Outcome:
 
 
 def _broken(exceeded: Literal["wall_s"] | None, started: float) -> Outcome:
-    """Return the outcome of a program whose box ended with it."""
+    """Return the outcome of a program that ended together with its box."""
     wall_s = time.monotonic() - started
     return Outcome(returncode=KILLED, stdout="", stderr="", wall_s=wall_s, cpu_s=0.0, exceeded=exceeded)
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from penstock.config.scheduling import FeedbackConfig
+from penstock.scheduler.running_mean import RunningMean
 from penstock.types import LearnerState
 
 FLOOR = 1e-3
@@ -34,24 +35,13 @@ WEAKEST, STRONGEST = 0.25, 4.0
 """Bounds of `preference`."""
 
 
-class Average(msgspec.Struct):
-    """An exponential average over about `steps` values. It is the plain mean at first, so that it starts unbiased."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float, *, steps: int) -> None:
-        self.count = min(self.count + 1, steps)
-        self.value += (value - self.value) / self.count
-
-
 class Reference(msgspec.Struct):
     """The entropy in nats per token that counts as 1, and the ratio of the policy's entropy to it."""
 
-    mean: Average = msgspec.field(default_factory=Average)
+    mean: RunningMean = msgspec.field(default_factory=RunningMean)
     """Mean entropy of the first steps, or a running average of it."""
-    latest: Average = msgspec.field(default_factory=Average)
-    """Average over several times as many steps as a setting stays, so that the noise of steps changes no setting."""
+    latest: RunningMean = msgspec.field(default_factory=RunningMean)
+    """Mean over several times as many steps as a setting stays, so that the noise of steps changes no setting."""
     ratio: float = 1.0
     """Latest ratio of entropy to the reference."""
 
@@ -189,8 +179,8 @@ class Schedule(Signal):
 
 
 class NoiseAverages(msgspec.Struct):
-    trace: Average = msgspec.field(default_factory=Average)
-    signal: Average = msgspec.field(default_factory=Average)
+    trace: RunningMean = msgspec.field(default_factory=RunningMean)
+    signal: RunningMean = msgspec.field(default_factory=RunningMean)
 
 
 class NoiseScale(Signal):

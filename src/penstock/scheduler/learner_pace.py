@@ -27,6 +27,8 @@ class LearnerPace:
         self.best_groups: int | None = None
         """Smallest number of groups per call at which the learner reaches `PEAK_SHARE` of its highest rate; None while
         this is unknown."""
+        self.whole_step_s: float | None = None
+        """Seconds in which the run makes and trains the groups of a whole step; None before two steps."""
 
     def begin_wait(self, now: float) -> None:
         """Record that the learner asks for groups."""
@@ -43,15 +45,11 @@ class LearnerPace:
         self.idle_since, self._began = None, (now, num_groups, step)
 
     def complete_step(self, now: float, *, num_groups: int) -> None:
+        """Record an optimizer step over this number of groups."""
         self._steps.append((now, num_groups))
-
-    @property
-    def whole_step_s(self) -> float | None:
-        """Return the seconds in which the run makes and trains the groups of a whole step; None before two steps."""
-        num_groups = sum(count for _, count in list(self._steps)[1:])
-        if not num_groups:
-            return None
-        return (self._steps[-1][0] - self._steps[0][0]) / num_groups * self._groups_per_step
+        trained = sum(count for _, count in self._steps) - self._steps[0][1]
+        if trained:
+            self.whole_step_s = (now - self._steps[0][0]) / trained * self._groups_per_step
 
 
 def _best(calls: deque[tuple[int, float]]) -> int | None:

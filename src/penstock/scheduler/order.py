@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from penstock.config.waits import is_relative, seconds_of
+from penstock.config.waits import wait_time
 
 T = TypeVar("T")
 
@@ -54,11 +54,12 @@ class Order(Generic[T]):
     def __init__(self, *, sign: int, aging: str, max_wait: str, look_ahead: int) -> None:
         """`sign` is 1 for shortest first, -1 for longest first, 0 for oldest first. `aging` and `max_wait` are settings
         of `scheduler.dispatch`."""
-        self._sign, self._aging, self._max_wait, self._look_ahead = sign, aging, max_wait, look_ahead
+        self._sign, self._look_ahead = sign, look_ahead
+        self._aging, self._max_wait = wait_time(aging), wait_time(max_wait)
         self._left: deque[float] = deque(maxlen=min(max(look_ahead, FEWEST_LEFT), MOST_LEFT))  # times of departures
         self._num_left, self._most_waiting = 0, 0
-        self._is_relative = is_relative(aging) or is_relative(max_wait)
-        self.aging_s, self.max_wait_s = seconds_of(aging, math.inf), seconds_of(max_wait, math.inf)
+        self._is_relative = self._aging.is_relative or self._max_wait.is_relative
+        self.aging_s, self.max_wait_s = self._aging.seconds(math.inf), self._max_wait.seconds(math.inf)
         self._factor, self._mean, self._weight = 1.0, 0.0, 0.0
         self.scale = 0.0  # tokens that weigh as much as `aging_s`, at factor 1
         self._num_pushed = 0
@@ -138,8 +139,8 @@ class Order(Generic[T]):
 
     def _scale_waits(self, mean_wait_s: float) -> None:
         """Set the waits that are multiples of the mean wait."""
-        self.max_wait_s = seconds_of(self._max_wait, mean_wait_s)
-        aging_s = seconds_of(self._aging, mean_wait_s)
+        self.max_wait_s = self._max_wait.seconds(mean_wait_s)
+        aging_s = self._aging.seconds(mean_wait_s)
         if self.aging_s == math.inf or abs(aging_s - self.aging_s) > SCALE_TOLERANCE * self.aging_s:
             self.aging_s = aging_s
             self._outdated = self._outdated or bool(self._sign)

@@ -21,7 +21,7 @@ import math
 import msgspec
 
 from penstock.config.scheduling import TriggerConfig
-from penstock.config.waits import seconds_of
+from penstock.config.waits import wait_time
 
 
 class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,13 +68,14 @@ class Trigger:
     ) -> None:
         """`fewest_per_version`: groups of a step below which versions outrun the staleness bound."""
         whole = group_size * groups_per_step
-        self.use, self.min_samples, self.max_wait = config.use, config.samples_of(whole), config.wait
+        self.use, self.min_samples, self._max_wait = config.use, config.samples_of(whole), wait_time(config.wait)
         self._is_typed = config.min_samples is not None
         self._group_size, self.groups_per_step = group_size, groups_per_step
         self._feedback = config.feedback
+        self._wait_bounds = wait_time(config.feedback.shortest_wait), wait_time(config.feedback.longest_wait)
         self._most_samples = min(config.feedback.most_samples or whole, whole)
         self.fewest_groups = min(fewest_per_version, groups_per_step) if self.use == "step" else 1
-        """Fewest groups of a step whose size is not typed."""
+        """Fewest groups of a step, if `min_samples` is not typed."""
 
     def thresholds(self, state: TriggerState) -> Thresholds:
         """Return N_min and T_max times the factor of `state`.
@@ -85,10 +86,10 @@ class Trigger:
             return Thresholds(min_groups=self.groups_per_step, max_wait_s=math.inf)
         samples, feedback = self._base_samples(state), self._feedback
         step_s = math.inf if state.whole_step_s is None else state.whole_step_s
-        wait_s = seconds_of(self.max_wait, step_s)
+        wait_s = self._max_wait.seconds(step_s)
         if feedback.signal != "none":
             samples = min(max(samples * state.factor, feedback.fewest_samples), self._most_samples)
-            shortest, longest = (seconds_of(each, step_s) for each in (feedback.shortest_wait, feedback.longest_wait))
+            shortest, longest = (each.seconds(step_s) for each in self._wait_bounds)
             wait_s = min(max(wait_s * state.factor, min(shortest, longest)), longest)
         # floating point: a product of 33.000000000000004 samples means 33
         min_groups = max(math.ceil(samples / self._group_size - 1e-9), 1)

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.alarms import HopelessError
 from penstock.config import ConfigError
-from penstock.own_files import open_plain, own_directory
+from penstock.own_files import check_own_directory, open_plain
 from penstock.ports.group_records import GroupRecord, Shard
 from penstock.types import NO_VERSION
 
@@ -157,8 +157,7 @@ def _check_owner(run_dir: Path) -> None:
     """Raise OSError unless the index is ours. LMDB writes to its lock file even for a reader, through links too, and it
     waits for locks that another user may hold for ever."""
     for directory in (run_dir, run_dir / "pool", run_dir / "pool" / "index"):
-        with own_directory(directory):
-            pass
+        check_own_directory(directory)
     for name in (DATA, LOCK):
         with suppress(FileNotFoundError), open_plain(run_dir / "pool" / "index" / name, ours=True):
             pass

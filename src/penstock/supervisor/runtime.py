@@ -127,7 +127,7 @@ class Found:
     unmarked: list[Path]
     """Runtime directories without a mark."""
     foreign: list[Orphans] = field(default_factory=list)
-    """Orphans of ours whose mark names the run directory of another user."""
+    """Orphans of ours with a mark that names the run directory of another user."""
 
 
 def find_orphans() -> Found:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeGuard
 
@@ -19,6 +19,7 @@ from penstock.scheduler.length.embedding import Embedding
 from penstock.scheduler.length.features import digest, text_of
 from penstock.scheduler.length.neighbours import Neighbours, Vector
 from penstock.scheduler.length.predictor import LengthPredictor, Limit
+from penstock.scheduler.running_mean import RunningMean
 from penstock.types import Task
 
 NUM_NEIGHBOURS = 8
@@ -37,16 +38,12 @@ class _Entry:
     num_observed: int = 1
 
 
+@dataclass(slots=True)
 class _Tag:
     """The texts of one tag, and the mean log length of all its observations."""
 
-    def __init__(self, log_length: float) -> None:
-        self.neighbours = Neighbours[_Entry]()
-        self.mean, self.num_observed = log_length, 0
-
-    def observe(self, log_length: float) -> None:
-        self.num_observed += 1
-        self.mean += (log_length - self.mean) / min(self.num_observed, OVERALL_WINDOW)
+    neighbours: Neighbours[_Entry] = field(default_factory=Neighbours)
+    mean: RunningMean = field(default_factory=RunningMean)
 
 
 class HistoryPredictor(LengthPredictor):
@@ -58,10 +55,11 @@ class HistoryPredictor(LengthPredictor):
         self._tags: dict[str, _Tag] = {}
 
     def predict(self, tasks: Sequence[Task]) -> list[float]:
-        entries = [self._entries.get(_name(task)) for task in tasks]
+        texts = [text_of(task) for task in tasks]
+        entries = [self._entries.get(_name(task, text)) for task, text in zip(tasks, texts, strict=True)]
         unknown = [
-            text_of(task)
-            for task, entry in zip(tasks, entries, strict=True)
+            text
+            for task, text, entry in zip(tasks, texts, entries, strict=True)
             if not _is_known(entry) and task.tag in self._tags
         ]
         vectors = iter(self._embed(unknown) if unknown else ())
@@ -72,16 +70,16 @@ class HistoryPredictor(LengthPredictor):
         return [min(float(self._limit(task)), math.expm1(log)) for task, log in zip(tasks, logs, strict=True)]
 
     def observe(self, task: Task, lengths: Sequence[int]) -> None:
-        log_length, name = fmean(map(math.log1p, lengths)), _name(task)
-        tag = self._tags.setdefault(task.tag, _Tag(log_length))
-        tag.observe(log_length)
+        log_length, text = fmean(map(math.log1p, lengths)), text_of(task)
+        tag, name = self._tags.setdefault(task.tag, _Tag()), _name(task, text)
+        tag.mean.add(log_length, steps=OVERALL_WINDOW)
         entry = self._entries.get(name)
         if entry is None:
             if len(self._entries) == self._max_entries:
                 _, oldest = self._entries.popitem(last=False)
                 self._tags[oldest.tag].neighbours.remove(oldest)
             entry = _Entry(task.tag, log_length)
-            tag.neighbours.add(entry, self._embed([text_of(task)])[0])
+            tag.neighbours.add(entry, self._embed([text])[0])
             self._entries[name] = entry
             return
         self._entries.move_to_end(name)
@@ -101,12 +99,12 @@ class HistoryPredictor(LengthPredictor):
         found = zip(nearest, cosines.tolist(), strict=True)
         neighbours = [(max(cosine, 0.0) ** SHARPNESS, each.log_length) for each, cosine in found if each is not entry]
         own, own_log = (OWN_WEIGHT * entry.num_observed, entry.log_length) if entry is not None else (0.0, 0.0)
-        total = sum(weight * log for weight, log in neighbours) + own * own_log + PRIOR_WEIGHT * tag.mean
+        total = sum(weight * log for weight, log in neighbours) + own * own_log + PRIOR_WEIGHT * tag.mean.value
         return float(total / (sum(weight for weight, _ in neighbours) + own + PRIOR_WEIGHT))
 
 
-def _name(task: Task) -> bytes:
-    return digest(f"{task.tag}\n{text_of(task)}")
+def _name(task: Task, text: str) -> bytes:
+    return digest(f"{task.tag}\n{text}")
 
 
 def _is_known(entry: _Entry | None) -> TypeGuard[_Entry]:

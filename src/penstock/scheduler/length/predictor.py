@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol
 
 from penstock.scheduler.length.features import CUES, Features, features, text_of
+from penstock.scheduler.running_mean import RunningMean
 from penstock.types import Task
 
 Limit = Callable[[Task], int]
@@ -48,33 +48,22 @@ def rule_of_thumb(found: Features) -> float:
     return tokens * math.prod(cue.factor for cue, hit in zip(CUES, found.cues, strict=True) if hit)
 
 
-@dataclass(slots=True)
-class _Ratio:
-    """The running mean of log(actual / rule of thumb)."""
-
-    log: float = 0.0
-    num_observed: int = 0
-
-    def add(self, log_ratio: float) -> None:
-        self.num_observed += 1
-        self.log += (log_ratio - self.log) / min(self.num_observed, WINDOW)
-
-
 class HeuristicPredictor(LengthPredictor):
     """A fixed rule times a running ratio of actual to predicted lengths, at most the task's limit. The ratio is that
     of the task's tag if the tag has been observed."""
 
     def __init__(self, *, limit: Limit) -> None:
         self._limit = limit
-        self._overall, self._of_tag = _Ratio(), dict[str, _Ratio]()
+        self._overall, self._of_tag = RunningMean(), dict[str, RunningMean]()
+        """Means of log(actual / rule of thumb)."""
 
     def predict(self, tasks: Sequence[Task]) -> list[float]:
         return [min(float(self._limit(task)), self._expected(task)) for task in tasks]
 
     def _expected(self, task: Task) -> float:
-        return rule_of_thumb(features(text_of(task))) * math.exp(self._of_tag.get(task.tag, self._overall).log)
+        return rule_of_thumb(features(text_of(task))) * math.exp(self._of_tag.get(task.tag, self._overall).value)
 
     def observe(self, task: Task, lengths: Sequence[int]) -> None:
         log_ratio = math.log(max(fmean(lengths), 1.0) / rule_of_thumb(features(text_of(task))))
-        for ratio in (self._overall, self._of_tag.setdefault(task.tag, _Ratio())):
-            ratio.add(log_ratio)
+        for ratio in (self._overall, self._of_tag.setdefault(task.tag, RunningMean())):
+            ratio.add(log_ratio, steps=WINDOW)
