@@ -14,11 +14,14 @@ MAX_CHARS = 2_000
 
 def fault_of(value: object, depth: int = 1) -> str | None:
     """Return what keeps a value from being sent to another process; None if it can be sent."""
-    if value is None or isinstance(value, float):
+    kind = type(value)  # its subclasses are encoded differently, or not at all
+    if value is None or kind is float or kind is bool:
         return None
-    if isinstance(value, str):
+    if kind is str:
+        assert isinstance(value, str)
         return None if value.isascii() or _is_text(value) else "text with a lone surrogate"
-    if isinstance(value, int):
+    if kind is int:
+        assert isinstance(value, int)
         return None if -(2**63) <= value < 2**64 else "an integer of more than 64 bits"
     if not isinstance(value, dict | list | tuple):
         return _fault_of_other(value)

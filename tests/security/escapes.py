@@ -238,6 +238,28 @@ fd = os.pidfd_open(1); signal.pidfd_send_signal(fd, 9); os.killpg(1, 9)
 if LIBC.syscall(T['prlimit64'], 1, 0, struct.pack('QQ', 1, 1), None) == 0: escaped('processor time of init')
 if LIBC.syscall(T['prlimit64'], 1, 7, struct.pack('QQ', 0, 0), None) == 0: escaped('files of init')
 """,
+    "demote_init": """
+idle = os.sched_param(0)
+attributes = struct.pack('=IIQiIQQQ', 48, os.SCHED_IDLE, 0, 0, 0, 0, 0, 0)
+tries = {
+    'processors': lambda pid: os.sched_setaffinity(pid, {max(os.sched_getaffinity(0))}),
+    'policy': lambda pid: os.sched_setscheduler(pid, os.SCHED_IDLE, idle),
+    'parameters': lambda pid: os.sched_setparam(pid, idle),
+    'attributes': lambda pid: must('sched_setattr', pid, attributes, 0),
+    'priority': lambda pid: os.setpriority(os.PRIO_PROCESS, pid, 19),
+    'group priority': lambda pid: os.setpriority(os.PRIO_PGRP, pid, 19),
+    'priority of its user': lambda pid: os.setpriority(os.PRIO_USER, 0, 19),
+    'priority of input': lambda pid: must('ioprio_set', 1, pid, 3 << 13),
+    'priority of input of its user': lambda pid: must('ioprio_set', 3, 0, 3 << 13),
+}
+def must(name, *arguments):
+    if call(name, *arguments): raise OSError(ctypes.get_errno(), name)
+for name, attempt in tries.items():
+    try: attempt(1)
+    except OSError: continue
+    escaped(name, 'of init')
+os.sched_setaffinity(0, os.sched_getaffinity(0)); os.setpriority(os.PRIO_PROCESS, 0, 5)  # its own it may change
+""",
     "kill_the_host": """
 for pid in T['pids']:
     try: os.kill(pid, 9)
@@ -446,7 +468,7 @@ class Host:
             "port": self.sockets[0].getsockname()[1],
             "pids": [os.getpid(), os.getppid(), self.victim.pid],
             "daemon": f"3600.{os.getpid()}",
-            "numbers": its.forbidden,
+            "numbers": its.forbidden | its.to_others,
             "clone": its.clone,
             "shares_user": os.geteuid() != 0,
             "prlimit64": its.prlimit64,

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, Literal, Protocol
 
+import psutil
+
 from penstock.sandbox.box import BoxEnded
 from penstock.sandbox.init import DONE, ENDED, STARTED
 from penstock.sandbox.limits import Limits, Outcome
@@ -240,7 +242,11 @@ class InitBox:
             return connection.receive(size, deadline)
 
     def _kill(self) -> None:
-        """Kill the box from outside."""
+        """Kill the box from outside: each of its processes, because an init that gets no processor cannot end them."""
+        with suppress(psutil.Error):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    process.kill()
         self._process.kill()
 
 

@@ -72,6 +72,11 @@ OTHERS_AARCH64 = {
     "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "setpriority": 140, "rt_tgsigqueueinfo": 240,
     "sched_setattr": 274, "pidfd_send_signal": 424,
 }  # fmt: skip
+SCHEDULING = ("sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler")
+"""Calls whose first argument is a process; 0 is the caller."""
+PRIORITIES = {"setpriority": 0, "ioprio_set": 1}
+"""Calls whose first argument says what the second one is, with the value for a process (PRIO_PROCESS,
+IOPRIO_WHO_PROCESS); 0 is the caller."""
 CONDITIONAL = {"personality", "unshare"}
 """Calls in the tables that are forbidden with some arguments only."""
 OWNERSHIP = (8, 10, 15)
@@ -192,7 +197,14 @@ def instructions(machine: str, *, shares_user: bool) -> list[Instruction]:
         *_when(its.ioctl, _none_of(1, TERMINAL_INPUT)),
         *_when(its.fcntl, _none_of(1, LEASES)),
         *_when(its.forbidden["personality"], _only((0, PERSONALITY_QUERY))),
-        *_when(its.prlimit64, _only((0,))),  # limits of another process: a program could starve the init
+        # Limits and priorities of other processes: with them, a program could starve the init.
+        *_when(its.prlimit64, _only((0,))),
+        *(piece for name in SCHEDULING for piece in _when(its.to_others[name], _only((0,)))),
+        *(
+            piece
+            for name, process in PRIORITIES.items()
+            for piece in _when(its.to_others[name], [*_only((process,)), *_only((0,), index=1)])
+        ),
         _result(ALLOW),
     ]
 
@@ -231,10 +243,10 @@ def _argument(index: int) -> list[Instruction]:
     return [_load(ARGUMENTS + 8 * index)]
 
 
-def _only(allowed: Sequence[int]) -> list[Instruction]:
-    """Refuse all values of the first argument but these."""
+def _only(allowed: Sequence[int], *, index: int = 0) -> list[Instruction]:
+    """Refuse all values of an argument but these."""
     jumps = [(JUMP_EQUAL, len(allowed) - position, 0, value) for position, value in enumerate(allowed)]
-    return [*_argument(0), *jumps, _result(ERROR | errno.EPERM)]
+    return [*_argument(index), *jumps, _result(ERROR | errno.EPERM)]
 
 
 def _when(number: int, body: Sequence[Instruction]) -> list[Instruction]:

@@ -94,7 +94,9 @@ class Code:
             finally:
                 for each in programs:
                     each.kill()
-                    each.wait(END_S)
+                have_ended = [_has_ended(each) for each in programs]
+        if not all(have_ended):
+            return False
         if fault:
             raise ValueError(f"the tests of the task ({self._tests_key}) {fault}")
         return True
@@ -115,6 +117,15 @@ class Code:
 def _start(box: Box, source: str, limits: Limits, *sockets: socket.socket) -> Program:
     numbers = [each.fileno() for each in sockets]
     return box.start(python("-c", source, *map(str, (limits.cpu_s, *numbers))), pass_fds=numbers)
+
+
+def _has_ended(program: Program) -> bool:
+    """Return whether a program that was killed has ended. The end of its box ends it at last."""
+    try:
+        program.wait(END_S)
+    except TimeoutError:
+        return False
+    return True
 
 
 def program_of(answer: str) -> str:
