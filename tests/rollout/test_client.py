@@ -76,6 +76,18 @@ def reply(output_ids: list[int], logprobs: list[float] | None, *, version: str =
     return {"text": "", "output_ids": output_ids, "meta_info": meta}
 
 
+def labelled(output_ids: list[int], *spans: tuple[int, int]) -> dict[str, Any]:
+    found = reply(output_ids, [-1.0] * len(output_ids))
+    found["meta_info"]["weight_versions"] = [{"version": "0", "start": start, "end": end} for start, end in spans]
+    return found
+
+
+def unfinished(output_ids: list[int]) -> dict[str, Any]:
+    found = reply(output_ids, [-1.0] * len(output_ids))
+    found["meta_info"]["finish_reason"] = None
+    return found
+
+
 @asynccontextmanager
 async def answering(body: bytes | dict[str, Any], *, status: int = 200) -> AsyncIterator[RolloutClient]:
     """The client of a server that answers everything so."""
@@ -98,6 +110,9 @@ async def answering(body: bytes | dict[str, Any], *, status: int = 200) -> Async
         (reply([5, 6], [-1.0, 0.5]), 200, "returned numbers above zero, or none, as log-probabilities"),
         (reply([5, 6], [-1.0, -1.0], version=str(2**31)), 503, "label '2147483648', which no trainer published"),
         (reply([5, 6], [-1.0, -1.0], version="9" * 5000), 503, "label '9{99}', which no trainer published"),
+        (labelled([5, 6], (0, 10**8), (10**8, 2)), 200, "version spans .* which do not cover them"),
+        (labelled([5, 6], (0, -5), (-5, 2)), 200, "version spans .* which do not cover them"),
+        (unfinished([5, 6]), 200, "returned an answer that is not finished"),
     ],
 )
 async def test_a_reply_that_cannot_be_trained_is_refused(body: dict[str, Any], status: int, message: str) -> None:

@@ -97,6 +97,8 @@ ODD = ("NaN", "+Inf", "-Inf", "-1", "1e300", "9007199254740992", "x", "")
     [
         *(METRICS.format(tokens=value, running=2) for value in ODD),
         *(METRICS.format(tokens=1, running=value) for value in ODD),
+        METRICS.format(tokens=f"1 {'9' * 400}", running=2),  # with a time
+        'vllm:generation_tokens_total{b="' + '\\"' * 1000 + '"} 9',  # the time for such lines is quadratic
         "\xff",
         "{",
         'a{b="c", ="d"} 1',

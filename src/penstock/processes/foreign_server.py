@@ -76,6 +76,8 @@ METERS = {
 }
 """Metric names in each engine's `/metrics`: the tokens generated so far, and the running requests."""
 
+MAX_LINE = 1024
+"""Most characters of a line of metrics that is read. The parser's time grows with the square of a line's length."""
 MAX_COUNT = 2**53
 """An engine's count is below this. A float holds every such whole number."""
 
@@ -331,6 +333,14 @@ def remedy(status: int | None, engine: str) -> str:
             return ""
 
 
+def _lines_about(names: tuple[str, ...], text: str) -> str:
+    """Return the lines about these metrics. Raises ValueError if one is too long."""
+    lines = [line for line in text.splitlines(keepends=True) if line.removeprefix("# TYPE ").startswith(names)]
+    if any(len(line) > MAX_LINE for line in lines):
+        raise ValueError("a line of metrics is too long")
+    return "".join(lines)
+
+
 def _total(family: Metric) -> float:
     return sum(sample.value for sample in family.samples if not sample.name.endswith("_created"))
 
@@ -363,9 +373,11 @@ class EngineMetrics(Member):
         are ignored too."""
         try:
             text = (await self._session.send("GET", self._url, "/metrics", timeout_s=ASK_EVERY_S * 4)).decode()
-            totals = {family.name: _total(family) for family in text_string_to_metric_families(text)}
-            self._tokens, running = (_count(totals.get(name, 0)) for name in self._meters)
-        except (RolloutError, Stalled, ValueError, IndexError):  # the parser raises the last two
+            families = text_string_to_metric_families(_lines_about(self._meters, text))
+            totals = {family.name: _total(family) for family in families}
+            known = dict(zip(self._meters, (self._tokens, 0), strict=True)) | totals
+            self._tokens, running = [_count(known[name]) for name in self._meters]
+        except Exception:  # the parser raises whatever its text leads to
             return
         now = time.time()
         if self._running and running:

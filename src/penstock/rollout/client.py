@@ -132,6 +132,8 @@ class ServerClient(ABC):
         for reply, grant in zip(replies, grants, strict=True):
             meta = reply.meta_info
             logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs or () if logprob is not None]
+            if meta.finish_reason is None:
+                raise RolloutError(self.url, "returned an answer that is not finished", 200)
             reason = FINISH_REASONS[type(meta.finish_reason)]
             segments.append(self._segment(grant, reply.output_ids, logprobs, meta.weight_versions or (), reason))
         return segments
@@ -155,7 +157,8 @@ class ServerClient(ABC):
         if len(logprobs) != len(token_ids):
             message = "returned tokens without log-probabilities: use an engine that honours return_logprob"
             raise RolloutError(self.url, message, 200)
-        if [*(span.start for span in spans), len(token_ids)] != [0, *(span.end for span in spans)]:
+        bounds = [0, *(span.end for span in spans)]
+        if [*(span.start for span in spans), len(token_ids)] != bounds or sorted(bounds) != bounds:
             raise RolloutError(
                 self.url,
                 f"returned {len(token_ids)} tokens with the version spans {spans}, which do not cover them; the "
