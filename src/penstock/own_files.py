@@ -44,18 +44,20 @@ def is_ours(path: Path) -> bool:
 
 
 def link_outside(directory: Path, *, but: str | None = None) -> Path | None:
-    """Return a link anywhere in `directory` that leads out of it; None if there is none. Raises OSError if a directory
-    in it cannot be listed. Links of a Hugging Face hub
-    cache (`snapshots/...`) may lead to the `blobs` beside its `snapshots`, and links with names that end with `but` may
-    lead anywhere."""
-    real = Path(os.path.realpath(directory))
-    blobs = [each.parent / "blobs" for each in real.parents if each.name == "snapshots"]
-    for path in _links(real):
-        target = Path(os.path.realpath(path))
-        is_allowed = any(target.is_relative_to(allowed) for allowed in (real, *blobs[:1]))
-        if not is_allowed and path.suffix != but:
+    """Return a link anywhere in `directory` that leads out of it (see `lies_inside`); None if there is none. Links with
+    names that end with `but` may lead anywhere. Raises OSError if a directory in it cannot be listed."""
+    for path in _links(Path(os.path.realpath(directory))):
+        if path.suffix != but and not lies_inside(Path(os.path.realpath(path)), directory):
             return path
     return None
+
+
+def lies_inside(target: Path, directory: Path) -> bool:
+    """Return whether the real path `target` lies in `directory`. To a directory of a Hugging Face hub cache
+    (`snapshots/...`) also belong the `blobs` beside its `snapshots`."""
+    real = Path(os.path.realpath(directory))
+    blobs = [each.parent / "blobs" for each in real.parents if each.name == "snapshots"]
+    return any(target.is_relative_to(allowed) for allowed in (real, *blobs[:1]))
 
 
 def _raise(error: OSError) -> None:

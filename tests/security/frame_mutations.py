@@ -13,13 +13,13 @@ from penstock.control.messages import (
     AnyMessage,
     Cancel,
     DataGenerated,
-    EpisodesEnded,
     EpisodesGenerated,
     Goodbye,
     GrantRequest,
     Heartbeat,
     Hello,
     Refused,
+    RewardComputed,
     TaskRequest,
     Welcome,
     WhoAreYou,
@@ -41,7 +41,7 @@ MESSAGES: list[AnyMessage] = [
     Cancel(attempts=[GroupAttempt(1, 0)]),
     GrantRequest(episode=EPISODE, unfinished=True, num_tokens=3, saved=REF),
     EpisodesGenerated(episodes=[EPISODE], num_tokens=[3]),
-    EpisodesEnded(episodes=[SUMMARY], saved=[REF]),
+    RewardComputed(episodes=[SUMMARY], saved=[REF]),
     DataGenerated(group=1, ref=REF, episodes=[SUMMARY]),
 ]
 NAMES = (b"env-0", b"trainer-0", b"rollout-0", b"controller", b"stranger", b"../env-0", b"", b"\xff\xfe", b"x" * 200)

@@ -128,7 +128,16 @@ def test_the_process_table_is_read_for_numbers_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    ["{env: null}", "{env: 3}", "{trainer: null}", "{supervisor: [1]}", "{trainer: {steps: &a [1, *a]}}", DEEP, "[1]"],
+    [
+        "{a: !!int ' 1" + ":1" * 400_000 + "'}",
+        "{env: null}",
+        "{env: 3}",
+        "{trainer: null}",
+        "{supervisor: [1]}",
+        "{trainer: {steps: &a [1, *a]}}",
+        DEEP,
+        "[1]",
+    ],
     ids=lambda text: text[:30],
 )
 def test_damaged_settings_are_no_settings(run_dir: Path, settings: str) -> None:

@@ -91,6 +91,15 @@ def test_a_saved_dataset_names_no_other_files(directory: Path, name: str, key: s
         HuggingFace(directory, "train")
 
 
+@pytest.mark.parametrize("scheme", ["file:", "file://", "local:", "FILE:"])
+def test_a_card_names_no_address_of_a_file(directory: Path, secret: Path, scheme: str) -> None:
+    (directory / "train.txt").write_text("a\n")
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: ['*.txt', '{scheme}{secret}']\n---\n"
+    (directory / "README.md").write_text(card)
+    with pytest.raises(ConfigError, match="which is not in the directory"):
+        HuggingFace(directory, "train")
+
+
 @pytest.mark.parametrize(
     "features",
     [

@@ -77,6 +77,7 @@ WRONG: list[tuple[str, str | Callable[[dict[str, Any]], str]]] = [
         ("polynomial_multiplication", polynomial(form))
         for form in ("expand({})", "Poly({}).as_expr()", "({}).expand()")
     ),
+    ("puzzle24", lambda task: "*".join(map(str, task["metadata"]["numbers"])) + "* *1"),
     ("countdown", lambda task: "{:#x}+(x-x)*".format(task["metadata"]["target"]) + sum_of(task)),
     *(
         (dataset, integral(form))

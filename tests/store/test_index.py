@@ -51,6 +51,12 @@ def test_the_highest_version_is_kept_though_its_group_is_trained_anew(tmp_path: 
     index.close()
 
 
+def test_nobody_else_can_lock_the_index(tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir(mode=0o755)
+    PoolIndex(tmp_path).close()
+    assert (tmp_path / "index").stat().st_mode & 0o777 == 0o700
+
+
 def test_an_index_without_its_last_pages_is_refused(tmp_path: Path) -> None:
     index = PoolIndex(tmp_path)
     index.put([record(group) for group in range(2000)])

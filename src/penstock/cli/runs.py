@@ -182,13 +182,15 @@ def config_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _is_flat(text: bytes) -> bool:
-    """Return whether a YAML text has few levels, no aliases and no long numbers. Many levels crash the C loader,
-    aliases make large values of short texts, and long numbers take long. A run writes none of them."""
+    """Return whether a YAML text has few levels, no aliases, no tags and no long numbers. Many levels crash the C
+    loader, aliases make large values of short texts, a tag makes a number of any text, and long numbers take long. A
+    run writes none of them."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        is_long = isinstance(event, yaml.ScalarEvent) and LONG_NUMBER.fullmatch(event.value)
-        if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or is_long:
+        if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+            return False
+        if isinstance(event, yaml.ScalarEvent) and (event.tag or LONG_NUMBER.fullmatch(event.value)):
             return False
     return True
 

@@ -22,6 +22,8 @@ LINGER_MS = 200
 PING_MS, DEAD_MS = 2000, 10_000
 """Time between two heartbeats of an idle connection, and time without a sign of life until it is given up."""
 CONNECT_MS = 5000
+HANDSHAKE_MS = 3000
+"""Time for a connection to prove that it belongs to the run. Until then ZeroMQ keeps all that a stranger sends."""
 RECONNECT_MS, RECONNECT_MOST_MS = 100, 2000
 NEVER = -1
 MAX_FRAME_BYTES = 64 << 20
@@ -120,6 +122,7 @@ def listen_as(socket: zmq.Socket[Any], host: str, *, public: str, secret: str, d
     Return the endpoint."""
     allow_files(MAX_FILES)
     _across_machines(socket, dead_ms)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, EVERY)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else ZeroMQ lets in every key once no authenticator answers
     socket.setsockopt(zmq.CURVE_SERVER, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ PLAIN_FEATURES = (
 """Types of columns that hold their values. Others (`Image`, `Audio`, ...) may hold the address of a file, which reading
 a row would fetch."""
 
+SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]*:")
+"""How an address begins, also that of a file of this machine (`file:`, `local:`)."""
+
 
 def is_saved(directory: Path) -> bool:
     """Return whether `save_to_disk` wrote the directory."""
@@ -36,7 +40,7 @@ def check_own_files(directory: Path) -> None:
     if link:
         raise ConfigError(f"data: {link} leads out of the dataset {directory}: replace the link by the file itself")
     for where, named in _named_files(directory):
-        if "://" in named or "::" in named or named.startswith(("/", "~")) or ".." in Path(named).parts:
+        if SCHEME.match(named) or "::" in named or named.startswith(("/", "~")) or ".." in Path(named).parts:
             raise ConfigError(f"data: {where} of {directory} names {named!r}, which is not in the directory")
 
 

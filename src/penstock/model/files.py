@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.own_files import link_outside
+from penstock.own_files import lies_inside, link_outside
 
 COMPANIONS = (
     "config.json",
@@ -131,4 +132,9 @@ def copy_companions(source: Path, target: Path) -> None:
     check_links(source)
     for name in COMPANIONS:
         if (source / name).is_file() and not (target / name).exists():
-            shutil.copyfile(source / name, target / name)
+            with (source / name).open("rb") as file:
+                opened = Path(os.path.realpath(f"/proc/self/fd/{file.fileno()}"))
+                if not lies_inside(opened, source):  # the file became a link after the check
+                    raise ModelError(f"{source / name} leads out of the model directory {source}")
+                with (target / name).open("wb") as copy:
+                    shutil.copyfileobj(file, copy)

@@ -52,6 +52,10 @@ class PoolIndex:
         self._directory, self._path = directory, directory / "index"
         self._readonly = readonly
         how = {"readonly": True} if readonly else {"sync": False, "metasync": False}
+        if not readonly:
+            # Whoever may read the lock file can lock it, and so keep the owner of the run from opening the index.
+            self._path.mkdir(exist_ok=True)
+            self._path.chmod(0o700)
         self._check_size()
         try:
             self._env = lmdb.open(str(self._path), map_size=map_bytes, max_readers=64, max_dbs=3, **how)

@@ -105,8 +105,10 @@ def _numbers(answer: str) -> list[float]:
 
 
 def _is_arithmetic(answer: str) -> bool:
-    """Return whether an answer has only whole numbers and the four operators. The rules see no number in `0x18`."""
-    return bool(ARITHMETIC.fullmatch(answer)) and "**" not in answer and "//" not in answer
+    """Return whether an answer has only whole numbers and the four operators. The rules see no number in `0x18`, and
+    read `/ /` as `//`."""
+    joined = "".join(answer.split())
+    return bool(ARITHMETIC.fullmatch(answer)) and "**" not in joined and "//" not in joined
 
 
 def _makes_24(answer: str, numbers: Sequence[int]) -> bool:
