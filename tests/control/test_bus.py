@@ -26,11 +26,11 @@ from penstock.control.messages import (
     Ack,
     AnyMessage,
     Cancel,
-    EpisodesEnded,
     GrantRequest,
     Heartbeat,
     Hello,
     Refused,
+    RewardComputed,
     Welcome,
 )
 from penstock.control.runtime_files import Keys
@@ -145,11 +145,11 @@ async def test_a_message_that_cannot_be_encoded_fails_alone(directory: Path) -> 
     async with connected(directory, controller=controller, peer=worker) as (_, peer):
         for bad in ("\ud800", 10**30):
             summary = EpisodeSummary(episode=EpisodeId("t", 1, 0, 0), status="failed", info={"said": bad})
-            ended = EpisodesEnded(episodes=[summary], saved=[])
+            ended = RewardComputed(episodes=[summary], saved=[])
             asked = [peer.request(CONTROLLER, each, timeout_s=5) for each in (request(1), ended, request(2))]
             one, refused, two = await asyncio.gather(*asked, return_exceptions=True)
             assert (one, two) == (Ack(), Ack())
-            assert isinstance(refused, Unsendable) and "EpisodesEnded of env-0 cannot be sent" in str(refused)
+            assert isinstance(refused, Unsendable) and "RewardComputed of env-0 cannot be sent" in str(refused)
 
 
 async def test_what_is_queued_in_one_turn_leaves_as_one_frame(directory: Path) -> None:

@@ -17,12 +17,12 @@ from penstock.control.bus import Bus, Peer
 from penstock.control.messages import (
     AnyMessage,
     DataGenerated,
-    EpisodesEnded,
     EpisodesGenerated,
     Grant,
     GrantRequest,
     Hello,
     NewTask,
+    RewardComputed,
     Welcome,
 )
 from penstock.envs.manager import EnvManager, MakeEnvironment
@@ -55,7 +55,7 @@ class Controller:
 
     generated: asyncio.Queue[DataGenerated] = field(default_factory=asyncio.Queue)
     generating_ended: asyncio.Queue[EpisodesGenerated] = field(default_factory=asyncio.Queue)
-    ended: asyncio.Queue[EpisodesEnded] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Queue[RewardComputed] = field(default_factory=asyncio.Queue)
     requests: asyncio.Queue[GrantRequest] = field(default_factory=asyncio.Queue)
     reports: list[str] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ class Controller:
                 self.generated.put_nowait(message)
             case EpisodesGenerated():
                 self.generating_ended.put_nowait(message)
-            case EpisodesEnded():
+            case RewardComputed():
                 self.ended.put_nowait(message)
             case GrantRequest():
                 self.requests.put_nowait(message)

@@ -87,7 +87,7 @@ async def test_a_probe_is_kept_until_its_group_is_whole(tmp_path: Path) -> None:
         assert [episode.episode.episode for episode in played.episodes] == [0, 1, 2, 3]
         assert played.ref is not None
         assert [sample.episode for sample in PayloadReader(tmp_path).read(played.ref)] == [0, 1, 2, 3]
-        assert stage.controller.reports.count("EpisodesEnded") == 1
+        assert stage.controller.reports.count("RewardComputed") == 1
 
 
 async def test_members_that_end_early_are_reported_as_they_do(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from fake_ports import played
 
 from penstock.config import Config
-from penstock.control.messages import AnyMessage, DataGenerated, EpisodesEnded, GrantRequest, Hello
+from penstock.control.messages import AnyMessage, DataGenerated, GrantRequest, Hello, RewardComputed
 from penstock.observe import jsonl
 from penstock.observe.recorder import Recorder
 from penstock.processes.controller import Controller
@@ -117,7 +117,7 @@ class Noting:
             ("lost", 3, 1),
         ),
         (
-            EpisodesEnded(episodes=[played(EPISODE, reward=1.0)], saved=[REF]),
+            RewardComputed(episodes=[played(EPISODE, reward=1.0)], saved=[REF]),
             ("ended", 3, [REF]),
             ("ended", 3, [None]),
         ),

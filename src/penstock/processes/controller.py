@@ -114,7 +114,7 @@ class Controller:
             case messages.EpisodesGenerated(episodes=[first, *_] as episodes, num_tokens=num_tokens) if self.system:
                 members = [episode.episode for episode in episodes]
                 self.system.scheduler.members.finish_generation(first.group_attempt, members, num_tokens[0])
-            case messages.EpisodesEnded(episodes=[first, *_] as episodes, saved=saved) if self.system:
+            case messages.RewardComputed(episodes=[first, *_] as episodes, saved=saved) if self.system:
                 lost = await self._fetch(peer, saved)
                 attempt = first.episode.group_attempt
                 self.system.scheduler.members.end_members(attempt, episodes, [None] * len(saved) if lost else saved)

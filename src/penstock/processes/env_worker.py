@@ -202,7 +202,7 @@ class Worker(Member):
                 group.stop()
         if not group.whole:
             saved = self._saved.save_ended(group, members)
-            await self._report_records(messages.EpisodesEnded(episodes=group.summaries(members), saved=saved), saved)
+            await self._report_records(messages.RewardComputed(episodes=group.summaries(members), saved=saved), saved)
             return
         self.num_surplus_tokens += group.num_tokens(group.surplus)
         ref: PayloadRef | None = None

@@ -10,10 +10,10 @@ from penstock.control.bus import ProtocolViolation
 from penstock.control.messages import (
     AnyMessage,
     DataGenerated,
-    EpisodesEnded,
     EpisodesGenerated,
     GrantRequest,
     Heartbeat,
+    RewardComputed,
     TaskRequest,
 )
 from penstock.scheduler.active_group import ActiveGroup
@@ -33,7 +33,7 @@ def check_alone(message: AnyMessage, role: str) -> None:
         case Heartbeat(counters=counters, spans=spans) as beat:
             figures = [beat.cpu_s, beat.busy_s, *counters.values(), *(span.start for span in spans)]
             demand(all(map(math.isfinite, (*figures, *(span.end for span in spans)))), "a figure is not finite")
-        case TaskRequest() | GrantRequest() | EpisodesGenerated() | EpisodesEnded() | DataGenerated():
+        case TaskRequest() | GrantRequest() | EpisodesGenerated() | RewardComputed() | DataGenerated():
             demand(role == "env", f"its sender is not an environment worker but a {role}")
     match message:
         case TaskRequest(capacity=capacity):
@@ -44,7 +44,7 @@ def check_alone(message: AnyMessage, role: str) -> None:
             demand(len(episodes) == len(counts), f"it has {len(episodes)} episodes, but {len(counts)} counts")
             check_counts(counts)
             check_episodes(episodes)
-        case EpisodesEnded(episodes=summaries, saved=saved):
+        case RewardComputed(episodes=summaries, saved=saved):
             demand(len(summaries) == len(saved), f"it has {len(summaries)} episodes, but {len(saved)} records")
             check_summaries(summaries)
         case DataGenerated(episodes=summaries, group=number):
@@ -68,7 +68,7 @@ def check_in_run(message: AnyMessage, peer: str, scheduler: Scheduler) -> None:
             state = group.ledger.state(group.number, episode.episode)
             allowed = (EpisodeState.LEASED,) if unfinished else (EpisodeState.LEASED, EpisodeState.UNFINISHED)
             demand(state in allowed, f"{episode} is {state}, so it needs no grant")
-        case EpisodesEnded(episodes=summaries) | DataGenerated(episodes=summaries):
+        case RewardComputed(episodes=summaries) | DataGenerated(episodes=summaries):
             check_end(group, summaries)
     if isinstance(message, DataGenerated):
         check_whole(group, message)
@@ -81,7 +81,7 @@ def episodes_of(message: AnyMessage) -> Sequence[EpisodeId]:
             return [episode]
         case EpisodesGenerated(episodes=episodes):
             return episodes
-        case EpisodesEnded(episodes=summaries) | DataGenerated(episodes=summaries):
+        case RewardComputed(episodes=summaries) | DataGenerated(episodes=summaries):
             return [summary.episode for summary in summaries]
     return []
 
