@@ -64,6 +64,8 @@ class Setting:
     rounds: int
     batch_sizes: tuple[int, ...]
     """Of continuous batching; the best one is taken."""
+    shrink: int = 1
+    """There are this many times fewer requests and slots."""
 
 
 def settings(device: torch.device, *, quick: bool) -> dict[str, Setting]:
@@ -74,7 +76,8 @@ def settings(device: torch.device, *, quick: bool) -> dict[str, Setting]:
                 make_policy=partial(tiny_policy, MAX_CONTEXT),
                 device=device,
                 rounds=1 if quick else 7,
-                batch_sizes=(64,) if quick else (16, 32, 64, 128, 256),
+                batch_sizes=(32,) if quick else (16, 32, 64, 128, 256),
+                shrink=8 if quick else 1,
             )
         }
     policies = {
@@ -177,14 +180,15 @@ def best_batch_size(model: PreTrainedModel, prompts: Prompts, candidates: Sequen
 
 def uniform(setting: Setting) -> dict[str, float]:
     """All requests of one length."""
-    engine = SlotEngine(setting.make_policy(), num_slots=UNIFORM_REQUESTS, max_context=MAX_CONTEXT, policy_version=0)
+    requests = UNIFORM_REQUESTS // setting.shrink
+    engine = SlotEngine(setting.make_policy(), num_slots=requests, max_context=MAX_CONTEXT, policy_version=0)
     static, continuous = setting.make_policy(), setting.make_policy()
-    prompts = make_prompts(UNIFORM_REQUESTS, static.config.vocab_size)
-    lengths = [UNIFORM_TOKENS] * UNIFORM_REQUESTS
+    prompts = make_prompts(requests, static.config.vocab_size)
+    lengths = [UNIFORM_TOKENS] * requests
     batch_size = best_batch_size(continuous, prompts, setting.batch_sizes)
     contestants = {
         "slots": lambda: run_slots(engine, prompts, lengths),
-        "generate": lambda: run_generate(static, prompts, lengths, UNIFORM_REQUESTS),
+        "generate": lambda: run_generate(static, prompts, lengths, requests),
         "continuous_batching": lambda: run_continuous_batching(continuous, prompts, UNIFORM_TOKENS, batch_size),
     }
     speeds = compare(contestants, sum(lengths), setting.rounds, setting.device)
@@ -200,7 +204,7 @@ def uniform(setting: Setting) -> dict[str, float]:
 
 def longtail(setting: Setting, rounds: int) -> dict[str, float]:
     """Log-normal lengths: static batches wait for their longest, slots are refilled."""
-    requests, slots = LONGTAIL_REQUESTS, LONGTAIL_SLOTS
+    requests, slots = LONGTAIL_REQUESTS // setting.shrink, LONGTAIL_SLOTS // setting.shrink
     engine = SlotEngine(setting.make_policy(), num_slots=slots, max_context=MAX_CONTEXT, policy_version=0)
     static = setting.make_policy()
     prompts = make_prompts(requests, static.config.vocab_size)
