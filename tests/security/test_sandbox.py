@@ -604,6 +604,13 @@ def test_the_filter_decides_as_its_tables_say(machine: str) -> None:
         assert decide(machine, number, shares_user=False) == seccomp.ALLOW
     assert decide(machine, its.prlimit64, 1) == REFUSED
     assert decide(machine, its.prlimit64, 0) == seccomp.ALLOW
+    for number in (its.to_others[name] for name in seccomp.SCHEDULING):
+        assert decide(machine, number, 1) == decide(machine, number, 0xFFFFFFFF) == REFUSED
+        assert decide(machine, number, 0) == seccomp.ALLOW
+    for name, process in seccomp.PRIORITIES.items():
+        number = its.to_others[name]
+        assert decide(machine, number, process, 0, 19) == seccomp.ALLOW
+        assert decide(machine, number, process, 1, 19) == decide(machine, number, process + 2, 0, 19) == REFUSED
     assert decide(machine, its.forbidden["personality"], 0xFFFFFFFF) == seccomp.ALLOW
     assert decide(machine, its.forbidden["personality"], 0x40000) == REFUSED
 
@@ -612,7 +619,8 @@ def test_the_filter_decides_as_its_tables_say(machine: str) -> None:
 def test_the_filter_of_a_lone_process_decides_as_its_tables_say(machine: str) -> None:
     its = seccomp.ARCHITECTURES[machine]
     assert {decide(machine, number, lone=True) for number in its.to_others.values()} == {REFUSED}
-    assert {decide(machine, number) for number in its.to_others.values()} == {seccomp.ALLOW}
+    signals = {number for name, number in its.to_others.items() if "kill" in name or "signal" in name}
+    assert {decide(machine, number, 1) for number in signals} == {seccomp.ALLOW}
     assert [code for code in range(50) if decide(machine, its.fcntl, 3, code, lone=True) == REFUSED] == [8, 10, 15]
     assert (
         decide(machine, its.ioctl, 3, 0x8901, lone=True) == decide(machine, its.ioctl, 3, 0x8902, lone=True) == REFUSED
