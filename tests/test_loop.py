@@ -179,6 +179,21 @@ def test_nothing_to_learn_ends_the_run(tmp_path: Path) -> None:
     assert alarm.startswith("filter: 5 groups in a row were filtered: 5 by zero_variance")
 
 
+def test_training_ends_early_when_nothing_more_is_learnt(tmp_path: Path) -> None:
+    def mostly_solved(work: Work) -> tuple[float, list[float]]:
+        return 0.1, [1.0, 1.0, 1.0, float(work.task.index % 50 != 0)][: len(work.leases)]
+
+    early_stop = {"groups": 200}
+    run = Run(tmp_path, config(scheduler={"early_stop": early_stop, "trigger": {"min_samples": 8}}), mostly_solved)
+    run_virtual(run.go())
+    (end,) = [event for event in run.events() if event["event"] == "early_stop"]
+    assert end["step"] == run.system.num_steps < run.system.config.trainer.steps
+    assert "of the latest 200 groups were filtered" in end["reason"]
+    events = [event["event"] for event in run.events()]
+    assert events[-1] == "completed" and events.index("early_stop") < len(events) - 1 - events[::-1].index("evaluation")
+    assert run.trainer.checkpoints
+
+
 def test_dropped_groups_are_replaced(tmp_path: Path) -> None:
     def hard_tasks(work: Work) -> tuple[float, list[float]]:
         solved = work.task.purpose == "eval" or work.task.index % 3 == 0

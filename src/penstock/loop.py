@@ -145,6 +145,9 @@ async def train(system: System, swaps: Swaps) -> None:
         await checkpoint(system)  # so that no later start repeats the warm start
     while not system.done:
         batch = await system.scheduler.next_batch()
+        if batch.early_stop:
+            end_early(system, batch.early_stop)
+            break
         await free_device(system, batch)
         if batch.groups:
             system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
@@ -164,6 +167,12 @@ async def train(system: System, swaps: Swaps) -> None:
             await checkpoint(system)
     if not system.is_saved:
         await checkpoint(system)
+
+
+def end_early(system: System, reason: str) -> None:
+    """Record that training ends before its last step."""
+    system.ends_early = True
+    system.recorder.event("early_stop", step=system.num_steps, reason=reason)
 
 
 async def free_device(system: System, batch: TrainBatch) -> None:

@@ -58,6 +58,12 @@ def _evaluations(system: System) -> list[dict[str, Any]]:
     return [event for event in events if event.get("event") == "evaluation"]
 
 
+def _ends_early(system: System, step: int) -> bool:
+    """Return whether the controller that died had ended training after this step."""
+    events = jsonl.read(system.run_dir / "events.jsonl")
+    return any(event.get("event") == "early_stop" and event.get("step") == step for event in events)
+
+
 async def begin(system: System) -> None:
     """Start or continue a run: restore trainer and scheduler, and bring the weights to the servers."""
     while True:
@@ -147,6 +153,7 @@ async def _adopt(system: System, held: TrainerState) -> WeightsHandle:
     handle = await system.trainer.publish()
     num_groups = await _restore_groups(system)
     system.num_steps = held.step
+    system.ends_early = _ends_early(system, held.step)
     unrecorded = [r.group for r in system.pool.get_groups(held.trained) if r.state == EpisodeState.READY]
     if unrecorded and held.learner is not None:
         system.num_steps -= 1

@@ -41,12 +41,16 @@ class System:
     """Optimizer steps taken so far."""
     stepping: asyncio.Task[LearnerState] | None = None
     """The latest optimizer step."""
+    ends_early: bool = False
+    """Whether training ends before its last step, because nothing more is learnt."""
     saved_versions: list[int] = field(default_factory=list)
     """Versions of the kept checkpoints that this process saved, the oldest first."""
 
     @property
     def done(self) -> bool:
-        """Return whether training is complete: `trainer.steps` or `trainer.total_samples` is reached."""
+        """Return whether training is complete: it reached `trainer.steps` or `trainer.total_samples`, or ends early."""
+        if self.ends_early:
+            return True
         settings, num_samples = self.config.trainer, self.scheduler.ledger.count(EpisodeState.TRAINED)
         return self.num_steps >= settings.steps or num_samples >= (settings.total_samples or math.inf)
 

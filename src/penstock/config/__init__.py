@@ -4,7 +4,14 @@ torch."""
 from penstock.config.environments import DataConfig, EnvConfig, EnvironmentConfig, Environments, TagConfig
 from penstock.config.invalid_settings import ConfigError
 from penstock.config.run_settings import Config, ModelConfig, SupervisorConfig, TinyModelConfig
-from penstock.config.scheduling import DispatchConfig, GroupFilterConfig, LengthConfig, SchedulerConfig, TriggerConfig
+from penstock.config.scheduling import (
+    DispatchConfig,
+    EarlyStopConfig,
+    GroupFilterConfig,
+    LengthConfig,
+    SchedulerConfig,
+    TriggerConfig,
+)
 from penstock.config.simulated_cluster import EngineModelConfig, SimulatorConfig, TrainerModelConfig, WorkloadConfig
 from penstock.config.trainer_settings import CanaryConfig, LoraConfig, MasteredConfig, ObjectiveConfig, TrainerConfig
 from penstock.config.trajectory_dump import Column, DumpConfig
@@ -12,7 +19,14 @@ from penstock.config.yaml_file import default_config, load_config, parse_overrid
 
 __all__ = ["DataConfig", "EnvConfig", "EnvironmentConfig", "Environments", "TagConfig"]
 __all__ += ["Config", "ConfigError", "ModelConfig", "SupervisorConfig", "TinyModelConfig"]
-__all__ += ["DispatchConfig", "GroupFilterConfig", "LengthConfig", "SchedulerConfig", "TriggerConfig"]
+__all__ += [
+    "DispatchConfig",
+    "EarlyStopConfig",
+    "GroupFilterConfig",
+    "LengthConfig",
+    "SchedulerConfig",
+    "TriggerConfig",
+]
 __all__ += ["EngineModelConfig", "SimulatorConfig", "TrainerModelConfig", "WorkloadConfig"]
 __all__ += ["CanaryConfig", "LoraConfig", "MasteredConfig", "ObjectiveConfig", "TrainerConfig"]
 __all__ += ["Column", "DumpConfig", "default_config", "load_config", "parse_overrides"]

@@ -171,6 +171,19 @@ class GroupFilterConfig(Section):
     """Keyword arguments of the filter."""
 
 
+class EarlyStopConfig(Section):
+    """When training ends because nothing more is learnt. The run then saves, evaluates and completes, as after its last
+    step."""
+
+    filtered_share: float = Field(0.95, gt=0, le=1)
+    """Training ends when at least this share of the latest `groups` groups was filtered."""
+    groups: int = Field(4000, ge=1)
+    min_entropy: float = Field(0.01, ge=0)
+    """Training ends when the policy's entropy was below this value in each of the latest `steps` steps, in nats per
+    token."""
+    steps: int = Field(50, ge=1)
+
+
 class SchedulerConfig(Section):
     """Admission, order, segments, training trigger and group filters."""
 
@@ -205,8 +218,10 @@ class SchedulerConfig(Section):
     order, and the first filter that drops a group decides. [] trains all groups. `zero_variance` drops groups with all
     rewards equal, because their advantages are zero."""
     max_filtered_in_a_row: int = Field(1000, ge=1)
-    """Training ends after this many consecutive filtered groups without a trainable one, because there is nothing to
+    """The run fails after this many consecutive filtered groups without a trainable one, because there is nothing to
     learn."""
+    early_stop: EarlyStopConfig | None = EarlyStopConfig()
+    """When training ends before its last step, because nothing more is learnt. None trains to the last step."""
     dispatch: DispatchConfig = DispatchConfig()
     length: LengthConfig = LengthConfig()
     trigger: TriggerConfig = TriggerConfig()

@@ -30,6 +30,7 @@ TEXTS = {
     "pool_lost": "the pool is gone: groups that were not trained until step {step} are lost",
     "payloads_lost": "the tokens of {num_groups} groups are damaged: they are played again",
     "given_up": "task {task} leaves no row (correct it, and play it in another run): {reason}",
+    "early_stop": "training ended at step {step}, because nothing more is learnt (scheduler.early_stop): {reason}",
     "validation_skipped": "no validation after step {step}: {reason}",
     "attached": "{name} has joined",
     "left": "{name} is gone: {reason}",

@@ -18,6 +18,7 @@ from penstock.ports.work import Work
 from penstock.scheduler.active_group import ActiveGroup, Stage
 from penstock.scheduler.active_groups import ActiveGroups, DecisionLogger
 from penstock.scheduler.dispatcher import Assignment, Dispatcher
+from penstock.scheduler.early_stop import EarlyStop
 from penstock.scheduler.evaluations import Evaluations
 from penstock.scheduler.failure_budget import FailureBudget, OutOfTasks, command_for
 from penstock.scheduler.filters import ZERO_VARIANCE, FilterChain, FilterFailed, FinishedGroup
@@ -38,6 +39,8 @@ class TrainBatch:
     step: bool
     restarted: tuple[GroupAttempt, ...] = ()
     """Attempts to cancel: their groups start over in a later round."""
+    early_stop: str = ""
+    """Why training ends now, without these groups; empty if it goes on."""
 
 
 class Scheduler:
@@ -71,6 +74,7 @@ class Scheduler:
         self._dispatcher = Dispatcher(config, self.groups, self._supply)
         self.health = Health(config, self._dispatcher, self._supply, self.lengths, self.alarms)
         self._filters = FilterChain(config.scheduler.group_filter)
+        self._early_stop = EarlyStop(config.scheduler.early_stop if config.has_trainer else None)
         self._failure_budget = FailureBudget(max_filtered=config.scheduler.max_filtered_in_a_row, alarms=self.alarms)
         wake = partial(self._progress.changed, self._runnable)
         self.members = MemberReports(self.groups, self._dispatcher, self._fail, wake)
@@ -242,6 +246,8 @@ class Scheduler:
             self._progress.give_up(failure)
             self.restoring.play_again(group)  # a resumed run may have another filter
             return EpisodeState.PENDING
+        self._early_stop.observe_group(dropped)
+        self.alarms.update("filtered groups", self._early_stop.alarm())
         if dropped is not None:
             self._log_decision("filter", dropped.reason, {"group": group.number, "dropped_by": dropped.name})
             if dropped.name == ZERO_VARIANCE:
@@ -293,6 +299,9 @@ class Scheduler:
         while True:
             self._trainable.clear()
             self.check_weights()
+            if reason := self._early_stop.reason():
+                self._log_decision("early stop", reason, {})
+                return TrainBatch(groups=(), step=False, early_stop=reason)
             decision = self._supply.decide(now=self._now())
             if decision.num_groups or decision.step:
                 break
@@ -309,8 +318,9 @@ class Scheduler:
         return TrainBatch(groups=groups, step=decision.step, restarted=restarted)
 
     def _notify_trainer(self) -> None:
-        """Wake the trainer only if needed: it has work, its timeout starts, or no more tasks will come."""
-        if self._supply.num_ready <= 1 or self._out_of_tasks or self._supply.decide(now=self._now()).num_groups:
+        """Wake the trainer only if needed: it has work, its timeout starts, training is over, or tasks are used up."""
+        is_over = self._out_of_tasks or self._early_stop.reason()
+        if self._supply.num_ready <= 1 or is_over or self._supply.decide(now=self._now()).num_groups:
             self._progress.changed(self._trainable)
 
     def complete_step(self, learner: LearnerState) -> None:
@@ -321,6 +331,7 @@ class Scheduler:
         for group, num_stale in aged:
             self._report_stale(group, num_stale)
         self.restoring.replay_stale_groups()
+        self._early_stop.observe_step(learner)
         self._log_decision("feedback", self._supply.adjustment.reason, self._supply.adjustment.inputs)
         self._arrange()
         self.health.check_step(learner, num_aged=sum(count for _, count in aged))
