@@ -12,7 +12,7 @@ import pytest
 from made_tables import json_lines, parquet, reading
 
 from penstock.config import Config, ConfigError
-from penstock.data.sources import MixedTasks, TaskStream, held_out_tasks, open_tasks, question
+from penstock.data.sources import MixedTasks, TaskStream, check_left, held_out_tasks, open_tasks, question
 from penstock.sendable import fault_of
 from penstock.types import Task
 
@@ -53,6 +53,30 @@ def test_a_stream_goes_on_where_it_stopped() -> None:
     assert [task.index for task in stream.take(3)] == [0, 1, 2]
     resumed = TaskStream(source, position=stream.position).next()
     assert resumed is not None and resumed.index == 3 and resumed == stream.at(3)
+
+
+class Few:
+    """An endless source of `size` distinct tasks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def task(self, index: int) -> Task:
+        return Task(task_id=str(index), tag="sums", index=index, payload={"question": f"{index % self._size}+1"})
+
+    def first(self, count: int) -> list[Task]:
+        return [self.task(index) for index in range(count)]
+
+
+def test_a_source_with_few_distinct_tasks_says_how_many_are_left() -> None:
+    few = Few(23)
+    assert check_left(few, few.first(11)) == []
+    (warning,) = check_left(few, few.first(17))
+    assert "of the first 512 tasks of sums are held out" in warning
+    assert "23 distinct tasks, of which 17 are held out: lower data.eval_tasks" in warning
+    with pytest.raises(ConfigError, match="23 distinct tasks, of which 21 are held out"):
+        check_left(few, few.first(21))
+    assert check_left(few, []) == []
 
 
 def test_everything_held_out_is_an_error() -> None:

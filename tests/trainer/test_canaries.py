@@ -65,6 +65,16 @@ def test_shifted_log_probabilities(make_model: Callable[[], PreTrainedModel], sa
     assert "differ by 0.1 nats per token (largest 0.1" in alarm
 
 
+def test_one_token_with_a_large_gap_is_no_alarm(
+    make_model: Callable[[], PreTrainedModel], samples: list[Sample]
+) -> None:
+    model = make_model()
+    first, *others = [truthful(model, sample) for sample in samples]
+    logprobs = first.logprobs.copy()
+    logprobs[np.flatnonzero(first.loss_mask)[0]] -= 5.0
+    assert alarms(model, [dataclasses.replace(first, logprobs=logprobs), *others]) == []
+
+
 def test_a_wrong_tokenizer(make_model: Callable[[], PreTrainedModel], samples: list[Sample]) -> None:
     """The trainer reads other tokens than the engine wrote."""
     model = make_model()

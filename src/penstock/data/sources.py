@@ -17,6 +17,11 @@ from penstock.data.items import Items, open_items
 from penstock.ports.environment import TaskSource
 from penstock.types import Purpose, Task
 
+LOOKED_AT = 512
+"""Number of tasks that `check_left` looks at."""
+MANY_HELD_OUT, MOST_HELD_OUT = 0.5, 0.9
+"""Shares of them that are held out, above which there is a warning, and above which there is too little to train on."""
+
 
 class MixedTasks:
     """A `TaskSource` over all tags of one purpose."""
@@ -86,6 +91,28 @@ class TaskStream:
             f"data: {self.max_skipped_in_a_row} tasks in a row are held out for evaluation; "
             "the dataset is too small for data.eval_tasks"
         )
+
+
+def check_left(source: TaskSource, held_out: Iterable[Task]) -> list[str]:
+    """Look at the first tasks of each tag, and return a warning for each tag that has many held-out ones among them.
+    Raises `ConfigError` if nearly all are."""
+    kept_out = {question(task) for task in held_out} - {""}
+    first = [task for index in range(LOOKED_AT) if kept_out and (task := source.task(index)) is not None]
+    warnings = []
+    for tag in dict.fromkeys(task.tag for task in first):
+        asked = [question(task) for task in first if task.tag == tag]
+        skipped = [each for each in asked if each in kept_out]
+        share = len(skipped) / len(asked)
+        found = (
+            f"data: {share:.0%} of the first {len(asked)} tasks of {tag} are held out for evaluation, and not trained. "
+            f"They are {len(set(asked))} distinct tasks, of which {len(set(skipped))} are held out: lower "
+            "data.eval_tasks, or use more data"
+        )
+        if share > MOST_HELD_OUT:
+            raise ConfigError(found)
+        if share > MANY_HELD_OUT:
+            warnings.append(found)
+    return warnings
 
 
 def question(task: Task) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import deque
 
 from penstock.alarms import Alarms
 from penstock.config import Config
@@ -13,8 +13,10 @@ from penstock.types import LearnerState
 
 STARVED_S = 60.0
 """A group that has waited less is not starved, however short the other waits are."""
+STALE_STEPS, FEWEST_STEPS = 20, 5
+"""Latest optimizer steps over which stale work is judged, and how many there must be."""
 MAX_STALE_SHARE = 0.1
-"""Share of a step's tokens or samples that may be too old to train before an alarm is raised."""
+"""Share of the tokens or samples of these steps that may be too old to train before an alarm is raised."""
 
 
 class Health:
@@ -24,6 +26,9 @@ class Health:
         self, config: Config, dispatcher: Dispatcher, supply: Supply, lengths: LengthPrediction, alarms: Alarms
     ) -> None:
         self._config, self._alarms = config, alarms
+        self._work: deque[tuple[float, ...]] = deque(maxlen=STALE_STEPS)
+        """Of each of the latest steps: tokens too old to train, tokens trained, samples trained, and ready episodes
+        that became too old."""
         self._dispatcher, self._supply, self._lengths = dispatcher, supply, lengths
 
     def metrics(self) -> dict[str, float | None]:
@@ -49,9 +54,17 @@ class Health:
         self._alarms.update("starvation", starved if wait_s > max(2 * bound_s, STARVED_S) else None)
         self._alarms.update("length bias", self._supply.bias.alarm())
         self._alarms.update("length prediction", None if self._lengths.trusted else self._lengths.trust.reason)
-        masked, trained = learner.metrics.get("tokens_masked_stale", 0.0), learner.metrics.get("tokens", 0.0)
+        self._alarms.update("stale work", self._stale_work(learner, num_aged))
+
+    def _stale_work(self, learner: LearnerState, num_aged: int) -> str | None:
+        """Return the alarm about work that the latest steps could not train; None if it was little."""
+        names = ("tokens_masked_stale", "tokens", "samples")
+        self._work.append((*(learner.metrics.get(name, 0.0) for name in names), num_aged))
+        masked, trained, samples, aged = (sum(each) for each in zip(*self._work, strict=True))
         share = masked / max(masked + trained, 1.0)
-        wasted = f"{share:.0%} of the tokens of this step and {num_aged} ready episodes were too old to train"
-        remedy = self._supply.remedy_for_stale_work
-        too_much = share > MAX_STALE_SHARE or num_aged > MAX_STALE_SHARE * learner.metrics.get("samples", math.inf)
-        self._alarms.update("stale work", f"{wasted}: {remedy}" if too_much else None)
+        if len(self._work) < FEWEST_STEPS or (share <= MAX_STALE_SHARE and aged <= MAX_STALE_SHARE * samples):
+            return None
+        return (
+            f"{share:.0%} of the tokens of the latest {len(self._work)} steps and {aged:g} ready episodes were too old "
+            f"to train: {self._supply.remedy_for_stale_work}"
+        )
