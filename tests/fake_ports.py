@@ -168,6 +168,8 @@ class ModelledTrainer(TrainerWithoutCheckpoints):
         self.history: list[tuple[int, tuple[int, ...]]] = []
         """(version being trained, groups) of each call of `accumulate`."""
         self.checkpoints: list[Path] = []
+        self.best_steps: list[int | None] = []
+        """The step to keep, at each checkpoint."""
         self.step_s = 0.0
         """Seconds of an optimizer step."""
         self.stepping = asyncio.Event()
@@ -188,8 +190,13 @@ class ModelledTrainer(TrainerWithoutCheckpoints):
     async def publish(self) -> WeightsHandle:
         return WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint="none")
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
+        self._save(directory, best)
+
+    def _save(self, directory: Path, best: int | None) -> None:
+        directory.mkdir(parents=True)
         self.checkpoints.append(directory)
+        self.best_steps.append(best)
 
 
 class MortalTrainer:
@@ -283,7 +290,7 @@ class MortalTrainer:
             lambda: WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint=repr(self.holds))
         )
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         def act() -> None:
             held = {**state, "holds": [list(groups) for groups in self.holds]}
             point = SavedState(directory=str(directory), step=self.step_number, policy_version=self.version, state=held)

@@ -194,6 +194,22 @@ def test_training_ends_early_when_nothing_more_is_learnt(tmp_path: Path) -> None
     assert run.trainer.checkpoints
 
 
+@pytest.mark.parametrize(("every", "kept"), [(2, [None, 2, 2]), (0, [None, None, None])])
+def test_the_checkpoint_with_the_best_validation_is_kept(tmp_path: Path, every: int, kept: list[int | None]) -> None:
+    rewards = iter([0.2] * 6 + [0.9] * 6 + [0.5] * 100)
+
+    def play(work: Work) -> tuple[float, list[float]]:
+        if work.task.purpose == "eval":
+            return 0.01, [next(rewards)] * len(work.leases)
+        return 0.1, [1.0, 0.0, 0.0, 0.0][: len(work.leases)]
+
+    trainer = {"steps": 6, "groups_per_step": 8, "checkpoint_every": 2}
+    run = Run(tmp_path, config(validation={"every": every}, trainer=trainer), play)
+    run_virtual(run.go())
+    assert [path.name for path in run.trainer.checkpoints] == ["step_2", "step_4", "step_6"]
+    assert run.trainer.best_steps == kept
+
+
 def test_dropped_groups_are_replaced(tmp_path: Path) -> None:
     def hard_tasks(work: Work) -> tuple[float, list[float]]:
         solved = work.task.purpose == "eval" or work.task.index % 3 == 0

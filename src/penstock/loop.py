@@ -235,7 +235,7 @@ async def checkpoint(system: System) -> None:
         "ledger": system.scheduler.ledger.counts(),
         "scheduler": system.scheduler.restoring.state_dict(),
     }
-    await system.trainer.checkpoint(directory, state)
+    await system.trainer.checkpoint(directory, state, best=system.best_step)
     system.recorder.event("checkpoint", step=system.num_steps, path=str(directory.relative_to(system.run_dir)))
     system.saved_versions = [*system.saved_versions, version][-keep:]
     if len(system.saved_versions) == keep:

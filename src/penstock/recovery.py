@@ -27,6 +27,7 @@ import msgspec
 from penstock.alarms import HopelessError
 from penstock.config import ConfigError
 from penstock.observe import jsonl
+from penstock.observe.summary import held_out_rewards
 from penstock.ports.group_records import GroupRecord
 from penstock.ports.training import SavedState, TrainerLost, TrainerState
 from penstock.scheduler.ledger import FINAL
@@ -70,6 +71,7 @@ async def begin(system: System) -> None:
         try:
             held = await system.trainer.state()
             handle = await (_adopt(system, held) if held.begun else _restore(system))
+            system.validated = held_out_rewards(jsonl.read(system.run_dir / "events.jsonl"))
             break
         except TrainerLost:
             continue
@@ -125,6 +127,7 @@ async def rewind(system: System) -> None:
     system.scheduler.mark_served(handle.policy_version)
     num_steps, system.num_steps = system.num_steps, point.step if point else 0
     system.saved_versions.clear()
+    system.validated = {step: reward for step, reward in system.validated.items() if step <= system.num_steps}
     details = {"policy_version": handle.policy_version, "groups": len(lost)}
     system.recorder.event("rewound", step=system.num_steps, lost_steps=num_steps - system.num_steps, **details)
 

@@ -41,6 +41,8 @@ class System:
     """Optimizer steps taken so far."""
     stepping: asyncio.Task[LearnerState] | None = None
     """The latest optimizer step."""
+    validated: dict[int, float] = field(default_factory=dict)
+    """Mean held-out reward after each validated step that is still part of the run."""
     ends_early: bool = False
     """Whether training ends before its last step, because nothing more is learnt."""
     saved_versions: list[int] = field(default_factory=list)
@@ -58,6 +60,16 @@ class System:
     def is_saved(self) -> bool:
         """Return whether the newest checkpoint holds the current state of the trainer."""
         return self.saved_versions[-1:] == [self.scheduler.trained_version]
+
+    @property
+    def best_step(self) -> int | None:
+        """Return the step with the highest held-out reward among those with a checkpoint; None if the run is not
+        validated while it trains."""
+        if not self.config.validation.every:
+            return None
+        checkpoints = self.run_dir / CHECKPOINTS
+        saved = [step for step in self.validated if (checkpoints / f"step_{step}").is_dir()]
+        return max(saved, key=lambda step: (self.validated[step], step), default=None)
 
     async def update_servers(self, handle: WeightsHandle) -> None:
         """Bring every server to `handle`, and let the servers generate again.

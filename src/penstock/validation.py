@@ -9,6 +9,7 @@ a validation. If the controller dies, the next controller repeats the validation
 from __future__ import annotations
 
 import asyncio
+from statistics import fmean
 
 from penstock.deadline import warn_if_stalled
 from penstock.recovery import last_validated_step
@@ -24,6 +25,7 @@ async def evaluate(system: System, when: str) -> None:
         return
     step, settings = system.num_steps, system.config.validation
     played = await system.scheduler.evaluations.evaluate_tasks(system.held_out, num_samples=settings.samples)
+    system.validated[step] = fmean(episode.reward for episodes in played for episode in episodes)
     num_shown = system.config.observe.samples
     system.recorder.evaluated(when, step, system.held_out, played, shown=num_shown, solved_at=settings.solved_at)
 

@@ -254,11 +254,26 @@ async def test_lines_go_on_while_no_step_is_taken_and_tell_of_validations(
 
 def test_surplus_is_told_if_there_is_some(tmp_path: Path) -> None:
     found = summary.write(make_run(tmp_path, 3))
-    assert "more than their groups needed" not in text_of(closing_report.key_figures(found, tmp_path, [], Config()))
+    assert "more than their groups needed" not in text_of(closing_report.key_figures(found, tmp_path, [], [], Config()))
     found["ledger"]["discarded_surplus"] = 16
     assert "16 trajectories more than their groups needed" in text_of(
-        closing_report.key_figures(found, tmp_path, [], Config())
+        closing_report.key_figures(found, tmp_path, [], [], Config())
     )
+
+
+def test_the_best_checkpoint_is_named_unless_it_is_the_newest(tmp_path: Path) -> None:
+    for step, reward in ((0, 0.2), (20, 0.8), (40, 0.9), (60, 0.7)):
+        evaluate(tmp_path, f"step {step}", reward, step=step)
+        path = f"checkpoints/step_{step}"
+        jsonl.append(tmp_path / "events.jsonl", {"time": 1.0, "event": "checkpoint", "step": step, "path": path})
+    events = jsonl.read(tmp_path / "events.jsonl")
+    assert closing_report.best_checkpoint(events, tmp_path) == []
+    for kept in (20, 60):  # the one of step 40 was removed
+        (tmp_path / "checkpoints" / f"step_{kept}").mkdir(parents=True)
+    (line,) = closing_report.best_checkpoint(events, tmp_path)
+    assert line.startswith("checkpoints/step_20  the highest held-out reward, 0.80")
+    (tmp_path / "checkpoints" / "step_20").rmdir()
+    assert closing_report.best_checkpoint(events, tmp_path) == []
 
 
 NEXT = [

@@ -20,7 +20,14 @@ EXTRA = {"consumed": [1, 2, 3], "note": "plain JSON"}
 
 
 def save(
-    directory: Path, step: int, learner: Learner, extra: dict[str, Any] | None = None, *, model_dir: Path, keep: int = 2
+    directory: Path,
+    step: int,
+    learner: Learner,
+    extra: dict[str, Any] | None = None,
+    *,
+    model_dir: Path,
+    keep: int = 2,
+    best: int | None = None,
 ) -> Path:
     return checkpoint.save(
         directory,
@@ -30,6 +37,7 @@ def save(
         extra=extra or {},
         model_dir=model_dir,
         keep=keep,
+        best=best,
     )
 
 
@@ -76,6 +84,13 @@ def test_the_newest_are_kept_and_a_forsaken_future_is_not(
     for step in (5, 10, 20, 15):
         save(tmp_path, step, learner, model_dir=model_dir, keep=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_15", "step_5"]
+
+
+def test_the_best_is_kept_beside_the_newest(make_learner: MakeLearner, model_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner()
+    for step, best in ((5, None), (10, 5), (15, 5), (20, 5), (25, 15)):
+        save(tmp_path, step, learner, model_dir=model_dir, keep=2, best=best)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_15", "step_20", "step_25"]
 
 
 def cut_weights(path: Path) -> None:

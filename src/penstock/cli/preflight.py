@@ -125,7 +125,8 @@ def check_room(config: Config) -> None:
     files, remedy, checkpoints = "tokens and logs", "free some, or set runs_dir to another disk", 0
     if config.pipeline == "train":
         files, remedy = f"checkpoints, {files}", f"{remedy}, or lower trainer.keep_checkpoints"
-        checkpoints = (config.trainer.keep_checkpoints + 1) * weights
+        num_kept = config.trainer.keep_checkpoints + bool(config.validation.every)
+        checkpoints = (num_kept + 1) * weights
     check_free("runs_dir", runs_dir, checkpoints + LEAST_DISK_BYTES, files, remedy)
     cluster = config.cluster
     elsewhere = cluster.address is not None and all(cluster.pool_of(role) for role in ("actor", "rollout"))

@@ -194,6 +194,8 @@ class TrainerConfig(Section):
     """Optimizer steps between two checkpoints. This is the largest number of steps that are lost if the trainer
     dies."""
     keep_checkpoints: int = Field(2, ge=1)
+    """Number of newest checkpoints that are kept. With `validation.every`, the one with the highest held-out reward is
+    kept too."""
     max_bad_steps: int = Field(5, ge=1)
     """The run fails after this many consecutive steps with a non-finite gradient or without a token to train."""
 

@@ -244,10 +244,11 @@ class Published(Message, frozen=True, kw_only=True, tag="PUBLISHED"):
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True, tag="SAVE_CHECKPOINT"):
-    """Save weights, optimizer, RNG and `state` atomically under `directory`."""
+    """Save weights, optimizer, RNG and `state` atomically under `directory`. Keep the checkpoint of the step `best`."""
 
     directory: str
     state: dict[str, Any]
+    best: int | None = None
 
 
 if TYPE_CHECKING:

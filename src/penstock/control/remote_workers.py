@@ -50,8 +50,9 @@ class RemoteTrainer:
     async def publish(self) -> WeightsHandle:
         return (await self._ask(messages.Publish(), messages.Published)).handle
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
-        await self._ask(messages.SaveCheckpoint(directory=str(directory), state=dict(state)), messages.Ack)
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
+        message = messages.SaveCheckpoint(directory=str(directory), state=dict(state), best=best)
+        await self._ask(message, messages.Ack)
 
     async def _ask(self, message: AnyMessage, reply_type: type[Reply], timeout_s: float | None = None) -> Reply:
         try:

@@ -15,6 +15,7 @@ from rich.text import Text
 from penstock.config import Config
 from penstock.observe import jsonl
 from penstock.observe.notices import failures, notice
+from penstock.observe.summary import held_out_rewards
 from penstock.observe.tables import clock, count, facts, listing, number, percent
 from penstock.observe.visible_text import visible
 
@@ -37,7 +38,7 @@ def show(run_dir: Path, console: Console, *, config: Config, commands: Sequence[
     latest: dict[str, Any] = next((e for e in reversed(events) if e.get("event") == "evaluation"), {})
     if len(latest.get("tags", {})) > 1 or len(latest.get("pass_at", {})) > 1:
         console.print(evaluation_table(latest), "")
-    console.print(key_figures(summary, run_dir, checkpoints, config))
+    console.print(key_figures(summary, run_dir, checkpoints, best_checkpoint(events, run_dir), config))
     notices = [text for event in events if (text := notice(event)) is not None]
     if len(notices) > NOTICES:
         console.print(Text(f"{len(notices)} notices in events.jsonl, the latest of them:", "yellow"))
@@ -95,8 +96,21 @@ def evaluation_table(evaluation: dict[str, Any]) -> Table:
     return table
 
 
-def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[str], config: Config) -> Table:
-    """Return the most important lines of the summary."""
+def best_checkpoint(events: Sequence[dict[str, Any]], run_dir: Path) -> list[str]:
+    """Return the checkpoint with the highest held-out reward, as a line; nothing if there is none but the newest."""
+    paths = {event["step"]: event["path"] for event in events if event.get("event") == "checkpoint"}
+    rewards = held_out_rewards(events)
+    kept = [step for step in rewards if step in paths and (run_dir / paths[step]).is_dir()]
+    best = max(kept, key=lambda step: (rewards[step], step), default=None)
+    if best is None or best == max(paths):
+        return []
+    return [f"{paths[best]}  the highest held-out reward, {number(rewards[best])}"]
+
+
+def key_figures(
+    summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[str], best: Sequence[str], config: Config
+) -> Table:
+    """Return the most important lines of the summary. `best`: see `best_checkpoint`."""
     wall_s, trajectories = summary["wall_seconds"], count(summary["trajectories"])
     after = f" after {clock(wall_s)}" if wall_s else ""
     rows: list[tuple[str, RenderableType]] = [("status", summary["status"] + after)]
@@ -126,7 +140,7 @@ def key_figures(summary: dict[str, Any], run_dir: Path, checkpoints: Sequence[st
     rows += troubles(summary)
     plots = [str(path.relative_to(run_dir)) for path in sorted((run_dir / "plots").glob("*.png"))]
     rows.append(("files", str(from_here(run_dir))))
-    return facts([*rows, *(("", name) for name in [*checkpoints[-1:], *plots])])
+    return facts([*rows, *(("", name) for name in [*checkpoints[-1:], *best, *plots])])
 
 
 def troubles(status: dict[str, Any]) -> list[tuple[str, str]]:

@@ -56,6 +56,18 @@ def surviving(lines: Iterable[Record]) -> list[Record]:
     return kept
 
 
+def held_out_rewards(events: Iterable[Record]) -> dict[int, float]:
+    """Return the held-out reward after each validated step, without the steps that a trainer lost."""
+    found: dict[int, float] = {}
+    for event in events:
+        match event:
+            case {"event": "evaluation", "step": int(step), "reward": float(reward)}:
+                found[step] = reward
+            case {"event": "rewound" | "resumed", "step": int(back_at)}:
+                found = {step: reward for step, reward in found.items() if step <= back_at}
+    return found
+
+
 def summarize(run_dir: Path) -> Record:
     """Return the summary of a run from its state, metrics and events, as far as they exist."""
     state, played = jsonl.read_json(run_dir / "state.json"), jsonl.read_json(run_dir / PLAYED)

@@ -80,5 +80,6 @@ class Trainer(Protocol):
     async def publish(self) -> WeightsHandle:
         """Write the current weights where servers can map them."""
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Save weights, optimizer, RNG and the caller's `state` atomically under `directory`."""
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
+        """Save weights, optimizer, RNG and the caller's `state` atomically under `directory`. The checkpoint of the
+        step `best` is kept beside the newest ones."""

@@ -189,7 +189,7 @@ class TrainerProcess(Member):
                     f"{time.time() - start:.3f} s"
                 )
                 return messages.Published(handle=self._link(handle))
-            case messages.SaveCheckpoint(directory=directory, state=saved):
+            case messages.SaveCheckpoint(directory=directory, state=saved, best=best):
                 with self._span("checkpoint") as start:
                     checkpoint.save(
                         Path(directory).parent,
@@ -199,6 +199,7 @@ class TrainerProcess(Member):
                         extra=saved,
                         model_dir=self._model_dir,
                         keep=self._config.trainer.keep_checkpoints,
+                        best=best,
                     )
                 logger.info("saved the checkpoint %s in %.3f s", directory, time.time() - start)
         return None

@@ -33,7 +33,7 @@ class TrainerWithoutCheckpoints:
     async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
         """Do nothing. Never called, because there are no checkpoints."""
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         """Do nothing: a checkpoint takes no time and stores nothing."""
 
 

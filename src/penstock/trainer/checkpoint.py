@@ -33,11 +33,13 @@ def save(
     extra: Mapping[str, Any],
     model_dir: Path,
     keep: int,
+    best: int | None = None,
 ) -> Path:
     """Write `directory/step_<step>` and return its path.
 
     `write`: writes weights and optimizer as files into a directory. `extra`: the caller's own state. Tokenizer files
-    come from `model_dir`. Of the checkpoints up to this step the newest `keep` stay; all others are removed.
+    come from `model_dir`. Of the checkpoints up to this step the newest `keep` stay, and that of the step `best`; all
+    others are removed.
     """
     target, unfinished = directory / f"step_{step}", directory / f".step_{step}.{os.getpid()}"
     _clear_leftovers(directory)
@@ -54,7 +56,7 @@ def save(
     finally:
         _clear_leftovers(directory)
     _sync(directory)
-    _prune(directory, step, keep)
+    _prune(directory, step, keep, best)
     return target
 
 
@@ -109,10 +111,12 @@ def _seal(directory: Path) -> None:
     _sync(directory)
 
 
-def _prune(directory: Path, step: int, keep: int) -> None:
-    """Remove old checkpoints, and checkpoints after `step`, which a rewind has made invalid."""
+def _prune(directory: Path, step: int, keep: int, best: int | None) -> None:
+    """Remove old checkpoints but that of the step `best`, and checkpoints after `step`, which a rewind has made
+    invalid."""
     checkpoints = _by_step(directory)
     kept = [path for number, path in checkpoints if number <= step][:keep]
+    kept += [path for number, path in checkpoints if number == best]
     for _, path in checkpoints:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)

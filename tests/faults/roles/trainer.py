@@ -106,7 +106,7 @@ class TrainerProcess(bus_client.Member):
                 return self._step()
             case Publish():
                 return Published(handle=self._publish())
-            case SaveCheckpoint(directory=directory, state=state):
+            case SaveCheckpoint(directory=directory, state=state, best=best):
                 checkpoint.save(
                     Path(directory).parent,
                     int(state["step"]),
@@ -115,6 +115,7 @@ class TrainerProcess(bus_client.Member):
                     extra=state,
                     model_dir=model_dir(self._config, self._child.run_dir),
                     keep=self._config.trainer.keep_checkpoints,
+                    best=best,
                 )
         return None
 
