@@ -308,6 +308,28 @@ def test_the_validation_after_the_last_step_is_not_played_twice(tmp_path: Path) 
     assert whens(tmp_path)[-1] == "after" and f"step {STEPS}" not in whens(tmp_path)
 
 
+def test_training_that_ended_early_has_ended_for_the_next_controller_too(tmp_path: Path) -> None:
+    def slow(work: Work) -> tuple[float, list[float]]:
+        seconds, rewards = play(work)
+        return (1.0 if work.task.purpose == "eval" else seconds), rewards
+
+    run = Run(tmp_path, config(**MODES["asynchronous"], early_stop={"groups": 12, "filtered_share": 0.1}), slow)
+
+    async def kill_in_the_last_validation() -> None:
+        life = run._begin()
+        await asyncio.sleep(2.0)
+        assert run.system.ends_early
+        num_steps, validated = run.system.num_steps, dict(run.system.validated)
+        assert num_steps < STEPS and whens(tmp_path)[-1] != "after"
+        await run._kill(life)
+        await run._begin()
+        run.close()
+        assert run.system.num_steps == num_steps and validated.items() <= run.system.validated.items()
+
+    run_virtual(kill_in_the_last_validation())
+    assert whens(tmp_path)[-1] == "after"
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("when", ["in the first update", "in a later one"])
 def test_weights_that_die_with_the_trainer_hold_up_nobody(tmp_path: Path, mode: str, when: str) -> None:
