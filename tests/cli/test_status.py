@@ -68,6 +68,16 @@ def test_a_running_run_is_shown_with_all_that_counts(tmp_path: Path) -> None:
         assert words in text
 
 
+def test_the_latest_changes_of_settings_are_shown_with_their_reasons(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    for number in range(5):
+        changes = {"min_samples": [16 * number, 16 * (number + 1)], "max_wait_s": [0.25, 0.5]}
+        note(run_dir, "adapted", policy_version=number, changes=changes, reason=f"entropy is normal, {number}")
+    assert [line["policy_version"] for line in ask(run_dir)["adapted"]] == [2, 3, 4]
+    text = penstock("status", run_dir).stdout
+    assert "min_samples 64 → 80, max_wait_s 0.25 → 0.5" in text and "entropy is normal, 4" in text
+
+
 def test_groups_that_failed_are_counted_before_any_step(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", "running")
     assert ask(run_dir)["groups_failed"] == 0 and "groups failed" not in penstock("status", run_dir).stdout

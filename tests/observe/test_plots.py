@@ -19,6 +19,22 @@ def test_few_steps_make_pictures(tmp_path: Path, num_steps: int) -> None:
     assert all(path.stat().st_size > 5_000 for path in drawn)
 
 
+def test_a_run_that_adapted_makes_a_picture_of_it(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, 30)
+    lines = jsonl.read(run_dir / "metrics.jsonl")
+    (run_dir / "metrics.jsonl").unlink()
+    for line in lines:
+        adapted = {"trigger_min_samples": 64.0 if line["step"] < 10 else 128.0, "trigger_max_wait_s": 0.25}
+        jsonl.append(run_dir / "metrics.jsonl", line | {"entropy": 1 / line["step"]} | adapted)
+    bare = plots.draw(run_dir)
+    assert [path.name for path in bare] == ["reward.png", "timeline.png", "adaptation.png"]
+    size = bare[-1].stat().st_size
+    levels = {"reference": 1.0, "normal_below": 0.7, "low_below": 0.35}
+    decision = {"kind": "decision", "decider": "feedback", "time": 1.0, "reason": "entropy is low", **levels}
+    jsonl.append(run_dir / "timeline.jsonl", decision)
+    assert plots.draw(run_dir)[-1].stat().st_size > size, "it shows the levels"
+
+
 def test_a_mixture_with_validations_makes_a_picture(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, 30)
     plain = plots.draw(run_dir)[0].stat().st_size

@@ -288,3 +288,22 @@ def test_what_a_scheduler_restores_is_in_force_at_once() -> None:
     fresh = after.health.metrics()["trigger_min_samples"]
     after.restoring.load_state_dict(before.restoring.state_dict())
     assert after.health.metrics()["trigger_min_samples"] == before.health.metrics()["trigger_min_samples"] != fresh
+
+
+def test_a_change_of_the_thresholds_is_logged_with_its_reason() -> None:
+    feedback = {"signal": "entropy", "reference": 1.0, "hold_steps": 0}
+    trigger = {"use": "step", "min_samples": 128, "max_wait": "500ms", "feedback": feedback}
+    config = Config.model_validate({"scheduler": {"trigger": trigger}, "rollout": {"slots": 8}})
+    found = []
+
+    def log(decider: str, reason: str, inputs: Any) -> None:
+        if decider == "adaptation":
+            found.append((reason, inputs["adapted"]))
+
+    scheduler = Scheduler(config, now=lambda: 0.0, log_decision=log)
+    for version, entropy in enumerate((1.0, 1.0, 0.5, 0.5, 0.1), start=1):
+        scheduler.complete_step(LearnerState(policy_version=version, entropy=entropy, metrics={"tokens": 100.0}))
+    (first, changed), (second, again) = found
+    assert first.startswith("entropy is normal") and second.startswith("entropy is low")
+    assert changed["min_samples"] == [64, 128] and changed["max_wait_s"] == [0.25, 0.5]
+    assert again["min_samples"] == [128, 256] and again["max_wait_s"] == [0.5, 1.0]

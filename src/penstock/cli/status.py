@@ -39,7 +39,7 @@ EVENTS_BYTES = 64 * 2**20
 shorter than this, or its oldest events are left out. `jsonl.tail` reads less of the run of another user."""
 METRICS_BYTES = 262_144
 TIMELINE_BYTES = 1_048_576
-NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS = 8, 5, 3
+NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS, NUM_ADAPTED = 8, 5, 3, 3
 IDENTITY = ("role", "start_ticks", "boot_id", "pid_namespace")
 """Fields of a process event that mean nothing to a user."""
 SAMPLE_S = 0.2
@@ -154,6 +154,7 @@ def status(run_dir: Path) -> Document:
         "tags": view.tags,
         "checkpoint": view.checkpoint,
         "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),
+        "adapted": [_without(event, "event") for event in events if event.get("event") == "adapted"][-NUM_ADAPTED:],
         "incidents": [_without(event, *IDENTITY) for event in events if is_incident(event)][-NUM_INCIDENTS:],
         "alarms": [_without(event, "event") for event in events if event.get("event") == "alarm"][-NUM_ALARMS:],
         "stalls": [_without(event, "event") for event in events if is_lasting_stall(event, last_step)][-NUM_STALLS:],

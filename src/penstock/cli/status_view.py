@@ -35,6 +35,7 @@ def render(status: Document) -> RenderableType:
     for title, section in (
         ("progress", facts(_progress(status))),
         ("latest decisions", _newest_first(status["decisions"], lambda line: (line["decider"], _decision(line)))),
+        ("adapted", _newest_first(status["adapted"], lambda line: (_ago(line["time"]), _adapted(line)))),
         ("incidents", _newest_first(status["incidents"], lambda line: (_ago(line["time"]), notice(line) or ""))),
         ("alarms", _newest_first(status["alarms"], lambda line: (_ago(line["time"]), Text(line["reason"], "yellow")))),
         ("stalls", _stalls(status)),
@@ -119,6 +120,11 @@ def _decision(line: Document) -> Text:
     inputs = {key: value for key, value in line.items() if key not in ("decider", "time", "reason")}
     shown = [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in inputs.items()]
     return Text.assemble(line["reason"], (f"  {', '.join(shown)}", "dim"))
+
+
+def _adapted(line: Document) -> Text:
+    changes = [f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in line["changes"].items()]
+    return Text.assemble(", ".join(changes), (f"  {line['reason']}", "dim"))
 
 
 def _newest_first(lines: list[Document], row: Callable[[Document], Sequence[RenderableType]]) -> Table | None:

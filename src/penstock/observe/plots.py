@@ -58,6 +58,14 @@ KINDS: dict[str, tuple[str, str, float]] = {
 """Kind of span -> (name, colour, height of its bar), in the order they are drawn."""
 WORK = {"generate", "train", "step", "warm_start"}
 """Kinds of model compute, which count as busy."""
+LENGTHS = {
+    "response_length_mean": ("played, mean of a step", SKY),
+    "length_p50_trained": ("trained, median", BLUE),
+    "length_p90_trained": ("trained, 90th percentile", PURPLE),
+    "length_p50_admitted": ("of the data, median", GREY),
+}
+STALENESS = {"staleness_mean": ("mean", BLUE), "staleness_max": ("largest", GREY)}
+"""Metric -> (label, colour)."""
 WINDOW_STEPS = 8
 WINDOW_MIN_S, WINDOW_MAX_S = 1.0, 12.0
 ABOVE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.98), "columnspacing": 1.2, "handlelength": 1.4}
@@ -71,7 +79,7 @@ def draw(run_dir: Path) -> list[Path]:
     metrics = read_steps(run_dir)
     spans = [line for line in jsonl.read(run_dir / "timeline.jsonl") if "start" in line and "end" in line]
     trained = [line for line in metrics if "trainer_busy_s" in line]
-    reward, timeline = run_dir / "plots" / "reward.png", run_dir / "plots" / "timeline.png"
+    reward, timeline, adaptation = (run_dir / "plots" / f"{name}.png" for name in ("reward", "timeline", "adaptation"))
     drawn: list[Path] = []
     if any(line.get("reward") is not None for line in trained):
         draw_reward(reward, trained, jsonl.read(run_dir / "events.jsonl"))
@@ -79,6 +87,9 @@ def draw(run_dir: Path) -> list[Path]:
     if spans:
         draw_timeline(timeline, metrics, spans)
         drawn.append(timeline)
+    if len({line.get("trigger_min_samples") for line in trained}) > 1:
+        draw_adaptation(adaptation, trained, jsonl.read(run_dir / "timeline.jsonl"))
+        drawn.append(adaptation)
     return drawn
 
 
@@ -218,6 +229,61 @@ def _draw_busy(axes: Any, spans: Sequence[Record], names: Sequence[str], origin:
     axes.set(xlim=(0, edges[-1] - origin), ylim=(0, 105))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(ncols=8, fontsize=8, **ABOVE)
+
+
+def draw_adaptation(path: Path, metrics: Sequence[Record], timeline: Sequence[Record]) -> None:
+    """Draw how the scheduler's settings followed the run: entropy and its levels, N_min and T_max, the lengths that
+    were played and trained, and staleness. Needs at least two steps."""
+    with _picture(path, 4, 1, width=9, height=10.5, sharex=True) as (entropy, thresholds, lengths, staleness):
+        _draw_entropy(entropy, metrics, timeline)
+        _draw_thresholds(thresholds, metrics)
+        _draw_lines(lengths, metrics, LENGTHS)
+        lengths.set(ylabel="tokens", title="Lengths of answers")
+        _draw_lines(staleness, metrics, STALENESS)
+        staleness.set(xlabel="optimizer step", ylabel="versions", title="Staleness of trained tokens")
+        for axes in (entropy, lengths, staleness):
+            axes.set_ylim(bottom=0)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(ncols=4, fontsize=8, **ABOVE)
+        staleness.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _draw_lines(axes: Any, metrics: Sequence[Record], lines: dict[str, tuple[str, str]]) -> None:
+    for key, (label, colour) in lines.items():
+        if any(line.get(key) is not None for line in metrics):
+            axes.plot(*_series(metrics, key), color=colour, linewidth=1.2, label=label)
+
+
+def _draw_entropy(axes: Any, metrics: Sequence[Record], timeline: Sequence[Record]) -> None:
+    """Entropy, its reference, and the thresholds of its levels where the feedback uses them."""
+    numbers, values = _series(metrics, "entropy")
+    axes.plot(numbers, values, color=BLUE, linewidth=0.8, alpha=0.5, label="each step")
+    axes.plot(numbers, smooth(values), color=BLUE, linewidth=2, label="smoothed")
+    known = [line for line in timeline if line.get("decider") == "feedback" and "reference" in line]
+    if known:
+        axes.axhline(known[-1]["reference"], color=GREY, linewidth=1, linestyle="--", label="reference")
+    for name, colour in (("normal_below", ORANGE), ("low_below", RED)):
+        if known and name in known[-1]:
+            level, label = known[-1]["reference"] * known[-1][name], name.replace("_", " ")
+            axes.axhline(level, color=colour, linewidth=1, linestyle=":", label=label)
+    axes.set(ylabel="nats per token", title="Entropy of the policy")
+
+
+def _draw_thresholds(axes: Any, metrics: Sequence[Record]) -> None:
+    """N_min on the left axis, T_max on the right one."""
+    numbers, samples = _series(metrics, "trigger_min_samples")
+    left = axes.step(numbers, samples, where="post", color=BLUE, linewidth=1.8, label="N_min")
+    axes.set(ylabel="samples", title="Trigger")
+    axes.set_ylim(bottom=0)
+    handles = [*left]
+    if any(line.get("trigger_max_wait_s") is not None for line in metrics):
+        beside = axes.twinx()
+        beside.grid(visible=False)
+        waits = _series(metrics, "trigger_max_wait_s")
+        handles += beside.step(*waits, where="post", color=ORANGE, linewidth=1.2, linestyle="--", label="T_max")
+        beside.set_ylabel("seconds")
+        beside.set_ylim(bottom=0)
+    axes.legend(handles=handles, ncols=2, fontsize=8, **ABOVE)
 
 
 def draw_simulation(path: Path, results: Sequence[Record]) -> None:

@@ -116,6 +116,8 @@ class Recorder(Observer):
                 self._latest_failure = reason
                 if self._num_tasks is not None and self._groups_failed <= MAX_GIVEN_UP:
                     self.event("given_up", task=task, group=group, reason=reason)
+            case {"adapted": changes, "policy_version": version}:
+                self.event("adapted", policy_version=version, changes=changes, reason=reason)
             case {"held_out": num_tasks, "held_out_ended": num_ended}:
                 self._held_out = {"ended": num_ended, "tasks": num_tasks}
         self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})

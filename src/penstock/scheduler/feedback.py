@@ -248,6 +248,8 @@ class Feedback:
         self._held = self._config.hold_steps if changed else max(self._held - 1, 0)
         inputs = {"entropy": learner.entropy, "ratio": ratio, "wanted_factor": wanted.factor}
         inputs |= {} if reference is None else {"reference": reference}
+        if self._config.signal == "entropy":
+            inputs |= dict(zip(("normal_below", "low_below"), self._config.levels, strict=True))
         inputs |= {name: learner.metrics[name] for name in ("noise_signal", "noise_trace") if name in learner.metrics}
         return self._adjustment(reason, inputs)
 

@@ -27,6 +27,7 @@ from penstock.scheduler.length_prediction import Background, LengthPrediction, r
 from penstock.scheduler.members import MemberReports, errors_of
 from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.supply import Supply
+from penstock.scheduler.trigger import Thresholds
 from penstock.scheduler.wakeup import Clock, Progress
 from penstock.types import NO_VERSION, EpisodeState, GroupAttempt, GroupRef, LearnerState, PayloadRef, Summaries, Task
 
@@ -325,6 +326,7 @@ class Scheduler:
 
     def complete_step(self, learner: LearnerState) -> None:
         """Record an optimizer step over all groups in training, and adapt the trigger to the learner's report."""
+        factor, before = self._supply.adjustment.factor, self._supply.thresholds
         for group in self._supply.complete_step(learner, now=self._now()):
             self._end_group(group, EpisodeState.TRAINED)
         aged = self._supply.discard_aged()
@@ -333,10 +335,24 @@ class Scheduler:
         self.restoring.replay_stale_groups()
         self._early_stop.observe_step(learner)
         self._log_decision("feedback", self._supply.adjustment.reason, self._supply.adjustment.inputs)
+        if self._supply.adjustment.factor != factor:
+            self._log_adaptation(learner.policy_version, before)
         self._arrange()
         self.health.check_step(learner, num_aged=sum(count for _, count in aged))
         self.ledger.check()
         self._progress.changed(self._runnable, self._trainable)
+
+    def _log_adaptation(self, version: int, before: Thresholds) -> None:
+        """Log that the thresholds changed with the step that produced `version`."""
+        after, size = self._supply.thresholds, self._config.env.group_size
+        changes = {
+            "min_samples": (before.min_groups * size, after.min_groups * size),
+            "max_wait_s": (before.max_wait_s, after.max_wait_s),
+        }
+        changed = {name: list(pair) for name, pair in changes.items() if pair[0] != pair[1]}
+        if changed:
+            inputs = {"policy_version": version, "adapted": changed}
+            self._log_decision("adaptation", self._supply.adjustment.reason, inputs)
 
     def mark_served(self, version: int) -> None:
         """Record that every server serves `version`. The groups trained into it are no longer in flight."""
