@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "security"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "weights"))
 
 from letters import Letters
 from tiny_policy import make_engine, serve

@@ -98,6 +98,7 @@ def boom() -> float:
         (lambda task: Echo(task, fault=lambda: "1"), "reward is '1', not a finite number"),
         (lambda task: Echo(task, observation=None), "observation is a NoneType, not a string"),
         (lambda task: Echo(task, observation="x" * 600), "prompt_too_long"),
+        (lambda task: Echo(task, observation="<|end|>" * 10**6), "prompt_too_long: 7000000 characters exceed"),
     ],
 )
 def test_a_bad_environment_is_data_not_a_crash(
@@ -221,6 +222,20 @@ class Ending(Echo):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return "", 1.0, *self._end, {}
+
+
+class Floods(Echo):
+    """Observes more text than a context can hold, which would take long to tokenise."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "<|end|>" * 10**6, 1.0, False, False, {}
+
+
+def test_a_flood_of_text_ends_its_episode_at_once(chat: ChatTokenizer) -> None:
+    (trajectory,) = play(
+        chat, ["ok", "ok"], make=Floods, job=work(1), config=Config.model_validate({"env": {"max_turns": 3}})
+    )
+    assert (trajectory.status, trajectory.stop_reason) == ("truncated", "max_length")
 
 
 @pytest.mark.parametrize(

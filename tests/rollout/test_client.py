@@ -107,7 +107,8 @@ async def answering(body: bytes | dict[str, Any], *, status: int = 200) -> Async
     [
         (reply([5, 6], None), 200, "use an engine that honours return_logprob"),
         (reply([5] * 5, [-1.0] * 5), 200, "returned 5 tokens, more than the 4 that it was asked for"),
-        (reply([5, 6], [-1.0, 0.5]), 200, "returned numbers above zero, or none, as log-probabilities"),
+        (reply([5, 6], [-1.0, 0.5]), 200, "returned numbers above zero, below -10000, or none, as log-probabilities"),
+        (reply([5, 6], [-1.0, -1e300]), 200, "below -10000"),
         (reply([5, 6], [-1.0, -1.0], version=str(2**31)), 503, "label '2147483648', which no trainer published"),
         (reply([5, 6], [-1.0, -1.0], version="9" * 5000), 503, "label '9{99}', which no trainer published"),
         (labelled([5, 6], (0, 10**8), (10**8, 2)), 200, "version spans .* which do not cover them"),

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from penstock.config import TinyModelConfig
+from penstock.config import Config, TinyModelConfig
 from penstock.model.chat import ChatTokenizer
 from penstock.model.files import ModelError, check_no_code, copy_companions
 from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
+from penstock.processes.slot_server import make_engine
 
 Change = Callable[[Path], object]
 LENGTH_BYTES = 8
@@ -111,6 +112,13 @@ def test_a_malformed_model_is_refused(model_dir: Path, change: Change, message: 
     change(model_dir)
     with pytest.raises(ModelError, match=f"(?s){message}"):
         load_policy(model_dir, weights=True)
+
+
+@pytest.mark.parametrize("version", ["abc", 2**70, -1, True, None])
+def test_a_checkpoint_with_a_malformed_version_is_not_served(model_dir: Path, version: object) -> None:
+    (model_dir / "state.json").write_text(json.dumps({"policy_version": version}))
+    with pytest.raises(ModelError, match=r"state\.json: policy_version is"):
+        make_engine(Config(), model_dir, weights="stored")
 
 
 @pytest.mark.parametrize(("change", "message"), OF_TOKENIZERS, ids=names)

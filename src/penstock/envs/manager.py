@@ -80,6 +80,7 @@ class EnvManager:
         `on_error`: receives the exceptions of environments and rewards, instead of the log."""
         self._config, self._environments = config, config.environments
         self._max_context = config.model.max_context
+        self._max_characters = self._max_context * chat.longest_token
         self._make, self._policy, self._grants, self._chat = make, policy, grants, chat
         self._gateway, self._scorers = gateway, scorers
         self._on_error = on_error or LoggedOnce()
@@ -253,6 +254,10 @@ class EnvManager:
         episode.hear(info)
 
     def _prompt(self, observation: str, episode: Episode) -> list[int]:
+        if len(observation) > self._max_characters:  # tokenising it would hold up all other episodes
+            raise EpisodeFailure(
+                f"prompt_too_long: {len(observation)} characters exceed model.max_context {self._max_context}"
+            )
         prompt_ids = self._chat.prompt([{"role": "user", "content": observation}])
         if len(prompt_ids) + episode.turn_budget > self._max_context:
             raise EpisodeFailure(
@@ -304,6 +309,8 @@ class EnvManager:
         if len(episode.turns) >= episode.settings.max_turns:
             return "max_turns"
         observation = episode.news(outcome.observation)
+        if len(observation) > self._max_characters:
+            return "max_length"
         observation_ids = self._chat.continuation([{"role": "user", "content": observation}], ended=finished)
         budget = episode.turn_budget
         if budget <= 0 or len(episode.context) + len(observation_ids) + budget > self._max_context:

@@ -22,7 +22,7 @@ from penstock.config import Config
 from penstock.deadline import first
 from penstock.model.chat import ChatTokenizer
 from penstock.model.compute import CopyStream
-from penstock.model.files import read_json_if_present
+from penstock.model.files import ModelError, read_json_if_present
 from penstock.model.load_policy import load_policy, resolve_device, resolve_dtype
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.devices import num_threads, take_one
@@ -40,7 +40,7 @@ from penstock.supervisor.child import Child
 from penstock.supervisor.procfs import boot_id
 from penstock.supervisor.runtime import runtime_dirs
 from penstock.trainer.checkpoint import STATE
-from penstock.types import NO_VERSION, WeightsHandle
+from penstock.types import MAX_VERSION, NO_VERSION, WeightsHandle
 from penstock.weights.collective import Groups, max_bucket_bytes
 from penstock.weights.receiver import Receiver
 from penstock.weights.shared_memory import describe, fingerprint, layout
@@ -61,11 +61,14 @@ def make_engine(config: Config, directory: Path, *, weights: Weights) -> SlotEng
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     stored = read_json_if_present(directory, STATE) if weights == "stored" else {}
+    version = stored.get("policy_version", 0)
+    if type(version) is not int or not 0 <= version <= MAX_VERSION:
+        raise ModelError(f"{directory / STATE}: policy_version is {str(version)[:99]!r}, expected a whole number")
     return SlotEngine(
         load_policy(directory, dtype=dtype, device=device, weights=weights == "stored", seed=config.seed),
         num_slots=config.rollout.slots,
         max_context=config.model.max_context,
-        policy_version=NO_VERSION if weights == "published" else stored.get("policy_version", 0),
+        policy_version=NO_VERSION if weights == "published" else version,
     )
 
 

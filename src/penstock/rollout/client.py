@@ -21,8 +21,8 @@ from penstock.types import MAX_VERSION, FinishReason, Sampling, SegmentGrant, Up
 UNKNOWN = "unknown"
 """Label of weights that no policy_version describes: another run's, or those of a half-finished update."""
 
-MAX_LOGPROB = 1e-3
-"""Log-probabilities are at most zero, up to rounding."""
+MIN_LOGPROB, MAX_LOGPROB = -1e4, 1e-3
+"""Log-probabilities are at most zero, up to rounding, and those of sampled tokens are not tiny."""
 BYTES_OF_ANSWER, BYTES_PER_TOKEN = 1 << 20, 256
 """Bounds of an answer's size."""
 PROBE_S = 2.0
@@ -151,8 +151,9 @@ class ServerClient(ABC):
         if len(token_ids) > grant.max_tokens:
             message = f"returned {len(token_ids)} tokens, more than the {grant.max_tokens} that it was asked for"
             raise RolloutError(self.url, message, 200)
-        if not all(logprob <= MAX_LOGPROB for logprob in logprobs):
-            raise RolloutError(self.url, "returned numbers above zero, or none, as log-probabilities", 200)
+        if not all(MIN_LOGPROB <= logprob <= MAX_LOGPROB for logprob in logprobs):
+            message = f"returned numbers above zero, below {MIN_LOGPROB:g}, or none, as log-probabilities"
+            raise RolloutError(self.url, message, 200)
         spans = [VersionSpan(self._version(span.version), span.start, span.end) for span in labelled]
         if len(logprobs) != len(token_ids):
             message = "returned tokens without log-probabilities: use an engine that honours return_logprob"

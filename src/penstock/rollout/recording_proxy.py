@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.deadline import Stalled
 from penstock.ports.environment import PolicyClient
+from penstock.rollout.convert import MAX_STOP_LENGTH
 from penstock.rollout.generation_cache import GenerationCache
 from penstock.rollout.generator import AnswersOnly, Increment, OnTokens
 from penstock.rollout.http import Refused
@@ -24,6 +25,8 @@ from penstock.types import NO_VERSION, EpisodeId, Sampling, SegmentGrant
 PAUSE_S = 0.25
 """Pause before an answer that was aborted without tokens is requested again."""
 UNAVAILABLE = 503
+LATEST_TOKENS = 4 * MAX_STOP_LENGTH + 4
+"""Number of tokens that can hold a whole stop string (see `Stops.end`)."""
 SUPPORTED = ("temperature", "top_p", "top_k", "stop_token_ids")
 """Supported sampling parameters. The proxy passes them to the servers, or cuts the answer at the stop tokens."""
 
@@ -91,7 +94,8 @@ class RecordingProxy(AnswersOnly):
             parts += await self._sample(context, [limit - num_tokens], sampling, [seed])
             num_tokens += len(parts[-1].token_ids)
         whole = Segment.joined(parts, "stop" if parts[-1].finish_reason == "stop" else "length")
-        return _cut_at_stop(request, whole)
+        # In a thread: a long answer takes seconds, and other answers may be as long.
+        return await asyncio.to_thread(_cut_at_stop, request, whole)
 
     async def _sample(
         self, prompt_ids: Sequence[int], limits: Sequence[int], sampling: Sampling, seeds: Sequence[int]
@@ -137,6 +141,7 @@ def _cut_at_stop(request: GenerateRequest, segment: Segment) -> Segment:
         return segment
     ids = segment.token_ids
     for length in range(1, len(ids) + 1):
-        if ids[length - 1] in stops or (ends is not None and ends(ids[:length])):
+        latest = ids[max(length - LATEST_TOKENS, 0) : length]
+        if latest[-1] in stops or (ends is not None and ends(latest)):
             return segment.cut(length, "stop")
     return segment

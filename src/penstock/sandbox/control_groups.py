@@ -146,7 +146,9 @@ def _parents(limits: Limits) -> list[tuple[Path, dict[str, int]]]:
             found.append((ROOT / "memory" / own, {"memory.limit_in_bytes": memory}))
         elif controllers == "pids":
             found.append((ROOT / "pids" / own, {"pids.max": processes}))
-    return [(parent, settings) for parent, settings in found if os.access(parent, os.W_OK)]
+    # A path that leads out of the hierarchy (`/../..`) belongs to another namespace of control groups.
+    usable = [each for each in found if ".." not in each[0].parts and (each[0] / "cgroup.procs").exists()]
+    return [(parent, settings) for parent, settings in usable if os.access(parent, os.W_OK)]
 
 
 def _family(pid: int) -> list[int]:
