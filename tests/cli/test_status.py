@@ -73,6 +73,8 @@ def test_the_latest_changes_of_settings_are_shown_with_their_reasons(tmp_path: P
     for number in range(5):
         changes = {"min_samples": [16 * number, 16 * (number + 1)], "max_wait_s": [0.25, 0.5]}
         note(run_dir, "adapted", policy_version=number, changes=changes, reason=f"entropy is normal, {number}")
+    for odd in ({"changes": 3}, {"changes": {"min_samples": [1]}}, {"changes": {"min_samples": ["a", 2]}}, {}):
+        note(run_dir, "adapted", **{"policy_version": 9, "reason": "odd", **odd})
     assert [line["policy_version"] for line in ask(run_dir)["adapted"]] == [2, 3, 4]
     text = penstock("status", run_dir).stdout
     assert "min_samples 64 → 80, max_wait_s 0.25 → 0.5" in text and "entropy is normal, 4" in text

@@ -24,6 +24,7 @@ SHORT = ["trainer.steps=12", "data.eval_tasks=8"]
 FEW_SANDBOXES = ["model.warm_start.steps=2", "scheduler.group_filter=[]", "trainer.steps=3"]
 SHORTER = {
     "quickstart": ["model.warm_start.steps=60"],
+    "adaptive": ["model.warm_start.steps=20"],
     "shell_sandbox": FEW_SANDBOXES,
     "python_tool": FEW_SANDBOXES,
 }

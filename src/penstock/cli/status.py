@@ -154,7 +154,7 @@ def status(run_dir: Path) -> Document:
         "tags": view.tags,
         "checkpoint": view.checkpoint,
         "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),
-        "adapted": [_without(event, "event") for event in events if event.get("event") == "adapted"][-NUM_ADAPTED:],
+        "adapted": [_without(event, "event") for event in events if is_adaptation(event)][-NUM_ADAPTED:],
         "incidents": [_without(event, *IDENTITY) for event in events if is_incident(event)][-NUM_INCIDENTS:],
         "alarms": [_without(event, "event") for event in events if event.get("event") == "alarm"][-NUM_ALARMS:],
         "stalls": [_without(event, "event") for event in events if is_lasting_stall(event, last_step)][-NUM_STALLS:],
@@ -230,6 +230,18 @@ def decisions(timeline: Sequence[Document]) -> list[Document]:
     """Return the latest decision of each decider, the newest last."""
     latest = {line["decider"]: line for line in timeline if line.get("kind") == "decision"}
     return [_without(line, "kind") for line in sorted(latest.values(), key=lambda line: line["time"])]
+
+
+def is_adaptation(event: Document) -> bool:
+    """Return whether an event is a whole record of changed settings: each with the number before and the one after."""
+    match event:
+        case {"event": "adapted", "reason": str(), "changes": dict(changes)}:
+            numbers = (int, float)
+            pairs = [pair if isinstance(pair, list) else [] for pair in changes.values()]
+            return all(
+                len(pair) == 2 and isinstance(pair[0], numbers) and isinstance(pair[1], numbers) for pair in pairs
+            )
+    return False
 
 
 def is_incident(event: Document) -> bool:
