@@ -62,7 +62,7 @@ def make_engine(config: Config, directory: Path, *, weights: Weights) -> SlotEng
     dtype = resolve_dtype(config.model.dtype, device)
     stored = read_json_if_present(directory, STATE) if weights == "stored" else {}
     version = stored.get("policy_version", 0)
-    if type(version) is not int or not 0 <= version <= MAX_VERSION:
+    if type(version) is not int or not NO_VERSION <= version <= MAX_VERSION:
         raise ModelError(f"{directory / STATE}: policy_version is {str(version)[:99]!r}, expected a whole number")
     return SlotEngine(
         load_policy(directory, dtype=dtype, device=device, weights=weights == "stored", seed=config.seed),
