@@ -100,18 +100,24 @@ class _Endpoint(ABC):
     async def request(self, peer: str, message: AnyMessage, *, timeout_s: float) -> AnyMessage:
         """Send a message until it is answered, and return the answer. Raises `RequestRefused`, `PeerLost` (see
         `forget`), or after `timeout_s` `Stalled`, which names the peer."""
-        id_ = next(self._ids)
+        loop, id_ = asyncio.get_running_loop(), next(self._ids)
         envelope = Envelope("request", id_, message)
-        future: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[AnyMessage] = loop.create_future()
         self._pending[peer, id_] = future
+        timer: asyncio.TimerHandle
+
+        def send() -> None:
+            nonlocal timer
+            self._post(peer, envelope)
+            timer = loop.call_later(self.resend_s, send)
+
+        send()
         try:
             answer = f"the answer to {type(message).__name__}"
             async with deadline(timeout_s, waiter=self.name, resource=answer, holder=peer):
-                while not future.done():
-                    self._post(peer, envelope)
-                    await asyncio.wait([future], timeout=self.resend_s)
-            reply = future.result()
+                reply = await future
         finally:
+            timer.cancel()
             del self._pending[peer, id_]
         if isinstance(reply, Refused):
             raise RequestRefused(f"{peer} refused {type(message).__name__}: {reply.reason}")

@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from penstock.deadline import Stalled
+from penstock.deadline import Stalled, deadline
 from penstock.ports.environment import PolicyClient
 from penstock.rollout.convert import MAX_STOP_LENGTH
 from penstock.rollout.generation_cache import GenerationCache
@@ -24,6 +24,7 @@ from penstock.types import NO_VERSION, EpisodeId, Sampling, SegmentGrant
 
 PAUSE_S = 0.25
 """Pause before an answer that was aborted without tokens is requested again."""
+CUT_S = 300.0
 UNAVAILABLE = 503
 LATEST_TOKENS = 4 * MAX_STOP_LENGTH + 4
 """Number of tokens that can hold a whole stop string (see `Stops.end`)."""
@@ -95,7 +96,8 @@ class RecordingProxy(AnswersOnly):
             num_tokens += len(parts[-1].token_ids)
         whole = Segment.joined(parts, "stop" if parts[-1].finish_reason == "stop" else "length")
         # In a thread: a long answer takes seconds, and other answers may be as long.
-        return await asyncio.to_thread(_cut_at_stop, request, whole)
+        async with deadline(CUT_S, waiter="a recorded answer", resource="its end", holder="its text"):
+            return await asyncio.to_thread(_cut_at_stop, request, whole)
 
     async def _sample(
         self, prompt_ids: Sequence[int], limits: Sequence[int], sampling: Sampling, seeds: Sequence[int]
