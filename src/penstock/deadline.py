@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 from penstock.stacks import stacks, unwound
@@ -60,21 +61,31 @@ class Stall:
 Listener = Callable[[Stall], object]
 
 
-@asynccontextmanager
-async def deadline(seconds: float, *, waiter: str, resource: str, holder: Holder) -> AsyncIterator[asyncio.Timeout]:
-    """Bound the body to `seconds`, and raise `Stalled` after them.
+class deadline:  # noqa: N801 - it is used like a function; a generator would take twice as long
+    """Bounds the body to `seconds`, and raises `Stalled` after them.
 
     Any other `TimeoutError` from the body passes through unchanged. The body can reschedule the timer.
     """
-    timer = asyncio.timeout(seconds)
-    try:
-        async with timer:
-            yield timer
-    except TimeoutError as error:
-        if not timer.expired() or isinstance(error, Stalled):
-            raise
-        cause = error.__cause__
-        raise stalled(waiter=waiter, resource=resource, holder=_name(holder), seconds=seconds, cause=cause) from None
+
+    __slots__ = ("_facts", "_timer")
+
+    def __init__(self, seconds: float, *, waiter: str, resource: str, holder: Holder) -> None:
+        self._timer, self._facts = asyncio.timeout(seconds), (seconds, waiter, resource, holder)
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        return await self._timer.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timer.__aexit__(kind, error, trace)
+        except TimeoutError as expired:
+            seconds, waiter, resource, holder = self._facts
+            cause = expired.__cause__
+            raise stalled(
+                waiter=waiter, resource=resource, holder=_name(holder), seconds=seconds, cause=cause
+            ) from None
 
 
 @contextmanager

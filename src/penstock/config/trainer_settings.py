@@ -128,7 +128,8 @@ class ObjectiveConfig(Section):
     2503.20783)."""
     segments: Literal["all", "newest"] = "all"
     """Segments of an answer that are trained. `newest`: if several policy versions generated an answer, only the tokens
-    of the newest version are trained; the earlier tokens are context."""
+    of the newest version are trained; the earlier tokens are context. It learns much less (`benchmarks/mixed_versions`)
+    and is there for comparison."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of KL(pi, reference), estimated per token by k3. The reference is the policy at the start of
     training."""
