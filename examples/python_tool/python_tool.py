@@ -8,7 +8,7 @@ from typing import Any
 from penstock.sandbox import Limits, Outcome, python, run
 from penstock.types import Task
 
-LIMITS = Limits(wall_s=20.0, cpu_s=1, memory_bytes=256 << 20, max_processes=8, file_bytes=1 << 16)
+LIMITS = Limits(wall_s=5.0, cpu_s=1, memory_bytes=256 << 20, max_processes=8, file_bytes=1 << 16)
 INTERPRETER = python("-S", "-c", 'import sys; exec(compile(sys.stdin.read(), "<tool>", "single"))')
 """As at the prompt of Python: the value of an expression is shown."""
 LONGEST_REPLY = 40

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.sandbox import Limits, open_box, python
 from penstock.types import Task
 
-LIMITS = Limits(wall_s=20.0, cpu_s=1, memory_bytes=256 << 20, max_processes=16, file_bytes=1 << 16)
+LIMITS = Limits(wall_s=5.0, cpu_s=1, memory_bytes=256 << 20, max_processes=16, file_bytes=1 << 16)
 OPERATORS = {"add": "+", "sub": "-", "mul": "*"}
 RIGHT = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 TESTS = """

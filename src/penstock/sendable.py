@@ -31,11 +31,17 @@ def fault_of(value: object, depth: int = 1) -> str | None:
     return next((fault for each in parts if (fault := fault_of(each, depth + 1))), None)
 
 
+def encodable(text: str) -> str:
+    """Return text without lone surrogates, which no tokenizer and no message can carry. `json.loads` makes them of
+    half an escape."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
 def sendable(text: str, max_chars: int = MAX_CHARS) -> str:
     """Return text that a message can carry: at most `max_chars` characters, and no lone surrogate. Errors may quote
     what a policy said."""
     shown = text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
-    return shown.encode(errors="replace").decode()
+    return encodable(shown)
 
 
 def _fault_of_other(value: object) -> str | None:

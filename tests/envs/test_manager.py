@@ -224,6 +224,24 @@ class Ending(Echo):
         return "", 1.0, *self._end, {}
 
 
+class Surrogates(Echo):
+    """Observes half an escape, as `json.loads` reads it."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "a\ud800", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "b\udfff", 1.0, False, False, {}
+
+
+def test_text_that_no_tokenizer_takes_is_replaced(chat: ChatTokenizer) -> None:
+    config = Config.model_validate({"env": {"max_turns": 3}})
+    (trajectory,) = play(chat, ["ok"] * 3, make=Surrogates, job=work(1), config=config)
+    assert (trajectory.error, trajectory.stop_reason) == (None, "max_turns")
+    shown = [chat.decode(turn.observation_ids) for turn in trajectory.turns]
+    assert "a?" in shown[0] and "b?" in shown[1]
+
+
 class Floods(Echo):
     """Observes more text than a context can hold, which would take long to tokenise."""
 

@@ -21,6 +21,7 @@ from penstock.envs.exception_location import OnError, described
 from penstock.envs.rewards.reward import check_number
 from penstock.envs.worker_calls import awaited
 from penstock.ports.environment import Endpoint
+from penstock.sendable import encodable
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ def _unpack(result: object, form: str) -> Sequence[Any]:
         raise EpisodeFailure(f"returned {repr(result)[:SHOWN_CHARACTERS]}, not ({form})")
     if not isinstance(result[0], str):
         raise EpisodeFailure(f"the observation is a {type(result[0]).__name__}, not a string")
-    return [*result[:-1], result[-1] if isinstance(result[-1], Mapping) else {}]
+    return [encodable(result[0]), *result[1:-1], result[-1] if isinstance(result[-1], Mapping) else {}]
 
 
 def _outcome(result: object) -> Outcome:

@@ -18,6 +18,7 @@ from penstock.envs.registry import environment_maker, maker_by_tag, resolve
 from penstock.envs.worker_calls import awaited, plain
 from penstock.envs.worker_pool import WorkerPool, WorkerProcess
 from penstock.ports.environment import Environment
+from penstock.sendable import encodable
 from penstock.types import Task
 
 NUM_PROCESSES = 8
@@ -56,9 +57,10 @@ class IsolatedWorker:
         returned unchanged."""
         if not isinstance(result, tuple) or not result or not isinstance(result[-1], dict):
             return result
-        info = result[-1]
+        said, info = result[0], result[-1]
         wanted = list(info) if self._wanted is None else self._wanted
-        return (*result[:-1], {str(name): plain(info[name]) for name in wanted if name in info})
+        shown = encodable(said) if isinstance(said, str) else said
+        return (shown, *result[1:-1], {str(name): plain(info[name]) for name in wanted if name in info})
 
 
 class IsolatedEnvironment:
