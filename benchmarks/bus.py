@@ -1,17 +1,17 @@
-"""The two planes: messages a second and their latency on the control bus, and bytes a second through the pool.
+"""The two planes: messages per second and their latency on the control bus, and bytes per second through the pool.
 
-The bus is a run's own: a controller process and 1, 8 or 64 worker processes with their sockets, on one machine. Workers
-report what environment workers report in the life of a group of eight (a grant for each turn of each member, members
-that have generated, rewards, the completed group), and the controller answers with grants and new work. Nobody plays or
-schedules, so only the bus works. A message is one that somebody must act upon: acknowledgements are not counted.
+The bus is that of a run: a controller process and 1, 8 or 64 worker processes with their sockets, on one machine. The
+workers send what environment workers send for a group of eight: a request for each turn of each member, the members
+that have generated, the rewards, and the completed group. The controller answers with grants and new work. No process
+plays or schedules, so only the bus works. Acknowledgements are not counted as messages.
 
-`messages_per_s`: each worker keeps four groups going, as fast as all can. `latency_p50_ms`, `latency_p99_ms`: the time
-from a worker's request for a turn to its grant, two messages and two acknowledgements, while each worker asks for ten
-turns a second, as one does whose dozens of episodes generate for seconds. `controller_us_per_message`: processor time
-of the controller as fast as all can.
+`messages_per_s`: every process works as fast as it can, and each worker plays four groups at once. `latency_p50_ms` and
+`latency_p99_ms`: the time from a worker's request for a turn to its grant. This takes two messages and two
+acknowledgements. Meanwhile each worker asks for ten turns per second, a usual rate for some tens of episodes.
+`controller_us_per_message`: processor time of the controller per message, at the highest speed.
 
-`pool_vs_copy`: bytes a second of groups that are written, indexed, mapped, checked and read by the pool, over those of
-a plain copy of the same bytes into a mapped file in the same directory and out of it, in turns.
+`pool_vs_copy`: the pool writes, indexes, maps, checks and reads groups. A plain copy moves the same bytes into a mapped
+file in the same directory, and out of it. The figure is the pool's bytes per second over those of the copy.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ sampled tokens that were in the loss.
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,8 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from lab import EXAMPLE
-from objective_lab import FULL, QUICK, Lab, Outcome, Size, Stage, streams, with_objective
-from report import Benchmark, Figures, publish, runs_dir
+from objective_lab import Lab, Outcome, Size, Stage, options, streams, with_objective
+from report import Benchmark, Figures, publish
 
 from penstock.config import load_config
 from penstock.samples import Sample, Segment
@@ -189,16 +188,9 @@ def plot(found: dict[Cell, Outcome], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw reward over versions there")
-    parser.add_argument("--quick", action="store_true", help="one seed, a few small steps")
-    parser.add_argument("--runs", type=Path, default=Path("runs/mixed_versions"), help="where finished runs are kept")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    options = parser.parse_args()
-    runs, size = runs_dir(options.runs, quick=options.quick), QUICK if options.quick else FULL
-    seeds = SEEDS[:1] if options.quick else SEEDS
-    lab = Lab(load_config(EXAMPLE), train, runs, size, options.processes)
+    given = options(__doc__, BENCHMARK.name)
+    seeds = SEEDS[:1] if given.quick else SEEDS
+    lab = Lab(load_config(EXAMPLE), train, given)
     cells = [Cell(name, versions, 1, seed) for seed in seeds for name in VARIANTS for versions in VERSIONS]
     halves = [Cell(name, PARTS, HALVES, seed) for seed in seeds for name in (NEWEST_VERSION, LAST_PART)]
     found = lab.all([*cells, *halves])
@@ -213,9 +205,9 @@ def main() -> None:
         figures.cell(PARTS_TABLE, name, "trained_share", (outcome.trained_share for outcome in mine))
     on_policy, mixed = figures.flat[f"{RECOMMENDED}_n=1"], figures.flat[f"{RECOMMENDED}_n={PARTS}"]
     figures.add("recommended_reward_at_4_vs_1", [mixed / on_policy if on_policy else None])
-    publish(BENCHMARK, figures.flat, options.json, tables=figures.tables, seeds=seeds)
-    if options.plot:
-        plot(found, options.plot)
+    publish(BENCHMARK, figures.flat, given.json, tables=figures.tables, seeds=seeds)
+    if given.plot:
+        plot(found, given.plot)
 
 
 if __name__ == "__main__":

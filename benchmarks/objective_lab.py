@@ -6,6 +6,7 @@ started once for all runs of a benchmark.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -17,6 +18,7 @@ from statistics import fmean
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from report import runs_dir
 
 from penstock.config import Config
 from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
@@ -225,12 +227,12 @@ class Lab(Generic[Cell]):
     """Runs cells, some at a time, and keeps what they came to."""
 
     def __init__(
-        self, config: Config, train: Callable[[Cell, Path, Size], Outcome], runs: Path, size: Size, processes: int
+        self, config: Config, train: Callable[[Cell, Path, Size], Outcome], options: argparse.Namespace
     ) -> None:
         """`train`: a function of a module, which is called in processes."""
-        self._config, self._train = config, train
-        self._runs, self._size, self._processes = runs, size, processes
-        runs.mkdir(parents=True, exist_ok=True)
+        self._config, self._train, self._processes = config, train, options.processes
+        self._runs, self._size = runs_dir(options.runs, quick=options.quick), QUICK if options.quick else FULL
+        self._runs.mkdir(parents=True, exist_ok=True)
 
     def all(self, cells: Sequence[Cell]) -> dict[Cell, Outcome]:
         """Return the outcome of every cell; finished ones are not repeated."""
@@ -246,6 +248,17 @@ class Lab(Generic[Cell]):
 
     def _file(self, cell: Cell) -> Path:
         return self._runs / f"{cell.name}-{self._size.steps}-steps.json"
+
+
+def options(description: str | None, name: str) -> argparse.Namespace:
+    """Return the options of a benchmark of objectives: those of all benchmarks, and what its lab needs."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rewards there")
+    parser.add_argument("--quick", action="store_true", help="a few small steps, no repetition")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / name, help="where finished runs are kept")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    return parser.parse_args()
 
 
 def _timed(train: Callable[[Cell, Path, Size], Outcome], cell: Cell, policy: Path, size: Size) -> Outcome:

@@ -9,7 +9,6 @@ answer, it is `reinforce`. Reward is that of answers sampled for held-out tasks,
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from pathlib import Path
 from statistics import fmean
@@ -18,8 +17,8 @@ from typing import Any, NamedTuple
 import matplotlib
 import torch
 from lab import EXAMPLE
-from objective_lab import FULL, QUICK, Lab, Outcome, Size, Stage, streams, with_objective
-from report import Benchmark, Figures, publish, runs_dir
+from objective_lab import Lab, Outcome, Size, Stage, options, streams, with_objective
+from report import Benchmark, Figures, publish
 
 from penstock.config import load_config
 from penstock.trainer.losses.objective import OBJECTIVES
@@ -93,19 +92,12 @@ def plot(found: dict[Cell, Outcome], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw reward over lag there")
-    parser.add_argument("--quick", action="store_true", help="a few small steps, no repetition")
-    parser.add_argument("--runs", type=Path, default=Path("runs/staleness"), help="where finished runs are kept")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    options = parser.parse_args()
-    runs, size = runs_dir(options.runs, quick=options.quick), QUICK if options.quick else FULL
-    lab = Lab(load_config(EXAMPLE), train, runs, size, options.processes)
+    given = options(__doc__, BENCHMARK.name)
+    lab = Lab(load_config(EXAMPLE), train, given)
     found = lab.all([Cell(name, lag, SCREENED) for name in VARIANTS for lag in LAGS])
     ranked = sorted(VARIANTS, key=lambda name: found[Cell(name, 8, SCREENED)].reward, reverse=True)
     finalists = list(dict.fromkeys([*ranked[:3], RECOMMENDED, DEFAULT, NAIVE]))
-    if not options.quick:
+    if not given.quick:
         found = {cell: outcome for cell, outcome in found.items() if cell.objective not in finalists}
         found |= lab.all([Cell(name, lag, seed) for name in finalists for lag in LAGS for seed in SEEDS])
     figures = Figures()
@@ -116,9 +108,9 @@ def main() -> None:
     for label, name in COMPARED.items():
         fresh, stale = figures.flat[f"{name}_k=0"], figures.flat[f"{name}_k=8"]
         figures.add(f"{label}_reward_at_8_vs_0", [stale / fresh if fresh else None])
-    publish(BENCHMARK, figures.flat, options.json, tables=figures.tables, seeds=SEEDS)
-    if options.plot:
-        plot(found, options.plot)
+    publish(BENCHMARK, figures.flat, given.json, tables=figures.tables, seeds=SEEDS)
+    if given.plot:
+        plot(found, given.plot)
 
 
 if __name__ == "__main__":

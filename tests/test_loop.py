@@ -194,6 +194,18 @@ def test_training_ends_early_when_nothing_more_is_learnt(tmp_path: Path) -> None
     assert run.trainer.checkpoints
 
 
+def test_a_run_that_has_trained_ends_early_when_all_groups_are_filtered(tmp_path: Path) -> None:
+    def solved_later(work: Work) -> tuple[float, list[float]]:
+        return 0.1, [1.0, 1.0, 1.0, float(work.task.index > 20)][: len(work.leases)]
+
+    settings = config(scheduler={"max_filtered_in_a_row": 50, "trigger": {"min_samples": 8}})
+    run = Run(tmp_path, settings, solved_later)
+    run_virtual(run.go())
+    (end,) = [event for event in run.events() if event["event"] == "early_stop"]
+    assert 0 < end["step"] < settings.trainer.steps and "50 groups in a row were filtered" in end["reason"]
+    assert run.events()[-1]["event"] == "completed"
+
+
 @pytest.mark.parametrize(("every", "kept"), [(2, [None, 2, 2]), (0, [None, None, None])])
 def test_the_checkpoint_with_the_best_validation_is_kept(tmp_path: Path, every: int, kept: list[int | None]) -> None:
     rewards = iter([0.2] * 6 + [0.9] * 6 + [0.5] * 100)

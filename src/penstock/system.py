@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.data.sources import TaskStream
+from penstock.observe.summary import best_step
 from penstock.ports.group_pool import Dump, Pool
 from penstock.ports.inference import RolloutServers
 from penstock.ports.observer import Observer
@@ -67,9 +68,7 @@ class System:
         validated while it trains."""
         if not self.config.validation.every:
             return None
-        checkpoints = self.run_dir / CHECKPOINTS
-        saved = [step for step in self.validated if (checkpoints / f"step_{step}").is_dir()]
-        return max(saved, key=lambda step: (self.validated[step], step), default=None)
+        return best_step(self.validated, self.run_dir / CHECKPOINTS)
 
     async def update_servers(self, handle: WeightsHandle) -> None:
         """Bring every server to `handle`, and let the servers generate again.

@@ -25,7 +25,8 @@ async def evaluate(system: System, when: str) -> None:
         return
     step, settings = system.num_steps, system.config.validation
     played = await system.scheduler.evaluations.evaluate_tasks(system.held_out, num_samples=settings.samples)
-    system.validated[step] = fmean(episode.reward for episodes in played for episode in episodes)
+    if rewards := [episode.reward for episodes in played for episode in episodes]:
+        system.validated[step] = fmean(rewards)
     num_shown = system.config.observe.samples
     system.recorder.evaluated(when, step, system.held_out, played, shown=num_shown, solved_at=settings.solved_at)
 

@@ -12,7 +12,7 @@ import pytest
 from made_tables import json_lines, parquet, reading
 
 from penstock.config import Config, ConfigError
-from penstock.data.sources import MixedTasks, TaskStream, check_left, held_out_tasks, open_tasks, question
+from penstock.data.sources import MixedTasks, TaskStream, held_out_tasks, open_tasks, question
 from penstock.sendable import fault_of
 from penstock.types import Task
 
@@ -69,14 +69,18 @@ class Few:
 
 
 def test_a_source_with_few_distinct_tasks_says_how_many_are_left() -> None:
-    few = Few(23)
-    assert check_left(few, few.first(11)) == []
-    (warning,) = check_left(few, few.first(17))
+    def warnings(num_held_out: int) -> list[str]:
+        found: list[str] = []
+        few = Few(23)
+        TaskStream(few, held_out=few.first(num_held_out), warn=found.append).take(600)
+        return found
+
+    assert warnings(11) == warnings(0) == []
+    (warning,) = warnings(17)
     assert "of the first 512 tasks of sums are held out" in warning
-    assert "23 distinct tasks, of which 17 are held out: lower data.eval_tasks" in warning
+    assert "23 distinct tasks, of which 17 are held out: the dataset is too small for data.eval_tasks" in warning
     with pytest.raises(ConfigError, match="23 distinct tasks, of which 21 are held out"):
-        check_left(few, few.first(21))
-    assert check_left(few, []) == []
+        warnings(21)
 
 
 def test_everything_held_out_is_an_error() -> None:

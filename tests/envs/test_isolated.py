@@ -54,6 +54,13 @@ class Heavy:
             time.sleep(60)
 
 
+class Surrogates(Heavy):
+    """Observes half an escape, as `json.loads` reads it."""
+
+    async def reset(self, seed: int) -> Any:
+        return "a\ud800", {}
+
+
 class Refuses(Heavy):
     """Does not know its options."""
 
@@ -185,6 +192,16 @@ def test_files_of_one_name_are_two_modules(tmp_path: Any) -> None:
 def test_an_isolated_agent_is_refused() -> None:
     with pytest.raises(ConfigError, match="an agent cannot be `isolated`"):
         resolve(f"{__name__}:IsolatedAgent")
+
+
+async def test_an_observation_that_no_message_can_carry_is_replaced() -> None:
+    config = Config()
+    async with making(config, {config.env.name: Surrogates}) as make:
+        environment: Any = make(work(1).task)
+        await environment.enter()
+        observation, _ = await environment.reset(1)
+        await environment.close()
+    assert observation == "a?"
 
 
 async def test_what_is_wanted_of_what_is_told_beside_comes_along_as_json_has_it() -> None:

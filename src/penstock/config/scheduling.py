@@ -218,8 +218,8 @@ class SchedulerConfig(Section):
     order, and the first filter that drops a group decides. [] trains all groups. `zero_variance` drops groups with all
     rewards equal, because their advantages are zero."""
     max_filtered_in_a_row: int = Field(1000, ge=1)
-    """The run fails after this many consecutive filtered groups without a trainable one, because there is nothing to
-    learn."""
+    """After this many consecutive filtered groups there is nothing to learn. Training ends early (`early_stop`). The
+    run fails if it has trained nothing yet, or if `early_stop` is None."""
     early_stop: EarlyStopConfig | None = EarlyStopConfig()
     """When training ends before its last step, because nothing more is learnt. None trains to the last step."""
     dispatch: DispatchConfig = DispatchConfig()

@@ -8,7 +8,8 @@ environments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from penstock.config import Config, ConfigError
@@ -17,8 +18,9 @@ from penstock.data.items import Items, open_items
 from penstock.ports.environment import TaskSource
 from penstock.types import Purpose, Task
 
-LOOKED_AT = 512
-"""Number of tasks that `check_left` looks at."""
+LOOKED_AT, FEWEST = 512, 32
+"""Number of a stream's first tasks by which it is judged whether enough are left to train on, and how many a tag must
+have among them."""
 MANY_HELD_OUT, MOST_HELD_OUT = 0.5, 0.9
 """Shares of them that are held out, above which there is a warning, and above which there is too little to train on."""
 
@@ -65,9 +67,20 @@ class TaskStream:
 
     max_skipped_in_a_row = 10_000
 
-    def __init__(self, source: TaskSource, *, held_out: Iterable[Task] = (), position: int = 0) -> None:
+    def __init__(
+        self,
+        source: TaskSource,
+        *,
+        held_out: Iterable[Task] = (),
+        position: int = 0,
+        warn: Callable[[str], object] | None = None,
+    ) -> None:
+        """`warn` is told about each tag of which many tasks are held out."""
         self._source, self.position = source, position
         self._held_out = {question(task) for task in held_out} - {""}
+        self._warn, self._num_looked_at = warn, 0
+        self._first: dict[str, Counter[str]] = {}
+        """By tag: how often each question came among the first tasks, until these are judged."""
 
     def take(self, count: int) -> list[Task]:
         """Return the next `count` tasks, or fewer once the source is used up."""
@@ -80,11 +93,13 @@ class TaskStream:
     def next(self) -> Task | None:
         """Return the next task to train on; None once the source is used up.
 
-        Raises `ConfigError` if `max_skipped_in_a_row` tasks in a row are held out.
+        Raises `ConfigError` if `max_skipped_in_a_row` tasks in a row are held out, or nearly all of the first ones.
         """
         for _ in range(self.max_skipped_in_a_row):
             task = self._source.task(self.position)
             self.position += 1
+            if task is not None and self._held_out and self._num_looked_at < LOOKED_AT:
+                self._look_at(task)
             if task is None or question(task) not in self._held_out:
                 return task
         raise ConfigError(
@@ -92,27 +107,28 @@ class TaskStream:
             "the dataset is too small for data.eval_tasks"
         )
 
+    def _look_at(self, task: Task) -> None:
+        """Count one of the first tasks, and judge all tags after the last of them."""
+        self._num_looked_at += 1
+        self._first.setdefault(task.tag, Counter())[question(task)] += 1
+        if self._num_looked_at == LOOKED_AT:
+            for tag, asked in self._first.items():
+                if asked.total() >= FEWEST:
+                    self._judge(tag, asked)
+            self._first.clear()
 
-def check_left(source: TaskSource, held_out: Iterable[Task]) -> list[str]:
-    """Look at the first tasks of each tag, and return a warning for each tag that has many held-out ones among them.
-    Raises `ConfigError` if nearly all are."""
-    kept_out = {question(task) for task in held_out} - {""}
-    first = [task for index in range(LOOKED_AT) if kept_out and (task := source.task(index)) is not None]
-    warnings = []
-    for tag in dict.fromkeys(task.tag for task in first):
-        asked = [question(task) for task in first if task.tag == tag]
-        skipped = [each for each in asked if each in kept_out]
-        share = len(skipped) / len(asked)
+    def _judge(self, tag: str, asked: Counter[str]) -> None:
+        skipped = {each: count for each, count in asked.items() if each in self._held_out}
+        share = sum(skipped.values()) / asked.total()
         found = (
-            f"data: {share:.0%} of the first {len(asked)} tasks of {tag} are held out for evaluation, and not trained. "
-            f"They are {len(set(asked))} distinct tasks, of which {len(set(skipped))} are held out: lower "
-            "data.eval_tasks, or use more data"
+            f"data: {share:.0%} of the first {asked.total()} tasks of {tag} are held out for evaluation, and not "
+            f"trained. They are {len(asked)} distinct tasks, of which {len(skipped)} are held out: the dataset is too "
+            "small for data.eval_tasks; lower it, or use more data"
         )
         if share > MOST_HELD_OUT:
             raise ConfigError(found)
-        if share > MANY_HELD_OUT:
-            warnings.append(found)
-    return warnings
+        if share > MANY_HELD_OUT and self._warn is not None:
+            self._warn(found)
 
 
 def question(task: Task) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 from penstock.config import Config
 from penstock.observe import jsonl
 from penstock.observe.notices import failures, notice
-from penstock.observe.summary import held_out_rewards
+from penstock.observe.summary import best_step, held_out_rewards
 from penstock.observe.tables import clock, count, facts, listing, number, percent
 from penstock.observe.visible_text import visible
 
@@ -99,9 +99,8 @@ def evaluation_table(evaluation: dict[str, Any]) -> Table:
 def best_checkpoint(events: Sequence[dict[str, Any]], run_dir: Path) -> list[str]:
     """Return the checkpoint with the highest held-out reward, as a line; nothing if there is none but the newest."""
     paths = {event["step"]: event["path"] for event in events if event.get("event") == "checkpoint"}
-    rewards = held_out_rewards(events)
-    kept = [step for step in rewards if step in paths and (run_dir / paths[step]).is_dir()]
-    best = max(kept, key=lambda step: (rewards[step], step), default=None)
+    rewards = {step: reward for step, reward in held_out_rewards(events).items() if step in paths}
+    best = best_step(rewards, run_dir / "checkpoints")
     if best is None or best == max(paths):
         return []
     return [f"{paths[best]}  the highest held-out reward, {number(rewards[best])}"]

@@ -68,6 +68,13 @@ def held_out_rewards(events: Iterable[Record]) -> dict[int, float]:
     return found
 
 
+def best_step(rewards: Mapping[int, float], checkpoints: Path) -> int | None:
+    """Return the step with the highest of these held-out rewards among those with a checkpoint in the folder
+    `checkpoints`; None if none has one."""
+    saved = [step for step in rewards if (checkpoints / f"step_{step}").is_dir()]
+    return max(saved, key=lambda step: (rewards[step], step), default=None)
+
+
 def summarize(run_dir: Path) -> Record:
     """Return the summary of a run from its state, metrics and events, as far as they exist."""
     state, played = jsonl.read_json(run_dir / "state.json"), jsonl.read_json(run_dir / PLAYED)

@@ -16,7 +16,7 @@ from penstock.control.bus import CONTROLLER, Bus, ProtocolViolation, UnknownPeer
 from penstock.control.messages import AnyMessage
 from penstock.control.remote_workers import RemoteTrainer, RemoteWorkers
 from penstock.control.runtime_files import ServerKeys
-from penstock.data.sources import FirstTasks, MixedTasks, TaskStream, check_left, held_out_tasks, open_tasks
+from penstock.data.sources import FirstTasks, MixedTasks, TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import Stall, Stalled, alongside, deadline, first, reporting_to, warn_if_stalled, write_to_log
 from penstock.observe.recorder import Recorder
 from penstock.observe.trackers import open_trackers
@@ -264,10 +264,9 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
     async with deadline(DATA_S, waiter="controller", resource="the tasks", holder="their source"):
         found = await asyncio.to_thread(open_tasks, config)
         held_out = await asyncio.to_thread(held_out_tasks, config)
-        for warning in await asyncio.to_thread(check_left, found, held_out) if config.has_trainer else ():
-            recorder.event("alarm", reason=warning)
         train = found if config.pipeline != "rollout" else tasks_to_play(config, found, recorder)
-        tasks, pool = TaskStream(train, held_out=held_out), ExperiencePool(controller.pool_dir)
+        tasks = TaskStream(train, held_out=held_out, warn=lambda reason: recorder.event("alarm", reason=reason))
+        pool = ExperiencePool(controller.pool_dir)
         dumps = await asyncio.to_thread(open_dumps, config, child.run_dir, pool, tasks, recorder.event)
     await controller.all_joined()
     timeout_s, supervisor = config.rollout.request_timeout_s, config.supervisor

@@ -73,10 +73,11 @@ OTHERS_AARCH64 = {
     "sched_setattr": 274, "pidfd_send_signal": 424,
 }  # fmt: skip
 SCHEDULING = ("sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler")
-"""Calls whose first argument is a process; 0 is the caller."""
+"""Calls with a process as the first argument. A 0 means the calling process."""
 PRIORITIES = {"setpriority": 0, "ioprio_set": 1}
-"""Calls whose first argument says what the second one is, with the value for a process (PRIO_PROCESS,
-IOPRIO_WHO_PROCESS); 0 is the caller."""
+"""Calls that change a process, a process group or all processes of a user. The first argument says which of these the
+second argument names. The value here means a process (PRIO_PROCESS, IOPRIO_WHO_PROCESS); a second argument of 0 then
+means the calling process."""
 CONDITIONAL = {"personality", "unshare"}
 """Calls in the tables that are forbidden with some arguments only."""
 OWNERSHIP = (8, 10, 15)

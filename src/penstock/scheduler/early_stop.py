@@ -17,19 +17,24 @@ class EarlyStop:
 
     def __init__(self, config: EarlyStopConfig | None) -> None:
         self._config = config
-        self._groups: deque[Dropped | None] = deque(maxlen=config.groups if config else 0)
+        self._groups: deque[Dropped | None] = deque()
         """Of the latest groups: the filter that dropped each, or None if all filters kept it."""
-        self._num_filtered = 0
+        self._dropped: Counter[Dropped | None] = Counter()
+        """How often each is among them."""
         self._low_steps, self._last_entropy = 0, 0.0
+        self._ended: str | None = None
 
     def observe_group(self, dropped: Dropped | None) -> None:
         """Count a complete group, which a filter dropped or all filters kept."""
-        if not self._groups.maxlen:
+        if self._config is None:
             return
-        if len(self._groups) == self._groups.maxlen:
-            self._num_filtered -= self._groups[0] is not None
         self._groups.append(dropped)
-        self._num_filtered += dropped is not None
+        self._dropped[dropped] += 1
+        if len(self._groups) > self._config.groups:
+            oldest = self._groups.popleft()
+            self._dropped[oldest] -= 1
+            if not self._dropped[oldest]:
+                del self._dropped[oldest]
 
     def observe_step(self, learner: LearnerState) -> None:
         """Count an optimizer step."""
@@ -38,11 +43,15 @@ class EarlyStop:
         self._last_entropy = learner.entropy
         self._low_steps = self._low_steps + 1 if learner.entropy < self._config.min_entropy else 0
 
+    def end(self, reason: str) -> None:
+        """End training for a reason that another decider found."""
+        self._ended = self._ended or reason
+
     def reason(self) -> str | None:
         """Return why training should end; None if it should go on."""
         config = self._config
-        if config is None:
-            return None
+        if config is None or self._ended:
+            return self._ended
         if len(self._groups) == config.groups and self._filters_too_much(config):
             return self._filtered
         if self._low_steps >= config.steps:
@@ -62,12 +71,16 @@ class EarlyStop:
             f"{config.groups} groups were filtered (scheduler.early_stop)"
         )
 
+    @property
+    def _num_filtered(self) -> int:
+        return len(self._groups) - self._dropped[None]
+
     def _filters_too_much(self, config: EarlyStopConfig) -> bool:
         return self._num_filtered >= config.filtered_share * len(self._groups)
 
     @property
     def _filtered(self) -> str:
-        (commonest, count), *_ = Counter(filter(None, self._groups)).most_common(1)
+        commonest, count = max(((each, n) for each, n in self._dropped.items() if each), key=lambda pair: pair[1])
         return (
             f"{self._num_filtered} of the latest {len(self._groups)} groups were filtered, {count} of them by "
             f"{commonest.name} ({commonest.reason})"

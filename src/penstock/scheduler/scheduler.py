@@ -254,8 +254,7 @@ class Scheduler:
             if dropped.name == ZERO_VARIANCE:
                 self._supply.bias.equal_rewards(group.number)
             self._end_group(group, EpisodeState.FILTERED)
-            hopeless = self._failure_budget.filter_group(dropped)
-            self._progress.give_up(hopeless if self._config.has_trainer else None)
+            self._end_if_hopeless(self._failure_budget.filter_group(dropped))
             self._notify_trainer()
             return EpisodeState.FILTERED
         self._log_decision("filter", "kept", {"group": group.number})
@@ -270,6 +269,15 @@ class Scheduler:
         self._report_stale(group, self._supply.discard_stale(group))
         self._notify_trainer()
         return EpisodeState.DISCARDED_STALE if group.has_ended else EpisodeState.READY
+
+    def _end_if_hopeless(self, error: Exception | None) -> None:
+        """End a run in which too many groups in a row were filtered: early if it has trained, else with `error`."""
+        if error is None or not self._config.has_trainer:
+            return
+        if self._config.scheduler.early_stop is not None and self.ledger.count(EpisodeState.TRAINED):
+            self._early_stop.end(str(error))
+        else:
+            self._progress.give_up(error)
 
     def _learn_group(self, group: ActiveGroup) -> None:
         lengths = [summary.response_tokens for summary in group.summaries]

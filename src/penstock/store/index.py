@@ -53,7 +53,7 @@ class PoolIndex:
         self._readonly = readonly
         how = {"readonly": True} if readonly else {"sync": False, "metasync": False}
         if not readonly:
-            # Whoever may read the lock file can lock it, and so keep the owner of the run from opening the index.
+            # A user who can read the lock file can also lock it. Then the owner of the run cannot open the index.
             self._path.mkdir(exist_ok=True)
             self._path.chmod(0o700)
         self._check_size()
