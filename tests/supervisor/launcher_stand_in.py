@@ -23,6 +23,7 @@ from penstock.supervisor.supervisor import Outcome, Supervisor
 BEAT_S, READY_S, DRAIN_S, STEP_S = 0.5, 2.0, 1.0, 1.0
 """Between two heartbeats; from start to readiness; from SIGTERM to the end; of one step of the run's work."""
 NO_ROOM = "OSError: [Errno 28] No space left on device"
+MACHINE_GONE = "its machine is gone"
 
 
 class Fault(StrEnum):
@@ -34,6 +35,7 @@ class Fault(StrEnum):
     TERMINATE = "SIGTERM"
     LEAVE = "exit 0"
     FULL_DISK = "full disk"
+    LOSE_MACHINE = "machine lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,12 @@ class FakeProcess:
         assert self.end is not None
         return self.end
 
-    def exit(self, returncode: int, report: str = "") -> None:
-        """End, once."""
+    def exit(self, returncode: int | None, report: str = "") -> None:
+        """End, once. `returncode`: None if the machine is gone, and with it the code."""
         if self.end is None:
             now = asyncio.get_running_loop().time()
             said = Report(time=now, message=report) if report else None
-            self.end = End(returncode=returncode, report=said)
+            self.end = End(returncode=returncode, report=said, lost="" if returncode is not None else MACHINE_GONE)
             self.ended.set()
 
 
@@ -181,6 +183,8 @@ class LauncherStandIn:
             victim.exit(0 if victim.is_ready else -signal.SIGTERM)
         elif fault is Fault.LEAVE:
             victim.exit(0)
+        elif fault is Fault.LOSE_MACHINE:
+            victim.exit(None)
         else:
             victim.exit(1, NO_ROOM)
 

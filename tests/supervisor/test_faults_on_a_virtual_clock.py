@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launcher_stand_in import NAMES, NO_ROOM, STAGES, FakeProcess, Fault, Strike, VirtualRun
+from launcher_stand_in import MACHINE_GONE, NAMES, NO_ROOM, STAGES, FakeProcess, Fault, Strike, VirtualRun
 
 from penstock.config import SupervisorConfig
 from penstock.ports.process_launcher import Look
@@ -34,6 +34,7 @@ ENDS = {
     Fault.TERMINATE: (ExitKind.OK, "exit code 0"),
     Fault.LEAVE: (ExitKind.OK, "exit code 0"),
     Fault.FULL_DISK: (ExitKind.DISK_FULL, "exit code 1"),
+    Fault.LOSE_MACHINE: (ExitKind.LOST, MACHINE_GONE),
 }
 """How the supervisor records the end of a process that was ready: the kind, and how the reason begins."""
 UNREADY_ENDS = ENDS | {
@@ -86,7 +87,7 @@ def test_a_process_that_fails_in_mid_run_is_restarted_and_the_run_completes(
     assert_all_ended(run)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.STUCK])
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault not in (Fault.STUCK, Fault.LOSE_MACHINE)])
 @pytest.mark.parametrize("victim", NAMES)
 def test_a_process_that_fails_before_it_is_ready_fails_the_run(tmp_path: Path, victim: str, fault: Fault) -> None:
     strike = Strike(victim, fault, STARTS_AT[victim] + 0.1)
@@ -104,6 +105,16 @@ def test_a_process_that_fails_before_it_is_ready_fails_the_run(tmp_path: Path, v
     assert_all_ended(run)
 
 
+@pytest.mark.parametrize("victim", NAMES)
+def test_a_process_that_loses_its_machine_before_it_is_ready_is_restarted(tmp_path: Path, victim: str) -> None:
+    strikes = [Strike(victim, Fault.LOSE_MACHINE, STARTS_AT[victim] + after) for after in (0.1, 1.9)]
+    run = VirtualRun(tmp_path, strikes, SETTINGS, num_steps=NUM_STEPS)
+    outcome = run_virtual(run.live())
+    assert outcome.status is RunState.COMPLETED and run.launcher.num_done == NUM_STEPS, outcome.message
+    assert state(run)["processes"][victim]["restarts"] == 2
+    assert_all_ended(run)
+
+
 @pytest.mark.parametrize("fault", Fault)
 @pytest.mark.parametrize("victim", NAMES)
 def test_a_process_that_fails_while_the_run_stops_does_not_hold_it_up(
@@ -112,7 +123,8 @@ def test_a_process_that_fails_while_the_run_stops_does_not_hold_it_up(
     run = VirtualRun(tmp_path, [Strike(victim, fault, 20.01)], SETTINGS, num_steps=NUM_STEPS)
     outcome = run_virtual(run.live(stop_after_s=20.0))
     assert outcome.status is RunState.STOPPED
-    is_unclean = victim == "controller" and fault in (Fault.KILL, Fault.HANG, Fault.FULL_DISK)
+    unclean = (Fault.KILL, Fault.HANG, Fault.FULL_DISK, Fault.LOSE_MACHINE)
+    is_unclean = victim == "controller" and fault in unclean
     assert ("the final checkpoint may be missing" in outcome.message) == is_unclean, outcome.message
     first = next(name for name, signum in run.launcher.signals if signum == signal.SIGTERM)
     assert first == "controller", "it saves what was learned while the others still serve"

@@ -75,9 +75,9 @@ def test_budgets_are_each_process_s_own() -> None:
 
 
 @given(st.sampled_from(list(ExitKind)))
-def test_what_was_never_ready_is_never_restarted(kind: ExitKind) -> None:
+def test_what_was_never_ready_is_restarted_only_if_its_machine_is_gone(kind: ExitKind) -> None:
     decision = decide(RestartPolicy(SupervisorConfig()), kind=kind, was_ready=False)
-    assert decision.action is Action.FAIL
+    assert (decision.action is Action.RESTART) == (kind is ExitKind.LOST), decision
 
 
 @pytest.mark.parametrize("kind", [ExitKind.CONFIG_ERROR, ExitKind.GAVE_UP])
@@ -108,10 +108,12 @@ class Together:
         settings = SupervisorConfig(max_restarts=max_restarts, backoff_s=1.0)
         self._policy = RestartPolicy(settings, jitter=lambda: 0.0)
 
-    def ends(self, name: str, now: float, *, started: float) -> Decision:
-        loss = Exit(time=0.0, returncode=1, kind=ExitKind.CRASHED, reason="exit code 1")
+    def ends(
+        self, name: str, now: float, *, started: float, kind: ExitKind = ExitKind.CRASHED, was_ready: bool = True
+    ) -> Decision:
+        loss = Exit(time=0.0, returncode=1, kind=kind, reason="exit code 1")
         return self._policy.decide(
-            name, loss, was_ready=True, completed=False, now=now, restart_set="learner", started=started
+            name, loss, was_ready=was_ready, completed=False, now=now, restart_set="learner", started=started
         )
 
 
@@ -124,6 +126,14 @@ def test_a_restart_set_goes_down_with_its_first_and_comes_back_as_one() -> None:
     assert both.ends("trainer-0", 20.0, started=0.0).after_s == 0.0, "it was hard to end: the others wait for it"
     again = both.ends("trainer-0", 30.0, started=11.0)
     assert again.ends_set and again.after_s == 2.0
+
+
+def test_a_restart_set_that_loses_a_machine_while_it_starts_comes_back_as_one() -> None:
+    both = Together()
+    first = both.ends("rank-1", 10.0, started=0.0, kind=ExitKind.LOST, was_ready=False)
+    second = both.ends("trainer-0", 10.25, started=0.0, kind=ExitKind.KILLED_BY_SUPERVISOR, was_ready=False)
+    assert (first.action, first.ends_set) == (Action.RESTART, True)
+    assert second.reason == "trainer-0 is restarted together with rank-1"
 
 
 def test_a_restart_set_has_one_budget() -> None:

@@ -147,7 +147,7 @@ class SupervisorConfig(Section):
     optimizer step."""
     max_restarts: int = Field(5, ge=0)
     """Restarts of one process allowed within `restart_window_s`; the next loss fails the run. The supervisor does not
-    restart a process that was never ready or that rejects its configuration."""
+    restart a process that was never ready (unless its machine is gone) or that rejects its configuration."""
     restart_window_s: float = Field(600.0, gt=0)
     backoff_s: float = Field(0.2, ge=0)
     """Pause in seconds before a restart. It doubles with each restart within the window, up to `max_backoff_s`."""

@@ -3,6 +3,8 @@
 Each process of a run, in any role, has a budget of restarts within a sliding window. The pauses before restarts grow.
 So a single accident is repaired at once, and a permanent fault does not cause rapid restarts. A process that goes back
 to a checkpoint may fail at the same place again and again, even slowly. So its restarts count until it saves again.
+A process that fails before it was ever ready will most likely fail again, so it is not restarted. The loss of its
+machine proves nothing against it, so then it is.
 
 The processes of a restart set are useless without each other. When one ends, all are ended and restarted, which counts
 as one restart of the set.
@@ -95,14 +97,14 @@ class RestartPolicy:
             return Decision(action=Action.FAIL, reason="a restart cannot repair a wrong configuration")
         if loss.kind is ExitKind.GAVE_UP:
             return Decision(action=Action.FAIL, reason=f"{name} reported that the run cannot continue")
-        if not was_ready:
-            return Decision(action=Action.FAIL, reason=f"{restart_set or name} was never ready, so it is not restarted")
-        if not restart_set:
-            return self._within_budget(name, now, num_saved)
-        latest = self._set_restarts.get(restart_set)
+        latest = self._set_restarts.get(restart_set) if restart_set else None
         if latest and started <= latest.ended_at:
             reason = f"{name} is restarted together with {latest.first}"
             return Decision(action=Action.RESTART, reason=reason, after_s=max(0.0, latest.restart_at - now))
+        if not was_ready and loss.kind is not ExitKind.LOST:
+            return Decision(action=Action.FAIL, reason=f"{restart_set or name} was never ready, so it is not restarted")
+        if not restart_set:
+            return self._within_budget(name, now, num_saved)
         decision = self._within_budget(restart_set, now, num_saved)
         if decision.action is Action.RESTART:
             self._set_restarts[restart_set] = _SetRestart(name, ended_at=now, restart_at=now + decision.after_s)
