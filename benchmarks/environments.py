@@ -67,7 +67,9 @@ THINK_S = 0.5
 ACTION = [*range(40, 55), 4]
 """Of the tiny policy's alphabet, and its end of turn."""
 OBSERVATION = "you see a door, a key and a lamp; what do you do? "
-START_S, SETTLE_S, WATCH_S = 60.0, 4.0, 20.0
+START_S, SETTLE_S, WATCH_S = 300.0, 4.0, 20.0
+TIMEOUT_S = 600.0
+"""Of a message to the worker, which is as busy as it can be, and may share its core."""
 CORE = 0
 """Of the worker; everything else is elsewhere."""
 
@@ -203,7 +205,7 @@ async def serve_and_watch(run_dir: Path, runtime_dir: Path, config: Config, watc
     child = Child(name="controller", run_dir=run_dir, runtime_dir=runtime_dir, run_id="benchmark", nonce=nonce)
     bus = Bus(str(runtime_dir), controller.handle, nonce=child.secret("greeting"))
     async with asyncio.TaskGroup() as tasks:
-        controller.workers = RemoteWorkers(bus, tasks, timeout_s=60.0)
+        controller.workers = RemoteWorkers(bus, tasks, timeout_s=TIMEOUT_S)
         receiving = tasks.create_task(bus.run())
         with worker_process(run_dir, runtime_dir, nonce) as worker:
             async with asyncio.timeout(START_S):

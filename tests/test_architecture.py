@@ -37,7 +37,8 @@ LAYERS = [
     {"recovery"},
     {"validation"},
     {"loop"},
-    {"processes", "simulator"},
+    {"simulator"},
+    {"processes"},
     {"cli"},
 ]
 LEVEL = {box: level for level, boxes in enumerate(LAYERS) for box in boxes}

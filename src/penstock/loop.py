@@ -12,6 +12,7 @@
   collect   a completed group (a callback, not a loop)      DATA_GENERATED on the bus
   train     the trigger: N_min samples, or T_max            a group becoming ready, or the clock
   swap      a published policy version                      the trainer, after its step
+  tune      a search for better settings that is due        the trainer, after its step
 
 The trainer ends the run: when the weights of its last step are served, the other loops end. A group leaves the
 staleness budget only after the swap. In the alternating modes, generation pauses from a complete batch until the swap.
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 
 from penstock import recovery
 from penstock.deadline import alongside, warn_if_stalled
+from penstock.ports.settings_search import Searcher
 from penstock.ports.training import TrainerLost
 from penstock.ports.work import Work
 from penstock.scheduler.scheduler import TrainBatch
@@ -84,6 +86,8 @@ async def train_all(system: System) -> None:
         validation = Validation(system, loops)
         validation.repeat_missed()
         endless = [loops.create_task(admit(system)), loops.create_task(never_returns(swap, system, swaps, validation))]
+        if system.searcher is not None:
+            endless.append(loops.create_task(never_returns(tune, system, system.searcher)))
         while True:
             try:
                 await train(system, swaps)
@@ -196,15 +200,24 @@ async def swap(system: System, swaps: Swaps, validation: Validation) -> NoReturn
         published, holder = "a published policy_version", "the trainer's loop"
         with warn_if_stalled(STALL_WARNING_S, waiter="swap", resource=published, holder=holder):
             step, handle = await swaps.get()
+        began = asyncio.get_running_loop().time()
         try:
             await system.update_servers(handle)
         except TrainerLost as lost:
             system.recorder.event("weights_lost", policy_version=handle.policy_version, reason=str(lost))
             system.scheduler.mark_weights_lost(str(lost))
         else:
-            system.scheduler.mark_served(handle.policy_version)
+            update_s = asyncio.get_running_loop().time() - began
+            system.scheduler.mark_served(handle.policy_version, update_s=update_s)
             validation.begin_if_due(step)
         swaps.task_done()
+
+
+async def tune(system: System, searcher: Searcher) -> NoReturn:
+    """Search better settings whenever a search is due, and put them in force."""
+    while True:
+        question = await system.scheduler.next_question()
+        system.scheduler.take_answer(await searcher.search(question))
 
 
 async def wait_for_swap(swaps: Swaps) -> None:

@@ -97,6 +97,10 @@ class Trajectory:
     """Seconds since the epoch."""
     finished_at: float = 0.0
     """Seconds since the epoch."""
+    env_s: float = 0.0
+    """Seconds in which the environment or its tools worked."""
+    reward_s: float = 0.0
+    """Seconds in which a reward outside the environment was computed."""
     env_seed: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     """Latest value of each key in the environment's info that `dump.columns` names."""
@@ -121,6 +125,8 @@ class Trajectory:
             version_min=min(versions, default=NO_VERSION),
             version_max=max(versions, default=NO_VERSION),
             seconds=self.finished_at - self.started_at,
+            env_s=self.env_s,
+            reward_s=self.reward_s,
             error=self.error,
             text=text,
             env_seed=self.env_seed,

@@ -14,6 +14,7 @@ from penstock.observe.summary import best_step
 from penstock.ports.group_pool import Dump, Pool
 from penstock.ports.inference import RolloutServers
 from penstock.ports.observer import Observer
+from penstock.ports.settings_search import Searcher
 from penstock.ports.training import Trainer
 from penstock.ports.work import Workers
 from penstock.scheduler.scheduler import Scheduler
@@ -38,6 +39,8 @@ class System:
     pool: Pool
     recorder: Observer
     dumps: Sequence[Dump] = ()
+    searcher: Searcher | None = None
+    """Searches better settings while the run trains; None if settings stay as configured."""
     num_steps: int = 0
     """Optimizer steps taken so far."""
     stepping: asyncio.Task[LearnerState] | None = None

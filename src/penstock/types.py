@@ -167,6 +167,10 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     version_max: int = NO_VERSION
     """Newest policy_version among the sampled tokens."""
     seconds: float = 0.0
+    env_s: float = 0.0
+    """Seconds of `seconds` in which the environment or its tools worked."""
+    reward_s: float = 0.0
+    """Seconds of `seconds` in which a reward outside the environment was computed."""
     stop_reason: StopReason | None = None
     """None if the episode failed or was aborted."""
     error: str | None = None

@@ -73,11 +73,30 @@ def test_the_latest_changes_of_settings_are_shown_with_their_reasons(tmp_path: P
     for number in range(5):
         changes = {"min_samples": [16 * number, 16 * (number + 1)], "max_wait_s": [0.25, 0.5]}
         note(run_dir, "adapted", policy_version=number, changes=changes, reason=f"entropy is normal, {number}")
-    for odd in ({"changes": 3}, {"changes": {"min_samples": [1]}}, {"changes": {"min_samples": ["a", 2]}}, {}):
+    for odd in ({"changes": 3}, {"changes": {"min_samples": [1]}}, {"changes": {"min_samples": [[1], 2]}}, {}):
         note(run_dir, "adapted", **{"policy_version": 9, "reason": "odd", **odd})
     assert [line["policy_version"] for line in ask(run_dir)["adapted"]] == [2, 3, 4]
     text = penstock("status", run_dir).stdout
     assert "min_samples 64 → 80, max_wait_s 0.25 → 0.5" in text and "entropy is normal, 4" in text
+    assert not ask(run_dir)["tuned"] and "settings in force" not in text
+
+
+def test_settings_that_the_run_has_changed_are_shown_with_the_reason(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "running")
+    changes = {"scheduler.max_running": [16, 48], "scheduler.dispatch.policy": ["fifo", "ljf"]}
+    note(run_dir, "adapted", policy_version=9, changes=changes, reason="1.5 times the speed predicted")
+    undone = {"scheduler.dispatch.policy": ["ljf", "fifo"], "scheduler.segment_length": [None, 64]}
+    note(run_dir, "adapted", policy_version=20, changes=undone, reason="undone: 0.9 times the speed")
+    tuned = ask(run_dir)["tuned"]
+    assert {name: each["value"] for name, each in tuned.items()} == {
+        "scheduler.max_running": 48,
+        "scheduler.dispatch.policy": "fifo",
+        "scheduler.segment_length": 64,
+    }
+    assert tuned["scheduler.max_running"]["policy_version"] == 9
+    text = " ".join(penstock("status", run_dir).stdout.split())
+    assert "scheduler.segment_length unset → 64" in text
+    assert "scheduler.max_running 48 since version 9, " in text and "1.5 times the speed predicted" in text
 
 
 def test_groups_that_failed_are_counted_before_any_step(tmp_path: Path) -> None:

@@ -59,6 +59,23 @@ def drain(policy: DispatchPolicy, now: float = 1000.0) -> list[int]:
     return order
 
 
+@given(arrivals, st.lists(st.tuples(st.sampled_from(POLICIES), st.integers(1, 40)), min_size=1, max_size=4))
+def test_a_change_of_policy_loses_no_group_and_orders_all_that_wait(
+    arrived: list[tuple[float, float]], changes: list[tuple[str, int]]
+) -> None:
+    groups = groups_of(arrived)
+    policy, fresh = policy_of("fifo", groups=groups), None
+    for name, look_ahead in changes:
+        config = DispatchConfig.model_validate({"policy": name, "aging": "60s", "max_wait": "1000000s"})
+        policy.change(config, look_ahead=look_ahead)
+        policy.adapt(preference=1.0, trusted=True)
+        fresh = policy_of(name, look_ahead=look_ahead, groups=groups)
+    assert fresh is not None
+    order = drain(policy)
+    assert sorted(set(order)) == [group.number for group in groups]
+    assert order == drain(fresh), "as if it had always been so"
+
+
 class Model:
     """What `Order` must do, written to be obvious."""
 

@@ -14,6 +14,7 @@ from penstock.config import Config
 from penstock.ports.work import Work
 from penstock.scheduler.dispatcher import Assignment
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.tuning import InForce
 from penstock.simulator.clock import run_virtual
 from penstock.types import EpisodeId, EpisodeSummary, LearnerState, PayloadRef, SegmentGrant
 
@@ -85,7 +86,7 @@ class Play:
         return self.draw.draw(st.sampled_from(sorted(items)))
 
     async def fill(self) -> None:
-        room = await self.scheduler.wait_for_room() if len(self.scheduler._dispatcher.policy) < 6 else 0
+        room = await self.scheduler.wait_for_room() if self.scheduler._num_room else 0
         tasks = [task for i in range(room) if (task := self.tasks.task(self.num_tasks + i))]
         for _ in tasks:  # groups are numbered in the order of their admission
             self.unstarted[self.num_tasks] = asyncio.get_running_loop().time()
@@ -222,8 +223,26 @@ class Play:
         self.scheduler.mark_served(self.version)
         self.stepping = False
 
+    def tune(self) -> None:
+        """Settings change in mid-run, as tuning changes them."""
+        values = {
+            "dispatch": st.sampled_from(["fifo", "sjf", "ljf", "probe"]),
+            "look_ahead": st.integers(1, 8),
+            "max_running": st.integers(GROUP_SIZE + self.redundancy, 7),
+            "min_samples": st.sampled_from([None, 1, 6, 9]),
+            "max_wait": st.sampled_from(["1s", "0.25x"]),
+            "segment_length": st.sampled_from([None, 4, 8]),
+            "max_staleness": st.integers(0, self.config.scheduler.max_staleness),
+        }
+        chosen = self.draw.draw(st.fixed_dictionaries({}, optional=values))
+        in_force = {
+            name: InForce(value=value, policy_version=self.version, reason="") for name, value in chosen.items()
+        }
+        self.scheduler.tuning.state.changed = in_force
+        self.scheduler._use_tuned()
+
     def actions(self) -> list[str]:
-        possible = ["fill", "dispatch", "wait"]
+        possible = ["fill", "dispatch", "wait", "tune"]
         if self.generating:
             possible += ["cut", "generate all"]
         if self.generating or self.rewarding:
@@ -258,12 +277,15 @@ class Play:
                 self.serve()
             case "wait":
                 await asyncio.sleep(9.0)
+            case "tune":
+                self.tune()
         self.check()
 
     def check(self) -> None:
         scheduler = self.scheduler
         scheduler.ledger.check()
-        assert scheduler._dispatcher.capacity.free_grants == 7 - len(self.generating)
+        capacity = scheduler._dispatcher.capacity
+        assert capacity.free_grants == capacity.max_running - len(self.generating)
         counts = scheduler.ledger.counts()
         assert counts["unfinished"] == len(self.waiting)
         assert counts["rewarding"] == len(self.rewarding) + sum(sum(each.values()) for each in self.broken.values())

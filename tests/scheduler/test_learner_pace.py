@@ -19,7 +19,7 @@ def pace_of(
     for count in groups:
         pace.begin_wait(now)
         now += 1.0
-        pace.end_wait(now, num_groups=count, step=counts_steps)
+        pace.end_wait(now, num_groups=count, num_tokens=100 * count, step=counts_steps)
         now += (call_s + group_s * count) * (1 + noise * draw.uniform(-1, 1))
     pace.begin_wait(now)
     return pace
@@ -52,7 +52,7 @@ def test_calls_with_a_step_count_only_if_every_call_has_one() -> None:
     pace = LearnerPace(groups_per_step=8, counts_steps=False)
     for number in range(40):
         pace.begin_wait(float(number))
-        pace.end_wait(float(number), num_groups=1 + number % 3, step=True)
+        pace.end_wait(float(number), num_groups=1 + number % 3, num_tokens=100, step=True)
     assert pace.best_groups is None
 
 
@@ -61,7 +61,7 @@ def test_idle_from_the_question_to_the_answer() -> None:
     assert pace.idle_since is None
     pace.begin_wait(3.0)
     assert pace.idle_since == 3.0
-    pace.end_wait(5.0, num_groups=1, step=False)
+    pace.end_wait(5.0, num_groups=1, num_tokens=100, step=False)
     assert pace.idle_since is None
 
 

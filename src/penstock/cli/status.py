@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import psutil
@@ -133,6 +134,7 @@ def status(run_dir: Path) -> Document:
         view.see_step(line)
     view.status, view.played = short["status"], jsonl.read_json(run_dir / PLAYED)
     changes = [event for event in events if event.get("event") == "state"]
+    adaptations = [event for event in events if is_adaptation(event)]
     last_step = max(view.latest.get("time", 0.0), state.get("born", 0.0))
     document: Document = {
         **{key: short[key] for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
@@ -154,7 +156,8 @@ def status(run_dir: Path) -> Document:
         "tags": view.tags,
         "checkpoint": view.checkpoint,
         "decisions": decisions(jsonl.tail(run_dir / "timeline.jsonl", TIMELINE_BYTES)),
-        "adapted": [_without(event, "event") for event in events if is_adaptation(event)][-NUM_ADAPTED:],
+        "tuned": tuned(adaptations),
+        "adapted": [_without(event, "event") for event in adaptations][-NUM_ADAPTED:],
         "incidents": [_without(event, *IDENTITY) for event in events if is_incident(event)][-NUM_INCIDENTS:],
         "alarms": [_without(event, "event") for event in events if event.get("event") == "alarm"][-NUM_ALARMS:],
         "stalls": [_without(event, "event") for event in events if is_lasting_stall(event, last_step)][-NUM_STALLS:],
@@ -233,15 +236,24 @@ def decisions(timeline: Sequence[Document]) -> list[Document]:
 
 
 def is_adaptation(event: Document) -> bool:
-    """Return whether an event is a whole record of changed settings: each with the number before and the one after."""
+    """Return whether an event is a whole record of changed settings: each with the value before and the one after."""
     match event:
-        case {"event": "adapted", "reason": str(), "changes": dict(changes)}:
-            numbers = (int, float)
+        case {"event": "adapted", "time": int() | float(), "reason": str(), "changes": dict(changes)}:
             pairs = [pair if isinstance(pair, list) else [] for pair in changes.values()]
-            return all(
-                len(pair) == 2 and isinstance(pair[0], numbers) and isinstance(pair[1], numbers) for pair in pairs
-            )
+            values = (int, float, str, NoneType)
+            return all(len(pair) == 2 and all(isinstance(each, values) for each in pair) for pair in pairs)
     return False
+
+
+def tuned(adaptations: Sequence[Document]) -> dict[str, Document]:
+    """Return the settings that tuning has changed, by name: the value in force, since when, and why."""
+    found: dict[str, Document] = {}
+    for event in adaptations:
+        for name, (_, value) in event["changes"].items():
+            if "." in name:  # thresholds, which feedback changes, are no settings
+                about = {key: event.get(key) for key in ("time", "policy_version", "reason")}
+                found[name] = {"value": value, **about}
+    return found
 
 
 def is_incident(event: Document) -> bool:

@@ -35,6 +35,7 @@ def render(status: Document) -> RenderableType:
     for title, section in (
         ("progress", facts(_progress(status))),
         ("latest decisions", _newest_first(status["decisions"], lambda line: (line["decider"], _decision(line)))),
+        ("settings in force", facts(map(_tuned, status["tuned"].items())) if status["tuned"] else None),
         ("adapted", _newest_first(status["adapted"], lambda line: (_ago(line["time"]), _adapted(line)))),
         ("incidents", _newest_first(status["incidents"], lambda line: (_ago(line["time"]), notice(line) or ""))),
         ("alarms", _newest_first(status["alarms"], lambda line: (_ago(line["time"]), Text(line["reason"], "yellow")))),
@@ -123,8 +124,20 @@ def _decision(line: Document) -> Text:
 
 
 def _adapted(line: Document) -> Text:
-    changes = [f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in line["changes"].items()]
+    changes = [f"{name} {_value(before)} → {_value(after)}" for name, (before, after) in line["changes"].items()]
     return Text.assemble(", ".join(changes), (f"  {line['reason']}", "dim"))
+
+
+def _tuned(setting: tuple[str, Document]) -> tuple[str, Text]:
+    name, about = setting
+    since = f"since version {about['policy_version']}, {_ago(about['time'])}: {about['reason']}"
+    return name, Text.assemble(_value(about["value"]), (f"  {since}", "dim"))
+
+
+def _value(value: float | str | None) -> str:
+    if value is None:
+        return "unset"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _newest_first(lines: list[Document], row: Callable[[Document], Sequence[RenderableType]]) -> Table | None:

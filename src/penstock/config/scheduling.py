@@ -184,6 +184,45 @@ class EarlyStopConfig(Section):
     steps: int = Field(50, ge=1)
 
 
+Tunable = Literal[
+    "dispatch",
+    "look_ahead",
+    "entropy_gain",
+    "max_running",
+    "min_samples",
+    "max_wait",
+    "segment_length",
+    "redundancy",
+    "max_staleness",
+]
+"""A setting that the run may change by itself; `config/tunable.py` has its full name."""
+
+
+class TuningConfig(Section):
+    """Self-tuning: the run measures itself, searches better settings on a model of itself, and changes them."""
+
+    mode: Literal["off", "auto"] = "off"
+    """`auto`: settings change while the run trains. `scheduler.tuning: auto` is short for `{mode: auto}`."""
+    may: list[Tunable] | None = Field(None, min_length=1)
+    """The settings that may change. None is all that can change in this run. A setting never leaves the bounds that the
+    configuration sets: `max_staleness` only falls, and rises again to its configured value."""
+    min_gain: float = Field(0.05, gt=0, le=1)
+    """Smallest predicted gain in samples per second, as a share, for which settings change. Equally fast settings that
+    train fresher samples are taken too."""
+    first_steps: int = Field(8, ge=4)
+    """Optimizer steps before the first search, and before the effect of a change is judged."""
+    every_steps: int = Field(100, ge=1)
+    """Optimizer steps between two searches, while the workload does not drift."""
+    drift: float = Field(0.2, gt=0)
+    """A new search begins when the mean length of answers, the time of environments or the rate has changed by this
+    share since the last search."""
+    max_cpu_share: float = Field(0.02, gt=0, le=1)
+    """Bound on the processor time of all searches, as a share of the run's."""
+    min_sample_efficiency: float = Field(0.5, ge=0, le=1)
+    """While the effective sample size of the importance weights is below this share of the samples, no change may make
+    samples older."""
+
+
 class SchedulerConfig(Section):
     """Admission, order, segments, training trigger and group filters."""
 
@@ -225,6 +264,7 @@ class SchedulerConfig(Section):
     dispatch: DispatchConfig = DispatchConfig()
     length: LengthConfig = LengthConfig()
     trigger: TriggerConfig = TriggerConfig()
+    tuning: TuningConfig = TuningConfig()
 
     @property
     def trigger_use(self) -> Literal["compute", "step", "batch"]:
@@ -247,7 +287,27 @@ class SchedulerConfig(Section):
         several = given if isinstance(given, list) else [given]
         return [{"name": each} if isinstance(each, str) else each for each in several]
 
+    @field_validator("tuning", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        return {"mode": given} if isinstance(given, str) else given
+
+    def why_fixed(self, name: Tunable) -> str | None:
+        """Return why a setting cannot change by itself in this run; None if it can."""
+        if name in ("min_samples", "max_wait") and self.trigger_use == "batch":
+            return "the run trains whole batches"
+        if name == "min_samples" and self.trigger.feedback.signal == "noise_scale":
+            return "trigger.feedback.signal noise_scale sets it"
+        if name == "segment_length" and self.max_segment_count is not None:
+            return "with max_segment_count, it decides which answers are truncated"
+        if name == "max_staleness" and (self.mode != "asynchronous" or self.max_staleness < 2):
+            return f"mode {self.mode} with max_staleness {self.max_staleness} has only this value"
+        return None
+
     def contradictions(self) -> Iterator[str]:
+        for name in self.tuning.may or ():
+            if reason := self.why_fixed(name):
+                yield f"tuning.may names {name}, which cannot change by itself: {reason}"
         if self.alternates and self.over_sampling == 1 and self.max_staleness > 0:
             also = ", or over_sampling above 1" if self.mode == "colocated" else ""
             yield f"mode {self.mode} is on-policy: set max_staleness to 0 (it is {self.max_staleness}){also}"

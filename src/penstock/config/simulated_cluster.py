@@ -64,7 +64,7 @@ class WorkloadConfig(Section):
     run."""
     path: str | None = None
     """Path of the trace (.jsonl, .csv or .parquet with columns task_id and response_tokens, and optionally
-    prompt_tokens, turn and tool_s), or the run's directory."""
+    prompt_tokens, turn, tool_s and reward_s), or the run's directory."""
     median_tokens: float = Field(4000.0, gt=0)
     between_sigma: float = Field(0.77, ge=0)
     """Standard deviation of log length between prompts (reasoning models .77, base models .22)."""
@@ -81,6 +81,10 @@ class WorkloadConfig(Section):
     tool_sigma: float = Field(1.3, ge=0)
     """Standard deviation of log tool time; `tool_median_s` is the median. A tool runs between two turns; its time is
     log-normal."""
+    reward_median_s: float = Field(0.0, ge=0)
+    reward_sigma: float = Field(0.5, ge=0)
+    """Standard deviation of log reward time; `reward_median_s` is the median, and 0 is no time. The reward is computed
+    after the last token of an episode, while other episodes generate."""
     reward_probability: float = Field(0.5, ge=0, le=1)
     """Mean probability that an episode is rewarded."""
     tasks: int | None = Field(None, ge=1)

@@ -24,10 +24,10 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from penstock.control.incoming import MAX_ENVELOPES, BadFrame, DropLog, Envelope, envelopes_in, sender_of, shown
 from penstock.control.messages import VERSION, Ack, AnyMessage, Hello, Refused, Welcome, WhoAreYou
@@ -94,7 +94,7 @@ class _Endpoint(ABC):
         self._outbox: dict[str, list[Envelope]] = {}
         self._flush_scheduled = False
         self._tasks: asyncio.TaskGroup | None = None
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[Any] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, LINGER_MS)
 
     async def request(self, peer: str, message: AnyMessage, *, timeout_s: float) -> AnyMessage:
@@ -260,13 +260,12 @@ class Bus(_Endpoint):
     def broadcast(self, message: AnyMessage) -> None:
         """Send a message to every connected peer, without acknowledgement."""
         envelope = [Envelope("notify", next(self._ids), message)]
-        self._sockets.publisher.send(_encoder.encode(envelope), flags=zmq.NOBLOCK)
+        self._sockets.publisher.send([_encoder.encode(envelope)])
 
     async def run(self) -> None:
         """Receive until cancelled; an exception in a handler ends it."""
         async with asyncio.TaskGroup() as self._tasks:
-            while True:
-                self._hear(await self._sockets.router.recv_multipart())
+            await self._sockets.router.listen(self._hear)
 
     def close(self) -> None:
         self._flush()
@@ -317,11 +316,11 @@ class Bus(_Endpoint):
     def _answer_stranger(self, peer: str, life: str, envelope: Envelope) -> None:
         """Answer a process that is not accepted. Nothing about it is kept."""
         frame = _encoder.encode([envelope])
-        _hand_over(self._sockets.router.send_multipart([_identity(peer, life), frame], zmq.NOBLOCK))
+        self._sockets.router.send([_identity(peer, life), frame])
 
     def _transmit(self, peer: str, frame: bytes) -> None:
         if peer in self._lives:
-            _hand_over(self._sockets.router.send_multipart([_identity(peer, self._lives[peer]), frame], zmq.NOBLOCK))
+            self._sockets.router.send([_identity(peer, self._lives[peer]), frame])
 
 
 class Peer(_Endpoint):
@@ -348,10 +347,10 @@ class Peer(_Endpoint):
     async def run(self) -> None:
         """Receive until cancelled; an exception in a handler ends it."""
         async with asyncio.TaskGroup() as self._tasks:
-            self._tasks.create_task(self._listen(self._sockets.subscriber))
+            self._tasks.create_task(self._sockets.subscriber.listen(self._hear))
             if self._sockets.keys is not None:  # then a restarted controller can have another address
                 self._tasks.create_task(self._follow())
-            await self._listen(self._sockets.dealer)
+            await self._sockets.dealer.listen(self._hear)
 
     def _accepts(self, envelope: Envelope) -> bool:
         was_welcome = self._is_welcome
@@ -359,13 +358,11 @@ class Peer(_Endpoint):
             self._is_welcome = isinstance(envelope.body, Welcome)
         return was_welcome or envelope.kind == "reply"
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            parts = await socket.recv_multipart()
-            try:
-                self._receive(CONTROLLER, envelopes_in(parts))
-            except BadFrame as bad:
-                self._drops.drop(CONTROLLER, bad)
+    def _hear(self, parts: Sequence[bytes]) -> None:
+        try:
+            self._receive(CONTROLLER, envelopes_in(parts))
+        except BadFrame as bad:
+            self._drops.drop(CONTROLLER, bad)
 
     async def _follow(self) -> None:
         while True:
@@ -377,14 +374,9 @@ class Peer(_Endpoint):
         self._context.destroy(linger=LINGER_MS)
 
     def _transmit(self, peer: str, frame: bytes) -> None:
-        _hand_over(self._sockets.dealer.send(frame, flags=zmq.NOBLOCK))
+        self._sockets.dealer.send([frame])
 
 
 def _identity(name: str, life: str) -> bytes:
     """Return a socket identity that is unique among all processes of this name."""
     return f"{name}/{life}".encode()
-
-
-def _hand_over(sending: Awaitable[object]) -> None:
-    """Hand a frame to ZeroMQ, and ignore errors. A frame that finds a full queue counts as lost."""
-    asyncio.ensure_future(sending).add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -7,11 +7,13 @@ closed and opened again, so after a cut cable the bus continues as soon as the c
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import zmq
-import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from penstock.control.runtime_files import Address, Keys
@@ -36,31 +38,67 @@ EVERY = "*"
 """The domain of every socket that listens for other machines. The authenticator of this process checks its clients."""
 MAX_WAITING = 1024
 """Number of connections that may wait until they are accepted."""
+MAX_AT_ONCE = 256
+"""Number of messages that are read in one turn of the event loop, so that a fast sender does not hold up other work."""
+
+
+class FrameSocket:
+    """A ZeroMQ socket in an event loop. It neither waits for room in a queue nor makes a future for each message."""
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self._socket = socket
+        self._may_read = asyncio.Event()
+
+    def send(self, parts: Sequence[bytes]) -> None:
+        """Send a message. A message that finds a full queue counts as lost."""
+        with suppress(zmq.ZMQError):
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        self._may_read.set()  # ZeroMQ's descriptor is silent about what arrived while something was sent
+
+    async def listen(self, hear: Callable[[list[bytes]], None]) -> NoReturn:
+        """Call `hear` with each message, until cancelled."""
+        loop, descriptor = asyncio.get_running_loop(), int(self._socket.getsockopt(zmq.FD))
+        loop.add_reader(descriptor, self._may_read.set)
+        try:
+            while True:
+                self._may_read.clear()
+                for _ in range(MAX_AT_ONCE):
+                    try:
+                        parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                    except zmq.Again:
+                        await self._may_read.wait()
+                        break
+                    hear(parts)
+                else:
+                    await asyncio.sleep(0)
+        finally:
+            loop.remove_reader(descriptor)
 
 
 class ControllerSockets:
     """The controller's sockets: ROUTER for requests, PUB for broadcasts."""
 
-    def __init__(self, context: zmq.asyncio.Context, directory: Path, host: str | None) -> None:
+    def __init__(self, context: zmq.Context[Any], directory: Path, host: str | None) -> None:
         """`host`: the address to listen on for other machines; None for only this machine. With a `host`, `directory`
         holds the keys, and the address is written there. Raises `CannotListen`."""
-        self.router, self.publisher = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
-        for socket in (self.router, self.publisher):
+        router, publisher = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
+        for socket in (router, publisher):
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
             socket.setsockopt(zmq.BACKLOG, MAX_WAITING)
-        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._guard: AsyncioAuthenticator | None = None
         if host is None:
-            self.router.bind(f"ipc://{directory}/control.sock")
-            self.publisher.bind(f"ipc://{directory}/broadcast.sock")
+            router.bind(f"ipc://{directory}/control.sock")
+            publisher.bind(f"ipc://{directory}/broadcast.sock")
         else:
-            self._bind(context, directory, host)
+            self._bind(context, directory, host, router, publisher)
+        self.router, self.publisher = FrameSocket(router), FrameSocket(publisher)
 
     def close(self) -> None:
         if self._guard is not None:
             self._guard.stop()
 
-    def _bind(self, context: zmq.asyncio.Context, directory: Path, host: str) -> None:
+    def _bind(self, context: zmq.Context[Any], directory: Path, host: str, *sockets: zmq.Socket[Any]) -> None:
         keys = Keys.read(directory)
         if keys is None or not keys.controller_secret:
             raise CannotListen(f"the controller cannot listen on {host}: {directory} has no keys of the run")
@@ -69,8 +107,7 @@ class ControllerSockets:
         self._guard.configure_curve_callback(EVERY, Members(keys.member))
         try:
             endpoint, broadcast = (
-                listen_as(socket, host, public=keys.controller, secret=keys.controller_secret)
-                for socket in (self.router, self.publisher)
+                listen_as(socket, host, public=keys.controller, secret=keys.controller_secret) for socket in sockets
             )
         except zmq.ZMQError as error:
             self._guard.stop()
@@ -91,18 +128,19 @@ class Members:
 class PeerSockets:
     """The sockets of every other process: DEALER for requests, SUB for broadcasts, connected to the controller."""
 
-    def __init__(self, context: zmq.asyncio.Context, directory: Path, identity: bytes) -> None:
+    def __init__(self, context: zmq.Context[Any], directory: Path, identity: bytes) -> None:
         self._directory, self.keys = directory, Keys.read(directory)
-        self.dealer, self.subscriber = context.socket(zmq.DEALER), context.socket(zmq.SUB)
-        for socket in (self.dealer, self.subscriber):
+        self._dealer, self._subscriber = context.socket(zmq.DEALER), context.socket(zmq.SUB)
+        for socket in (self._dealer, self._subscriber):
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self.dealer.setsockopt(zmq.IDENTITY, identity)
-        self.subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        self._dealer.setsockopt(zmq.IDENTITY, identity)
+        self._subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         self._address: Address | None = None
         if self.keys is None:
-            self.dealer.connect(f"ipc://{directory}/control.sock")
-            self.subscriber.connect(f"ipc://{directory}/broadcast.sock")
+            self._dealer.connect(f"ipc://{directory}/control.sock")
+            self._subscriber.connect(f"ipc://{directory}/broadcast.sock")
         self.follow()
+        self.dealer, self.subscriber = FrameSocket(self._dealer), FrameSocket(self._subscriber)
 
     def follow(self) -> None:
         """Connect to the controller's address if it is new or has changed."""
@@ -111,9 +149,9 @@ class PeerSockets:
             return
         before, self._address = self._address, address
         if before is not None:
-            self.dealer.disconnect(before.endpoint)
-            self.subscriber.disconnect(before.broadcast)
-        for socket, endpoint in ((self.dealer, address.endpoint), (self.subscriber, address.broadcast)):
+            self._dealer.disconnect(before.endpoint)
+            self._subscriber.disconnect(before.broadcast)
+        for socket, endpoint in ((self._dealer, address.endpoint), (self._subscriber, address.broadcast)):
             connect_as_member(socket, endpoint, self.keys, server=self.keys.controller)
 
 

@@ -51,6 +51,10 @@ class Episode:
     """Remaining seconds of the lease. Waiting for a grant does not count: that time is the scheduler's."""
     turn_remaining_s: float = 0.0
     """Remaining seconds of the open turn, or of the time before the first turn opens."""
+    answering_s: float = 0.0
+    """Seconds spent on answers: the wait for a grant, and generation."""
+    rewarding_s: float = 0.0
+    """Seconds spent on a reward outside the environment."""
     environment: EpisodeEnvironment | None = None
     """The episode's environment, once it is created."""
     said: list[str] = field(default_factory=list)
@@ -202,6 +206,7 @@ class Episode:
             self.fail(error)
 
     def trajectory(self) -> Trajectory:
+        now = time.time()
         return Trajectory(
             episode=self.lease.episode,
             task_id=self.task.task_id,
@@ -211,7 +216,9 @@ class Episode:
             stop_reason=self.stop_reason,
             error=self.error,
             started_at=self.started_at,
-            finished_at=time.time(),
+            finished_at=now,
+            env_s=max(now - self.started_at - self.answering_s - self.rewarding_s, 0.0),
+            reward_s=self.rewarding_s,
             env_seed=self.lease.env_seed,
             info=self.info,
         )
@@ -226,6 +233,17 @@ def contained_together(episodes: Sequence[Episode]) -> Iterator[None]:
     except Exception as error:
         for episode in episodes:
             episode.fail(error)
+
+
+@contextmanager
+def answering(episodes: Sequence[Episode]) -> Iterator[None]:
+    """Count the body's time as time spent on answers."""
+    started = time.time()
+    try:
+        yield
+    finally:
+        for episode in episodes:
+            episode.answering_s += time.time() - started
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ grant. While the reward of an episode is computed, the episode holds no place fo
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from typing import Protocol
 from penstock.config import Config
 from penstock.envs.agents import Conversation, Gateway, PausableTimeout
 from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, EpisodeFailure, Outcome
-from penstock.envs.episode import Episode, contained_together, spending
+from penstock.envs.episode import Episode, answering, contained_together, spending
 from penstock.envs.exception_location import LoggedOnce, OnError
 from penstock.envs.rewards.scorer import RewardFailure, Scorers
 from penstock.model.chat import ChatTokenizer
@@ -216,13 +217,14 @@ class EnvManager:
             prompt_ids = self._prompt(observation, episodes[0])
             for episode in episodes:
                 episode.open_turn(prompt_ids)
-            async with spending(episodes, **ANSWER):
-                segments = await self._policy.generate(
-                    prompt_ids,
-                    [episode.within_budget(episode.grant) for episode in episodes],
-                    episodes[0].sampling,
-                    [episode.lease.sampling_seed for episode in episodes],
-                )
+            with answering(episodes):
+                async with spending(episodes, **ANSWER):
+                    segments = await self._policy.generate(
+                        prompt_ids,
+                        [episode.within_budget(episode.grant) for episode in episodes],
+                        episodes[0].sampling,
+                        [episode.lease.sampling_seed for episode in episodes],
+                    )
         async with asyncio.TaskGroup() as tasks:
             for episode, segment in zip(episodes, segments, strict=bool(segments)):
                 assert episode.environment is not None
@@ -325,18 +327,25 @@ class EnvManager:
         if scorer is None or (episode.settings.penalize_truncation and not finished):
             return
         self._grants.generated(episode.lease.episode, num_tokens=episode.num_tokens)
+        started = time.time()
         try:
             episode.reward = await scorer.score(episode.text, episode.task.payload, waiter=episode.name)
         except RewardFailure as error:
             self._on_error(f"reward {scorer.name}", error.__cause__ or error)
             raise EpisodeFailure(f"reward {scorer.name} of {episode.task.task_id}: {error}") from error
+        finally:
+            episode.rewarding_s += time.time() - started
 
     async def _next_grant(self, episode: Episode, *, unfinished: bool) -> SegmentGrant:
-        return await self._grants.request(episode.trajectory(), unfinished=unfinished, num_tokens=episode.num_tokens)
+        with answering([episode]):
+            return await self._grants.request(
+                episode.trajectory(), unfinished=unfinished, num_tokens=episode.num_tokens
+            )
 
     async def _generate(self, episode: Episode, grant: SegmentGrant) -> Segment:
         seeds = [episode.lease.sampling_seed]  # the engine mixes in the position: a cut does not change the samples
         grants = [episode.within_budget(grant)]
-        async with spending([episode], **ANSWER):
-            (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
+        with answering([episode]):
+            async with spending([episode], **ANSWER):
+                (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
         return segment

@@ -139,6 +139,21 @@ class Recorder(Observer):
         if time.monotonic() - self._results_written_at >= RESULTS_EVERY_S:
             self._write_results()
 
+    @property
+    def cpu_s(self) -> float:
+        """Return the processor time of all processes that have joined, under this controller."""
+        return sum(process.cpu_s for process in self._processes.values())
+
+    def server_counters(self, prefix: str) -> dict[str, float]:
+        """Return the sums over all servers of the counters with this prefix, by the rest of their names."""
+        sums: Counter[str] = Counter()
+        for process in self._processes.values():
+            if process.role == "rollout":
+                sums.update(
+                    {name.removeprefix(prefix): n for name, n in process.counters.items() if name.startswith(prefix)}
+                )
+        return dict(sums)
+
     def restore(self, records: Iterable[GroupRecord]) -> None:
         """Set the totals from the groups in the pool. In a run that only generates, the pool is correct even if the
         written totals are not."""

@@ -22,10 +22,12 @@ from penstock.observe.recorder import Recorder
 from penstock.observe.trackers import open_trackers
 from penstock.ports.environment import TaskSource
 from penstock.ports.training import TrainerLost
+from penstock.processes.bus_client import COSTS
 from penstock.processes.dumping import open_dumps
 from penstock.processes.layout import TRAINER, roles_by_name
 from penstock.processes.pool_access import PayloadFetcher, pool_of_controller
 from penstock.processes.report_checks import check_alone, check_in_run, episodes_of
+from penstock.processes.searching import ProcessSearcher
 from penstock.processes.worker_registry import WorkerRegistry
 from penstock.recovery import MAX_LEARNED_GROUPS
 from penstock.rollout.servers import Servers
@@ -281,6 +283,14 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         timeout_s=timeout_s,
         lost=lambda url, why: recorder.event("server_lost", url=url, why=why),
     )
+    searcher = None
+    if config.scheduler.tuning.mode == "auto" and config.pipeline == "train":
+        searcher = ProcessSearcher(
+            child.run_dir / "config.yaml",
+            max_cpu_share=config.scheduler.tuning.max_cpu_share,
+            run_cpu_s=lambda: recorder.cpu_s,
+            costs=lambda: recorder.server_counters(COSTS),
+        )
     system = System(
         config=config,
         run_dir=child.run_dir,
@@ -295,6 +305,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         pool=pool,
         recorder=recorder,
         dumps=dumps,
+        searcher=searcher,
     )
     if config.scheduler.length.learn_from is not None:
         played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=MAX_LEARNED_GROUPS)
@@ -315,6 +326,8 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
             await PIPELINES[config.pipeline](system)
             workers.close()
     finally:
+        if searcher is not None:
+            searcher.close()
         await servers.close()
 
 

@@ -113,7 +113,8 @@ def check_summary(summary: EpisodeSummary) -> None:
     check_counts([summary.num_turns, summary.prompt_tokens, summary.response_tokens])
     in_order = NO_VERSION <= summary.version_min <= summary.version_max <= MAX_VERSION
     demand(in_order, f"its versions are {summary.version_min} to {summary.version_max}")
-    demand(math.isfinite(summary.seconds), f"it took {summary.seconds} s")
+    for seconds in (summary.seconds, summary.env_s, summary.reward_s):
+        demand(math.isfinite(seconds), f"it took {seconds} s")
 
 
 def check_episodes(episodes: Sequence[EpisodeId]) -> None:

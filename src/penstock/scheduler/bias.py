@@ -29,7 +29,7 @@ class LengthBias:
     as admitted: they may still wait for their turn."""
 
     def __init__(self, *, group_size: int, look_ahead: int, window: int = 2048) -> None:
-        self._group_size, self._look_ahead = group_size, look_ahead
+        self._group_size, self.look_ahead = group_size, look_ahead
         self._num_groups = max(window // group_size, 1)
         self._admitted: OrderedDict[int, Sequence[float]] = OrderedDict()
         """Lengths by group, in the order of admission; empty if a group has neither lengths nor a prediction."""
@@ -40,7 +40,7 @@ class LengthBias:
         """Record an admitted group. `predicted_tokens` is the expected length of its episodes; None without a
         prediction."""
         self._admitted[group] = () if predicted_tokens is None else (predicted_tokens,) * self._group_size
-        while len(self._admitted) > self._num_groups + self._look_ahead:
+        while len(self._admitted) > self._num_groups + self.look_ahead:
             self._admitted.popitem(last=False)
 
     def played(self, group: int, lengths: Sequence[int]) -> None:
@@ -87,7 +87,7 @@ class LengthBias:
         )
 
     def _population(self) -> list[float]:
-        settled = max(len(self._admitted) - self._look_ahead, 0)
+        settled = max(len(self._admitted) - self.look_ahead, 0)
         return list(chain.from_iterable(islice(self._admitted.values(), settled)))
 
 

@@ -85,6 +85,12 @@ class DispatchPolicy:
             reason += ", not trusted: first come, first served"
         return DispatchDecision(group=group, part=part, reason=reason)
 
+    def change(self, config: DispatchConfig, *, look_ahead: int) -> None:
+        """Order the waiting groups by another policy, or choose from another number of groups."""
+        self._name = config.policy
+        self._starts.change(sign=SIGNS[config.policy], look_ahead=look_ahead)
+        self._rests.change(sign=-1, look_ahead=look_ahead)
+
     def adapt(self, *, preference: float, trusted: bool) -> None:
         """Let `sjf` multiply predicted lengths by `preference`. While lengths are not `trusted`, order by age."""
         self._trusted = trusted

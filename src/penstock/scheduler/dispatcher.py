@@ -41,16 +41,25 @@ class Dispatcher:
     def __init__(self, config: Config, groups: ActiveGroups, supply: Supply) -> None:
         settings = config.scheduler
         self._groups, self._supply, self._now = groups, supply, groups.now
-        self._num_members, self._alternates = config.env.num_members, settings.alternates
+        self._alternates = settings.alternates
         self._groups_per_round = config.trainer.groups_per_step
         self._restarts = settings.alternates and settings.leftovers == "restart"
         self.policy = DispatchPolicy(settings.dispatch, look_ahead=config.look_ahead)
         self.capacity = WorkerCapacity(max_running=config.max_running)
-        self._paced_by = settings if config.has_trainer else None
-        self._leases = Leases(config)
+        self._num_members = 0
+        """Members of the largest group so far, before it ends."""
         self.grant_requests: deque[EpisodeId] = deque()
         """Episodes that wait for their next grant, in the order of their requests."""
+        self.use(config)
+
+    def use(self, config: Config) -> None:
+        """Decide by the settings of `config` from now on."""
+        self._paced_by = config.scheduler if config.has_trainer else None
+        self._leases = Leases(config)
+        self._num_members = max(self._num_members, config.env.num_members)
         self._max_evaluating = max(1, int(EVALUATION_SHARE * config.max_running) // config.validation.samples)
+        self.capacity.max_running = config.max_running
+        self.policy.change(config.scheduler.dispatch, look_ahead=config.look_ahead)
 
     @property
     def num_playing(self) -> int:

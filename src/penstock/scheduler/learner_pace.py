@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import NamedTuple
 
 PEAK_SHARE = 0.9
 """Share of the learner's highest rate that a micro-batch should reach."""
@@ -11,6 +12,16 @@ CALLS, FEWEST_CALLS = 64, 8
 """Number of latest calls in the fit, and the number below which there is none."""
 STEPS = 8
 """Number of latest steps from which the time of a whole step is taken."""
+
+
+class Call(NamedTuple):
+    """One call of the learner, and its optimizer step and publication if they followed."""
+
+    num_groups: int
+    num_tokens: int
+    """Prompt and response tokens of the groups."""
+    step: bool
+    seconds: float
 
 
 class LearnerPace:
@@ -21,8 +32,10 @@ class LearnerPace:
         self._groups_per_step, self._counts_steps = groups_per_step, counts_steps
         self.idle_since: float | None = None
         """Time since which the learner waits for groups; None while it works."""
-        self._began: tuple[float, int, bool] | None = None
-        self._calls: deque[tuple[int, float]] = deque(maxlen=CALLS)
+        self._began: tuple[float, int, int, bool] | None = None
+        self.calls: deque[Call] = deque(maxlen=CALLS)
+        """The latest calls."""
+        self._fitted: deque[tuple[int, float]] = deque(maxlen=CALLS)
         self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)
         self.best_groups: int | None = None
         """Smallest number of groups per call at which the learner reaches `PEAK_SHARE` of its highest rate; None while
@@ -34,15 +47,16 @@ class LearnerPace:
         """Record that the learner asks for groups."""
         self.idle_since = now
         if self._began is not None:
-            since, num_groups, step = self._began
+            since, num_groups, num_tokens, step = self._began
+            self.calls.append(Call(num_groups, num_tokens, step, now - since))
             if num_groups and (self._counts_steps or not step):
-                self._calls.append((num_groups, now - since))
-                self.best_groups = _best(self._calls)
+                self._fitted.append((num_groups, now - since))
+                self.best_groups = _best(self._fitted)
         self._began = None
 
-    def end_wait(self, now: float, *, num_groups: int, step: bool) -> None:
-        """Record that the learner got groups."""
-        self.idle_since, self._began = None, (now, num_groups, step)
+    def end_wait(self, now: float, *, num_groups: int, num_tokens: int, step: bool) -> None:
+        """Record that the learner got groups with this number of tokens."""
+        self.idle_since, self._began = None, (now, num_groups, num_tokens, step)
 
     def complete_step(self, now: float, *, num_groups: int) -> None:
         """Record an optimizer step over this number of groups."""

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 SCALE_WINDOW = 1024  # approximate number of pushes in the running mean of `tokens`
 SCALE_TOLERANCE = 0.2  # relative drift of a mean after which scores are computed again
-FEWEST_LEFT, MOST_LEFT = 16, 1024  # number of latest departures from which the rate is taken
+FEWEST_LEFT, MOST_LEFT = 16, 1024  # bounds of the number of latest departures that count
 SWEEP_SLACK = 1024  # a heap may hold twice the window and this many entries more
 
 
@@ -56,7 +56,7 @@ class Order(Generic[T]):
         of `scheduler.dispatch`."""
         self._sign, self._look_ahead = sign, look_ahead
         self._aging, self._max_wait = wait_time(aging), wait_time(max_wait)
-        self._left: deque[float] = deque(maxlen=min(max(look_ahead, FEWEST_LEFT), MOST_LEFT))  # times of departures
+        self._left: deque[float] = deque(maxlen=_num_departures(look_ahead))  # times of departures
         self._num_left, self._most_waiting = 0, 0
         self._is_relative = self._aging.is_relative or self._max_wait.is_relative
         self.aging_s, self.max_wait_s = self._aging.seconds(math.inf), self._max_wait.seconds(math.inf)
@@ -122,6 +122,13 @@ class Order(Generic[T]):
             self._factor = factor
             self._outdated = True
 
+    def change(self, *, sign: int, look_ahead: int) -> None:
+        """Order all entries, also those that wait, by another sign and in another window."""
+        if (sign, look_ahead) != (self._sign, self._look_ahead):
+            self._sign, self._look_ahead = sign, look_ahead
+            self._left = deque(self._left, maxlen=_num_departures(look_ahead))
+            self._outdated = True
+
     def revise(self, tokens: Mapping[int, float]) -> None:
         """Replace the `tokens` of entries; the mapping is by `number`."""
         revised = [replace(waiting, tokens=tokens.get(waiting.number, waiting.tokens)) for waiting in self.waiting()]
@@ -168,3 +175,8 @@ class Order(Generic[T]):
         self._scores = [(self._score(waiting), waiting) for waiting in self._ages]
         heapify(self._scores)
         self._outdated = False
+
+
+def _num_departures(look_ahead: int) -> int:
+    """Return the number of latest departures from which the rate is taken."""
+    return min(max(look_ahead, FEWEST_LEFT), MOST_LEFT)

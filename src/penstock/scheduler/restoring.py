@@ -13,6 +13,7 @@ from penstock.scheduler.dispatcher import Dispatcher
 from penstock.scheduler.filters import FilterChain
 from penstock.scheduler.length_prediction import LengthPrediction
 from penstock.scheduler.supply import Supply
+from penstock.scheduler.tuning import Tuning
 from penstock.types import EpisodeState, Task
 
 
@@ -27,22 +28,38 @@ class Restoring:
         supply: Supply,
         lengths: LengthPrediction,
         filters: FilterChain,
+        tuning: Tuning,
         *,
+        settings_restored: Callable[[], None],
         wake: Callable[[], None],
     ) -> None:
-        """`wake` wakes the loops that wait for groups to dispatch or to train."""
+        """`settings_restored` puts the settings of `tuning` in force. `wake` wakes the loops that wait for groups to
+        dispatch or to train."""
+        self._tuning, self._settings_restored = tuning, settings_restored
         self._env, self._has_trainer = config.env, config.has_trainer
         self._groups, self._ledger, self._now, self._wake = groups, groups.ledger, groups.now, wake
         self._dispatcher, self._supply, self._lengths, self._filters = dispatcher, supply, lengths, filters
         self._replayed: list[tuple[int, Task]] = []
 
+    def use(self, config: Config) -> None:
+        """Admit groups with the redundancy of `config` from now on."""
+        self._env = config.env
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint must hold beside the pool's index, as plain values."""
         feedback, filters = self._supply.feedback.state_dict(), self._filters.state_dict()
-        return {"next_group": self._groups.next_number, "feedback": feedback, "filters": filters}
+        return {
+            "next_group": self._groups.next_number,
+            "feedback": feedback,
+            "filters": filters,
+            "tuning": self._tuning.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the feedback and the filters from a saved state."""
+        """Restore the feedback, the filters and the tuned settings from a saved state."""
+        if tuning := state.get("tuning"):  # else the checkpoint is of an earlier release
+            self._tuning.load_state_dict(tuning)
+            self._settings_restored()
         self._supply.feedback.load_state_dict(state["feedback"])
         self._supply.adjustment = self._supply.feedback.adjustment
         self._lengths.arrange(self._dispatcher.policy, preference=self._supply.adjustment.preference)

@@ -13,6 +13,8 @@ from functools import partial
 
 from penstock.alarms import Alarms
 from penstock.config import Config
+from penstock.config.tunable import PATHS, with_settings
+from penstock.ports.settings_search import Answer, Question
 from penstock.ports.training import TrainerLost
 from penstock.ports.work import Work
 from penstock.scheduler.active_group import ActiveGroup, Stage
@@ -28,6 +30,7 @@ from penstock.scheduler.members import MemberReports, errors_of
 from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.supply import Supply
 from penstock.scheduler.trigger import Thresholds
+from penstock.scheduler.tuning import Change, Tuning
 from penstock.scheduler.wakeup import Clock, Progress
 from penstock.types import NO_VERSION, EpisodeState, GroupAttempt, GroupRef, LearnerState, PayloadRef, Summaries, Task
 
@@ -51,6 +54,8 @@ class Scheduler:
         self, config: Config, *, now: Clock, log_decision: DecisionLogger, background: Background = run_now
     ) -> None:
         self._config, self._now, self._log_decision = config, now, log_decision
+        self._configured = config
+        """The configuration of the run. Tuning changes settings of `_config`."""
         self._look_ahead = config.look_ahead
         self.policy_version = NO_VERSION
         """Version that the servers serve; NO_VERSION before the first weights."""
@@ -64,6 +69,7 @@ class Scheduler:
         self._room = signal("admission", resource="room in the look-ahead", holder="dispatch")
         self._runnable = signal("dispatch", resource="a task, staleness budget and slots", holder="generation")
         self._trainable = signal("the trainer", resource="ready groups", holder="the environment workers")
+        self._stepped = signal("tuning", resource="an optimizer step", holder="the trainer")
         self._all_over = signal("the end", resource="the last groups", holder="the environment workers")
 
         self.groups = ActiveGroups(now=now, log_decision=log_decision)
@@ -76,6 +82,7 @@ class Scheduler:
         self.health = Health(config, self._dispatcher, self._supply, self.lengths, self.alarms)
         self._filters = FilterChain(config.scheduler.group_filter)
         self._early_stop = EarlyStop(config.scheduler.early_stop if config.has_trainer else None)
+        self.tuning = Tuning(config)
         self._failure_budget = FailureBudget(max_filtered=config.scheduler.max_filtered_in_a_row, alarms=self.alarms)
         wake = partial(self._progress.changed, self._runnable)
         self.members = MemberReports(self.groups, self._dispatcher, self._fail, wake)
@@ -86,6 +93,8 @@ class Scheduler:
             self._supply,
             self.lengths,
             self._filters,
+            self.tuning,
+            settings_restored=self._use_tuned,
             wake=partial(self._progress.changed, self._runnable, self._trainable),
         )
 
@@ -281,6 +290,7 @@ class Scheduler:
 
     def _learn_group(self, group: ActiveGroup) -> None:
         lengths = [summary.response_tokens for summary in group.summaries]
+        self.tuning.observe_group(group.task.task_id, group.summaries)
         self._supply.bias.played(group.number, lengths)
         if truncated := sum(summary.status == "truncated" for summary in group.summaries):
             self._log_decision("segment", f"{truncated} answers reached their maximum", {"group": group.number})
@@ -317,9 +327,8 @@ class Scheduler:
             if self._out_of_tasks is not None and not (self._dispatcher.num_waiting or self._dispatcher.num_playing):
                 raise OutOfTasks(self._out_of_tasks)
             await self._progress.wait(self._trainable, until=decision.look_again_at)
-        self._supply.learner.end_wait(self._now(), num_groups=decision.num_groups, step=decision.step)
         self._log_decision("trigger", decision.reason, {"groups": decision.num_groups, "step": decision.step})
-        groups = self._supply.take_ready(decision.num_groups)
+        groups = self._supply.take_ready(decision.num_groups, step=decision.step, now=self._now())
         restarted = self._dispatcher.restart_leftovers()
         if restarted:
             reason = f"{len(restarted)} unfinished groups start over in a later round"
@@ -335,7 +344,9 @@ class Scheduler:
     def complete_step(self, learner: LearnerState) -> None:
         """Record an optimizer step over all groups in training, and adapt the trigger to the learner's report."""
         factor, before = self._supply.adjustment.factor, self._supply.thresholds
+        num_tokens = 0
         for group in self._supply.complete_step(learner, now=self._now()):
+            num_tokens += sum(each.prompt_tokens + each.response_tokens for each in group.summaries)
             self._end_group(group, EpisodeState.TRAINED)
         aged = self._supply.discard_aged()
         for group, num_stale in aged:
@@ -345,10 +356,11 @@ class Scheduler:
         self._log_decision("feedback", self._supply.adjustment.reason, self._supply.adjustment.inputs)
         if self._supply.adjustment.factor != factor:
             self._log_adaptation(learner.policy_version, before)
+        self._change_settings(self.tuning.complete_step(learner, num_tokens=num_tokens, now=self._now()))
         self._arrange()
         self.health.check_step(learner, num_aged=sum(count for _, count in aged))
         self.ledger.check()
-        self._progress.changed(self._runnable, self._trainable)
+        self._progress.changed(self._runnable, self._trainable, self._stepped)
 
     def _log_adaptation(self, version: int, before: Thresholds) -> None:
         """Log that the thresholds changed with the step that produced `version`."""
@@ -362,10 +374,49 @@ class Scheduler:
             inputs = {"policy_version": version, "adapted": changed}
             self._log_decision("adaptation", self._supply.adjustment.reason, inputs)
 
-    def mark_served(self, version: int) -> None:
-        """Record that every server serves `version`. The groups trained into it are no longer in flight."""
+    # --- tuning ----------------------------------------------------------------------------------------------------
+
+    async def next_question(self) -> Question:
+        """Wait until a search for better settings is due, and begin it."""
+        while not (reason := self.tuning.why_due):
+            self._stepped.clear()
+            await self._progress.wait(self._stepped)
+        self._log_decision("tuning", f"a search begins: {reason}", {})
+        learner, lengths = self._supply.learner, self.lengths
+        knows_lengths = lengths.trusted and lengths.trust.tau is not None
+        return self.tuning.question(learner.calls, update_s=self._supply.update_s, knows_lengths=knows_lengths)
+
+    def take_answer(self, answer: Answer) -> None:
+        """End a search, and put the settings in force that it found."""
+        self._change_settings(self.tuning.take(answer))
+
+    def _change_settings(self, change: Change | None) -> None:
+        """Put settings in force, and log why. None changes nothing."""
+        if change is None:
+            return
+        inputs = {name: value for name, value in change.inputs.items() if name != "changes"}
+        if change.settings:
+            changes = {PATHS[name]: pair for name, pair in change.inputs["changes"].items()}
+            inputs |= {"policy_version": self.trained_version, "adapted": changes}
+            self._use_tuned()
+        self._log_decision("tuning", change.reason, inputs)
+
+    def _use_tuned(self) -> None:
+        """Decide by the settings of the configuration and the changes of tuning."""
+        changed = {name: each.value for name, each in self.tuning.state.changed.items()}
+        self._config = with_settings(self._configured, changed)
+        self._look_ahead = self._config.look_ahead
+        self._supply.bias.look_ahead = self._config.look_ahead
+        for part in (self._supply, self._dispatcher, self.restoring):
+            part.use(self._config)
+        self._arrange()
+        self._progress.changed(self._room, self._runnable, self._trainable)
+
+    def mark_served(self, version: int, *, update_s: float | None = None) -> None:
+        """Record that every server serves `version`. The groups trained into it are no longer in flight. The update
+        took `update_s`; None if it was not measured."""
         self.policy_version, self._weights_lost = version, ""
-        self._supply.mark_served(version)
+        self._supply.mark_served(version, update_s=update_s)
         self._progress.changed(self._runnable)
 
     def mark_weights_lost(self, reason: str) -> None:

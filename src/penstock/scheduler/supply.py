@@ -11,8 +11,12 @@ from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.bias import LengthBias
 from penstock.scheduler.feedback import Feedback
 from penstock.scheduler.learner_pace import LearnerPace
+from penstock.scheduler.running_mean import RunningMean
 from penstock.scheduler.trigger import Thresholds, Trigger, TriggerDecision, TriggerState
 from penstock.types import NO_VERSION, EpisodeState, GroupRef, LearnerState
+
+UPDATES = 20
+"""Number of latest weight updates in the mean of their time."""
 
 
 class Supply:
@@ -26,15 +30,9 @@ class Supply:
         self._first_version = 0
         """First version that this learner trained under this controller. Older tokens aged at once, in a restart."""
         self.bias = LengthBias(group_size=config.env.group_size, look_ahead=config.look_ahead)
-        trigger, trainer = settings.trigger.model_copy(update={"use": settings.trigger_use}), config.trainer
-        in_flight = math.ceil(config.max_running / config.env.num_members)
-        self._trigger = Trigger(
-            trigger,
-            group_size=config.env.group_size,
-            groups_per_step=trainer.groups_per_step,
-            fewest_per_version=math.ceil(in_flight / max(settings.max_staleness, 1)),
-        )
-        self.learner = LearnerPace(groups_per_step=trainer.groups_per_step, counts_steps=trigger.use == "step")
+        self._trigger = _trigger(config)
+        counts_steps, groups_per_step = self._trigger.use == "step", config.trainer.groups_per_step
+        self.learner = LearnerPace(groups_per_step=groups_per_step, counts_steps=counts_steps)
         self.feedback = Feedback(
             settings.trigger.feedback,
             entropy_gain=settings.dispatch.entropy_gain,
@@ -46,6 +44,11 @@ class Supply:
         self._max_staleness, self._group_size = settings.max_staleness, config.env.group_size
         self._unserved: dict[int, int] = {}
         """Number of groups trained into each version that no server serves yet."""
+        self._update_s = RunningMean()
+
+    def use(self, config: Config) -> None:
+        """Trigger by the settings of `config` from now on. The bound on the staleness of trained samples stays."""
+        self._trigger = _trigger(config)
 
     @property
     def num_ready(self) -> int:
@@ -95,9 +98,12 @@ class Supply:
         group.ready_at = now
         self._groups.move(group, Stage.READY)
 
-    def take_ready(self, num_groups: int) -> tuple[GroupRef, ...]:
-        """Move the `num_groups` oldest ready groups to TRAINING, and return them."""
-        return tuple(self._start_training(group) for group in self._groups.at(Stage.READY)[:num_groups])
+    def take_ready(self, num_groups: int, *, step: bool, now: float) -> tuple[GroupRef, ...]:
+        """Move the `num_groups` oldest ready groups to TRAINING, and return them. `step`: an optimizer step follows."""
+        chosen = self._groups.at(Stage.READY)[:num_groups]
+        num_tokens = sum(each.prompt_tokens + each.response_tokens for group in chosen for each in group.summaries)
+        self.learner.end_wait(now, num_groups=len(chosen), num_tokens=num_tokens, step=step)
+        return tuple(self._start_training(group) for group in chosen)
 
     def _start_training(self, group: ActiveGroup) -> GroupRef:
         members = group.members(EpisodeState.READY)
@@ -147,8 +153,15 @@ class Supply:
         self._unserved = {}
         self.trained_version = self._first_version = trained_version
 
-    def mark_served(self, version: int) -> None:
-        """Count all groups trained into `version`, or an earlier version, as served."""
+    @property
+    def update_s(self) -> float:
+        """Return the mean time in which the servers took new weights, in seconds."""
+        return self._update_s.value
+
+    def mark_served(self, version: int, *, update_s: float | None = None) -> None:
+        """Count all groups trained into `version`, or an earlier version, as served. The update took `update_s`."""
+        if update_s is not None:
+            self._update_s.add(update_s, steps=UPDATES)
         self._unserved = {unserved: num for unserved, num in self._unserved.items() if unserved > version}
 
     def is_stale_after_rewind(self, group: ActiveGroup) -> bool:
@@ -177,3 +190,15 @@ class Supply:
         """
         oldest = self.trained_version - self._max_staleness
         return [number for number, each in enumerate(group.summaries) if NO_VERSION != each.version_max < oldest]
+
+
+def _trigger(config: Config) -> Trigger:
+    """Return the trigger that `config` describes."""
+    settings = config.scheduler
+    in_flight = math.ceil(config.max_running / config.env.num_members)
+    return Trigger(
+        settings.trigger.model_copy(update={"use": settings.trigger_use}),
+        group_size=config.env.group_size,
+        groups_per_step=config.trainer.groups_per_step,
+        fewest_per_version=math.ceil(in_flight / max(settings.max_staleness, 1)),
+    )

@@ -12,7 +12,7 @@ class WorkerCapacity:
     `max_running` grants."""
 
     def __init__(self, *, max_running: int) -> None:
-        self._max_running = max_running
+        self.max_running = max_running
         self._num_running = 0
         self._free_slots: dict[str, int] = {}
 
@@ -27,7 +27,7 @@ class WorkerCapacity:
     @property
     def free_grants(self) -> int:
         """Return how many more episodes may generate."""
-        return self._max_running - self._num_running
+        return self.max_running - self._num_running
 
     def find_worker(self, num_slots: int) -> str | None:
         """Return the worker with the most free slots; None unless it has `num_slots`."""

@@ -12,20 +12,21 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.config import Config, ConfigError, load_config
 from penstock.config.simulated_cluster import EngineModelConfig, SimulatorConfig, TrainerModelConfig, WorkloadConfig
 from penstock.observe import jsonl
 from penstock.observe.summary import read_steps
 from penstock.ports.group_records import GroupRecord
-from penstock.rollout.costs import PRODUCTS, TERMS
+from penstock.rollout.costs import PRODUCTS
+from penstock.simulator import fitting
+from penstock.simulator.fitting import non_negative
 from penstock.simulator.measures import Measures
 from penstock.simulator.prediction import predict
 from penstock.store.index import read_groups
@@ -38,12 +39,7 @@ NARROW = 0.2
 apart."""
 LATENCY_SHOWS = 0.3
 """Smallest growth of an episode's duration, as a share of the added latency, that counts as an effect."""
-ADMIT_SHARE, ADMIT_TOKENS = 0.125, 4096
-"""The values with which the engine fills its slots; see `rollout/admission.py`."""
 FIGURES = ("samples_per_s", "generator_busy", "trainer_busy", "episode_s")
-
-Floats = npt.NDArray[np.float64]
-
 
 Record = dict[str, Any]
 
@@ -166,8 +162,8 @@ def compare(run_dir: Path) -> Comparison:
 def _caveat(run: RecordedRun) -> str | None:
     """Return a warning if nearly all steps had the same number of sequences. Such steps cannot separate the cost of a
     step from the cost of each sequence."""
-    mean = _sum(run, "n", "b") / _sum(run, "n", "n")
-    spread = math.sqrt(max(_sum(run, "b", "b") / _sum(run, "n", "n") - mean * mean, 0.0))
+    mean = run.sums["nb"] / run.sums["nn"]
+    spread = math.sqrt(max(run.sums["bb"] / run.sums["nn"] - mean * mean, 0.0))
     if spread >= NARROW * mean:
         return None
     return (
@@ -224,26 +220,10 @@ def _warmup(steps: int) -> int:
 
 
 def fit_engine(run: RecordedRun) -> EngineModelConfig:
-    """Fit the seconds of a step as a linear function of active sequences, the tokens they hold, and prompt tokens."""
-    *terms, seconds = TERMS
-    matrix = np.array([[_sum(run, one, other) for other in terms] for one in terms])
-    step_s, sequence_s, context_s, prefill_s = non_negative(matrix, np.array([_sum(run, t, seconds) for t in terms]))
+    """Fit the seconds of a step, on the clock of the generation spans."""
     spans_s = sum(run.durations("generate"))
     stretch = max(spans_s / run.busy_s, 1.0) if run.busy_s else 1.0
-    return EngineModelConfig(
-        step_s=max(step_s * stretch, 1e-9),
-        sequence_s=sequence_s * stretch,
-        context_token_s=context_s * stretch,
-        prefill_token_s=prefill_s * stretch,
-        update_s=_mean(run.durations("update_weights")),
-        admit_share=ADMIT_SHARE,
-        admit_tokens=ADMIT_TOKENS,
-    )
-
-
-def _sum(run: RecordedRun, one: str, other: str) -> float:
-    """Return the sum of the products of two terms over the run's decode steps."""
-    return run.sums.get(one + other) or run.sums.get(other + one, 0.0)
+    return fitting.fit_engine(run.sums, update_s=_mean(run.durations("update_weights")), stretch=stretch)
 
 
 def fit_trainer(run: RecordedRun) -> TrainerModelConfig:
@@ -258,23 +238,6 @@ def fit_trainer(run: RecordedRun) -> TrainerModelConfig:
         step_s=_mean(run.durations("step")) + between_s,
         publish_s=_mean(run.durations("publish")) + between_s,
     )
-
-
-def non_negative(matrix: Floats, vector: Floats) -> list[float]:
-    """Return argmin x'Mx - 2v'x over x >= 0. The function tries every set of unknowns that may be positive; there are
-    at most four unknowns."""
-    best, found = 0.0, np.zeros(len(vector))
-    scale = np.sqrt(np.maximum(np.diag(matrix), 1e-300))
-    scaled, target = matrix / np.outer(scale, scale), vector / scale
-    for size in range(1, len(vector) + 1):
-        for chosen in combinations(range(len(vector)), size):
-            part = np.ix_(chosen, chosen)
-            values = np.linalg.lstsq(scaled[part], target[list(chosen)], rcond=1e-12)[0]
-            loss = float(values @ scaled[part] @ values - 2 * target[list(chosen)] @ values)
-            if (values >= 0).all() and loss < best - 1e-12 * abs(best):
-                best, found = loss, np.zeros(len(vector))
-                found[list(chosen)] = values
-    return [float(value) for value in found / scale]
 
 
 def _with_latency(config: Config, episode_s: float, grants: float) -> tuple[Config, Measures]:

@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 
 from penstock.config import Config, ConfigError
 from penstock.simulator.measures import Measures, measure
+from penstock.simulator.model_searcher import ModelSearcher
 from penstock.simulator.simulated_run import simulate
 from penstock.simulator.strategies import Combination, closed_set, combinations
 from penstock.simulator.trace import open_workload
@@ -112,7 +113,9 @@ def _simulate_all(combination: Combination, workloads: dict[int, Workload], watc
 def _simulate_one(combination: Combination, workload: Workload, seed: int, name: str, watch: Watch) -> Measures:
     steps = combination.config.trainer.steps
     watch(name, 0, steps)
-    run = simulate(combination.config, workload, seed=seed, progress=lambda step: watch(name, step, steps))
+    config = combination.config
+    searcher = ModelSearcher(config) if config.scheduler.tuning.mode == "auto" else None
+    run = simulate(config, workload, seed=seed, progress=lambda step: watch(name, step, steps), searcher=searcher)
     return measure(run, workload, shares_devices=combination.shares_devices)
 
 

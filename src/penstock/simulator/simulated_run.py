@@ -14,6 +14,7 @@ from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.deadline import reporting_to
 from penstock.ports.observer import Observer, Scheduling
+from penstock.ports.settings_search import Searcher
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.experience import Experience
@@ -52,7 +53,14 @@ class Simulation(Observer):
     observer, it records only the steps."""
 
     def __init__(
-        self, config: Config, workload: Workload, *, seed: int, num_tasks: int | None, progress: Progress | None
+        self,
+        config: Config,
+        workload: Workload,
+        *,
+        seed: int,
+        num_tasks: int | None,
+        progress: Progress | None,
+        searcher: Searcher | None = None,
     ) -> None:
         now, rollout = asyncio.get_running_loop().time, config.rollout
         self.config, self._progress = config, progress
@@ -85,6 +93,7 @@ class Simulation(Observer):
             servers=self.fleet,
             pool=self.experience,
             recorder=self,
+            searcher=searcher,
         )
         scheduler.add_worker(WORKER, CAPACITY)
         self.marks = [self._mark(0)]
@@ -123,12 +132,20 @@ class Simulation(Observer):
 
 
 def simulate(
-    config: Config, workload: Workload, *, seed: int, num_tasks: int | None = None, progress: Progress | None = None
+    config: Config,
+    workload: Workload,
+    *,
+    seed: int,
+    num_tasks: int | None = None,
+    progress: Progress | None = None,
+    searcher: Searcher | None = None,
 ) -> Simulation:
-    """Run `config` to its last optimizer step on a virtual clock, on `num_tasks` tasks or on as many as needed."""
+    """Run `config` to its last optimizer step on a virtual clock, on `num_tasks` tasks or on as many as needed.
+    `searcher`: searches better settings if the configuration asks for it."""
 
     async def main() -> Simulation:
-        return await Simulation(config, workload, seed=seed, num_tasks=num_tasks, progress=progress).run()
+        run = Simulation(config, workload, seed=seed, num_tasks=num_tasks, progress=progress, searcher=searcher)
+        return await run.run()
 
     # A hang raises `Stalled` or `Deadlock` here, so reports of long waits are not needed.
     with _rare_collection(), reporting_to(lambda stall: None):

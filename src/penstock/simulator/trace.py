@@ -1,7 +1,8 @@
 """Workloads from recorded episodes: a trace file (.jsonl, .csv, .parquet), or the pool of a Penstock run.
 
 A file has one row per answer: `task_id` and `response_tokens`, and optionally `prompt_tokens`, `turn`, `tool_s` (after
-the turn) and `reward`. `turn` rises within an episode, and the rows of an episode follow each other.
+the turn), `reward` and `reward_s` (until the reward is known). `turn` rises within an episode, and the rows of an
+episode follow each other.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy as np
 from penstock.config import ConfigError, WorkloadConfig
 from penstock.simulator.workload import LogNormalWorkload, Plan, Repeats, Turn, Workload
 from penstock.store.index import read_groups
+from penstock.types import EpisodeSummary, Summaries
 
 SETTING = "simulator.workload.path"
 READERS = {".jsonl": ("json", "read_json"), ".csv": ("csv", "read_csv"), ".parquet": ("parquet", "read_table")}
 """Suffix of a trace file -> the module of pyarrow and the function that read it."""
 NEEDED = ("task_id", "response_tokens")
-NUMBERS = ("response_tokens", "prompt_tokens", "turn", "tool_s", "reward")
+NUMBERS = ("response_tokens", "prompt_tokens", "turn", "tool_s", "reward", "reward_s")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class RecordedEpisode:
 
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
+    reward_s: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -58,6 +61,7 @@ class RecordedWorkload:
         episodes = [episode for task in self._tasks for episode in task.episodes]
         self.max_tokens = max(episode.tokens for episode in episodes)
         self.max_turns = max(len(episode.turns) for episode in episodes)
+        self._rewards_take_time = any(episode.reward_s for episode in episodes)
 
     def task_id(self, index: int) -> str:
         return self._tasks[self._repeats.task(index)].task_id
@@ -75,6 +79,7 @@ class RecordedWorkload:
             lengths=[episode.tokens for episode in episodes],
             rewards=[float(d if e.reward is None else e.reward) for d, e in zip(drawn, episodes, strict=True)],
             turns=[episode.turns for episode in episodes] if self.max_turns > 1 else None,
+            reward_s=[episode.reward_s for episode in episodes] if self._rewards_take_time else None,
         )
 
 
@@ -99,6 +104,7 @@ def _read_trace(path: Path, config: WorkloadConfig) -> list[RecordedTask]:
         episode = task.episodes[-1]
         episode.turns.append(Turn(max(int(row["response_tokens"]), 1), float(row.get("tool_s", 0.0))))
         episode.reward = row.get("reward", episode.reward)
+        episode.reward_s = float(row.get("reward_s", episode.reward_s))
         before = row
     return list(tasks.values())
 
@@ -140,19 +146,26 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _read_run(run_dir: Path) -> list[RecordedTask]:
     """Return the training groups of a run, in the order in which they were started."""
-    tasks = []
-    for record in read_groups(run_dir, setting=SETTING):
-        episodes = [e for e in record.episodes if e.status != "failed" and e.response_tokens > 0]
-        if episodes:
-            prompt_tokens = sum(e.prompt_tokens for e in episodes) // len(episodes)
-            played = [RecordedEpisode(turns=_turns(e.response_tokens, e.num_turns), reward=e.reward) for e in episodes]
-            tasks.append(RecordedTask(task_id=record.task_id, prompt_tokens=prompt_tokens, episodes=played))
+    found = (recorded_task(each.task_id, each.episodes) for each in read_groups(run_dir, setting=SETTING))
+    tasks = [task for task in found if task is not None]
     if not tasks:
         raise ConfigError(f"{SETTING}: run {run_dir} has no completed group")
     return tasks
 
 
-def _turns(tokens: int, num_turns: int) -> list[Turn]:
-    """Return equal turns with tools that take no time; the index records only the number of turns."""
-    bounds = np.linspace(0, tokens, max(min(num_turns, tokens), 1) + 1).astype(int)
-    return [Turn(int(count), 0.0) for count in np.diff(bounds)]
+def recorded_task(task_id: str, played: Summaries) -> RecordedTask | None:
+    """Return the episodes of a group as a workload repeats them; None if none of them has tokens."""
+    episodes = [episode for episode in played if episode.status != "failed" and episode.response_tokens > 0]
+    if not episodes:
+        return None
+    prompt_tokens = sum(episode.prompt_tokens for episode in episodes) // len(episodes)
+    recorded = [RecordedEpisode(turns=_turns(each), reward=each.reward, reward_s=each.reward_s) for each in episodes]
+    return RecordedTask(task_id=task_id, prompt_tokens=prompt_tokens, episodes=recorded)
+
+
+def _turns(episode: EpisodeSummary) -> list[Turn]:
+    """Return equal turns with equally slow tools; only their number and sums are recorded."""
+    num_turns = max(min(episode.num_turns, episode.response_tokens), 1)
+    bounds = np.linspace(0, episode.response_tokens, num_turns + 1).astype(int)
+    tool_s = episode.env_s / max(num_turns - 1, 1)
+    return [Turn(int(count), tool_s) for count in np.diff(bounds)]

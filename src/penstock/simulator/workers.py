@@ -51,6 +51,7 @@ class _Episode:
         self.id, self.running = episode, running
         self.turns: Sequence[Turn] = running.plan.turns_of(episode.episode)
         self.turn = self.num_tokens = self.turn_tokens = self.num_segments = 0
+        self.env_s = 0.0
         self.left = self.turns[0].tokens
         """Tokens that this turn still needs."""
         self.pieces: list[Piece] = []
@@ -82,10 +83,10 @@ class FleetWorkers:
         if running is None or running.attempt != work.attempt:
             now = self._loop.time()
             self.started_at.setdefault(work.task.index, now)
-            plan = self._workload.plan(work.task.index, work.attempt)
+            plan = self._workload.plan(work.task.index, work.attempt).first(work.group_size + work.redundancy)
             running = self._running[work.group] = _RunningGroup(work, plan, now)
             is_whole = len(work.members) == work.group_size
-            fits = plan.turns is None and max(plan.lengths) <= min(work.max_tokens)
+            fits = plan.turns is None and plan.reward_s is None and max(plan.lengths) <= min(work.max_tokens)
             if is_whole and not work.redundancy and fits:
                 self._request(running, plan.lengths, plan.prompt_tokens, self._all_generated, work)
                 return
@@ -186,6 +187,10 @@ class FleetWorkers:
                 self._cut(episode, aborted=tokens < request.lengths[sequence])
             else:
                 self._turn_ended(episode)
+        self._complete_if_whole(running)
+
+    def _complete_if_whole(self, running: _RunningGroup) -> None:
+        """Collect a group with enough ended members, and report the ended members of another group."""
         if len(running.ended) >= running.size:
             order = sorted(list(running.ended)[: running.size])
             pieces = [running.episodes.pop(member).pieces for member in order]
@@ -212,11 +217,26 @@ class FleetWorkers:
         tool_s = episode.turns[episode.turn].tool_s
         episode.turn += 1
         if episode.turn == len(episode.turns):
-            self._end(episode, truncated=False)
+            self._await_reward(episode)
             return
+        episode.env_s += tool_s
         episode.left = episode.turns[episode.turn].tokens
         episode.turn_tokens = episode.num_segments = 0
         self._loop.call_later(tool_s, self._ask_for_turn, episode)
+
+    def _await_reward(self, episode: _Episode) -> None:
+        """End the episode once its reward is computed. Meanwhile other episodes may generate."""
+        reward_s = episode.running.plan.reward_s
+        if reward_s is None:
+            self._end(episode, truncated=False)
+            return
+        self._reports.finish_generation(episode.id.group_attempt, [episode.id.episode], episode.num_tokens)
+        self._loop.call_later(reward_s[episode.id.episode], self._rewarded, episode)
+
+    def _rewarded(self, episode: _Episode) -> None:
+        if self._running.get(episode.id.group) is episode.running:
+            self._end(episode, truncated=False)
+            self._complete_if_whole(episode.running)
 
     def _ask_for_turn(self, episode: _Episode) -> None:
         if self._running.get(episode.id.group) is episode.running:
@@ -240,6 +260,8 @@ class FleetWorkers:
             version_min=min((oldest for oldest, _ in episode.spans), default=NO_VERSION),
             version_max=max((newest for _, newest in episode.spans), default=NO_VERSION),
             seconds=self._loop.time() - running.started_at,
+            env_s=episode.env_s,
+            reward_s=0.0 if running.plan.reward_s is None else running.plan.reward_s[member],
         )
         running.ended[member] = summary
         running.unreported.append(summary)

@@ -56,6 +56,20 @@ class Plan:
     rewards: Sequence[float]
     turns: Sequence[Sequence[Turn]] | None = None
     """Turns of each member; None if all members have one turn."""
+    reward_s: Sequence[float] | None = None
+    """Seconds from the last token of each member to its reward; None if rewards take no time."""
+
+    def first(self, num_members: int) -> Plan:
+        """Return the plan of a group with only the first members."""
+        if len(self.lengths) == num_members:
+            return self
+        return Plan(
+            prompt_tokens=self.prompt_tokens,
+            lengths=self.lengths[:num_members],
+            rewards=self.rewards[:num_members],
+            turns=None if self.turns is None else self.turns[:num_members],
+            reward_s=None if self.reward_s is None else self.reward_s[:num_members],
+        )
 
     def turns_of(self, member: int) -> Sequence[Turn]:
         return self.turns[member] if self.turns is not None else (Turn(self.lengths[member], 0.0),)
@@ -134,15 +148,19 @@ class LogNormalWorkload:
         lengths = np.clip(np.rint(np.exp(logs)), 1, config.max_tokens).astype(np.int64)
         lengths[rng.random(shape) < config.runaway_share] = config.max_tokens
         rewards = (rng.random(shape) < traits[:, 1:]) & (lengths < config.max_tokens)
-        rows = zip(lengths.tolist(), rewards.astype(np.float64).tolist(), strict=True)
+        turns = [[self._split(rng, length) for length in row] if config.turns > 1 else None for row in lengths.tolist()]
+        waits = config.reward_median_s * np.exp(rng.normal(0.0, config.reward_sigma, shape))
         return [
             Plan(
                 prompt_tokens=config.prompt_tokens,
                 lengths=row,
                 rewards=earned,
-                turns=[self._split(rng, length) for length in row] if config.turns > 1 else None,
+                turns=split,
+                reward_s=reward_s if config.reward_median_s else None,
             )
-            for row, earned in rows
+            for row, earned, split, reward_s in zip(
+                lengths.tolist(), rewards.astype(np.float64).tolist(), turns, waits.tolist(), strict=True
+            )
         ]
 
     def _split(self, rng: np.random.Generator, length: int) -> list[Turn]:

@@ -1,0 +1,45 @@
+"""The child process of a run that searches better settings, and its requests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from penstock.config import load_config
+from penstock.ports.settings_search import Answer, Question
+from penstock.runtime.frames import Frames
+from penstock.simulator.fitting import fit_engine
+from penstock.simulator.search import answer
+
+PRIORITY = 19
+"""The lowest priority: a search takes processor time only while the run needs none."""
+
+
+class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A question, and what the controller knows about the servers."""
+
+    config: str
+    """Path of the run's configuration."""
+    question: Question
+    costs: dict[str, float]
+    """Sums over the decode steps of all servers (`rollout/costs.py`)."""
+    max_cpu_s: float
+
+
+class SearchAnswerer:
+    """Answers one search after the other."""
+
+    def __init__(self) -> None:
+        os.nice(PRIORITY)
+        self._decoder = msgspec.msgpack.Decoder(SearchRequest)
+
+    def answer(self, request: Frames) -> Frames:
+        asked = self._decoder.decode(request[0])
+        try:
+            engine = fit_engine(asked.costs, update_s=asked.question.update_s)
+            found = answer(load_config(Path(asked.config)), asked.question, engine, max_cpu_s=asked.max_cpu_s)
+        except Exception as error:  # the run goes on with the settings that it has
+            found = Answer(reason=f"the search failed: {type(error).__name__}: {error}")
+        return [msgspec.msgpack.encode(found)]
