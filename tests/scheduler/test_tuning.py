@@ -190,6 +190,7 @@ def test_settings_are_read_and_replaced_by_short_names() -> None:
     ("scheduler", "fixed"),
     [
         ({"mode": "synchronous", "max_staleness": 0}, {"min_samples", "max_wait", "max_staleness"}),
+        ({"trigger": {"use": "step"}}, {"min_samples", "max_wait"}),
         ({"segment_length": 64, "max_segment_count": 4}, {"segment_length"}),
         ({"trigger": {"feedback": {"signal": "noise_scale"}}}, {"min_samples"}),
         ({"max_staleness": 1}, {"max_staleness"}),

@@ -185,17 +185,18 @@ class EarlyStopConfig(Section):
 
 
 Tunable = Literal[
-    "dispatch",
-    "look_ahead",
-    "entropy_gain",
+    "redundancy",
     "max_running",
+    "dispatch",
+    "max_staleness",
+    "segment_length",
     "min_samples",
     "max_wait",
-    "segment_length",
-    "redundancy",
-    "max_staleness",
+    "look_ahead",
+    "entropy_gain",
 ]
-"""A setting that the run may change by itself; `config/tunable.py` has its full name."""
+"""A setting that the run may change by itself, those with the largest effect first; `config/tunable.py` has its full
+name."""
 
 
 class TuningConfig(Section):
@@ -294,8 +295,13 @@ class SchedulerConfig(Section):
 
     def why_fixed(self, name: Tunable) -> str | None:
         """Return why a setting cannot change by itself in this run; None if it can."""
-        if name in ("min_samples", "max_wait") and self.trigger_use == "batch":
-            return "the run trains whole batches"
+        if name in ("min_samples", "max_wait") and self.trigger_use != "compute":
+            is_step = self.trigger_use == "step"
+            return (
+                "with trigger.use step, it is the size of an optimizer step"
+                if is_step
+                else "the run trains whole batches"
+            )
         if name == "min_samples" and self.trigger.feedback.signal == "noise_scale":
             return "trigger.feedback.signal noise_scale sets it"
         if name == "segment_length" and self.max_segment_count is not None:

@@ -87,8 +87,9 @@ def draw(run_dir: Path) -> list[Path]:
     if spans:
         draw_timeline(timeline, metrics, spans)
         drawn.append(timeline)
-    if len({line.get("trigger_min_samples") for line in trained}) > 1:
-        draw_adaptation(adaptation, trained, jsonl.read(run_dir / "timeline.jsonl"))
+    decisions = jsonl.read(run_dir / "timeline.jsonl")
+    if len({line.get("trigger_min_samples") for line in trained}) > 1 or (tuned(decisions) and len(trained) > 1):
+        draw_adaptation(adaptation, trained, decisions)
         drawn.append(adaptation)
     return drawn
 
@@ -233,7 +234,8 @@ def _draw_busy(axes: Any, spans: Sequence[Record], names: Sequence[str], origin:
 
 def draw_adaptation(path: Path, metrics: Sequence[Record], timeline: Sequence[Record]) -> None:
     """Draw how the scheduler's settings followed the run: entropy and its levels, N_min and T_max, the lengths that
-    were played and trained, and staleness. Needs at least two steps."""
+    were played and trained, and staleness. A vertical line marks each setting that tuning has changed. Needs at least
+    two steps."""
     with _picture(path, 4, 1, width=9, height=10.5, sharex=True) as (entropy, thresholds, lengths, staleness):
         _draw_entropy(entropy, metrics, timeline)
         _draw_thresholds(thresholds, metrics)
@@ -245,7 +247,25 @@ def draw_adaptation(path: Path, metrics: Sequence[Record], timeline: Sequence[Re
             axes.set_ylim(bottom=0)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(ncols=4, fontsize=8, **ABOVE)
+        for step, label in tuned(timeline):
+            for axes in (entropy, thresholds, lengths, staleness):
+                axes.axvline(step, color=GREY, linewidth=1, linestyle="-.")
+            staleness.annotate(
+                label, (step, 0.97), xycoords=("data", "axes fraction"), rotation=90, fontsize=7, ha="right", va="top"
+            )
         staleness.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def tuned(timeline: Sequence[Record]) -> list[tuple[int, str]]:
+    """Return the changes of settings that tuning made: (policy version, what changed)."""
+    changes = [line for line in timeline if line.get("decider") == "tuning" and "adapted" in line]
+    return [
+        (
+            line["policy_version"],
+            "\n".join(f"{name.split('.')[-1]} {pair[1]}" for name, pair in line["adapted"].items()),
+        )
+        for line in changes
+    ]
 
 
 def _draw_lines(axes: Any, metrics: Sequence[Record], lines: dict[str, tuple[str, str]]) -> None:

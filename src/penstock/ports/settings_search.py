@@ -48,7 +48,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     gain: float = 1.0
     """Predicted samples per second with the changes, divided by those without."""
     predicted: dict[str, float] = {}
-    """Predicted figures: `samples_per_s` and `samples_per_s_now`."""
+    """Predicted samples per second and mean staleness, with the changes and with the settings in force (`_now`)."""
     reason: str
     num_simulated: int = 0
     """Number of simulated runs."""

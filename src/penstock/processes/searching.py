@@ -15,7 +15,7 @@ from penstock.runtime.child_process import ChildProcess
 from penstock.simulator.search_process import SearchAnswerer, SearchRequest
 
 ANSWERER = f"{SearchAnswerer.__module__}:{SearchAnswerer.__name__}"
-START_CPU_S, LEAST_CPU_S = 2.0, 1.0
+START_CPU_S, LEAST_CPU_S = 0.6, 0.5
 """Processor time that the start of the child is charged with, and the least that a search must be allowed."""
 MAX_CPU_S = 120.0
 """Bound on the processor time of one search."""
@@ -52,13 +52,13 @@ class ProcessSearcher:
             return Answer(reason="the servers report no times of their steps, which a search needs")
         limit_s = min(allowed_s, MAX_CPU_S)
         request = SearchRequest(config=str(self._path), question=question, costs=costs, max_cpu_s=limit_s)
-        self.cpu_s += start_s
         try:
             async with deadline(SLOWER * limit_s, waiter="controller", resource="better settings", holder="the search"):
                 found = await asyncio.to_thread(self._ask, msgspec.msgpack.encode(request))
         except (EOFError, OSError, Stalled) as error:
             self.close()
             found = Answer(reason=f"the search failed: {type(error).__name__}: {error}")
+        found = msgspec.structs.replace(found, cpu_s=found.cpu_s + start_s)
         self.cpu_s += found.cpu_s
         return found
 

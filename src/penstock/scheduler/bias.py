@@ -78,7 +78,7 @@ class LengthBias:
         found = self.report()
         distance = found["length_ks"]
         n, m = (size / self._group_size for size in (len(self._trained), len(self._population())))
-        if distance is None or distance <= max(threshold, CRITICAL * math.sqrt((n + m) / (n * m))):
+        if distance is None or distance <= max(threshold, critical_distance(n, m)):
             return None
         return (
             f"trained answers differ in length from the data's: KS distance {distance:.3f} (threshold {threshold:g}),"
@@ -93,6 +93,11 @@ class LengthBias:
 
 def _percentile(ordered: npt.NDArray[np.float64], percent: float) -> float | None:
     return float(np.percentile(ordered, percent)) if len(ordered) else None
+
+
+def critical_distance(n: float, m: float) -> float:
+    """Return the distance that two samples of `n` and `m` from one distribution exceed in 1 % of cases."""
+    return CRITICAL * math.sqrt((n + m) / (n * m))
 
 
 def ks_distance(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:

@@ -215,7 +215,7 @@ class Tuning:
     def take(self, answer: Answer) -> Change | None:
         """End a search. Return the change to make now; None if there is none and it was said before."""
         self._is_searching = False
-        inputs = {"predicted": answer.predicted, "simulated": answer.num_simulated, "cpu_s": answer.cpu_s}
+        inputs = {**answer.predicted, "simulated": answer.num_simulated, "cpu_s": answer.cpu_s}
         if answer.was_postponed:
             self._again = "the last search was postponed"
             return None

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import harmonic_mean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from penstock.config import Config, EngineModelConfig, SimulatorConfig, WorkloadConfig
 from penstock.config.tunable import settings_of, with_settings
 from penstock.ports.settings_search import Answer, Question
+from penstock.scheduler.bias import critical_distance
 from penstock.simulator.fitting import fit_calls
 from penstock.simulator.measures import Measures, measure
 from penstock.simulator.simulated_run import simulate
@@ -39,8 +40,10 @@ MAX_COMBINED = 6
 """Most changes that are combined with the best one, in one round."""
 MAX_KS, KS_SLACK = 0.1, 0.02
 """Kolmogorov-Smirnov distance between trained lengths and the data's that a change may have in any case, and how much
-more it may have than the settings in force."""
+more it may have than the settings in force. A distance that chance explains is allowed too."""
 MAX_REDUNDANCY = 2
+CHECKS = 2
+"""Simulated runs after the search."""
 
 
 def recorded_tasks(question: Question) -> list[RecordedTask]:
@@ -121,6 +124,8 @@ class Search:
     lengths: Sequence[int] = ()
     """Lengths of the latest answers, for the choice of segments."""
     num_simulated: int = 0
+    tried: list[Candidate] = field(default_factory=list)
+    """All candidates on the first tasks."""
     _began: float = field(default_factory=time.process_time)
 
     def run(self) -> Answer:
@@ -143,7 +148,9 @@ class Search:
         if not best.changes or not now.speed:
             return self._nothing("no setting is faster")
         again, before = self._simulate(best.changes, seed + 1), self._simulate({}, seed + 1)
-        gain = min(self._trusted_gain(best, now), self._trusted_gain(again, before))
+        speed_now = harmonic_mean((now.speed, before.speed))
+        speed = harmonic_mean((best.speed, again.speed))
+        gain = 1 + (speed / speed_now - 1) * self._trust(best)
         is_faster = gain >= 1 + self.min_gain
         is_fresher = best.measures.staleness_mean < (1 - self.min_gain) * now.measures.staleness_mean
         if not is_faster and not (is_fresher and gain >= FRESH):
@@ -153,10 +160,10 @@ class Search:
             changes=best.changes,
             gain=gain,
             predicted={
-                "samples_per_s_now": fmean((now.speed, before.speed)),
-                "samples_per_s": fmean((best.speed, again.speed)),
-                "staleness_now": now.measures.staleness_mean,
-                "staleness": best.measures.staleness_mean,
+                "predicted_samples_per_s_now": speed_now,
+                "predicted_samples_per_s": speed,
+                "predicted_staleness_now": now.measures.staleness_mean,
+                "predicted_staleness": best.measures.staleness_mean,
             },
             reason=f"{promise} predicted by {self.num_simulated} simulated runs",
             num_simulated=self.num_simulated,
@@ -170,7 +177,9 @@ class Search:
 
     @property
     def _is_over(self) -> bool:
-        return time.process_time() - self._began >= self.max_cpu_s
+        """Return whether only the time for the check of the best candidate is left."""
+        spent_s = time.process_time() - self._began
+        return spent_s * (1 + CHECKS / self.num_simulated) >= self.max_cpu_s
 
     def _single(self, name: str, now: Candidate, seed: int) -> Iterator[Candidate]:
         """Try other values of one setting, upwards and downwards as long as it helps."""
@@ -220,10 +229,15 @@ class Search:
         if any(changes.items() <= dict(each).items() for each in self.rejected) or self._is_over:
             return None
         found = self._simulate(changes, seed)
-        most_ks = max(MAX_KS, now.measures.length_ks_trained_population + KS_SLACK)
+        num_groups = found.measures.steps * _slice(self.config).trainer.groups_per_step
+        certain = critical_distance(num_groups, num_groups)
+        most_ks = max(MAX_KS, certain, now.measures.length_ks_trained_population + KS_SLACK)
         is_biased = found.measures.length_ks_trained_population > most_ks
         is_staler = found.measures.staleness_mean > now.measures.staleness_mean and not self.may_be_staler
-        return None if is_biased or is_staler else found
+        if is_biased or is_staler:
+            return None
+        self.tried.append(found)
+        return found
 
     def _fresher(self, best: Candidate, now: Candidate, seed: int) -> Candidate:
         """Return `best`, or the lowest staleness bound with nearly its speed."""
@@ -236,9 +250,11 @@ class Search:
             best = fresher
         return best
 
+    def _trust(self, each: Candidate) -> float:
+        return min((self.trust.get(name, 1.0) for name in each.changes), default=1.0)
+
     def _trusted_gain(self, each: Candidate, now: Candidate) -> float:
-        trust = min((self.trust.get(name, 1.0) for name in each.changes), default=1.0)
-        return 1 + (each.speed / max(now.speed, 1e-12) - 1) * trust
+        return 1 + (each.speed / max(now.speed, 1e-12) - 1) * self._trust(each)
 
     def _simulate(self, changes: dict[str, Any], seed: int) -> Candidate:
         self.num_simulated += 1
