@@ -136,6 +136,25 @@ def simulate(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path, Argument(metavar="CONFIG", help="A YAML file, with the machines under `simulator`.")],
+    accelerators: Annotated[int, Option(metavar="N", help="The number of accelerators.")],
+    overrides: Overrides = None,
+    price: Annotated[float | None, Option(metavar="PRICE", help="What one accelerator costs per hour.")] = None,
+    run: Annotated[str | None, Option(metavar="RUN", help="Take machines and lengths from this run.")] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Find out how to split and use a number of accelerators: which strategy, which settings, how fast."""
+    from penstock.cli import plan as command
+    from penstock.cli.runs import find_directory
+
+    calibrated_by = None if run is None else find_directory(runs_dir, run)
+    raise typer.Exit(
+        command.show(config, overrides or [], accelerators=accelerators, price=price, calibrated_by=calibrated_by)
+    )
+
+
+@app.command()
 def serve(
     model: Annotated[Path, Option(metavar="PATH", help="A Hugging Face model directory.")],
     port: Annotated[int, Option(help="The port to listen on; 0 takes a free one.")] = 8000,

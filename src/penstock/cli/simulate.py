@@ -27,7 +27,7 @@ from penstock.supervisor.run_directory import new_run_id, publishable
 def simulate(path: Path, overrides: Sequence[str], *, json: Path | None, plot: Path | None) -> int:
     """Simulate a configuration and return the exit code."""
     config = load_config(path, overrides)
-    with _progress(config) as watch:
+    with show_progress(is_wanted=config.observe.progress) as watch:
         report = predict(config, watch=watch)
     console = open_console()
     console.print(table.table(report))
@@ -58,9 +58,7 @@ def write_results(report: Report, config: Config, *, json: Path | None, plot: Pa
     from penstock.observe.plots import draw_simulation
 
     if json is None or plot is None:
-        directory = Path(config.runs_dir) / f"{config.run_id or new_run_id()}-simulation"
-        directory.mkdir(parents=True, exist_ok=True)
-        check_own_directory(directory)  # another user could have put links there
+        directory = results_directory(config, "simulation")
         (directory / "config.yaml").write_text(yaml.safe_dump(publishable(config), sort_keys=False))
         json, plot = json or directory / "results.json", plot or directory / "simulation.png"
     write_json(json, report.plain())
@@ -68,20 +66,27 @@ def write_results(report: Report, config: Config, *, json: Path | None, plot: Pa
     print(f"results {json}\npicture {plot}")
 
 
+def results_directory(config: Config, what: str) -> Path:
+    """Make a new folder for the results of a simulation."""
+    directory = Path(config.runs_dir) / f"{config.run_id or new_run_id()}-{what}"
+    directory.mkdir(parents=True, exist_ok=True)
+    check_own_directory(directory)  # another user could have put links there
+    return directory
+
+
 @contextmanager
-def _progress(config: Config) -> Iterator[Watch]:
+def show_progress(*, is_wanted: bool) -> Iterator[Watch]:
     """Show a bar for each simulated run in a terminal; elsewhere print a line for each finished run."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = open_console(stderr=True)
-    is_shown = config.observe.progress
-    with Progress(*columns, console=console, disable=not (is_shown and console.is_terminal)) as bars:
+    with Progress(*columns, console=console, disable=not (is_wanted and console.is_terminal)) as bars:
         known: dict[str, TaskID] = {}
 
         def watch(name: str, step: int, steps: int) -> None:
             if name not in known:
                 known[name] = bars.add_task(name, total=steps)
             bars.update(known[name], completed=step)
-            if step == steps and is_shown and not console.is_terminal:
+            if step == steps and is_wanted and not console.is_terminal:
                 console.print(f"simulated {name}: {steps} steps")
 
         yield watch

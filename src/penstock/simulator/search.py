@@ -229,7 +229,7 @@ class Search:
         if any(changes.items() <= dict(each).items() for each in self.rejected) or self._is_over:
             return None
         found = self._simulate(changes, seed)
-        num_groups = found.measures.steps * _slice(self.config).trainer.groups_per_step
+        num_groups = found.measures.steps * slice_of(self.config)[0].trainer.groups_per_step
         certain = critical_distance(num_groups, num_groups)
         most_ks = max(MAX_KS, certain, now.measures.length_ks_trained_population + KS_SLACK)
         is_biased = found.measures.length_ks_trained_population > most_ks
@@ -258,7 +258,7 @@ class Search:
 
     def _simulate(self, changes: dict[str, Any], seed: int) -> Candidate:
         self.num_simulated += 1
-        config = _slice(with_settings(self.config, changes))
+        config = slice_of(with_settings(self.config, changes))[0]
         workload = self.workload(config.env.num_members, seed)
         run = simulate(config, workload, seed=seed)
         return Candidate(changes, measure(run, workload, shares_devices=config.scheduler.mode == "colocated"))
@@ -272,8 +272,9 @@ def _round(tokens: float) -> int:
     return round(tokens / digits) * digits
 
 
-def _slice(config: Config) -> Config:
-    """Return a slice of a large cluster that behaves as the whole does, for as many steps as a search simulates."""
+def slice_of(config: Config) -> tuple[Config, int]:
+    """Return a slice of a large cluster that behaves as the whole does, for as many steps as a search simulates, and
+    how many such slices make the cluster."""
     batch, servers = config.trainer.groups_per_step * config.env.group_size, config.rollout.num_servers
     parts = max(min(batch // SAMPLES_PER_STEP, servers), 1)
     while parts > 1 and (servers % parts or config.trainer.groups_per_step % parts):
@@ -310,7 +311,7 @@ def _slice(config: Config) -> Config:
             "checkpoint_every": warmup + STEPS + 1,
         }
     )
-    return config.model_copy(
+    part = config.model_copy(
         update={
             "simulator": simulator,
             "scheduler": scheduler,
@@ -321,3 +322,4 @@ def _slice(config: Config) -> Config:
             "validation": config.validation.model_copy(update={"every": 0}),
         }
     )
+    return part, parts

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from penstock.simulator.calibration import FIGURES, Comparison
+from penstock.simulator.planning import Option
 from penstock.simulator.prediction import Report, Result
 
 WASTE = ("wasted_discarded", "wasted_filtered", "wasted_restarted", "wasted_surplus", "wasted_masked")
@@ -36,6 +38,35 @@ def makespans(report: Report) -> Table | None:
     lines = _table("Makespan of a closed set", "dispatch", "seconds")
     for made in report.makespans:
         lines.add_row(made.dispatch, ", ".join(f"{seconds:,.0f}" for seconds in made.seconds))
+    return lines
+
+
+def plans(options: Sequence[Option], *, accelerators: int, price: float | None) -> Table:
+    """Return a table with one line per way to use the accelerators. `price`: of one of them, per hour."""
+    costs = ["price of 1,000"] if price is not None else []
+    lines = _table(
+        f"Plans for {accelerators} accelerators",
+        "strategy",
+        *("servers + learner", "samples/s", "of X*", "staleness", *costs, "limited by"),
+    )
+    lines.add_column("settings")
+    for option in options:
+        run = option.runs[0]
+        spread = f" ± {option.spread:.2g}" if len(option.runs) > 1 else ""
+        lines.add_row(
+            option.strategy,
+            option.split,
+            f"{option.samples_per_s:,.4g}{spread}",
+            f"{run.efficiency:.0%}",
+            f"{run.staleness_mean:.2f}/{run.staleness_max}",
+            *([f"{option.cost(price):,.3g}"] if price is not None else []),
+            option.limited_by,
+            ", ".join(f"{name} {value}" for name, value in option.changes.items()) or "-",
+        )
+    lines.caption = (
+        "X*: what the machines allow; staleness: mean and largest; settings: what the search has changed in the "
+        "fastest plans, whose spread is that of three seeds"
+    )
     return lines
 
 
