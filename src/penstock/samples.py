@@ -124,7 +124,7 @@ class Trajectory:
             response_tokens=self.num_tokens,
             version_min=min(versions, default=NO_VERSION),
             version_max=max(versions, default=NO_VERSION),
-            seconds=self.finished_at - self.started_at,
+            seconds=max(self.finished_at - self.started_at, 0.0),
             env_s=self.env_s,
             reward_s=self.reward_s,
             error=self.error,

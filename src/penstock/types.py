@@ -180,6 +180,10 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, Any] = {}
     """See `Trajectory.info`."""
 
+    def without_texts(self) -> EpisodeSummary:
+        """Return only the numbers, for a memory that keeps many summaries."""
+        return msgspec.structs.replace(self, info={}, text=None, error=None)
+
 
 Summaries = Sequence[EpisodeSummary]
 """The summaries of a group's episodes, or of some of them."""

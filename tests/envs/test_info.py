@@ -36,6 +36,8 @@ def test_a_value_that_is_too_large_is_cut() -> None:
     assert plain(["x" * MAX_INFO_BYTES]) == f"['{'x' * (MAX_CHARS - 2)}... ({MAX_INFO_BYTES + 4} characters)"
     flat = {"a": [[1] * 5000, {"b": "x" * 1000}]}
     assert plain(flat) == flat
+    many = [[] for _ in range(MAX_INFO_BYTES - 100)]
+    assert plain(many) == f"{'[' + '[], ' * MAX_CHARS}"[:MAX_CHARS] + f"... ({4 * len(many)} characters)"
     for depth, kept in ((MAX_DEPTH, True), (MAX_DEPTH + 1, False)):
         deep: list[object] = []
         for _ in range(depth - 1):

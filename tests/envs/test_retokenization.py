@@ -146,6 +146,25 @@ async def test_tokens_of_the_same_text_are_replaced_by_those_recorded(chat: Chat
     assert talk.episode.num_drifts == 1
 
 
+async def test_a_prompt_that_goes_on_with_bytes_of_no_text_is_healed_in_linear_time() -> None:
+    class Bytes:
+        num_decoded = 0
+
+        def decode(self, token_ids: list[int], *, skip_special: bool) -> str:
+            self.num_decoded += 1
+            return bytes(token_ids).decode(errors="replace")
+
+        def encode_answer(self, text: str) -> list[int]:
+            return list(text.encode())
+
+    tokenizer = Bytes()
+    conversation = Conversation.__new__(Conversation)
+    conversation._chat = tokenizer  # type: ignore[assignment]
+    rest = [0xFF] * 5000
+    found = conversation._tokens_after("abc", [*b"abc", *rest])
+    assert found[-4000:] == rest[-4000:] and tokenizer.num_decoded < 60
+
+
 async def test_another_history_is_refused(chat: ChatTokenizer) -> None:
     talk = Talk(chat, [[*chat.encode("ok"), chat.eos_ids[0]], [chat.eos_ids[0]]])
     await talk.say([ASKED])

@@ -105,13 +105,14 @@ def test_a_search_that_may_take_no_time_is_postponed(tmp_path: Path) -> None:
 
 def test_a_child_that_dies_costs_one_search(tmp_path: Path) -> None:
     async def main() -> None:
-        one = searcher(tmp_path)
+        one = searcher(tmp_path, run_cpu_s=100_000.0)
         try:
             await one.search(question())
             assert one._child is not None
             os.kill(one._child.pid, signal.SIGKILL)
             failed = await one.search(question())
             assert not failed.changes and failed.reason.startswith("the search failed: "), failed
+            assert failed.cpu_s > 1, "it is not known how much it took: all that it might have"
             assert (await one.search(question())).num_simulated > 3
         finally:
             one.close()

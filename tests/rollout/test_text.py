@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from penstock.rollout.text import GrowingText, Stops
+from penstock.rollout.text import LONGEST_CHARACTER, GrowingText, Stops
 
 TEXT = "grüße, 水 und 🙂!"
 
@@ -50,6 +50,30 @@ def test_text_only_grows_and_shows_no_half_character(sizes: list[int]) -> None:
         assert text.startswith(seen) and TEXT.startswith(text)
         seen = text
     assert seen == TEXT
+
+
+@given(st.binary(min_size=1, max_size=60), st.integers(1, 7))
+def test_bytes_that_are_no_text_come_out_as_they_are_decoded_at_once(content: bytes, size: int) -> None:
+    growing, ids = GrowingText(Bytes()), list(content)
+    for start in range(0, len(ids), size):
+        text = growing.add(ids[start : start + size])
+    whole = Bytes().decode(ids)
+    assert whole.startswith(text) and len(whole) - len(text) <= 2 * LONGEST_CHARACTER
+
+
+def test_an_answer_of_bytes_that_are_no_text_costs_no_more_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = 0
+
+    class Counting(Bytes):
+        def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+            nonlocal decoded
+            decoded += len(token_ids)
+            return super().decode(token_ids)
+
+    growing = GrowingText(Counting())
+    for _ in range(2000):
+        growing.add([0xFF])
+    assert decoded < 2000 * 100
 
 
 def test_spaces_that_depend_on_what_came_before_stay() -> None:

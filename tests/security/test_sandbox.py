@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import os
 import platform
+import signal
 import socket
 import struct
 import subprocess
@@ -361,6 +362,34 @@ def test_control_groups_hold_a_whole_box(backend: str) -> None:
     outcome = run(python("-S", "-c", f"HOLD = {hold!r}\n{several}import time; time.sleep(1.5)"), limits=limits)
     assert outcome.stdout.count("held") < 4
     assert not [folder for folder in groups.folders if folder.exists()]
+
+
+HOLD_SOCKETS = """
+import socket, sys, time
+listener = socket.create_server(("127.0.0.1", 0))
+pairs = []
+for _ in range(int(sys.argv[1])):
+    client = socket.create_connection(listener.getsockname())
+    pairs.append((client, listener.accept()[0]))
+for client, server in pairs:
+    client.sendall(b"x" * 1000)
+    assert server.recv(1000, socket.MSG_WAITALL) == b"x" * 1000
+time.sleep(float(sys.argv[2]))
+print("held", len(pairs))
+"""
+
+
+@integration
+def test_a_box_has_few_sockets_because_no_limit_of_a_process_counts_their_buffers(backend: str) -> None:
+    if backend == "none":
+        pytest.skip("it has the network of the machine, whose sockets are those of other processes too")
+    few = run(python("-S", "-c", HOLD_SOCKETS, "20", "0.5"))
+    assert (few.returncode, few.stdout) == (0, "held 20\n"), few
+    many = run(python("-S", "-c", HOLD_SOCKETS, "100", "5"))
+    assert (many.returncode, many.stdout) == (128 + signal.SIGKILL, ""), many
+    pairs = "import socket, os, time\nfor _ in range(6):\n if not os.fork(): break\n"
+    pairs += "held = [socket.socketpair() for _ in range(110)]; time.sleep(5); print('held')"
+    assert "held" not in run(python("-S", "-c", pairs)).stdout
 
 
 @integration

@@ -33,7 +33,7 @@ def config(workload: Mapping[str, Any] = SLOW_TOOLS, *, steps: int = 40, **sched
             "data": {"eval_tasks": 0},
             "rollout": {"slots": 16},
             "trainer": {"groups_per_step": 4, "steps": steps, "checkpoint_every": 1000},
-            "scheduler": {"group_filter": [], **scheduler},
+            "scheduler": {"group_filter": [], "early_stop": None, **scheduler},
             "simulator": {
                 "engine": {"step_s": 0.01, "sequence_s": 0.0005, "update_s": 0.2},
                 "trainer": {"token_s": 1e-5, "step_s": 0.2},
@@ -114,6 +114,14 @@ def test_samples_do_not_become_staler_when_they_may_not() -> None:
 def test_a_search_ends_when_its_processor_time_is_spent() -> None:
     found = search_of(config(), max_cpu_s=1e-6).run()
     assert found.num_simulated <= 3
+
+
+def test_a_search_does_not_wait_for_a_simulation_that_takes_too_long() -> None:
+    """Nearly all groups are filtered, so a step needs thousands of them."""
+    settings = config({**EVEN, "reward_probability": 0.0005}, group_filter=["zero_variance"])
+    found = search_of(settings, max_cpu_s=0.3).run()
+    assert not found.changes and found.reason.startswith("the search has used its 0.3 s of processor time")
+    assert found.cpu_s < 3
 
 
 def test_the_learner_s_times_come_back() -> None:

@@ -235,10 +235,16 @@ def decisions(timeline: Sequence[Document]) -> list[Document]:
     return [_without(line, "kind") for line in sorted(latest.values(), key=lambda line: line["time"])]
 
 
+MAX_CHANGES = 16
+"""Most settings that change at once. An event with more is not one of a controller."""
+
+
 def is_adaptation(event: Document) -> bool:
     """Return whether an event is a whole record of changed settings: each with the value before and the one after."""
     match event:
-        case {"event": "adapted", "time": int() | float(), "reason": str(), "changes": dict(changes)}:
+        case {"event": "adapted", "time": float(), "reason": str(), "changes": dict(changes)}:
+            if len(changes) > MAX_CHANGES:
+                return False
             pairs = [pair if isinstance(pair, list) else [] for pair in changes.values()]
             values = (int, float, str, NoneType)
             return all(len(pair) == 2 and all(isinstance(each, values) for each in pair) for pair in pairs)

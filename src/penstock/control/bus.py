@@ -72,6 +72,8 @@ class Unsendable(RuntimeError):
 
 
 _encoder = msgspec.msgpack.Encoder()
+LONGEST_PAUSE = 8
+"""Longest pause before a message is sent again, in multiples of the first. A receiver that is slow gets fewer."""
 MAX_PEERS = 4096
 """Limit of the names that may join a run."""
 
@@ -104,12 +106,13 @@ class _Endpoint(ABC):
         envelope = Envelope("request", id_, message)
         future: asyncio.Future[AnyMessage] = loop.create_future()
         self._pending[peer, id_] = future
-        timer: asyncio.TimerHandle
+        pause_s, timer = self.resend_s, loop.call_soon(lambda: None)
 
         def send() -> None:
-            nonlocal timer
+            nonlocal pause_s, timer
             self._post(peer, envelope)
-            timer = loop.call_later(self.resend_s, send)
+            timer = loop.call_later(pause_s, send)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE * self.resend_s)
 
         send()
         try:

@@ -114,9 +114,10 @@ class Conversation:
             return self._chat.decode(prompt_ids[:num_tokens], skip_special=False)
 
         nearly = bisect_left(range(len(prompt_ids)), len(known), key=lambda num_tokens: len(beginning(num_tokens)))
-        for num_tokens in range(max(0, nearly - LONGEST_CHARACTER), len(prompt_ids)):
+        last = min(nearly + 2 * LONGEST_CHARACTER, len(prompt_ids) - 1)
+        for num_tokens in range(max(0, nearly - LONGEST_CHARACTER), last + 1):
             text = beginning(num_tokens)
-            if text.startswith(known) and not text.endswith(UNFINISHED):
+            if text.startswith(known) and (num_tokens == last or not text.endswith(UNFINISHED)):
                 return self._chat.encode_answer(text[len(known) :]) + prompt_ids[num_tokens:]
         return self._chat.encode_answer(beginning(len(prompt_ids))[len(known) :])
 

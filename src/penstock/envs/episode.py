@@ -20,7 +20,7 @@ from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
 from penstock.envs.rewards.scorer import Scorer
-from penstock.envs.worker_calls import plain
+from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
 from penstock.samples import Segment, Trajectory, Turn
 from penstock.scheduler.segments import AnswerState, SegmentPolicy
 from penstock.sendable import sendable
@@ -175,6 +175,8 @@ class Episode:
 
     def _within_bounds(self, name: str, value: Any) -> Any:
         """Return a value of `info`, or a text instead if the episode's summary would become too large."""
+        if memory_of(self.info | {name: value}) > MAX_INFO_MEMORY:
+            return "left out: the info of the episode holds too many values"
         size = len(msgspec.msgpack.encode(self.info | {name: value}))
         return value if size <= MAX_INFO_BYTES_OF_ALL else f"left out: the info of the episode has {size} bytes"
 

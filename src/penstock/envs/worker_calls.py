@@ -19,6 +19,10 @@ from penstock.sendable import fault_of, sendable
 
 MAX_INFO_BYTES = 1 << 16
 """A larger value of an environment's `info` becomes the beginning of its text."""
+MAX_INFO_MEMORY = 1 << 18
+"""So does a value that takes more memory: an empty list has one byte in a message."""
+OF_CONTAINER, OF_SCALAR = 80, 32
+"""Bytes in memory of an empty list or dictionary, and of a number, each with the reference to it."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +97,27 @@ def plain(value: object) -> Any:
     text."""
     try:
         found = msgspec.to_builtins(value, enc_hook=_as_text)
-        if fault_of(found) is None and len(msgspec.msgpack.encode(found)) <= MAX_INFO_BYTES:
+        is_small = memory_of(found) <= MAX_INFO_MEMORY and len(msgspec.msgpack.encode(found)) <= MAX_INFO_BYTES
+        if is_small and fault_of(found) is None:
             return found
         return sendable(str(found))
     except (TypeError, ValueError, OverflowError, RecursionError):
         return sendable(_shown(value))
+
+
+def memory_of(value: object) -> int:
+    """Return about how many bytes a value in JSON's types takes in memory. The count ends above `MAX_INFO_MEMORY`."""
+    waiting, size = [value], 0
+    while waiting and size <= MAX_INFO_MEMORY:
+        each = waiting.pop()
+        size += OF_CONTAINER if isinstance(each, dict | list | tuple) else OF_SCALAR
+        if isinstance(each, dict):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple):
+            waiting += each
+        elif isinstance(each, str):
+            size += len(each)
+    return size
 
 
 def _shown(value: object) -> str:

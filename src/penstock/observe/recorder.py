@@ -187,7 +187,7 @@ class Recorder(Observer):
 
     def group_completed(self, tag: str, episodes: Summaries) -> None:
         """Record completed episodes before any filter: the reward curve must not depend on what is trained."""
-        finished = [episode for episode in episodes if episode.status != "failed"]
+        finished = [episode.without_texts() for episode in episodes if episode.status != "failed"]
         self._finished[tag] += finished
         self._add(finished)
 

@@ -23,6 +23,7 @@ from penstock.types import MAX_VERSION, NO_VERSION, EpisodeId, EpisodeState, Epi
 
 MOST = 1 << 40
 """Limit of every count in a message."""
+MAX_SECONDS = 1e9
 PLAYED = (EpisodeState.LEASED, EpisodeState.UNFINISHED, EpisodeState.REWARDING, EpisodeState.READY)
 """States of members that may end now."""
 
@@ -114,7 +115,7 @@ def check_summary(summary: EpisodeSummary) -> None:
     in_order = NO_VERSION <= summary.version_min <= summary.version_max <= MAX_VERSION
     demand(in_order, f"its versions are {summary.version_min} to {summary.version_max}")
     for seconds in (summary.seconds, summary.env_s, summary.reward_s):
-        demand(math.isfinite(seconds), f"it took {seconds} s")
+        demand(0 <= seconds <= MAX_SECONDS, f"it took {seconds} s")
 
 
 def check_episodes(episodes: Sequence[EpisodeId]) -> None:

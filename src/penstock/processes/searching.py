@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class ProcessSearcher:
         all servers."""
         self._path, self._share, self._run_cpu_s, self._costs = config_path, max_cpu_share, run_cpu_s, costs
         self._child: ChildProcess | None = None
+        self._starting, self._is_closed = threading.Lock(), False
         self._costs_before: Mapping[str, float] = {}
         self.cpu_s = 0.0
         """Processor time of all searches so far."""
@@ -56,8 +58,8 @@ class ProcessSearcher:
             async with deadline(SLOWER * limit_s, waiter="controller", resource="better settings", holder="the search"):
                 found = await asyncio.to_thread(self._ask, msgspec.msgpack.encode(request))
         except (EOFError, OSError, Stalled) as error:
-            self.close()
-            found = Answer(reason=f"the search failed: {type(error).__name__}: {error}")
+            self._end_child()
+            found = Answer(reason=f"the search failed: {type(error).__name__}: {error}", cpu_s=limit_s)
         found = msgspec.structs.replace(found, cpu_s=found.cpu_s + start_s)
         self.cpu_s += found.cpu_s
         return found
@@ -70,13 +72,20 @@ class ProcessSearcher:
         return latest
 
     def _ask(self, request: bytes) -> Answer:
-        if self._child is None:
-            self._child = ChildProcess(ANSWERER)
-        frames.send(self._child.pipe, [request])
-        return msgspec.msgpack.decode(frames.receive(self._child.pipe)[0], type=Answer)
+        with self._starting:
+            if self._is_closed:
+                raise EOFError("the run has ended")
+            child = self._child = self._child or ChildProcess(ANSWERER)
+        frames.send(child.pipe, [request])
+        return msgspec.msgpack.decode(frames.receive(child.pipe)[0], type=Answer)
 
     def close(self) -> None:
-        """End the child, and with it a search that still runs."""
+        """End the child, and with it a search that still runs. No search begins afterwards."""
+        with self._starting:
+            self._is_closed = True
+        self._end_child()
+
+    def _end_child(self) -> None:
         if self._child is not None:
             self._child.kill()
             self._child.wait()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+LONGEST_CHARACTER = 4
+"""Most tokens of a character: its bytes in UTF-8."""
 """A tokenizer decodes an incomplete character to this."""
 
 
@@ -83,8 +85,22 @@ class GrowingText:
             return self.text
         self._ids += token_ids
         before = self._tokenizer.decode(self._ids[self._context : self._done])
+        end = len(self._ids)
         now = self._tokenizer.decode(self._ids[self._context :])
-        if not now.endswith(UNFINISHED):
-            self.text += now[len(before) :]
-            self._context, self._done = self._done, len(self._ids)
+        if now.endswith(UNFINISHED):
+            if end - self._done <= 2 * LONGEST_CHARACTER:
+                return self.text
+            end, now = self._end_of_text(end)
+        self.text += now[len(before) :]
+        self._context, self._done = self._done, end
         return self.text
+
+    def _end_of_text(self, end: int) -> tuple[int, str]:
+        """Return where a character ends among the last tokens, which are no text, and the text up to there. If none
+        ends there, no character can begin before the last tokens and end after them."""
+        for cut in range(end - 1, end - 2 * LONGEST_CHARACTER, -1):
+            text = self._tokenizer.decode(self._ids[self._context : cut])
+            if not text.endswith(UNFINISHED):
+                return cut, text
+        cut = end - LONGEST_CHARACTER
+        return cut, self._tokenizer.decode(self._ids[self._context : cut])

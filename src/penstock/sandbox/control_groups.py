@@ -18,6 +18,10 @@ PREFIX = "penstock-box-"
 OWN_BYTES = 64 << 20
 """Memory of the launcher, the init and the kernel's structures."""
 OWN_PROCESSES = 4
+TCP_BYTES = "memory.kmem.tcp.limit_in_bytes"
+"""Version 1 counts the buffers of TCP apart."""
+IF_KNOWN = {TCP_BYTES}
+"""Settings that some kernels do not have."""
 EMPTY_S = 2.0
 """Wait for the last process of a box to leave its groups."""
 TRIES = 16
@@ -43,7 +47,8 @@ class ControlGroups:
         group = HeldGroup.make(parent)
         try:
             for file, value in settings.items():
-                (group.folder / file).write_text(str(value))
+                if file not in IF_KNOWN or (group.folder / file).exists():
+                    (group.folder / file).write_text(str(value))
         except OSError:
             group.remove()
             raise
@@ -143,7 +148,8 @@ def _parents(limits: Limits) -> list[tuple[Path, dict[str, int]]]:
         if not controllers and (ROOT / "cgroup.controllers").exists():
             found.append((ROOT / own, {"memory.max": memory, "pids.max": processes}))
         elif controllers == "memory":
-            found.append((ROOT / "memory" / own, {"memory.limit_in_bytes": memory}))
+            settings = {"memory.limit_in_bytes": memory, TCP_BYTES: limits.work_bytes}
+            found.append((ROOT / "memory" / own, settings))
         elif controllers == "pids":
             found.append((ROOT / "pids" / own, {"pids.max": processes}))
     # A path that leads out of the hierarchy (`/../..`) belongs to another namespace of control groups.

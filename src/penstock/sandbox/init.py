@@ -26,9 +26,12 @@ import sys
 import time
 
 TICK_MS = 100
-"""Time between two looks at the time limits and at the number of files, while a program runs."""
+"""Time between two looks at the time limits and at the numbers of files and sockets, while a program runs."""
 MAX_FILES = 1 << 16
 """Most files and directories in one of the box's file systems, because its size does not count the names of files."""
+MAX_SOCKETS, MAX_TCP_SOCKETS = 1024, 128
+"""Most sockets of the box's own network, and TCP sockets among them. Their buffers count for no limit of a process: up
+to half a megabyte for a socket, and ten for two connected TCP sockets."""
 MAX_OPEN_FILES = 256
 MAX_PENDING_SIGNALS = 256
 CHUNK = 1 << 16
@@ -292,8 +295,8 @@ def open_inside(work: str, name: str, flags: int) -> int:
 class Init:
     """The loop: requests, output of programs, and their ends."""
 
-    def __init__(self, control: _socket.socket, work: str) -> None:
-        self.control, self.work = control, work
+    def __init__(self, control: _socket.socket, work: str, has_own_network: bool) -> None:
+        self.control, self.work, self.has_own_network = control, work, has_own_network
         self.programs: list[Program] = []
 
     def serve(self) -> None:
@@ -344,7 +347,12 @@ class Init:
 
     def _is_crowded(self) -> bool:
         found = (os.statvfs(path) for path in {self.work, "/tmp", "/dev/shm"}) if IS_FIRST else ()
-        return any(stats.f_files - stats.f_ffree > MAX_FILES for stats in found)
+        if any(stats.f_files - stats.f_ffree > MAX_FILES for stats in found):
+            return True
+        if not self.has_own_network:
+            return False
+        used, tcp = count_sockets()
+        return used > MAX_SOCKETS or tcp > MAX_TCP_SOCKETS
 
     def _take(self) -> bool:
         """Take one request. Return whether there was one; the socket is closed otherwise."""
@@ -433,7 +441,24 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def main(control_fd: int, work: str, uid: int) -> None:
+def count_sockets() -> tuple[int, int]:
+    """Return how many sockets this network has, and how many TCP sockets."""
+    used = tcp = 0
+    for name in ("sockstat", "sockstat6"):
+        try:
+            with open(f"/proc/net/{name}") as file:
+                for line in file:
+                    words = line.split()
+                    if words[0] == "sockets:":
+                        used = int(words[2])
+                    elif words[0] in ("TCP:", "TCP6:"):
+                        tcp += int(words[2])
+        except OSError:
+            continue  # a kernel without IPv6
+    return used, tcp
+
+
+def main(control_fd: int, work: str, uid: int, has_own_network: bool) -> None:
     """Serve the box. `uid`: the user to become; -1 keeps the user."""
     harden(uid)
     os.closerange(3, control_fd)
@@ -442,10 +467,10 @@ def main(control_fd: int, work: str, uid: int) -> None:
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.set_inheritable(control_fd, False)
-    Init(_socket.socket(fileno=control_fd), work).serve()
+    Init(_socket.socket(fileno=control_fd), work, has_own_network).serve()
     if not IS_FIRST:  # the box's files do not end with a mount namespace
         os.execv("/bin/rm", ["rm", "-rf", "--", work])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), IS_FIRST and sys.argv[5] == "apart")

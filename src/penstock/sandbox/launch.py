@@ -146,7 +146,8 @@ class Launch:
 
     def arguments(self, plan: Plan, work: str) -> list[str]:
         """Return the arguments of the init. `work`: the work directory as the box sees it."""
-        return [str(self.control), work, "-1" if plan.slot_uid is None else str(plan.slot_uid)]
+        uid = "-1" if plan.slot_uid is None else str(plan.slot_uid)
+        return [str(self.control), work, uid, "shared" if plan.network else "apart"]
 
     def start(
         self, command: Sequence[str], *, begun: Callable[[int], None], user: int | None = None

@@ -98,7 +98,7 @@ class Profile(msgspec.Struct, frozen=True):
         pairs = {"answers": (self.tokens, other.tokens), "environments": (self.env_s, other.env_s)}
         pairs["the rate"] = (self.speed, other.speed)
         for name, (mine, theirs) in pairs.items():
-            if min(mine, theirs) > 0 and abs(math.log(theirs / mine)) > math.log1p(share):
+            if min(mine, theirs) > 0 and abs(math.log(theirs) - math.log(mine)) > math.log1p(share):
                 return f"{name} changed from {mine:.4g} to {theirs:.4g}"
         return ""
 
@@ -131,7 +131,8 @@ class Tuning:
     def observe_group(self, task_id: str, episodes: Summaries) -> None:
         """Take in a completed group."""
         if self.is_on:
-            self._groups.append(PlayedGroup(task_id=task_id, episodes=episodes))
+            numbers = [episode.without_texts() for episode in episodes]
+            self._groups.append(PlayedGroup(task_id=task_id, episodes=numbers))
 
     def complete_step(self, learner: LearnerState, *, num_tokens: int, now: float) -> Change | None:
         """Take in an optimizer step over groups with `num_tokens` tokens. Return a change to undo, if its trial has

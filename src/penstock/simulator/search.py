@@ -26,7 +26,7 @@ from penstock.simulator.measures import Measures, measure
 from penstock.simulator.simulated_run import simulate
 from penstock.simulator.strategies import NO_DEADLINE_S
 from penstock.simulator.trace import RecordedTask, RecordedWorkload, recorded_task
-from penstock.simulator.workload import Workload
+from penstock.simulator.workload import Plan, Workload
 
 SAMPLES_PER_STEP = 256
 """A larger step is simulated as a slice of the cluster with about this many samples."""
@@ -92,6 +92,24 @@ def answer(config: Config, question: Question, engine: EngineModelConfig, *, max
     return search.run()
 
 
+class OutOfTime(Exception):
+    """A simulated run takes longer than the search may."""
+
+
+class TimedWorkload:
+    """A workload that raises `OutOfTime` when the processor time of this process has passed a moment."""
+
+    def __init__(self, workload: Workload, *, until: float) -> None:
+        self.max_tokens, self.max_turns = workload.max_tokens, workload.max_turns
+        self._workload, self._until = workload, until
+        self.task_id = workload.task_id
+
+    def plan(self, index: int, attempt: int) -> Plan:
+        if time.process_time() > self._until:
+            raise OutOfTime
+        return self._workload.plan(index, attempt)
+
+
 class Candidate(NamedTuple):
     """Changed settings, and their simulated figures."""
 
@@ -130,6 +148,14 @@ class Search:
 
     def run(self) -> Answer:
         """Return the best change."""
+        found: list[Answer] = []
+        try:
+            found.append(self._run())
+        except* OutOfTime:
+            found.append(self._nothing(f"the search has used its {self.max_cpu_s:.3g} s of processor time"))
+        return found[0]
+
+    def _run(self) -> Answer:
         seed = self.config.seed
         now = self._simulate({}, seed)
         tried = [each for name in self.movable for each in self._single(name, now, seed)]
@@ -259,7 +285,7 @@ class Search:
     def _simulate(self, changes: dict[str, Any], seed: int) -> Candidate:
         self.num_simulated += 1
         config = slice_of(with_settings(self.config, changes))[0]
-        workload = self.workload(config.env.num_members, seed)
+        workload = TimedWorkload(self.workload(config.env.num_members, seed), until=self._began + self.max_cpu_s)
         run = simulate(config, workload, seed=seed)
         return Candidate(changes, measure(run, workload, shares_devices=config.scheduler.mode == "colocated"))
 
