@@ -131,7 +131,8 @@ def overlap(lab: Lab, figures: Figures) -> None:
 
 def calibrated(lab: Lab) -> SimulatorConfig:
     """The simulator fitted to one asynchronous run."""
-    (run_dir,) = lab.long("calibrating", [*MODES["async"], *DRAINING], steps=STEPS, seeds=lab.seeds[:1])
+    fewer = ["data.eval_tasks=32"] if lab.quick else []
+    (run_dir,) = lab.long("calibrating", [*MODES["async"], *DRAINING, *fewer], steps=STEPS, seeds=lab.seeds[:1])
     return calibrate(run_dir)
 
 
