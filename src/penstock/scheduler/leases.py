@@ -45,6 +45,7 @@ class Leases:
         _, sampling = self._decoding.of(task)
         seed = stable_seed(self._config.seed, "sampling", task.purpose, task.tag, task.index, group.num_failures)
         saved = [(member, group.partial_rollouts[member]) for member in members if member in group.partial_rollouts]
+        fresh = self._max_tokens(group, num_tokens=0)
         return Work(
             task=task,
             group=group.number,
@@ -52,7 +53,10 @@ class Leases:
             group_size=group.size - group.redundancy,
             redundancy=group.redundancy,
             members=tuple(members),
-            max_tokens=tuple(self._max_tokens(group, member) for member in members),
+            max_tokens=tuple(
+                self._max_tokens(group, num_tokens=group.num_tokens[member]) if member in group.num_tokens else fresh
+                for member in members
+            ),
             env_seed=env_seed(self._config, task),
             sampling_seed=seed,
             deadline_s=self._config.env.episode_timeout_s,
@@ -63,8 +67,10 @@ class Leases:
 
     def grant(self, group: ActiveGroup, member: int) -> SegmentGrant:
         """Return the grant for the next generate call of `member`: its remaining budget, at most one segment."""
-        return SegmentGrant(episode=group.episode_id(member), max_tokens=self._max_tokens(group, member))
+        max_tokens = self._max_tokens(group, num_tokens=group.num_tokens.get(member, 0))
+        return SegmentGrant(episode=group.episode_id(member), max_tokens=max_tokens)
 
-    def _max_tokens(self, group: ActiveGroup, member: int) -> int:
+    def _max_tokens(self, group: ActiveGroup, *, num_tokens: int) -> int:
+        """Return the tokens of the next grant of a member that has generated `num_tokens`."""
         segments, _ = self._decoding.of(group.task)
-        return max(1, segments.grant_tokens(num_tokens=group.num_tokens.get(member, 0)))
+        return max(1, segments.grant_tokens(num_tokens=num_tokens))
