@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_ports import NumberedTasks
 from scripted_policy import ScriptedPolicy
-from test_manager import Echo
+from test_manager import Always, Echo, work
 
 from penstock.config import Config
 from penstock.envs.manager import EnvManager
@@ -19,9 +20,9 @@ from penstock.ports.work import Work
 from penstock.samples import Segment, Trajectory
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
-from penstock.types import EpisodeId, PayloadRef, Sampling, SegmentGrant
+from penstock.types import EpisodeId, PayloadRef, Sampling, SegmentGrant, Task
 
-ANSWER_S, REWARD_S = 1.0, 30.0
+ANSWER_S, REWARD_S, TOOL_S = 1.0, 30.0, 7.0
 GROUP_SIZE, NUM_GROUPS, MAX_RUNNING = 2, 6, 4
 REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
 
@@ -109,3 +110,41 @@ def test_a_slow_reward_holds_no_generation(chat: ChatTokenizer, reward: str | No
     assert seconds == pytest.approx(generation_s + (REWARD_S if reward else 0.0))
     assert played.scheduler.ledger.counts()["ready"] == NUM_GROUPS * GROUP_SIZE
     played.scheduler.ledger.check()
+
+
+class SlowTools:
+    """A tool takes its time after the first of two answers."""
+
+    def __init__(self, task: Task) -> None:
+        self._num_answers = 0
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "say ok", {}
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._num_answers += 1
+        await asyncio.sleep(TOOL_S)
+        return "again", 0.0, self._num_answers == 2, False, {}
+
+
+def test_an_episode_tells_how_long_its_environment_and_its_reward_took(
+    chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(time=lambda: asyncio.get_running_loop().time())
+    for module in ("penstock.envs.episode", "penstock.envs.manager"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    settings = {"env": {"reward": f"{__name__}:slow", "max_turns": 2, "reward_timeout_s": 2 * REWARD_S}}
+    config, ended = Config.model_validate(settings), []
+
+    async def main() -> None:
+        scorers = Scorers(config)
+        manager = EnvManager(
+            config, make=SlowTools, policy=TimedPolicy(chat), grants=Always(), chat=chat, scorers=scorers
+        )
+        await manager.play(work(1, deadline_s=100.0), lambda trajectory, text: ended.append(trajectory.summary()))
+
+    run_virtual(main())
+    (summary,) = ended
+    assert summary.status == "completed", summary.error
+    assert (summary.env_s, summary.reward_s) == pytest.approx((2 * TOOL_S, REWARD_S))
+    assert summary.seconds == pytest.approx(2 * ANSWER_S + 2 * TOOL_S + REWARD_S)
