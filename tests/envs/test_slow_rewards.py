@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,12 +126,7 @@ class SlowTools:
         return "again", 0.0, self._num_answers == 2, False, {}
 
 
-def test_an_episode_tells_how_long_its_environment_and_its_reward_took(
-    chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = SimpleNamespace(time=lambda: asyncio.get_running_loop().time())
-    for module in ("penstock.envs.episode", "penstock.envs.manager"):
-        monkeypatch.setattr(f"{module}.time", clock)
+def test_an_episode_tells_how_long_its_environment_and_its_reward_took(chat: ChatTokenizer) -> None:
     settings = {"env": {"reward": f"{__name__}:slow", "max_turns": 2, "reward_timeout_s": 2 * REWARD_S}}
     config, ended = Config.model_validate(settings), []
 

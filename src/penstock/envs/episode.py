@@ -47,6 +47,8 @@ class Episode:
     bounds: SegmentPolicy
     on_end: Callable[[Episode], None]
     started_at: float = field(default_factory=time.time)
+    began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    """When it started, on the clock of the event loop."""
     remaining_s: float = 0.0
     """Remaining seconds of the lease. Waiting for a grant does not count: that time is the scheduler's."""
     turn_remaining_s: float = 0.0
@@ -208,7 +210,7 @@ class Episode:
             self.fail(error)
 
     def trajectory(self) -> Trajectory:
-        now = time.time()
+        seconds = asyncio.get_running_loop().time() - self.began
         return Trajectory(
             episode=self.lease.episode,
             task_id=self.task.task_id,
@@ -218,8 +220,8 @@ class Episode:
             stop_reason=self.stop_reason,
             error=self.error,
             started_at=self.started_at,
-            finished_at=now,
-            env_s=max(now - self.started_at - self.answering_s - self.rewarding_s, 0.0),
+            finished_at=self.started_at + seconds,
+            env_s=max(seconds - self.answering_s - self.rewarding_s, 0.0),
             reward_s=self.rewarding_s,
             env_seed=self.lease.env_seed,
             info=self.info,
@@ -240,12 +242,13 @@ def contained_together(episodes: Sequence[Episode]) -> Iterator[None]:
 @contextmanager
 def answering(episodes: Sequence[Episode]) -> Iterator[None]:
     """Count the body's time as time spent on answers."""
-    started = time.time()
+    now = asyncio.get_running_loop().time
+    started = now()
     try:
         yield
     finally:
         for episode in episodes:
-            episode.answering_s += time.time() - started
+            episode.answering_s += now() - started
 
 
 @asynccontextmanager

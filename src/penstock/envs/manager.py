@@ -14,7 +14,6 @@ grant. While the reward of an episode is computed, the episode holds no place fo
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -327,14 +326,15 @@ class EnvManager:
         if scorer is None or (episode.settings.penalize_truncation and not finished):
             return
         self._grants.generated(episode.lease.episode, num_tokens=episode.num_tokens)
-        started = time.time()
+        now = asyncio.get_running_loop().time
+        started = now()
         try:
             episode.reward = await scorer.score(episode.text, episode.task.payload, waiter=episode.name)
         except RewardFailure as error:
             self._on_error(f"reward {scorer.name}", error.__cause__ or error)
             raise EpisodeFailure(f"reward {scorer.name} of {episode.task.task_id}: {error}") from error
         finally:
-            episode.rewarding_s += time.time() - started
+            episode.rewarding_s += now() - started
 
     async def _next_grant(self, episode: Episode, *, unfinished: bool) -> SegmentGrant:
         with answering([episode]):
