@@ -25,6 +25,7 @@ from penstock.observe.recorder import Recorder
 from penstock.ports.training import SavedState, TrainerLost
 from penstock.ports.work import Work
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.tuning import InForce
 from penstock.simulator.clock import run_virtual
 from penstock.store.experience_pool import ExperiencePool
 from penstock.types import EpisodeState, GroupAttempt, Task, WeightsHandle
@@ -328,6 +329,37 @@ def test_training_that_ended_early_has_ended_for_the_next_controller_too(tmp_pat
 
     run_virtual(kill_in_the_last_validation())
     assert whens(tmp_path)[-1] == "after"
+
+
+@pytest.mark.parametrize("victim", ["controller", "both"])
+def test_the_next_controller_has_the_settings_and_the_feedback_of_the_last_checkpoint(
+    tmp_path: Path, victim: Victim
+) -> None:
+    run = Run(tmp_path, config(**MODES["asynchronous"], tuning="auto"))
+
+    async def kill_after_a_checkpoint() -> None:
+        life = run._begin()
+        in_force = InForce(value=12, policy_version=0, reason="predicted")
+        run.system.scheduler.tuning.state.changed = {"max_running": in_force}
+        while len(run.disk) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        reference = run.disk[-1].state["scheduler"]["feedback"]["reference"]
+        if victim == "both":
+            run.trainer.kill()
+        await run._kill(life)
+        life = run._begin()
+        await asyncio.sleep(0.2)
+        scheduler = run.system.scheduler
+        assert scheduler.tuning.state.changed == {"max_running": in_force}
+        assert scheduler._dispatcher.capacity.max_running == 12
+        assert (
+            scheduler.restoring.state_dict()["feedback"]["reference"]["mean"]["count"] >= reference["mean"]["count"] > 0
+        )
+        await life
+        run.close()
+
+    run_virtual(kill_after_a_checkpoint())
+    run.check()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -152,9 +152,11 @@ async def _restore(system: System) -> WeightsHandle:
 
 async def _adopt(system: System, held: TrainerState) -> WeightsHandle:
     """Continue with a trainer that outlived its controller. The controller may have died before it recorded the latest
-    step."""
+    step. Feedback, filters and tuned settings are those of the newest checkpoint."""
     handle = await system.trainer.publish()
     num_groups = await _restore_groups(system)
+    if (point := (await system.trainer.saved(system.run_dir / CHECKPOINTS)).newest) is not None:
+        system.scheduler.restoring.load_state_dict(point.state["scheduler"])
     system.num_steps = held.step
     system.ends_early = _ends_early(system, held.step)
     unrecorded = [r.group for r in system.pool.get_groups(held.trained) if r.state == EpisodeState.READY]
