@@ -36,9 +36,14 @@ class Run:
         for number in range(FEWEST_GROUPS):
             self.group(number)
 
-    def group(self, number: int, *, tokens: int = 100) -> None:
+    def group(self, number: int, *, tokens: int = 100, seconds: float = 1.0, env_s: float = 0.0) -> None:
         ended = EpisodeSummary(
-            episode=EpisodeId("main", number, 0, 0), status="completed", response_tokens=tokens, prompt_tokens=10
+            episode=EpisodeId("main", number, 0, 0),
+            status="completed",
+            response_tokens=tokens,
+            prompt_tokens=10,
+            seconds=seconds,
+            env_s=env_s,
         )
         self.tuning.observe_group(str(number), [ended])
 
@@ -141,10 +146,27 @@ def test_the_next_search_comes_after_every_steps_or_with_a_drift() -> None:
     assert not run.tuning.why_due
     for number in range(1000, 2000):
         run.group(number, tokens=200)
-    assert run.tuning.why_due == "the workload drifts: answers changed from 100 to 200"
+    assert run.tuning.why_due == "the workload drifts: from 100 to 200 tokens"
     run.answer(Answer(reason="nothing"))
     run.steps(EVERY)
     assert run.tuning.why_due == f"{EVERY} steps since the last search"
+
+
+def test_an_environment_that_takes_a_hundredth_of_an_episode_is_no_drift() -> None:
+    run = Run()
+
+    def groups(env_s: float) -> None:
+        for number in range(1000):
+            run.group(number, seconds=10.0, env_s=env_s)
+
+    groups(0.1)
+    run.steps(FIRST + 1)
+    run.answer(Answer(reason="nothing"))
+    run.steps(FIRST)
+    groups(0.3)
+    assert not run.tuning.why_due
+    groups(4.0)
+    assert run.tuning.why_due == "the workload drifts: from 0.1 to 4 s in the environment"
 
 
 def test_a_postponed_search_is_asked_again() -> None:

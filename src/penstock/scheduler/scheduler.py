@@ -378,10 +378,9 @@ class Scheduler:
 
     async def next_question(self) -> Question:
         """Wait until a search for better settings is due, and begin it."""
-        while not (reason := self.tuning.why_due):
+        while not self.tuning.why_due:
             self._stepped.clear()
             await self._progress.wait(self._stepped)
-        self._log_decision("tuning", f"a search begins: {reason}", {})
         learner, lengths = self._supply.learner, self.lengths
         knows_lengths = lengths.trusted and lengths.trust.tau is not None
         return self.tuning.question(learner.calls, update_s=self._supply.update_s, knows_lengths=knows_lengths)

@@ -86,20 +86,25 @@ class State(msgspec.Struct, kw_only=True):
     policy_version: int = 0
 
 
-class Profile(msgspec.Struct, frozen=True):
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """The workload at a search, to notice that it drifts."""
 
     tokens: float
     env_s: float
+    seconds: float
+    """Mean time of an episode."""
     speed: float
 
     def differs(self, other: Profile, share: float) -> str:
         """Return what differs from `other` by more than `share`; empty if nothing does."""
-        pairs = {"answers": (self.tokens, other.tokens), "environments": (self.env_s, other.env_s)}
-        pairs["the rate"] = (self.speed, other.speed)
-        for name, (mine, theirs) in pairs.items():
+        for name, mine, theirs in (
+            ("tokens", self.tokens, other.tokens),
+            ("tokens per second", self.speed, other.speed),
+        ):
             if min(mine, theirs) > 0 and abs(math.log(theirs) - math.log(mine)) > math.log1p(share):
-                return f"{name} changed from {mine:.4g} to {theirs:.4g}"
+                return f"from {mine:.4g} to {theirs:.4g} {name}"
+        if abs(other.env_s - self.env_s) > share * max(self.seconds, other.seconds):
+            return f"from {self.env_s:.4g} to {other.env_s:.4g} s in the environment"
         return ""
 
 
@@ -119,8 +124,8 @@ class Tuning:
         self._steps_since_search = 0
         self._searched: Profile | None = None
         self._is_searching = self._said_nothing = False
-        self._again = ""
-        """Why to search again soon; empty if there is no reason."""
+        self._again = self._why = ""
+        """Why to search again soon, empty if there is no reason; and why the latest search began."""
         self.state = State()
 
     @property
@@ -195,6 +200,7 @@ class Tuning:
 
     def question(self, calls: Sequence[Call], *, update_s: float, knows_lengths: bool) -> Question:
         """Begin a search."""
+        self._why = self.why_due
         profile = self._profile()
         if self._searched is not None and self._searched.differs(profile, self._settings.drift):
             self.state.rejected = []
@@ -216,7 +222,8 @@ class Tuning:
     def take(self, answer: Answer) -> Change | None:
         """End a search. Return the change to make now; None if there is none and it was said before."""
         self._is_searching = False
-        inputs = {**answer.predicted, "simulated": answer.num_simulated, "cpu_s": answer.cpu_s}
+        inputs: dict[str, Any] = {"searched": self._why, **answer.predicted}
+        inputs |= {"simulated": answer.num_simulated, "cpu_s": answer.cpu_s}
         if answer.was_postponed:
             self._again = "the last search was postponed"
             return None
@@ -250,8 +257,12 @@ class Tuning:
     def _profile(self) -> Profile:
         episodes = [episode for group in self._groups for episode in group.episodes]
         speed, _ = _speed(list(self._steps))
-        tokens = fmean(episode.response_tokens for episode in episodes)
-        return Profile(tokens, fmean(episode.env_s for episode in episodes), speed)
+        return Profile(
+            tokens=fmean(episode.response_tokens for episode in episodes),
+            env_s=fmean(episode.env_s for episode in episodes),
+            seconds=fmean(episode.seconds for episode in episodes),
+            speed=speed,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON values."""
