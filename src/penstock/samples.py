@@ -157,7 +157,10 @@ class Trajectory:
         return [part.flatten() for part in parts]
 
     def _turn_by_turn(self) -> Iterator[Trajectory]:
-        """Yield each turn as a separate trajectory. Its observation contains all tokens before the turn."""
+        """Yield each turn as a separate trajectory. Its observation contains all tokens before the turn. A trajectory
+        without turns stays one, so that its member has a sample."""
+        if not self.turns:
+            yield self
         context: list[int] = []
         for turn in self.turns:
             context += turn.observation_ids

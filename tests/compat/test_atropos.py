@@ -280,6 +280,31 @@ async def test_what_cannot_be_trained_is_one_clear_error(api: Api, changes: dict
     assert api.exchange.counts["refused"] == 1
 
 
+async def test_bad_groups_of_one_harm_no_other(api: Api) -> None:
+    """A client that did not register pushes beside an environment that plays, whether that asks for its status or only
+    pushes."""
+    await api.lease()
+    await api.ask("POST", "/register-env", REGISTRATION)
+    await api.ask("GET", "/status-env", {"env_id": 0})
+    bad = [{"scores": []}] * 40
+    assert (await api.ask("POST", "/scored_data_list", bad))[0] == 422
+    assert (await api.ask("POST", "/scored_data_list", [document | {"env_id": 7} for document in bad]))[0] == 422
+    assert not api.ended and api.exchange.counts["refused"] == 80
+    assert await api.ask("POST", "/scored_data", group(1.0, env_id=0)) == (200, {"status": "received"})
+    assert api.rewards == [1.0, 0.0] and not any(trajectory.error for trajectory in api.ended)
+
+
+async def test_bad_groups_fail_no_lease_while_good_ones_come(api: Api) -> None:
+    """Also those of the only environment, and of a client that did not register."""
+    await api.lease()
+    await api.ask("POST", "/register-env", REGISTRATION)
+    assert await api.ask("POST", "/scored_data", group(1.0, env_id=0)) == (200, {"status": "received"})
+    await api.lease()
+    for number in (0, 7, None):
+        assert (await api.ask("POST", "/scored_data", {"env_id": number}))[0] == 422
+    assert not any(trajectory.error for trajectory in api.ended)
+
+
 async def test_the_groups_of_a_list_have_nothing_to_do_with_each_other(api: Api) -> None:
     await api.lease()
     await api.lease()

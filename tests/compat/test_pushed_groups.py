@@ -46,6 +46,7 @@ def group(**changes: Any) -> dict[str, Any]:
         ({"tokens": [[1, "2"], [1]]}, r"Expected `int`, got `str` - at `tokens\[0\]\[1\]`"),
         ({"tokens": [[1, 2**70], [1]], "masks": [[-100] * 2, [-100]]}, r"tokens\[0\] .* that no token can be"),
         ({"tokens": None}, "`tokens`"),
+        ({"tokens": [[1, 2], []], "masks": [[-100, 2], []]}, r"tokens\[1\] is empty"),
         ({"inference_logprobs": [[1.0], [1.0]]}, "inference_logprobs do not have a value for every token"),
         ({"advantages": [[0.1]]}, "advantages are not served"),
         ({"overrides": [{"set_advantage_to_zero": True}, {}]}, r"overrides\[0\] are not served"),

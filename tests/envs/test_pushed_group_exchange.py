@@ -84,16 +84,17 @@ async def test_a_group_that_grew_too_stale_in_the_queue_is_rejected_and_delays_n
 
 
 async def test_a_refused_group_is_the_failure_of_whoever_waits_longest(trade: Trade) -> None:
-    trade.exchange.refuse("nobody waits yet")
+    trade.exchange.refuse("nobody waits yet", is_only=True)
     await trade.lease("a")
     await trade.lease("b")
-    trade.exchange.refuse("letters_0 pushed a group that cannot be trained: scores[1] is nan")
+    trade.exchange.refuse("letters_0 pushed a group that cannot be trained: scores[1] is nan", is_only=True)
+    trade.exchange.refuse("another environment is at work", is_only=False)
     await trade.offer(0)
     assert [trajectory.error for trajectory in trade.ended["a"]] == [
         "letters_0 pushed a group that cannot be trained: scores[1] is nan"
     ] * 2
     assert trade.rewards("b") == [0, 1]
-    assert trade.exchange.counts["refused"] == 2
+    assert trade.exchange.counts["refused"] == 3
 
 
 async def test_a_group_given_to_a_lease_that_was_cancelled_is_first_in_line_again(trade: Trade) -> None:

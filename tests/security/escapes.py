@@ -301,6 +301,7 @@ except MemoryError: pass
 """,
     "hidden_memory": """
 calls('memfd_create', b'x', 0); calls('shmget', 0, 1 << 20, 0o1600)
+calls('semget', 0, 32000, 0o1600); calls('msgget', 0, 0o1600)
 if 'memfd_secret' in T['numbers']: calls('memfd_secret', 0)
 """,
     "fill_the_disk": """

@@ -268,13 +268,14 @@ class Atropos:
     def _offer(self, document: object) -> Offer:
         if self._exchange.num_offers >= MAX_OFFERS:
             raise Refused(503, f"the queue is full with {MAX_OFFERS} groups: the trainer is slower than environments")
-        source = self._registry.name_of(document.get("env_id") if isinstance(document, dict) else None)
+        number = document.get("env_id") if isinstance(document, dict) else None
+        source = self._registry.name_of(number)
         try:
             oldest = self._served.oldest_since(_now() - self._config.env.episode_timeout_s)
             match = self._provenance.match(document, oldest_version=oldest)
         except ValueError as error:
             reason = f"{source} pushed a group that cannot be trained: {error}"
-            self._exchange.refuse(reason)
+            self._exchange.refuse(reason, is_only=self._registry.is_only(source))
             raise Refused(UNTRAINABLE, reason) from None
         if match.num_unknown:
             self._exchange.counts["inexact"] += 1
@@ -285,6 +286,7 @@ class Atropos:
         self._exchange.counts["retokenised"] += match.num_left_out > 0
         offer = Offer(episodes=match.episodes, source=source)
         self._latest = document
+        self._registry.heard_from(source)
         self._exchange.offer(offer)
         return offer
 
@@ -344,6 +346,15 @@ class Registry:
     def connected(self) -> list[Environment]:
         since = _now() - SILENT_S
         return [each for each in self._environments if self._polled_at.get(each.name, -math.inf) >= since]
+
+    def is_only(self, name: str) -> bool:
+        """Return whether `name` has registered, and no other environment is connected."""
+        is_registered = any(each.name == name for each in self._environments)
+        return is_registered and all(each.name == name for each in self.connected())
+
+    def heard_from(self, name: str) -> None:
+        """Record that an environment has pushed a group that can be trained."""
+        self._polled_at[name] = _now()
 
     def name_of(self, number: object) -> str:
         environment = self._get(number) if isinstance(number, int) else None

@@ -85,6 +85,8 @@ def read_group(document: Any, config: Config, *, vocab_size: int) -> PushedGroup
 
 
 def _check_sequence(number: int, tokens: list[int], mask: list[int], max_context: int, vocab_size: int) -> None:
+    if not tokens:
+        raise ValueError(f"tokens[{number}] is empty")
     if len(mask) != len(tokens):
         raise ValueError(f"masks[{number}] has {len(mask)} values for the {len(tokens)} of tokens[{number}]")
     if len(tokens) > max_context:

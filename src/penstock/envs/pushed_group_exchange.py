@@ -8,6 +8,7 @@ delay newer groups.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from penstock.ports.work import Work
 from penstock.samples import Trajectory, Turn
 from penstock.types import NO_VERSION, TrajectoryStatus
 
+RECENT_S = 60.0
+"""Seconds after a group that can be trained in which refused groups fail no lease."""
 STALL_WARNING_S = 60.0
 """Seconds that a lease waits for a group before the wait is reported."""
 
@@ -54,6 +57,7 @@ class Exchange:
         self._max_staleness, self._newest, self._holder = max_staleness, newest, holder
         self._leases: deque[asyncio.Future[Offer]] = deque()
         self._offers: deque[Offer] = deque()
+        self._last_offer_at = -math.inf
         self.has_begun = False
         """Whether a lease has ever arrived, so that training has begun."""
         self.counts: Counter[str] = Counter()
@@ -70,13 +74,19 @@ class Exchange:
     def offer(self, offer: Offer) -> None:
         """Add a group to the queue. `offer.outcome` says how it leaves the queue."""
         self.counts["offered"] += 1
+        self._last_offer_at = time.monotonic()
         self._offers.append(offer)
         self._match()
 
-    def refuse(self, reason: str) -> None:
-        """Count a pushed group that cannot be trained. If leases wait, the episodes of the first one fail with
-        `reason`."""
+    def refuse(self, reason: str, *, is_only: bool) -> None:
+        """Count a pushed group that cannot be trained.
+
+        The episodes of the first waiting lease fail with `reason`, because nothing else would tell what is wrong. But
+        they wait on if its environment is not the only one, or if a group that can be trained has come recently.
+        """
         self.counts["refused"] += 1
+        if not is_only or time.monotonic() - self._last_offer_at < RECENT_S:
+            return
         self._leases = deque(lease for lease in self._leases if not lease.done())
         if self._leases:
             self._leases.popleft().set_exception(EpisodeFailure(reason))

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.control import messages
-from penstock.control.bus import CONTROLLER, Peer
+from penstock.control.bus import CONTROLLER, Peer, Unsendable
 from penstock.control.messages import AnyMessage
 from penstock.deadline import Stalled, deadline, holding
 from penstock.envs.manager import WorkPlayer
@@ -24,7 +24,7 @@ from penstock.processes.pool_access import WorkerPool
 from penstock.rollout.servers import Servers
 from penstock.samples import Trajectory
 from penstock.supervisor.child import Child
-from penstock.types import EpisodeId, GroupAttempt, PayloadRef, SegmentGrant
+from penstock.types import EpisodeId, EpisodeSummary, GroupAttempt, PayloadRef, SegmentGrant
 
 GRANT_S = 3600.0
 """Limit of the wait for an open episode's next grant. In colocated mode a training phase may come in between."""
@@ -213,9 +213,11 @@ class Worker(Member):
 
     async def _report_records(self, message: AnyMessage, refs: Sequence[PayloadRef | None]) -> None:
         """Report records in this worker's files. The controller has acted when this returns; then the records are
-        released."""
+        released. A report that is too large fails its episodes."""
         try:
             await self.ask(message)
+        except Unsendable as error:
+            await self.ask(_failed(message, str(error)))
         finally:
             self._saved.reported(refs)
 
@@ -259,3 +261,16 @@ class Worker(Member):
         """Send a message to the controller, and wait until it has acted."""
         assert self.peer is not None
         await self.peer.request(CONTROLLER, message, timeout_s=self._config.rollout.request_timeout_s)
+
+
+def _failed(message: AnyMessage, error: str) -> AnyMessage:
+    """Return a report that cannot be sent as one that says only this."""
+    if isinstance(message, messages.GrantRequest):
+        return messages.GrantRequest(
+            episode=message.episode, unfinished=message.unfinished, num_tokens=message.num_tokens, saved=None
+        )
+    assert isinstance(message, messages.DataGenerated | messages.RewardComputed)
+    failed = [EpisodeSummary(episode=each.episode, status="failed", error=error) for each in message.episodes]
+    if isinstance(message, messages.DataGenerated):
+        return messages.DataGenerated(group=message.group, ref=None, episodes=failed)
+    return messages.RewardComputed(episodes=failed, saved=[None] * len(failed))

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 from penstock.ports.work import Work
 from penstock.samples import Sample, Trajectory
+from penstock.sendable import sendable
 from penstock.types import EpisodeSummary, Formulation
+
+MAX_TEXT = 8_000
+"""Most characters of an answer that its summary shows. The summaries of a group travel in one message."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -82,8 +86,10 @@ class GroupProgress:
         return sum(self._ended[member][0].num_tokens for member in members)
 
     def summaries(self, members: list[int]) -> list[EpisodeSummary]:
-        ended = [self._ended[member] for member in members]
-        return [trajectory.summary(text=text if self.work.keep_text else None) for trajectory, text in ended]
+        """Return the summaries of members. Only that of the first one has a text, which samples show."""
+        shown = self.work.keep_text
+        texts = {number: sendable(self._ended[number][1], MAX_TEXT) for number in members[:1] if shown}
+        return [self._ended[number][0].summary(text=texts.get(number)) for number in members]
 
     def stop(self) -> None:
         """Stop all tasks of the group."""

@@ -29,9 +29,9 @@ TICK_MS = 100
 """Time between two looks at the time limits and at the numbers of files and sockets, while a program runs."""
 MAX_FILES = 1 << 16
 """Most files and directories in one of the box's file systems, because its size does not count the names of files."""
-MAX_SOCKETS, MAX_TCP_SOCKETS = 1024, 128
-"""Most sockets of the box's own network, and TCP sockets among them. Their buffers count for no limit of a process: up
-to half a megabyte for a socket, and ten for two connected TCP sockets."""
+MAX_SOCKETS, MAX_INTERNET_SOCKETS = 1024, 128
+"""Most sockets of the box's own network, and most of them that are not of AF_UNIX. Their buffers count for no limit of
+a process: up to half a megabyte for a socket, and ten for two connected TCP sockets."""
 MAX_OPEN_FILES = 256
 MAX_PENDING_SIGNALS = 256
 CHUNK = 1 << 16
@@ -351,8 +351,8 @@ class Init:
             return True
         if not self.has_own_network:
             return False
-        used, tcp = count_sockets()
-        return used > MAX_SOCKETS or tcp > MAX_TCP_SOCKETS
+        num_all, num_internet = count_sockets()
+        return num_all > MAX_SOCKETS or num_internet > MAX_INTERNET_SOCKETS
 
     def _take(self) -> bool:
         """Take one request. Return whether there was one; the socket is closed otherwise."""
@@ -442,20 +442,16 @@ def children(pid: int) -> list[int]:
 
 
 def count_sockets() -> tuple[int, int]:
-    """Return how many sockets this network has, and how many TCP sockets."""
-    used = tcp = 0
-    for name in ("sockstat", "sockstat6"):
-        try:
-            with open(f"/proc/net/{name}") as file:
-                for line in file:
-                    words = line.split()
-                    if words[0] == "sockets:":
-                        used = int(words[2])
-                    elif words[0] in ("TCP:", "TCP6:"):
-                        tcp += int(words[2])
-        except OSError:
-            continue  # a kernel without IPv6
-    return used, tcp
+    """Return how many sockets this network has, and how many of them are not of AF_UNIX. A closed TCP socket with data
+    to read is in no list, but counts among all."""
+    try:
+        with open("/proc/net/sockstat") as file:
+            num_all = int(file.readline().split()[2])  # sockets: used N
+        with open("/proc/net/unix") as file:
+            num_unix = sum(1 for _ in file) - 1
+    except (OSError, ValueError, IndexError):
+        return 0, 0
+    return num_all, num_all - num_unix
 
 
 def main(control_fd: int, work: str, uid: int, has_own_network: bool) -> None:

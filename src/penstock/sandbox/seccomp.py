@@ -41,7 +41,8 @@ COMMON = {
 }  # fmt: skip
 """Numbers of newer calls, which are the same on every architecture."""
 X86_64 = COMMON | {
-    "shmget": 29, "ptrace": 101, "personality": 135, "uselib": 134, "ustat": 136, "sysfs": 139, "vhangup": 153,
+    "shmget": 29, "semget": 64, "msgget": 68,
+    "ptrace": 101, "personality": 135, "uselib": 134, "ustat": 136, "sysfs": 139, "vhangup": 153,
     "io_setup": 206, "modify_ldt": 154, "pivot_root": 155, "_sysctl": 156, "adjtimex": 159, "chroot": 161, "acct": 163,
     "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170,
     "setdomainname": 171, "iopl": 172, "ioperm": 173, "create_module": 174, "init_module": 175, "delete_module": 176,
@@ -56,7 +57,8 @@ AARCH64 = COMMON | {
     "io_setup": 0, "lookup_dcookie": 18, "umount2": 39, "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51,
     "vhangup": 58, "quotactl": 60, "vmsplice": 75, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104,
     "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116, "ptrace": 117, "reboot": 142,
-    "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171, "shmget": 194, "add_key": 217,
+    "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171,
+    "msgget": 186, "semget": 190, "shmget": 194, "add_key": 217,
     "request_key": 218, "keyctl": 219, "swapon": 224, "swapoff": 225,
     "migrate_pages": 238, "move_pages": 239, "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264,
     "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271,

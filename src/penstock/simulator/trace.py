@@ -25,6 +25,8 @@ SETTING = "simulator.workload.path"
 READERS = {".jsonl": ("json", "read_json"), ".csv": ("csv", "read_csv"), ".parquet": ("parquet", "read_table")}
 """Suffix of a trace file -> the module of pyarrow and the function that read it."""
 NEEDED = ("task_id", "response_tokens")
+MAX_NUMBER = 1e9
+"""Largest number of a trace: tokens of an answer, or seconds."""
 NUMBERS = ("response_tokens", "prompt_tokens", "turn", "tool_s", "reward", "reward_s")
 
 
@@ -119,6 +121,8 @@ def _check(row: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: column {name} is {value!r}, not a number")
         if value < 0 and name != "reward":
             raise ConfigError(f"{where}: column {name} is negative ({value})")
+        if value > MAX_NUMBER:
+            raise ConfigError(f"{where}: column {name} is {value:g}, more than {MAX_NUMBER:g}")
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
