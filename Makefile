@@ -10,7 +10,7 @@ FROZEN := gem-llm==0.1.0 atroposlib==0.4.0
 UV = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 export UV_DEFAULT_INDEX ?= $(or $(PIP_INDEX_URL),https://pypi.org/simple)
 
-# Two workers more than there are cores; what shares a fixture, or Ray, stays together (tests/conftest.py).
+# One worker more than there are cores; what shares a fixture, or Ray, stays together (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto
 # The tests start hundreds of processes. With this variable, each of them would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE

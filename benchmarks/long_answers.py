@@ -7,12 +7,10 @@ imitates them. Only what follows the dots is rewarded, so training has little re
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
 import string
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ SHORTEST, GROWTH, HARDEST = 8.0, 1.45, 9
 WITHIN_SIGMA = 0.25
 LONGEST = 240
 LETTERS = "abcdefgh"
-TURNS, TOOL_S, REWARD_S, SLOW_SIGMA = 4, 2.0, 5.0, 1.0
-"""Turns with tools; median seconds of a tool and of a slow reward, and the standard deviation of their logarithms."""
 
 
 class Think:
@@ -47,27 +43,6 @@ class Think:
         median = SHORTEST * GROWTH ** (int(self._question[1]) - 1)
         length = round(median * math.exp(self._rng.gauss(0, WITHIN_SIGMA)))
         return "." * min(max(length, 1), LONGEST) + self._answer
-
-
-class ThinkWithTools(Think):
-    """The same question four times, and a slow tool after each answer but the last."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self._num_answers = 0
-
-    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:  # type: ignore[override]
-        _, reward, *_ = super().step(action)
-        self._num_answers += 1
-        if self._num_answers < TURNS:
-            await asyncio.sleep(self._rng.lognormvariate(math.log(TOOL_S), SLOW_SIGMA))
-        return self._question, reward, self._num_answers == TURNS, False, {}
-
-
-async def slowly(answer: str, payload: Mapping[str, Any]) -> float:
-    """Return the reward of `Think`, after a while."""
-    await asyncio.sleep(random.lognormvariate(math.log(REWARD_S), SLOW_SIGMA))
-    return float(answer.lstrip(".") == payload["answer"])
 
 
 def write_tasks(path: Path, *, count: int, seed: int) -> None:

@@ -1,8 +1,8 @@
 """What self-tuning gains: `scheduler.tuning: auto` against the defaults and against the best fixed settings.
 
-Twelve simulated workloads on clusters of 8, 32 and 1,024 accelerators, and three real ones on this machine. The best
-fixed settings are found by the same search, which is given what no run knows: the true workload. The candidates of this
-search are then simulated for the whole length, and the fastest counts.
+Simulated workloads on clusters of 8, 32 and 1,024 accelerators. The best fixed settings are found by the same search,
+which is given what no run knows: the true workload. The candidates of this search are then simulated for the whole
+length, and the fastest counts.
 
 The tuned run knows the times of its simulated machines, as a run knows them that has fitted them to its own steps. It
 learns lengths, tools and rewards from the groups that it has completed. All rates are trained samples per second from a
@@ -21,8 +21,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from lab import Lab, lines
-from report import Benchmark, Figures, publish, runs_dir
+from report import SPREAD, Benchmark, Figures, publish
 
 from penstock.config import Config, WorkloadConfig
 from penstock.config.tunable import movable, with_settings
@@ -37,18 +36,14 @@ GROUP_SIZE, MAX_REDUNDANCY = 8, 2
 STEPS, QUICK_STEPS = 160, 40
 TOKEN_S = 1.1e-4
 """Seconds of one device of the learner per token."""
-QUICK_CASES = ("bimodal, 8", "slow rewards, 8", "drifting lengths, 8")
+QUICK_CASES = ("bimodal, 8",)
 TABLE = "Self-tuning on simulated clusters: trained samples per second, as a ratio"
-REAL_TABLE = "Self-tuning on this machine: trained samples per second, as a ratio"
 FIGURES = ("auto_vs_best_static", "auto_vs_default")
 FINALISTS = 3
 BENCHMARK = Benchmark(
     name="tuning",
-    measures=["scheduler", "simulator", "loop.py", "processes/searching.py"],
-    figures=[
-        *(f"{figure}{kind}" for figure in FIGURES for kind in ("", "_worst")),
-        *("drifting_auto_vs_best_static", "tuning_cpu_share"),
-    ],
+    measures=["scheduler", "simulator", "loop.py"],
+    figures=[f"{figure}{kind}" for figure in FIGURES for kind in ("", "_worst")],
 )
 
 
@@ -209,97 +204,22 @@ def simulated(figures: Figures, *, quick: bool, only: Sequence[str]) -> dict[str
         for figure, value in zip(FIGURES, (auto / static, auto / default), strict=True):
             ratios[figure].append(value)
             figures.tables.setdefault(TABLE, {}).setdefault(name, {})[figure] = [value]
-        if case.drifts:
-            figures.add("drifting_auto_vs_best_static", [auto / static])
         print(f"{name}: {time.monotonic() - started:.0f} s, of them searches {searches_s:.0f} s", flush=True)
     return ratios
-
-
-def real(lab: Lab, figures: Figures) -> dict[str, list[float]]:
-    """Return the ratios on this machine."""
-    ratios: dict[str, list[float]] = {figure: [] for figure in FIGURES}
-    shares = []
-    for name, settings in REAL.items():
-        runs = {
-            kind: lab.long(f"{name}_{kind}", [*settings, *more], steps=REAL_STEPS, seeds=[0])
-            for kind, more in KINDS.items()
-        }
-        speeds = {kind: late_samples_per_s(run) for kind, (run,) in runs.items()}
-        found = (
-            speeds["auto"] / max(each for kind, each in speeds.items() if kind != "auto"),
-            speeds["auto"] / speeds["default"],
-        )
-        for figure, value in zip(FIGURES, found, strict=True):
-            ratios[figure].append(value)
-            figures.tables.setdefault(REAL_TABLE, {}).setdefault(name.replace("_", " "), {})[figure] = [value]
-        shares.append(search_share(runs["auto"][0]))
-    figures.add("tuning_cpu_share", [max(shares)])
-    return ratios
-
-
-REAL_STEPS = 240
-LONG_ANSWERS = ["rollout.slots=32"]
-REAL = {
-    "long_tailed": LONG_ANSWERS,
-    "slow_turns": [
-        *("env.name=long_answers:ThinkWithTools", "env.max_turns=4", "env.max_new_tokens=48", "rollout.slots=32"),
-    ],
-    "slow_rewards": [*LONG_ANSWERS, "env.reward=long_answers:slowly"],
-}
-KINDS = {
-    "default": [],
-    "auto": ["scheduler.tuning=auto"],
-    "two_spare": ["env.redundancy=2"],
-    "one_spare": ["env.redundancy=1"],
-    "fewer_at_once": ["scheduler.max_running=32"],
-}
-"""Of real runs: the fixed settings that the search on the simulated clusters prefers, beside the defaults."""
-
-
-def late_samples_per_s(run_dir: Path) -> float:
-    """Samples trained per second in the second half of the run, after the first changes."""
-    metrics = lines(run_dir / "metrics.jsonl")
-    metrics = metrics[len(metrics) // 2 :]
-    seconds = metrics[-1]["time"] - metrics[0]["time"]
-    return float((metrics[-1]["ledger"]["trained"] - metrics[0]["ledger"]["trained"]) / seconds)
-
-
-def search_share(run_dir: Path) -> float:
-    """Return the processor time of searches, as a share of the run's."""
-    searches = (line.get("cpu_s", 0.0) for line in lines(run_dir / "timeline.jsonl") if line.get("decider") == "tuning")
-    events = lines(run_dir / "events.jsonl")
-    used = sum(event["cpu_s"] for event in events if event.get("event") == "process_totals")
-    return float(sum(searches) / used)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--quick", action="store_true", help="three small simulated workloads, and short real runs")
-    parser.add_argument(
-        "--only", metavar="CASE", nargs="*", default=[], help="only these simulated workloads, and no real run"
-    )
-    parser.add_argument("--runs", type=Path, metavar="DIR", default=Path("runs/tuning"), help="where runs are kept")
+    parser.add_argument("--quick", action="store_true", help="one small workload, few steps")
+    parser.add_argument("--only", metavar="CASE", nargs="*", default=[], help="only these workloads")
     options = parser.parse_args()
-    lab, figures = Lab(runs=runs_dir(options.runs, quick=options.quick), quick=options.quick), Figures()
-    lab.runs.mkdir(parents=True, exist_ok=True)
-    found = simulated(figures, quick=options.quick, only=options.only)
-    if not options.only:
-        for figure, ratios in real(lab, figures).items():
-            found[figure] += ratios
-    for figure, ratios in found.items():
+    figures = Figures()
+    for figure, ratios in simulated(figures, quick=options.quick, only=options.only).items():
         figures.add(figure, [fmean(ratios)])
         figures.add(f"{figure}_worst", [min(ratios)])
-    partial = bool(options.only)
-    publish(
-        BENCHMARK,
-        figures.flat,
-        options.json,
-        tables=figures.tables,
-        seeds=[0],
-        runs_of=lab.commits,
-        partial=partial,
-    )
+    flat = {name: value for name, value in figures.flat.items() if not name.endswith(SPREAD)}
+    publish(BENCHMARK, flat, options.json, tables=figures.tables, seeds=[0])
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Start two workers more than there are cores, because real runs wait a lot."""
-    return min(len(os.sched_getaffinity(0)) + 2, NUM_WORKERS_MAX)
+    """Start one worker more than there are cores, because real runs wait a lot."""
+    return min(len(os.sched_getaffinity(0)) + 1, NUM_WORKERS_MAX)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:

@@ -56,6 +56,8 @@ def test_nobody_waits_for_acknowledgements_after_the_end() -> None:
             workers.grant("slow", GRANT)
             await asyncio.sleep(1.0)
             workers.close()
+            workers.grant("slow", GRANT)  # by a message that was on its way
+            workers.tell(["slow"], Ack())
         assert asyncio.get_running_loop().time() == 1.0
 
     run_virtual(main())

@@ -73,6 +73,7 @@ class RemoteWorkers:
     def __init__(self, bus: Bus, tasks: asyncio.TaskGroup, *, timeout_s: float) -> None:
         self._bus, self._tasks, self._timeout_s = bus, tasks, timeout_s
         self._sending: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def start(self, worker: str, work: Work) -> None:
         self._send(worker, messages.NewTask(work=work))
@@ -89,11 +90,14 @@ class RemoteWorkers:
             self._send(worker, message)
 
     def close(self) -> None:
-        """Stop repeating messages that are not acknowledged."""
+        """Stop repeating messages that are not acknowledged, and send no more: the workers may be gone already."""
+        self._is_closed = True
         for sending in self._sending:
             sending.cancel()
 
     def _send(self, worker: str, message: AnyMessage) -> None:
+        if self._is_closed:
+            return
         sending = self._tasks.create_task(self._deliver(worker, message))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
