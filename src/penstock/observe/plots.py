@@ -258,12 +258,13 @@ def draw_adaptation(path: Path, metrics: Sequence[Record], timeline: Sequence[Re
 
 def tuned(timeline: Sequence[Record]) -> list[tuple[int, str]]:
     """Return the changes of settings that tuning made: (policy version, what changed)."""
+
+    def told(name: str, value: object) -> str:
+        return f"{name.split('.')[-1]} {'unset' if value is None else value}"
+
     changes = [line for line in timeline if line.get("decider") == "tuning" and "adapted" in line]
     return [
-        (
-            line["policy_version"],
-            "\n".join(f"{name.split('.')[-1]} {pair[1]}" for name, pair in line["adapted"].items()),
-        )
+        (line["policy_version"], "\n".join(told(name, pair[1]) for name, pair in line["adapted"].items()))
         for line in changes
     ]
 
