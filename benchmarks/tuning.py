@@ -162,7 +162,7 @@ def speed(case: Case, config: Config, *, tuned: bool = False) -> tuple[float, fl
     workload = case.open(config, GROUP_SIZE + MAX_REDUNDANCY, config.seed)
     run = simulate(config, workload, seed=config.seed, searcher=searcher)
     found = measure(run, workload, shares_devices=False)
-    return found.samples_per_s * min(found.length_mean_ratio, 1.0), searcher.cpu_s if searcher else 0.0
+    return found.fair_samples_per_s, searcher.cpu_s if searcher else 0.0
 
 
 class Counted(ModelSearcher):

@@ -98,6 +98,13 @@ async def test_the_segments_of_an_answer_are_bounded(chat: ChatTokenizer) -> Non
     assert grants.asked == [(True, 4), (True, 8)]
 
 
+async def test_the_scheduler_alone_decides_how_long_a_segment_is(chat: ChatTokenizer) -> None:
+    """Tuning changes the length of segments in mid-run, and workers do not hear of it."""
+    config, grants = settings(segment_length=4), Grants(9)
+    (trajectory,) = await Stage(chat, config, grants, answer=LETTERS[:15]).play(work(config, grant=6))
+    assert lengths(trajectory) == [[6, 9, 1]] and trajectory.status == "completed"
+
+
 async def test_an_answer_that_ends_in_its_last_segment_is_finished(chat: ChatTokenizer) -> None:
     config = settings(segment_length=4, max_segment_count=3)
     (trajectory,) = await Stage(chat, config, Grants(4), answer=LETTERS[:11]).play(work(config, grant=4))

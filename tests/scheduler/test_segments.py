@@ -39,7 +39,8 @@ def test_a_grant_is_the_least_of_what_is_left() -> None:
     subject = policy(segment_length=40, global_max_length=250, max_segment_count=3)
     assert subject.grant_tokens(num_tokens=0) == 40
     assert subject.grant_tokens(num_tokens=240) == 10
-    assert subject.grant_tokens(num_tokens=85, turn_tokens=85) == 15
+    assert subject.tokens_left(num_tokens=85, turn_tokens=85) == 15
+    assert subject.tokens_left(num_tokens=0) == 100, "in several segments"
     assert subject.grant_tokens(num_tokens=300) == 0
     assert policy(segment_length=40, max_segment_count=2).max_turn_tokens == 80
 
@@ -81,7 +82,8 @@ def test_budgets_hold_whatever_servers_do(answers: list[int], seed: int, **bound
     for answer in answers:
         turn = segments = 0
         while True:
-            granted = subject.grant_tokens(num_tokens=generated, turn_tokens=turn)
+            left_of_turn = subject.tokens_left(num_tokens=generated, turn_tokens=turn)
+            granted = min(subject.grant_tokens(num_tokens=generated), left_of_turn)
             assert granted >= 1, "asked only while something is left"
             tokens = min(granted, answer - turn)
             reason: FinishReason = "stop" if tokens == answer - turn else "length"

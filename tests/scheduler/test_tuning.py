@@ -26,7 +26,7 @@ def config(**tuning: Any) -> Config:
 
 
 class Run:
-    """A run whose steps take what the test says."""
+    """A run with step times that the test chooses."""
 
     def __init__(self, **tuning: Any) -> None:
         self.config = config(**tuning)
@@ -129,6 +129,21 @@ def test_noise_is_no_broken_promise() -> None:
     assert run.changes[-1].reason.startswith("kept")
 
 
+def test_a_trial_ends_without_a_verdict_when_something_else_changes_the_speed() -> None:
+    run = Run()
+    run.steps(FIRST + 1)
+    assert run.answer(Answer(changes=TRIED, gain=1.5, reason="predicted"))
+    verdict = run.tuning.disturb("feedback has changed the thresholds")
+    assert (
+        verdict is not None and not verdict.settings and verdict.reason.startswith("kept without a verdict: feedback")
+    )
+    assert run.tuning.in_force["max_running"] == 32 and not run.tuning.state.trust
+    run.steps(FIRST, seconds=9.0)
+    assert not run.changes, "it is not judged later"
+    assert run.tuning.why_due == "the last change was not judged"
+    assert run.tuning.disturb("again") is None and not run.tuning.why_due, "the steps before do not count"
+
+
 def test_nothing_is_said_once() -> None:
     run = Run(every_steps=1)
     run.steps(FIRST + 1)
@@ -197,7 +212,7 @@ def test_a_resumed_run_has_the_settings_that_were_in_force() -> None:
     assert resumed.state.changed["max_running"].reason == "predicted"
     restricted = Tuning(config(may=["look_ahead"]))
     restricted.load_state_dict(run.tuning.state_dict())
-    assert restricted.in_force == settings_of(restricted._config)
+    assert restricted.in_force == settings_of(config(may=["look_ahead"]))
 
 
 def test_settings_are_read_and_replaced_by_short_names() -> None:

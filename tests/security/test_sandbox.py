@@ -382,7 +382,7 @@ print("held", len(pairs))
 @integration
 def test_a_box_has_few_sockets_because_no_limit_of_a_process_counts_their_buffers(backend: str) -> None:
     if backend == "none":
-        pytest.skip("it has the network of the machine, whose sockets are those of other processes too")
+        pytest.skip("this backend shares the network of the machine, so sockets of other processes would count")
     few = run(python("-S", "-c", HOLD_SOCKETS, "20", "0.5"))
     assert (few.returncode, few.stdout) == (0, "held 20\n"), few
     many = run(python("-S", "-c", HOLD_SOCKETS, "100", "5"))

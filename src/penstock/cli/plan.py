@@ -27,7 +27,8 @@ ROWS = 12
 def show(
     path: Path, overrides: Sequence[str], *, accelerators: int, price: float | None, calibrated_by: Path | None
 ) -> int:
-    """Plan for a configuration and return the exit code. `calibrated_by`: the run whose machines and lengths count."""
+    """Plan for a configuration and return the exit code. `calibrated_by`: the run that gives the times of machines and
+    the lengths of answers."""
     from penstock.observe.plots import draw_simulation
 
     config = load_config(path, overrides)
@@ -36,7 +37,7 @@ def show(
     if calibrated_by is not None:
         from penstock.simulator.calibration import calibrate
 
-        devices = load_config(calibrated_by / "config.yaml").simulator.trainer_devices
+        devices = load_config(calibrated_by / "config.yaml").num_ranks
         fitted = calibrate(calibrated_by).model_copy(update={"trainer_devices": devices})
         config = config.model_copy(update={"simulator": fitted})
     with show_progress(is_wanted=config.observe.progress) as watch:

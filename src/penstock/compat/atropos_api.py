@@ -268,8 +268,7 @@ class Atropos:
     def _offer(self, document: object) -> Offer:
         if self._exchange.num_offers >= MAX_OFFERS:
             raise Refused(503, f"the queue is full with {MAX_OFFERS} groups: the trainer is slower than environments")
-        number = document.get("env_id") if isinstance(document, dict) else None
-        source = self._registry.name_of(number)
+        source = self._registry.name_of(document.get("env_id") if isinstance(document, dict) else None)
         try:
             oldest = self._served.oldest_since(_now() - self._config.env.episode_timeout_s)
             match = self._provenance.match(document, oldest_version=oldest)

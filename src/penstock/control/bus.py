@@ -106,15 +106,14 @@ class _Endpoint(ABC):
         envelope = Envelope("request", id_, message)
         future: asyncio.Future[AnyMessage] = loop.create_future()
         self._pending[peer, id_] = future
-        pause_s, timer = self.resend_s, loop.call_soon(lambda: None)
+        timer: asyncio.TimerHandle
 
-        def send() -> None:
-            nonlocal pause_s, timer
+        def send(pause_s: float) -> None:
+            nonlocal timer
             self._post(peer, envelope)
-            timer = loop.call_later(pause_s, send)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE * self.resend_s)
+            timer = loop.call_later(pause_s, send, min(2 * pause_s, LONGEST_PAUSE * self.resend_s))
 
-        send()
+        send(self.resend_s)
         try:
             answer = f"the answer to {type(message).__name__}"
             async with deadline(timeout_s, waiter=self.name, resource=answer, holder=peer):

@@ -106,7 +106,7 @@ class Episode:
 
     def within_budget(self, grant: SegmentGrant) -> SegmentGrant:
         """Return the grant, reduced to the tokens that the turn and the episode may still generate."""
-        left = self.bounds.grant_tokens(num_tokens=self.num_tokens, turn_tokens=self.turn_tokens)
+        left = self.bounds.tokens_left(num_tokens=self.num_tokens, turn_tokens=self.turn_tokens)
         return grant if grant.max_tokens <= left else SegmentGrant(episode=grant.episode, max_tokens=left)
 
     def open_turn(self, observation_ids: list[int]) -> None:

@@ -47,7 +47,7 @@ class Dispatcher:
         self.policy = DispatchPolicy(settings.dispatch, look_ahead=config.look_ahead)
         self.capacity = WorkerCapacity(max_running=config.max_running)
         self._num_members = 0
-        """Members of the largest group so far, before it ends."""
+        """Largest number of members that a group has had so far."""
         self.grant_requests: deque[EpisodeId] = deque()
         """Episodes that wait for their next grant, in the order of their requests."""
         self.use(config)

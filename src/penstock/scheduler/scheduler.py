@@ -356,6 +356,7 @@ class Scheduler:
         self._log_decision("feedback", self._supply.adjustment.reason, self._supply.adjustment.inputs)
         if self._supply.adjustment.factor != factor:
             self._log_adaptation(learner.policy_version, before)
+            self._change_settings(self.tuning.disturb("feedback has changed the thresholds of the trigger"))
         self._change_settings(self.tuning.complete_step(learner, num_tokens=num_tokens, now=self._now()))
         self._arrange()
         self.health.check_step(learner, num_aged=sum(count for _, count in aged))

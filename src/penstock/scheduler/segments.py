@@ -59,18 +59,23 @@ class SegmentPolicy:
         turns = self.max_turns * self.max_turn_tokens
         return turns if self.global_max_length is None else min(turns, self.global_max_length)
 
-    def grant_tokens(self, *, num_tokens: int, turn_tokens: int = 0) -> int:
-        """Return the tokens that the next grant may generate; 0 if the budget is used up.
+    def grant_tokens(self, *, num_tokens: int) -> int:
+        """Return the tokens that the next grant may generate; 0 if the episode's budget is used up.
 
-        The episode has generated `num_tokens` so far, `turn_tokens` of them in its open turn. A caller that does not
-        know `turn_tokens` leaves it out. Then the worker must keep the turn within `max_turn_tokens`.
+        The episode has generated `num_tokens` so far. The worker keeps the turn within `max_turn_tokens`.
         """
-        left = [self.max_turn_tokens - turn_tokens]
-        if self.segment_length is not None:
-            left.append(self.segment_length)
+        left = self.tokens_left(num_tokens=num_tokens)
+        return left if self.segment_length is None else min(left, self.segment_length)
+
+    def tokens_left(self, *, num_tokens: int, turn_tokens: int = 0) -> int:
+        """Return the tokens that the open turn may still generate, in any number of segments.
+
+        The episode has generated `num_tokens` so far, `turn_tokens` of them in its open turn.
+        """
+        left = self.max_turn_tokens - turn_tokens
         if self.global_max_length is not None:
-            left.append(self.global_max_length - num_tokens)
-        return max(min(left), 0)
+            left = min(left, self.global_max_length - num_tokens)
+        return max(left, 0)
 
     def after(self, *, reason: FinishReason, turn_tokens: int, episode_tokens: int, turn_segments: int) -> AnswerState:
         """Return the state of the answer after a segment.

@@ -32,7 +32,6 @@ from penstock.types import LearnerState, Summaries
 
 WINDOW, FEWEST_GROUPS = 512, 16
 """Number of latest groups that a search sees, and the fewest that it needs."""
-FEWEST_CALLS = 4
 DRAIN_STEPS = 2
 """Steps beyond the staleness bound after which work of the old settings has drained."""
 DISTRUST, TRUST_AGAIN, LEAST_TRUST = 0.5, 1.5, 0.1
@@ -53,7 +52,7 @@ class Change:
 
 
 class Trial(msgspec.Struct, kw_only=True):
-    """A change whose promise is not checked yet."""
+    """A change that is not judged yet."""
 
     before: dict[str, Any]
     """Earlier values of the changed settings."""
@@ -112,7 +111,7 @@ class Tuning:
     """The decider. It hears of every completed group and of every optimizer step."""
 
     def __init__(self, config: Config) -> None:
-        self._config, self._settings = config, config.scheduler.tuning
+        self._settings = config.scheduler.tuning
         self.is_on = self._settings.mode == "auto" and config.has_trainer
         self._configured = settings_of(config)
         self._movable = movable(config)
@@ -140,8 +139,8 @@ class Tuning:
             self._groups.append(PlayedGroup(task_id=task_id, episodes=numbers))
 
     def complete_step(self, learner: LearnerState, *, num_tokens: int, now: float) -> Change | None:
-        """Take in an optimizer step over groups with `num_tokens` tokens. Return a change to undo, if its trial has
-        ended badly."""
+        """Take in an optimizer step over groups with `num_tokens` tokens. Return the verdict of a trial that ends with
+        this step: the change is kept, or its earlier settings return."""
         if not self.is_on:
             return None
         self.state.policy_version = learner.policy_version
@@ -157,6 +156,16 @@ class Tuning:
         if trial is None or len(self._steps) < self._settings.first_steps:
             return None
         return self._judge(trial)
+
+    def disturb(self, reason: str) -> Change | None:
+        """Forget the steps measured so far, because something else has changed the speed. A change on trial stays: its
+        effect cannot be told from that of the other one."""
+        self._steps.clear()
+        if self.state.trial is None:
+            return None
+        self.state.trial = None
+        self._again = "the last change was not judged"
+        return Change(settings={}, reason=f"kept without a verdict: {reason}", inputs={})
 
     def _judge(self, trial: Trial) -> Change | None:
         self.state.trial = None

@@ -87,6 +87,11 @@ class Measures:
     steps: int
     simulated_s: float
 
+    @property
+    def fair_samples_per_s(self) -> float:
+        """Return trained samples per second, reduced if the run was too short for long answers to finish."""
+        return self.samples_per_s * min(self.length_mean_ratio, 1.0)
+
 
 def measure(run: Simulation, workload: Workload, *, shares_devices: bool) -> Measures:
     """Compute the figures of a simulated run."""

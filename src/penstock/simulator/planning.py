@@ -7,7 +7,7 @@ and these are simulated again with several seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -16,6 +16,7 @@ from penstock.config import Config, ConfigError
 from penstock.config.simulated_cluster import Strategy
 from penstock.config.tunable import movable, settings_of, with_settings
 from penstock.simulator.measures import Measures, measure
+from penstock.simulator.prediction import Watch
 from penstock.simulator.search import Search, slice_of
 from penstock.simulator.simulated_run import simulate
 from penstock.simulator.strategies import ON_ALL_DEVICES, Combination, combinations
@@ -28,9 +29,6 @@ APART: tuple[Strategy, ...] = ("asynchronous", "segments", "one_step_off")
 TOGETHER: tuple[Strategy, ...] = ("colocated", "over_sampling", "tail_batching")
 """Strategies in which all devices generate and train in turn."""
 FINALISTS, SEEDS = 3, 3
-
-Watch = Callable[[str, int, int], None]
-"""Called as watch(what is simulated, number done, total number)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +57,13 @@ class Option:
 
     @property
     def samples_per_s(self) -> float:
-        """Return trained samples per second, less what a short run favours short answers by; the mean over seeds."""
-        return fmean(_speeds(self.runs))
+        """Return trained samples per second, the mean over seeds; see `Measures.fair_samples_per_s`."""
+        return fmean(run.fair_samples_per_s for run in self.runs)
 
     @property
     def spread(self) -> float:
         """Return the standard deviation over the seeds; 0 with one seed."""
-        return stdev(_speeds(self.runs)) if len(self.runs) > 1 else 0.0
+        return stdev(run.fair_samples_per_s for run in self.runs) if len(self.runs) > 1 else 0.0
 
     @property
     def limited_by(self) -> str:
@@ -210,10 +208,6 @@ def _tuned(option: Option) -> Option:
         config=best,
         runs=runs,
     )
-
-
-def _speeds(runs: Sequence[Measures]) -> list[float]:
-    return [run.samples_per_s * min(run.length_mean_ratio, 1.0) for run in runs]
 
 
 def _means(runs: Sequence[Measures]) -> dict[str, float]:

@@ -118,8 +118,7 @@ class Candidate(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Return trained samples per second, less what a short run favours short answers by."""
-        return self.measures.samples_per_s * min(self.measures.length_mean_ratio, 1.0)
+        return self.measures.fair_samples_per_s
 
 
 @dataclass(eq=False, kw_only=True)
@@ -208,7 +207,7 @@ class Search:
         return spent_s * (1 + CHECKS / self.num_simulated) >= self.max_cpu_s
 
     def _single(self, name: str, now: Candidate, seed: int) -> Iterator[Candidate]:
-        """Try other values of one setting, upwards and downwards as long as it helps."""
+        """Simulate each other value of one setting."""
         for value in self._values(name):
             if self._is_over:
                 return
@@ -252,7 +251,7 @@ class Search:
 
     def _allowed(self, changes: dict[str, Any], now: Candidate, seed: int) -> Candidate | None:
         """Simulate changes. Return None if they have been rejected, or would train other samples than the run may."""
-        if any(changes.items() <= dict(each).items() for each in self.rejected) or self._is_over:
+        if any(dict(each).items() <= changes.items() for each in self.rejected) or self._is_over:
             return None
         found = self._simulate(changes, seed)
         num_groups = found.measures.steps * slice_of(self.config)[0].trainer.groups_per_step
@@ -267,11 +266,11 @@ class Search:
 
     def _fresher(self, best: Candidate, now: Candidate, seed: int) -> Candidate:
         """Return `best`, or the lowest staleness bound with nearly its speed."""
-        bound = with_settings(self.config, best.changes).scheduler.max_staleness
+        bound, least = with_settings(self.config, best.changes).scheduler.max_staleness, FRESH * best.speed
         while "max_staleness" in self.movable and bound > 1 and not self._is_over:
             bound -= 1
             fresher = self._allowed({**best.changes, "max_staleness": bound}, now, seed)
-            if fresher is None or fresher.speed < FRESH * best.speed:
+            if fresher is None or fresher.speed < least:
                 break
             best = fresher
         return best

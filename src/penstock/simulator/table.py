@@ -64,8 +64,8 @@ def plans(options: Sequence[Option], *, accelerators: int, price: float | None) 
             ", ".join(f"{name} {value}" for name, value in option.changes.items()) or "-",
         )
     lines.caption = (
-        "X*: what the machines allow; staleness: mean and largest; settings: what the search has changed in the "
-        "fastest plans, whose spread is that of three seeds"
+        "X*: what the machines allow; staleness: mean and largest; settings: what a search has changed in the three "
+        "fastest plans; ±: standard deviation over three seeds"
     )
     return lines
 
