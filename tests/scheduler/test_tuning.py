@@ -144,6 +144,50 @@ def test_a_trial_ends_without_a_verdict_when_something_else_changes_the_speed() 
     assert run.tuning.disturb("again") is None and not run.tuning.why_due, "the steps before do not count"
 
 
+def test_a_change_waits_for_steps_that_it_can_be_compared_with() -> None:
+    """Feedback changes the thresholds while the search runs."""
+    run = Run()
+    run.steps(FIRST + 1)
+    run.tuning.question([], update_s=0.0, knows_lengths=False)
+    run.tuning.disturb("feedback has changed the thresholds")
+    assert run.tuning.take(Answer(changes=TRIED, gain=1.5, reason="predicted")) is None
+    assert run.tuning.in_force == settings_of(run.config)
+    run.steps(FIRST)
+    assert run.tuning.why_due == "the steps during the last search were not comparable"
+
+
+ACTIONS = st.sampled_from(["step", "empty step", "disturb", "search", "answer", "nothing", "postponed", "resume"])
+
+
+@given(st.lists(ACTIONS, max_size=120))
+def test_no_order_of_events_breaks_it(actions: list[str]) -> None:
+    run = Run(every_steps=1)
+    searching = False
+    for action in actions:
+        tuning = run.tuning
+        if action == "step":
+            run.steps(3)
+        elif action == "empty step":
+            run.now, run.version = run.now + 1.0, run.version + 1
+            tuning.complete_step(LearnerState(policy_version=run.version, entropy=1.0), num_tokens=0, now=run.now)
+        elif action == "disturb":
+            tuning.disturb("feedback")
+        elif action == "search" and not searching and tuning.why_due:
+            tuning.question([], update_s=0.0, knows_lengths=False)
+            searching = True
+        elif action in ("answer", "nothing", "postponed") and searching:
+            changes = TRIED if action == "answer" else {}
+            tuning.take(Answer(changes=changes, gain=1.2, reason=action, was_postponed=action == "postponed"))
+            searching = False
+        elif action == "resume":
+            run.tuning = Tuning(run.config)
+            run.tuning.load_state_dict(tuning.state_dict())
+            searching = False
+            for number in range(FEWEST_GROUPS):
+                run.group(number)
+        assert set(run.tuning.in_force) == set(NAMES)
+
+
 def test_nothing_is_said_once() -> None:
     run = Run(every_steps=1)
     run.steps(FIRST + 1)

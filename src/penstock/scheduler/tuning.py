@@ -243,6 +243,9 @@ class Tuning:
             return Change(settings={}, reason=answer.reason, inputs=inputs)
         self._said_nothing = False
         speed, noise = _speed(list(self._steps))
+        if len(self._steps) < self._settings.first_steps or not speed:
+            self._again = "the steps during the last search were not comparable"
+            return None
         self.state.trial = Trial(
             before={name: self.in_force[name] for name in answer.changes},
             promised=answer.gain,
