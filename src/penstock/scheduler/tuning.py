@@ -244,8 +244,9 @@ class Tuning:
         self._said_nothing = False
         speed, noise = _speed(list(self._steps))
         if len(self._steps) < self._settings.first_steps or not speed:
-            self._again = "the steps during the last search were not comparable"
-            return None
+            self._again = "the last answer came without steps to compare with"
+            reason = f"not changed: too few steps were measured under the same conditions ({answer.reason})"
+            return Change(settings={}, reason=reason, inputs=inputs)
         self.state.trial = Trial(
             before={name: self.in_force[name] for name in answer.changes},
             promised=answer.gain,
