@@ -12,6 +12,7 @@ import pytest
 from made_tables import json_lines, parquet, reading
 
 from penstock.config import Config, ConfigError
+from penstock.data.items import PIECE_SIZE, ReasoningGym
 from penstock.data.sources import MixedTasks, TaskStream, held_out_tasks, open_tasks, question
 from penstock.sendable import fault_of
 from penstock.types import Task
@@ -36,6 +37,18 @@ def test_reasoning_gym_is_deterministic_and_what_is_held_out_differs() -> None:
     assert [task.payload["answer"] for task in tasks] != [task.payload["answer"] for task in held_out_tasks(SPELL)[:20]]
     assert {task.purpose for task in tasks} == {"train"} and held_out_tasks(SPELL)[0].purpose == "eval"
     assert {task.tag for task in tasks} == {"single_turn"}
+
+
+@pytest.mark.parametrize(
+    "dataset", ["acre", "gsm_symbolic", "knights_knaves", "list_functions", "pool_matrix", "word_ladder"]
+)
+def test_every_dataset_is_endless_repeats_itself_and_can_be_sent(dataset: str) -> None:
+    items = ReasoningGym(dataset, {}, seed=3, name="train")
+    drawn = {number: items.item(number) for number in (0, 1, PIECE_SIZE, 3 * PIECE_SIZE + 1)}
+    assert all(fault_of(payload) is None for _, payload in drawn.values())
+    assert len({str(payload) for _, payload in drawn.values()}) == len(drawn)
+    assert ReasoningGym(dataset, {}, seed=3, name="train").item(3 * PIECE_SIZE + 1) == drawn[3 * PIECE_SIZE + 1]
+    assert items.item(0) == drawn[0]
 
 
 def test_held_out_questions_are_skipped() -> None:

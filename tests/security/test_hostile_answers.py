@@ -8,9 +8,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.config import Config
+from penstock.data.items import ReasoningGym
 from penstock.envs.rewards.dataset_rule import AUDITED
 from penstock.envs.rewards.scorer import RewardFailure, Scorer, Scorers
 from penstock.envs.single_turn import SingleTurn
@@ -102,18 +104,36 @@ async def scored_by(scorer: Scorer, payload: dict[str, Any], answer: str) -> flo
         return None
 
 
+async def score_in_time(scorers: Scorers, config: Config, payload: dict[str, Any], answer: str) -> float | None:
+    """Return the score of an answer that takes no time, also on a machine that is busy for a while."""
+    for _ in range(20):
+        timeouts = scorers.counts()["score_timeouts"]
+        found = await score(scorers, config, payload, answer)
+        if scorers.counts()["score_timeouts"] == timeouts:
+            break
+    return found
+
+
+def payload_of(name: str) -> tuple[dict[str, Any], float]:
+    """Return a task of a dataset as a worker receives it, and what the dataset gives to its right answer."""
+    source = ReasoningGym(name, {}, seed=1, name="train")
+    payload = msgspec.msgpack.decode(msgspec.msgpack.encode(source.item(0)[1]))
+    dataset = reasoning_gym.create_dataset(name, seed=1, size=1)
+    return payload, dataset.score_answer(str(dataset[0]["answer"]), dataset[0])
+
+
 async def attack(name: str, mark: Path, *, every: int = 1) -> dict[str, float | None]:
     """Return the scores of the hostile answers, or of one in `every`. They must not change the right answer's score."""
     config = Config.model_validate({"data": {"dataset": name}, "env": {"reward_timeout_s": TIMEOUT_S}})
-    payload = reasoning_gym.create_dataset(name, seed=1, size=1)[0]
+    payload, expected = payload_of(name)
     async with aclosing(Scorers(config)) as scorers:
         right = str(payload["answer"])
-        before = await score(scorers, config, payload, right)
-        plain = await score(scorers, config, payload, "touch")
+        assert await score_in_time(scorers, config, payload, right) == expected
+        plain = await score_in_time(scorers, config, payload, "touch")
         given = {answer: await score(scorers, config, payload, answer) for answer in answers(mark)[2::every]}
         touched = [found for answer, found in given.items() if "touch" in answer]
         assert all(found is None or found < 1.0 or found == plain for found in touched), "an attempt earns nothing"
-        assert await score(scorers, config, payload, right) == before
+        assert await score_in_time(scorers, config, payload, right) == expected
     return given
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -16,6 +19,10 @@ from penstock.sendable import fault_of
 from penstock.types import Purpose
 
 _ENDLESS = 2**31 - 1
+DRAWN_AT_ONCE = frozenset({"acre", "composite", "gsm_symbolic", "list_functions", "word_ladder"})
+"""Datasets of reasoning-gym that draw something for all their tasks when they are created, or have a largest size, and
+the one that may consist of these."""
+PIECE_SIZE = 2000
 NUM_ROUNDS = 4
 """Rounds of the Feistel network. Four are enough for an order that need not resist attacks."""
 
@@ -38,21 +45,52 @@ class Items(Protocol):
 
 
 class ReasoningGym:
-    """An endless procedural dataset of reasoning-gym (github.com/open-thought/reasoning-gym)."""
+    """An endless procedural dataset of reasoning-gym (github.com/open-thought/reasoning-gym). A dataset that cannot be
+    endless is a sequence of pieces, each with its own seed."""
 
     size: int | None = None
 
     def __init__(self, dataset: str, options: dict[str, Any], *, seed: int, name: str) -> None:
-        needed_by = "data.source reasoning_gym"
-        reasoning_gym = import_package("reasoning_gym", needed_by=needed_by, install="'penstock[tasks]'")
-        try:
-            self._dataset = reasoning_gym.create_dataset(dataset, seed=seed, size=_ENDLESS, **options)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise ConfigError(f"data.dataset {dataset} with options {options}: {error}") from None
-        self._name = f"{dataset}/{name}"
+        self._create = _creator(dataset, options)
+        self._seed, self._name = seed, f"{dataset}/{name}"
+        self._piece_size = PIECE_SIZE if dataset in DRAWN_AT_ONCE else _ENDLESS
+        self._number, self._piece = 0, self._create(seed, self._piece_size)
 
     def item(self, number: int) -> Item:
-        return f"{self._name}/{number}", self._dataset[number]
+        piece, index = divmod(number, self._piece_size)
+        if piece != self._number:
+            seed = nth_seed(self._seed, piece) >> 32 if piece else self._seed
+            self._number, self._piece = piece, self._create(seed, self._piece_size)
+        with _global_seed(nth_seed(self._seed, number) >> 32):
+            return f"{self._name}/{number}", _without_numpy(self._piece[index])
+
+
+@contextmanager
+def _global_seed(seed: int) -> Iterator[None]:
+    """Seed the generators that Python's and numpy's functions share during the body: some datasets draw from them."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _creator(dataset: str, options: dict[str, Any]) -> Callable[[int, int], Sequence[Row]]:
+    """Return the function that creates a dataset with a seed and a size. Raises `ConfigError`."""
+    needed_by = "data.source reasoning_gym"
+    reasoning_gym = import_package("reasoning_gym", needed_by=needed_by, install="'penstock[tasks]'")
+
+    def create(seed: int, size: int) -> Sequence[Row]:
+        try:
+            created: Sequence[Row] = reasoning_gym.create_dataset(dataset, seed=seed, size=size, **options)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(f"data.dataset {dataset} with options {options}: {error}") from None
+        return created
+
+    return create
 
 
 class Seeds:
@@ -172,3 +210,15 @@ def _rows(data: DataConfig, *, seed: int, held_out: bool) -> Rows:
     shuffle_seed = stable_seed(seed, "order") if data.mode == "sample" and not held_out else None
     epochs = 1 if held_out else data.epochs
     return Rows(table, start=start, stop=stop, epochs=epochs, shuffle_seed=shuffle_seed, keys=data.keys)
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a value with Python's own strings and numbers for numpy's, which no message can carry."""
+    match value:
+        case dict():
+            return {_without_numpy(key): _without_numpy(each) for key, each in value.items()}
+        case list() | tuple():
+            return type(value)(map(_without_numpy, value))
+        case np.generic():
+            return value.item()
+    return value

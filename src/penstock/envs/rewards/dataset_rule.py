@@ -33,6 +33,8 @@ FUNCTIONS = frozenset(
 """Names in a formula, besides symbols, that neither integrate nor evaluate text."""
 EVALUATING = frozenset("NOQS")
 """Symbols that SymPy takes for functions."""
+COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
+"""Datasets whose rules compare the answer's board, a tuple of tuples, with `metadata.output`."""
 AUDITED = frozenset(
     """
     ab acre aiw arc_1d base_conversion basic_arithmetic bf binary_alternation caesar_cipher count_bits count_primes
@@ -62,7 +64,7 @@ class DatasetRule:
         import_package("reasoning_gym", needed_by=f"env.reward {NAME}", install="'penstock[tasks]'")
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> float:
-        rule = _rule(payload)
+        rule, payload = _rule(payload), _with_tuples(payload)
         try:
             score = 0.0 if _is_overpaid(answer, payload) else float(rule(answer, payload))
         except Exception:  # some rules raise whatever their parser raises
@@ -72,6 +74,14 @@ class DatasetRule:
     def check(self, payload: Mapping[str, Any]) -> None:
         """Raise ValueError or `ConfigError` if no rule scores the task."""
         _rule(payload)
+
+
+def _with_tuples(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the payload with the tuples that a message turned into lists, for the rules that compare with them."""
+    if dataset_of(payload) not in COMPARES_TUPLES:
+        return payload
+    metadata = payload["metadata"]
+    return {**payload, "metadata": {**metadata, "output": tuple(map(tuple, metadata["output"]))}}
 
 
 def _is_overpaid(answer: str, payload: Mapping[str, Any]) -> bool:
