@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from penstock.types import (
     Task,
     WeightsHandle,
 )
+from penstock.version_history import VersionHistory
 
 RECORD = b"tokens"
 REF = PayloadRef(file="env-0-00000.seg", offset=0, length=len(RECORD), crc32=zlib.crc32(RECORD))
@@ -202,10 +204,13 @@ class ModelledTrainer(TrainerWithoutCheckpoints):
 class MortalTrainer:
     """A `Trainer` that behaves like a separate process: it can be killed and replaced at any moment. It finishes a call
     even if no caller waits for the answer any more. Its checkpoints survive. `holds` stands for the weights: the groups
-    of every step, in order."""
+    of every step, in order. `steps` numbers the same steps, none of them twice."""
 
     def __init__(self, *, seconds: float, disk: list[SavedState]) -> None:
         self._seconds, self._disk = seconds, disk
+        self._numbers = itertools.count()
+        self.steps_of: dict[int, list[int]] = {}
+        """The steps behind every published version."""
         self._start()
 
     def _start(self) -> None:
@@ -213,6 +218,7 @@ class MortalTrainer:
         self.begun = False
         self.version = self.step_number = 0
         self.holds: list[list[int]] = []
+        self.steps: list[int] = []
         self.accumulated: list[int] = []
         self._learner: LearnerState | None = None
 
@@ -254,16 +260,17 @@ class MortalTrainer:
     async def saved(self, directory: Path) -> SavedStates:
         return await self._answer(lambda: SavedStates(newest=self._disk[-1] if self._disk else None), begun=False)
 
-    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
+    async def begin(self, *, policy_version: int, history: VersionHistory) -> Mapping[str, float]:
         def act() -> Mapping[str, float]:
             self.begun, self.version = True, policy_version
             return {}
 
         return await self._answer(act, begun=False)
 
-    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
+    async def restore(self, directory: Path, *, step: int, policy_version: int, history: VersionHistory) -> None:
         def act() -> None:
             self.holds = [list(groups) for groups in self._disk[-1].state["holds"]]
+            self.steps = list(self._disk[-1].state["steps"])
             self.begun, self.version, self.step_number = True, policy_version, step
 
         await self._answer(act, begun=False)
@@ -278,6 +285,7 @@ class MortalTrainer:
     async def step(self) -> LearnerState:
         def act() -> LearnerState:
             self.holds.append(self.accumulated)
+            self.steps.append(next(self._numbers))
             self.accumulated = []
             self.version, self.step_number = self.version + 1, self.step_number + 1
             self._learner = LearnerState(policy_version=self.version, entropy=1.0)
@@ -286,13 +294,16 @@ class MortalTrainer:
         return await self._answer(act)
 
     async def publish(self) -> WeightsHandle:
-        return await self._answer(
-            lambda: WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint=repr(self.holds))
-        )
+        def act() -> WeightsHandle:
+            self.steps_of[self.version] = list(self.steps)
+            fingerprint = repr(self.holds)
+            return WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint=fingerprint)
+
+        return await self._answer(act)
 
     async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         def act() -> None:
-            held = {**state, "holds": [list(groups) for groups in self.holds]}
+            held = {**state, "holds": [list(groups) for groups in self.holds], "steps": list(self.steps)}
             point = SavedState(directory=str(directory), step=self.step_number, policy_version=self.version, state=held)
             self._disk[:] = [older for older in self._disk if older.step < point.step] + [point]
 

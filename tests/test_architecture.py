@@ -18,6 +18,7 @@ LAYERS = [
         "types",
         "samples",
         "seeding",
+        "version_history",
         "ports",
         "deadline",
         "stacks",

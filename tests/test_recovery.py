@@ -176,7 +176,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        self.records = list(self.system.pool.records())
+        self.records, self.history = list(self.system.pool.records()), self.system.pool.history
         self.system.pool.close()
         self.system.recorder.close()
 
@@ -191,8 +191,14 @@ class Run:
         tasks = {record.group: record.task_index for record in self.records}
         return [sorted(tasks[group] for group in groups) for groups in self.holds]
 
+    def check_history(self) -> None:
+        """Between any two published versions lie as many optimizer steps as the pool's history says."""
+        for (earlier, before), (later, after) in itertools.combinations(sorted(self.trainer.steps_of.items()), 2):
+            assert self.history.steps_between(earlier, later) == len(set(before) ^ set(after))
+
     def check(self) -> None:
         """Of a run that has ended."""
+        self.check_history()
         trained = list(itertools.chain(*self.holds))
         assert len(self.holds) == STEPS
         assert len(set(trained)) == len(trained) == STEPS * GROUPS_PER_STEP, "a group was trained twice"
@@ -227,7 +233,7 @@ class Run:
         for record in self.records:
             if record.trained_in is not None:
                 oldest = min(episode.version_min for episode in record.episodes)
-                assert 0 <= record.trained_in - 1 - oldest <= bound, f"{record}"
+                assert 0 <= self.history.steps_between(oldest, record.trained_in - 1) <= bound, f"{record}"
 
 
 def test_the_number_of_lost_weights_is_not_used_again(tmp_path: Path) -> None:

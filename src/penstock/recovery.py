@@ -36,6 +36,8 @@ from penstock.types import EpisodeState, Task, WeightsHandle
 
 MAX_LEARNED_GROUPS = 20_000
 """Most groups from which a new controller learns lengths. It is enough for any predictor, and takes under a minute."""
+FIRST_VERSION = 0
+"""Version of the weights that a run begins with."""
 LEARNED_AT_ONCE = 100
 """Groups learned before other asyncio tasks run: a fraction of a second, so that the controller stays responsive."""
 
@@ -122,6 +124,7 @@ async def rewind(system: System) -> None:
             break
         except TrainerLost:
             continue
+    system.scheduler.restoring.use_history(system.pool.history)
     system.scheduler.restoring.rewind(handle.policy_version, lost, lambda record: _task(system, record))
     system.update_pool()
     system.scheduler.mark_served(handle.policy_version)
@@ -145,6 +148,7 @@ async def _restore(system: System) -> WeightsHandle:
             _restore_without_pool(system, point)
         counts = {"groups": num_groups, "revived": num_lost}
         system.recorder.event("resumed", step=point.step, policy_version=handle.policy_version, **counts)
+    system.scheduler.restoring.use_history(system.pool.history)
     system.scheduler.restoring.attach_learner(handle.policy_version)
     system.update_pool()
     return handle
@@ -157,6 +161,7 @@ async def _adopt(system: System, held: TrainerState) -> WeightsHandle:
     num_groups = await _restore_groups(system)
     if (point := (await system.trainer.saved(system.run_dir / CHECKPOINTS)).newest) is not None:
         system.scheduler.restoring.load_state_dict(point.state["scheduler"])
+    system.scheduler.restoring.use_history(system.pool.history)
     system.num_steps = held.step
     system.ends_early = _ends_early(system, held.step)
     unrecorded = [r.group for r in system.pool.get_groups(held.trained) if r.state == EpisodeState.READY]
@@ -185,10 +190,11 @@ async def _go_back(system: System, point: SavedState | None) -> WeightsHandle:
     """Let a new trainer load `point`, or the initial weights, under a new version, and publish."""
     highest = max(system.pool.highest_version, system.scheduler.policy_version)
     version = point.policy_version if point is not None and highest <= point.policy_version else highest + 1
-    system.pool.raise_version(version)
+    system.pool.raise_version(version, weights_of=point.policy_version if point is not None else FIRST_VERSION)
+    history = system.pool.history
     if point is not None:
-        await system.trainer.restore(Path(point.directory), step=point.step, policy_version=version)
-    elif warm := await system.trainer.begin(policy_version=version):
+        await system.trainer.restore(Path(point.directory), step=point.step, policy_version=version, history=history)
+    elif warm := await system.trainer.begin(policy_version=version, history=history):
         system.recorder.event("warm_start", **warm)
     return await system.trainer.publish()
 

@@ -8,7 +8,8 @@ ten times cheaper than frozen dataclasses. One word per idea:
 * an *EpisodeLease* allows one episode to be played and ends in exactly one *trajectory*;
 * a *SegmentGrant* allows one generate call of that episode; its tokens are a *segment*;
 * *policy_version* is a monotone integer that is never reused;
-* *staleness* of a token is (version being trained) - (version that generated it).
+* *staleness* of a token is the number of optimizer steps from the version that generated it to the version being
+  trained: their difference, unless weights were restored between them (`version_history.py`).
 """
 
 from __future__ import annotations

@@ -13,11 +13,13 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -55,6 +57,7 @@ from penstock.store.payload_files import PayloadReader, PayloadWriter
 from penstock.supervisor.child import ADDRESS, Child
 from penstock.trainer.learner import Learner
 from penstock.types import GroupRef
+from penstock.version_history import VersionHistory
 
 pytestmark = pytest.mark.integration
 GROUPS, GROUP_SIZE = 6, 4
@@ -179,6 +182,24 @@ async def step(process: TrainerProcess, pool: list[GroupRef]) -> dict[str, float
     assert isinstance(update, LearnerStateUpdate)
     assert 0 < busy_s < update.state.metrics["busy_s"], "the step itself is in it too"
     return {name: value for name, value in update.state.metrics.items() if name != "busy_s"}
+
+
+@pytest.mark.parametrize(("sampled_by", "is_trained"), [(4, True), (10, False)], ids=["restored", "lost"])
+async def test_after_a_rewind_tokens_are_as_old_as_their_weights(
+    tmp_path: Path, pool: list[GroupRef], sampled_by: int, is_trained: bool
+) -> None:
+    """Version 11 has the weights of version 5: one step from version 4, and five steps from version 10."""
+    writer = PayloadWriter(tmp_path / "run" / "pool", "env-1")
+    made = [replace(each, versions=np.where(each.loss_mask, sampled_by, -1)) for each in samples(0)]
+    group = msgspec.structs.replace(pool[0], ref=writer.append(made))
+    writer.close()
+    with trainer(tmp_path, **AS_IT_IS) as process:
+        begin = Begin(policy_version=11, history=VersionHistory({11: 5}))
+        await process.handle("controller", begin)
+        counted = await process.handle("controller", Accumulate(groups=[group]))
+    assert isinstance(counted, Metrics)
+    trained, masked = counted.metrics["tokens"], counted.metrics["tokens_masked_stale"]
+    assert (trained > 0, masked > 0) == (is_trained, not is_trained)
 
 
 async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:

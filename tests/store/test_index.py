@@ -12,6 +12,7 @@ from penstock.config import ConfigError
 from penstock.ports.group_records import GroupRecord
 from penstock.store.index import PoolIndex, PoolUnreadable, read_groups
 from penstock.types import NO_VERSION, EpisodeId, EpisodeState, PayloadRef
+from penstock.version_history import VersionHistory
 
 
 def record(group: int) -> GroupRecord:
@@ -42,12 +43,13 @@ def test_the_highest_version_is_kept_though_its_group_is_trained_anew(tmp_path: 
     assert index.highest_version == NO_VERSION
     index.put([msgspec.structs.replace(record(1), trained_in=7)])
     index.put([record(1)])
-    index.raise_version(4)
-    assert index.highest_version == 7
-    index.raise_version(9)
+    index.raise_version(4, weights_of=4)
+    assert index.highest_version == 7 and index.history == VersionHistory()
+    index.raise_version(9, weights_of=6)
+    index.raise_version(12, weights_of=6)
     index.close()
     index = PoolIndex(tmp_path)
-    assert index.highest_version == 9
+    assert index.highest_version == 12 and index.history == VersionHistory({9: 6, 12: 6})
     index.close()
 
 

@@ -24,6 +24,7 @@ from penstock.types import (
     SegmentGrant,
     WeightsHandle,
 )
+from penstock.version_history import VersionHistory
 
 PROTOCOL = 2
 """Grows when a change of these messages makes processes of different versions misunderstand each other. `Hello`,
@@ -202,12 +203,14 @@ class Restore(Message, frozen=True, kw_only=True, tag="RESTORE"):
     directory: str
     step: int
     policy_version: int
+    history: VersionHistory = VersionHistory()
 
 
 class Begin(Message, frozen=True, kw_only=True, tag="BEGIN"):
     """Load the initial weights of the run. Do the warm start first, if the configuration asks for one."""
 
     policy_version: int
+    history: VersionHistory = VersionHistory()
 
 
 class Accumulate(Message, frozen=True, kw_only=True, tag="ACCUMULATE"):

@@ -14,6 +14,7 @@ from penstock.control.messages import AnyMessage
 from penstock.ports.training import SavedStates, TrainerLost, TrainerState
 from penstock.ports.work import Work
 from penstock.types import GroupAttempt, GroupRef, LearnerState, SegmentGrant, WeightsHandle
+from penstock.version_history import VersionHistory
 
 WARM_START_S = 3600.0
 """Limit of the warm start, which takes longer than all other requests."""
@@ -34,11 +35,13 @@ class RemoteTrainer:
     async def saved(self, directory: Path) -> SavedStates:
         return (await self._ask(messages.AskSaved(directory=str(directory)), messages.FoundSaved)).saved
 
-    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
-        return (await self._ask(messages.Begin(policy_version=policy_version), messages.Metrics, WARM_START_S)).metrics
+    async def begin(self, *, policy_version: int, history: VersionHistory) -> Mapping[str, float]:
+        message = messages.Begin(policy_version=policy_version, history=history)
+        return (await self._ask(message, messages.Metrics, WARM_START_S)).metrics
 
-    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
-        message = messages.Restore(directory=str(directory), step=step, policy_version=policy_version)
+    async def restore(self, directory: Path, *, step: int, policy_version: int, history: VersionHistory) -> None:
+        place = str(directory)
+        message = messages.Restore(directory=place, step=step, policy_version=policy_version, history=history)
         await self._ask(message, messages.Ack)
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:

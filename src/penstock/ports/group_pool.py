@@ -7,6 +7,7 @@ from typing import Protocol
 
 from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
 from penstock.types import EpisodeState, GroupAttempt, PayloadRef, Summaries, Task
+from penstock.version_history import VersionHistory
 
 
 class Pool(Protocol):
@@ -46,8 +47,13 @@ class Pool(Protocol):
     def highest_version(self) -> int:
         """Return the highest policy_version of this run so far."""
 
-    def raise_version(self, policy_version: int) -> None:
-        """Reserve `policy_version` before anything is trained into it."""
+    @property
+    def history(self) -> VersionHistory:
+        """Return the versions of this run that were restored."""
+
+    def raise_version(self, policy_version: int, *, weights_of: int) -> None:
+        """Reserve `policy_version` before anything is trained into it. It has the weights of version `weights_of`: an
+        earlier one that is restored, or itself."""
 
     def sync(self) -> None:
         """Write all changes so far to disk."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.types import GroupRef, LearnerState, WeightsHandle
+from penstock.version_history import VersionHistory
 
 
 class TrainerLost(RuntimeError):
@@ -59,14 +60,16 @@ class Trainer(Protocol):
     async def saved(self, directory: Path) -> SavedStates:
         """Return the checkpoints in `directory`."""
 
-    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
+    async def begin(self, *, policy_version: int, history: VersionHistory) -> Mapping[str, float]:
         """Load the initial weights as `policy_version`, and imitate demonstrations if the configuration asks for it.
+        The staleness of tokens follows from `history`.
 
         Returns steps, seconds and loss of the imitation; empty without imitation.
         """
 
-    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
-        """Restore the checkpoint in `directory`, under the number `policy_version`."""
+    async def restore(self, directory: Path, *, step: int, policy_version: int, history: VersionHistory) -> None:
+        """Restore the checkpoint in `directory`, under the number `policy_version`. The staleness of tokens follows
+        from `history`."""
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
         """Add the gradient of `groups`, without an optimizer step.

@@ -51,6 +51,7 @@ from penstock.trainer.actor_critic import ActorCritic
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
 from penstock.types import GroupRef, LearnerState, WeightsHandle
+from penstock.version_history import VersionHistory
 from penstock.weights.receiver import linked
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class TrainerProcess(Member):
         self._begun = False
         """Whether the learner holds the state of this run. Before that its state is meaningless."""
         self._num_steps = 0
+        self._history = VersionHistory()
         self._step_log, self._published_log = Paced(logger), Paced(logger)
         self._vocab_size = vocab_size(self._model_dir)
         self._latest: LearnerState | None = None
@@ -167,8 +169,8 @@ class TrainerProcess(Member):
                 return messages.FoundSaved(saved=checkpoint.latest(Path(directory)))
             case messages.Restore():
                 self._restore(message)
-            case messages.Begin(policy_version=policy_version):
-                self._ranks.policy_version = policy_version
+            case messages.Begin(policy_version=policy_version, history=history):
+                self._ranks.policy_version, self._history = policy_version, history
                 metrics = self._warm_start()
                 self._ranks.begin(policy_version, self._child.run_dir / BEGINNING)
                 self._begun = True
@@ -205,7 +207,7 @@ class TrainerProcess(Member):
         return None
 
     def _restore(self, point: messages.Restore) -> None:
-        self._num_steps = point.step
+        self._num_steps, self._history = point.step, point.history
         with self._span("restore") as start:
             self._ranks.read(Path(point.directory), point.policy_version)
             self._begun = True
@@ -220,6 +222,7 @@ class TrainerProcess(Member):
             batch, skipped = prepare(
                 samples,
                 normalize=config.trainer.normalize_advantages,
+                renumbered=lambda versions: self._history.renumbered(versions, self._ranks.policy_version),
                 max_context=config.model.max_context,
                 vocab_size=self._vocab_size,
             )

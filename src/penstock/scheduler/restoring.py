@@ -15,6 +15,7 @@ from penstock.scheduler.length_prediction import LengthPrediction
 from penstock.scheduler.supply import Supply
 from penstock.scheduler.tuning import Tuning
 from penstock.types import EpisodeState, Task
+from penstock.version_history import VersionHistory
 
 
 class Restoring:
@@ -84,6 +85,10 @@ class Restoring:
         """Restore a ledger from `counts` of episodes by final state, if the records of groups are gone."""
         self._ledger.add_counts(counts)
         self._groups.next_number = next_group
+
+    def use_history(self, history: VersionHistory) -> None:
+        """Compute the staleness of groups by `history` from now on."""
+        self._supply.history = history
 
     def attach_learner(self, version: int, *, accumulated: Collection[int] = ()) -> None:
         """Adapt to a learner that trains `version` and has already accumulated the groups `accumulated` for it."""

@@ -13,7 +13,8 @@ from penstock.scheduler.feedback import Feedback
 from penstock.scheduler.learner_pace import LearnerPace
 from penstock.scheduler.running_mean import RunningMean
 from penstock.scheduler.trigger import Thresholds, Trigger, TriggerDecision, TriggerState
-from penstock.types import NO_VERSION, EpisodeState, GroupRef, LearnerState
+from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, GroupRef, LearnerState
+from penstock.version_history import VersionHistory
 
 UPDATES = 20
 """Number of latest weight updates in the mean of their time."""
@@ -29,6 +30,8 @@ class Supply:
         """Version that the learner is training."""
         self._first_version = 0
         """First version that this learner trained under this controller. Older tokens aged at once, in a restart."""
+        self.history = VersionHistory()
+        """The versions that recoveries have restored."""
         self.bias = LengthBias(group_size=config.env.group_size, look_ahead=config.look_ahead)
         self._trigger = _trigger(config)
         counts_steps, groups_per_step = self._trigger.use == "step", config.trainer.groups_per_step
@@ -185,11 +188,16 @@ class Supply:
     def _stale_members(self, group: ActiveGroup) -> list[int]:
         """Return the members without trainable tokens: even their newest token is too old.
 
-        This sweep and the learner's token mask guarantee the staleness bound: version being trained - version that
-        sampled the token <= max_staleness.
+        This sweep and the learner's token mask guarantee the staleness bound: at most `max_staleness` optimizer steps
+        lie between the weights that sampled a token and those that are trained with it.
         """
-        oldest = self.trained_version - self._max_staleness
-        return [number for number, each in enumerate(group.summaries) if NO_VERSION != each.version_max < oldest]
+        return [number for number, each in enumerate(group.summaries) if self._staleness(each) > self._max_staleness]
+
+    def _staleness(self, summary: EpisodeSummary) -> int:
+        """Return the staleness of the freshest token; 0 without tokens."""
+        if summary.version_max == NO_VERSION:
+            return 0
+        return self.history.least_steps(summary.version_min, summary.version_max, self.trained_version)
 
 
 def _trigger(config: Config) -> Trigger:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
 from penstock.simulator.server_model import Request
 from penstock.types import NO_VERSION, EpisodeState, GroupRef, PayloadRef, Summaries, Task
+from penstock.version_history import VersionHistory
 
 REF = PayloadRef(file="simulated", offset=0, length=0, crc32=0)
 """Payload reference of every group; a simulation has no tokens to point to."""
@@ -131,7 +132,11 @@ class Experience:
     def highest_version(self) -> int:
         return NO_VERSION
 
-    def raise_version(self, policy_version: int) -> None:
+    @property
+    def history(self) -> VersionHistory:
+        return VersionHistory()
+
+    def raise_version(self, policy_version: int, *, weights_of: int) -> None:
         """Do nothing: the learner counts the versions."""
 
     def sync(self) -> None:

@@ -12,6 +12,7 @@ from penstock.config import TrainerModelConfig
 from penstock.ports.training import SavedStates, TrainerState
 from penstock.simulator.experience import Experience
 from penstock.types import GroupRef, LearnerState, WeightsHandle
+from penstock.version_history import VersionHistory
 
 ENTROPY_FIRST, ENTROPY_LAST, ENTROPY_STEPS = 1.0, 0.2, 40.0
 """Entropy in nats per token. It falls from the first value towards the last as exp(-step / steps): fast early, slowly
@@ -27,10 +28,10 @@ class TrainerWithoutCheckpoints:
     async def saved(self, directory: Path) -> SavedStates:
         return SavedStates(newest=None)
 
-    async def begin(self, *, policy_version: int) -> Mapping[str, float]:
+    async def begin(self, *, policy_version: int, history: VersionHistory) -> Mapping[str, float]:
         return {}
 
-    async def restore(self, directory: Path, *, step: int, policy_version: int) -> None:
+    async def restore(self, directory: Path, *, step: int, policy_version: int, history: VersionHistory) -> None:
         """Do nothing. Never called, because there are no checkpoints."""
 
     async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:

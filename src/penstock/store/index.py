@@ -21,11 +21,13 @@ from penstock.config import ConfigError
 from penstock.own_files import check_own_directory, open_plain
 from penstock.ports.group_records import GroupRecord, Shard
 from penstock.types import NO_VERSION
+from penstock.version_history import VersionHistory
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(GroupRecord)
 
 _shard_decoder = msgspec.msgpack.Decoder(Shard)
+_history_decoder = msgspec.msgpack.Decoder(VersionHistory)
 
 DATA, LOCK = "data.mdb", "lock.mdb"
 META_AT = 16
@@ -33,7 +35,7 @@ META_AT = 16
 META = struct.Struct("<I20xI36xQ4x36xQ8xQ")
 MAGIC, NO_PAGE = 0xBEEFC0DE, 2**64 - 1
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 256, 65_536
-HIGHEST_VERSION = b"highest_version"
+HIGHEST_VERSION, HISTORY = b"highest_version", b"version_history"
 
 
 class PoolUnreadable(HopelessError):
@@ -105,10 +107,23 @@ class PoolIndex:
         with self._env.begin() as txn:
             return self._highest(txn)
 
-    def raise_version(self, policy_version: int) -> None:
-        """Record that this version exists, even if no group was trained into it yet."""
+    @property
+    def history(self) -> VersionHistory:
+        """Return the versions that were restored."""
+        with self._env.begin() as txn:
+            return self._history(txn)
+
+    def raise_version(self, policy_version: int, *, weights_of: int) -> None:
+        """Record that this version exists, even if no group was trained into it yet, and that it has the weights of
+        `weights_of`: an earlier version, or itself."""
         with self._env.begin(write=True) as txn:
             self._raise_version(txn, policy_version)
+            if weights_of != policy_version:
+                history = self._history(txn).with_restored(policy_version, weights_of=weights_of)
+                txn.put(HISTORY, _encoder.encode(history), db=self._facts)
+
+    def _history(self, txn: lmdb.Transaction) -> VersionHistory:
+        return _history_decoder.decode(found) if (found := txn.get(HISTORY, db=self._facts)) else VersionHistory()
 
     def _raise_version(self, txn: lmdb.Transaction, policy_version: int) -> None:
         if policy_version > self._highest(txn):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from penstock.groups.batch import Batch
 from penstock.samples import Sample
 from penstock.trainer.noise import first_half
+from penstock.version_history import Ints
 
 PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions")
 """Columns of a sample with one value per token."""
@@ -27,14 +28,20 @@ EPSILON = 1e-6
 
 
 def prepare(
-    samples: Sequence[Sample], *, normalize: bool, max_context: int | None = None, vocab_size: int | None = None
+    samples: Sequence[Sample],
+    *,
+    normalize: bool,
+    renumbered: Callable[[Ints], Ints] = lambda versions: versions,
+    max_context: int | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Batch, dict[str, int]]:
     """Return the batch for `Learner.accumulate`, and the number of dropped samples by reason.
 
     A dropped sample does not count in its group's mean either. Samples longer than `max_context` tokens are dropped,
     and so are samples with a token beyond `vocab_size`. The samples of one episode (its turns) share one advantage. The
     column `early` marks the samples of the first groups, about half of all samples: the smaller batch for the gradient
-    noise scale.
+    noise scale. `renumbered` gives versions other numbers, whose differences from the version being trained are the
+    staleness: see `VersionHistory`.
     """
     reasons = [_unusable(sample, max_context, vocab_size) for sample in samples]
     kept = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]
@@ -46,7 +53,8 @@ def prepare(
             "groups": groups,
             "early": np.arange(len(kept)) < first_half(groups),
         },
-        values={name: [getattr(sample, name) for sample in kept] for name in PER_TOKEN},
+        values={name: [getattr(sample, name) for sample in kept] for name in PER_TOKEN}
+        | {"versions": [renumbered(sample.versions) for sample in kept]},
     )
     return batch, dict(Counter(reason for reason in reasons if reason is not None))
 
