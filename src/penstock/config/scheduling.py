@@ -42,7 +42,7 @@ class LengthConfig(Section):
     tasks."""
     min_tau: float = Field(0.1, ge=-1, le=1)
     """Lowest rank correlation (Kendall's tau-b of predicted and real lengths) at which predictions are used. Below it
-    the order is FIFO."""
+    by more than its standard error, the order is FIFO."""
     window: int = Field(256, ge=16)
     """Number of latest groups from which the rank correlation is computed."""
     refit_every: int = Field(256, ge=16)

@@ -15,7 +15,7 @@ MARGIN = 0.05  # distrusted lengths are trusted again from min_tau + MARGIN on
 
 
 class Trust:
-    """Trust in predicted lengths. It is lost below `min_tau`, and regained at `min_tau` + `MARGIN`.
+    """Trust in predicted lengths. It is lost one standard error below `min_tau`, and regained at `min_tau` + `MARGIN`.
 
     The measure is Kendall's tau-b of (predicted, actual) over a sliding window, recomputed every `REFRESH_EVERY`
     additions. Lengths are trusted until there are `FEWEST_PAIRS` pairs.
@@ -36,7 +36,12 @@ class Trust:
         if self._num_added % REFRESH_EVERY == 0 and len(self._pairs) >= FEWEST_PAIRS:
             self.tau = kendall_tau(self._pairs)
         if self.tau is not None:
-            self.trusted = self.tau >= self._min_tau + (0.0 if self.trusted else MARGIN)
+            self.trusted = self.tau >= self._needed
+
+    @property
+    def _needed(self) -> float:
+        """Return the tau from which lengths are trusted. The few groups of a run's beginning prove little."""
+        return self._min_tau + (-standard_error(len(self._pairs)) if self.trusted else MARGIN)
 
     @property
     def reason(self) -> str:
@@ -46,7 +51,8 @@ class Trust:
             return f"too few groups to judge predicted lengths ({groups}): trusted"
         found = f"Kendall tau {self.tau:.2f} over {groups} groups"
         if self.trusted:
-            return f"{found} is at least {self._min_tau:g}: predicted lengths are trusted"
+            within = "at least" if self.tau >= self._min_tau else "within its standard error of"
+            return f"{found} is {within} {self._min_tau:g}: predicted lengths are trusted"
         needed = "" if self.tau < self._min_tau else f" + {MARGIN:g}, needed to be trusted again"
         return f"{found} is below {self._min_tau:g}{needed}: first come, first served"
 
@@ -64,6 +70,11 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
         return 0.0
     difference = total - ties[0] - ties[1] + ties[2] - 2 * _inversions([second for _, second in ordered])
     return difference / math.sqrt(pairs_of_each)
+
+
+def standard_error(num_pairs: int) -> float:
+    """Return the standard deviation of tau over pairs without any relation (Kendall 1938)."""
+    return math.sqrt(2 * (2 * num_pairs + 5) / (9 * num_pairs * (num_pairs - 1)))
 
 
 def _tied(values: Iterable[Hashable]) -> int:
