@@ -25,6 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has what it runs in the background ignore it, and so would the runs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# More processes compute at once than there are cores. Threads that wait for each other in a loop would take the cores
+# from those that they wait for. Torch reads this when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 NUM_WORKERS_MAX = 8
 

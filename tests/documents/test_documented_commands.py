@@ -21,10 +21,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 PAGES = [page for page in DOCUMENTS if any(block.language == "console" for block in blocks(page))]
 SHORT = ["trainer.steps=12", "data.eval_tasks=8"]
-FEW_SANDBOXES = ["model.warm_start.steps=2", "scheduler.group_filter=[]", "trainer.steps=3"]
+FEW_SANDBOXES = ["model.warm_start.steps=2", "scheduler.group_filter=[]", "trainer.steps=2", "data.eval_tasks=2"]
 SHORTER = {
     "quickstart": ["model.warm_start.steps=60"],
     "adaptive": ["model.warm_start.steps=20"],
+    "guess_number": ["model.warm_start.steps=5", "trainer.steps=3"],
+    "simulate": ["simulator.steps=4", "trainer.groups_per_step=32"],
     "shell_sandbox": FEW_SANDBOXES,
     "python_tool": FEW_SANDBOXES,
 }
@@ -79,7 +81,7 @@ class Reader:
         if "train" in words:
             words += [*SHORT[1:], "trainer.steps=100000"] if "--detach" in words else SHORT
         for example, settings in SHORTER.items():
-            if "train" in words and f"examples/{example}/run.yaml" in words:
+            if {"train", "simulate", "plan"} & set(words) and f"examples/{example}/run.yaml" in words:
                 words += settings
         if "serve" in words or "resume" in words:
             self._begin_and_end(words, line)

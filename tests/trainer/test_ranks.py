@@ -37,7 +37,6 @@ def each(names_of: Callable[[int], Sequence[str]]) -> list[tuple[int, str]]:
 
 def run_ranks(model_dir: Path, out: Path, size: int) -> list[Results]:
     """What every rank found; the last one is killed while the others wait for it."""
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     (out / f"rendezvous_{size}").mkdir()
     with ExitStack() as stack:
         processes = [
@@ -48,7 +47,6 @@ def run_ranks(model_dir: Path, out: Path, size: int) -> list[Results]:
                     stdout=subprocess.PIPE,
                     stderr=stack.enter_context((out / f"rank_{index}_of_{size}.log").open("w")),
                     text=True,
-                    env=environment,
                 )
             )
             for index in range(size)
