@@ -47,9 +47,9 @@ def _started(undo: ExitStack) -> Cluster:
     (directory / "ray").mkdir(parents=True)  # where Ray writes down the address of the latest cluster
     cluster = Cluster()
     undo.callback(cluster.shutdown)
-    cluster.add_node(num_cpus=0)
-    cluster.add_node(num_cpus=8, resources={"chip": 4})
-    cluster.add_node(num_cpus=8, resources={"chip": 4}, labels={"kind": "fast"})
+    cluster.add_node(num_cpus=0, include_log_monitor=False)
+    cluster.add_node(num_cpus=8, resources={"chip": 4}, include_log_monitor=False)
+    cluster.add_node(num_cpus=8, resources={"chip": 4}, labels={"kind": "fast"}, include_log_monitor=False)
     path = os.pathsep.join(path for path in sys.path if path)
     undo.callback(ray.shutdown)
     ray.init(address=cluster.address, logging_level=logging.ERROR, runtime_env={"env_vars": {"PYTHONPATH": path}})
