@@ -161,6 +161,8 @@ async def test_the_segments_already_used_count(tmp_path: Path) -> None:
         (settings(), True),
         (settings(max_turns=2), False),
         (settings(segment_length=None), False),
+        (settings(segment_length=None, tuning="auto"), True),
+        (settings(segment_length=None, tuning={"mode": "auto", "may": ["max_running"]}), False),
         (settings(segment_length=None, mode="colocated", over_sampling=2.0), True),
         (settings(segment_length=None, mode="colocated", max_staleness=0), False),
     ],

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.config import Config
+from penstock.config.tunable import movable
 from penstock.ports.work import Work
 from penstock.processes.group_progress import GroupProgress
 from penstock.processes.pool_access import WorkerPool
@@ -47,7 +48,8 @@ class PartialRollouts:
         self._pool = pool
         settings = config.scheduler
         colocated_leftovers = settings.mode == "colocated" and settings.over_sampling > 1
-        self._saves_ended = settings.segment_length is not None or colocated_leftovers
+        tuned = movable(config) if settings.tuning.mode == "auto" else ()
+        self._saves_ended = settings.segment_length is not None or "segment_length" in tuned or colocated_leftovers
         """Whether ended members are saved: these settings keep groups open for long."""
         self._environments = config.environments
 
