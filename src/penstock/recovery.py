@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -206,7 +206,8 @@ def _revive_groups(system: System, point: SavedState | None) -> list[GroupRecord
     pool that agrees with it.
     """
     since = point.policy_version if point is not None else 0
-    lost = [r for r in system.pool.records() if r.trained_in is not None and r.trained_in > since]
+    trained = (r for r in system.pool.records() if r.trained_in is not None and r.trained_in > since)
+    lost = [msgspec.structs.replace(r, episodes=[each.without_texts() for each in r.episodes]) for r in trained]
     system.pool.revive_groups([record.group for record in lost])
     return lost
 
@@ -239,8 +240,8 @@ async def _restore_groups(system: System) -> int:
 
 
 async def _learn_lengths(system: System) -> None:
-    completed = deque((r for r in system.pool.records() if r.episodes), maxlen=MAX_LEARNED_GROUPS)
-    lengths = ((_task(system, r), [episode.response_tokens for episode in r.episodes]) for r in completed)
+    completed = deque((lengths_of(r) for r in system.pool.records() if r.episodes), maxlen=MAX_LEARNED_GROUPS)
+    lengths = ((_task(system, group), group.lengths) for group in completed)
     while some := list(islice(lengths, LEARNED_AT_ONCE)):
         system.scheduler.lengths.learn_lengths(some)
         await asyncio.sleep(0)
@@ -259,7 +260,19 @@ def _restore_without_pool(system: System, point: SavedState) -> None:
     system.recorder.event("pool_lost", step=point.step, ledger=system.scheduler.ledger.counts())
 
 
-def _task(system: System, record: GroupRecord) -> Task:
+class GroupLengths(NamedTuple):
+    """What is learned from a completed group. Its record may hold much text in `info`."""
+
+    task_id: str
+    task_index: int
+    lengths: list[int]
+
+
+def lengths_of(record: GroupRecord) -> GroupLengths:
+    return GroupLengths(record.task_id, record.task_index, [each.response_tokens for each in record.episodes])
+
+
+def _task(system: System, record: GroupRecord | GroupLengths) -> Task:
     task = system.tasks.at(record.task_index)
     if task is None or task.task_id != record.task_id:
         raise ConfigError(

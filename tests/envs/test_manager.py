@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from scripted_policy import ScriptedPolicy
 from penstock.config import Config
 from penstock.envs.guess_number import GuessNumber
 from penstock.envs.manager import EnvManager
+from penstock.model import text_threads
 from penstock.model.chat import ChatTokenizer
+from penstock.model.text_threads import INLINE_CHARACTERS
 from penstock.ports.environment import Environment
 from penstock.ports.work import Work
 from penstock.samples import Trajectory
@@ -108,6 +112,63 @@ def test_a_bad_environment_is_data_not_a_crash(
     assert len(trajectories) == 2
     for trajectory in trajectories:
         assert trajectory.status == "failed" and trajectory.error is not None and message in trajectory.error
+
+
+class ShowsLong(Echo):
+    """Its second observation is a text that takes long to tokenise."""
+
+    LONG = "a<|end|>" * (INLINE_CHARACTERS // 8 + 1)
+
+    def __init__(self, task: Task, *, first: str) -> None:
+        super().__init__(task, observation=first)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return self.LONG, 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("first", ["short", ShowsLong.LONG])
+async def test_a_long_observation_holds_up_no_other_episode(
+    chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Whether it comes first or later: it is tokenised in another thread than the one of the event loop."""
+    converters = []
+
+    def noted(convert: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        def converted(messages: Any, **settings: Any) -> list[int]:
+            if len(messages[-1]["content"]) > INLINE_CHARACTERS:
+                converters.append(threading.current_thread().name)
+            return convert(messages, **settings)
+
+        return converted
+
+    for name in ("prompt", "continuation"):
+        monkeypatch.setattr(chat, name, noted(getattr(chat, name)))
+    config = Config.model_validate({"model": {"max_context": 2**18}, "env": {"max_turns": 2}})
+    policy = ScriptedPolicy(lambda ids, seed: [chat.eos_ids[0]], policy_version=0)
+    make = partial(ShowsLong, first=first)
+    manager = EnvManager(config, make=make, policy=policy, grants=Always(), chat=chat)
+    ended: list[Trajectory] = []
+    await manager.play(work(), lambda trajectory, text: ended.append(trajectory))
+    assert [(each.stop_reason, len(each.turns)) for each in ended] == [("max_turns", 2)] * 2
+    assert len(converters) == (2 if first == "short" else 3)
+    assert all(name.startswith("prompt-text-") for name in converters)
+
+
+async def test_a_text_that_takes_too_long_fails_its_own_episodes(
+    chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(text_threads, "TEXT_S", 0.05)
+    monkeypatch.setattr(chat, "prompt", lambda messages: gate.wait() and [])
+    config = Config.model_validate({"model": {"max_context": 2**18}})
+    policy = ScriptedPolicy(lambda ids, seed: [chat.eos_ids[0]], policy_version=0)
+    make = partial(ShowsLong, first=ShowsLong.LONG)
+    manager = EnvManager(config, make=make, policy=policy, grants=Always(), chat=chat)
+    ended: list[Trajectory] = []
+    await manager.play(work(), lambda trajectory, text: ended.append(trajectory))
+    gate.set()
+    assert [each.status for each in ended] == ["failed"] * 2
+    assert "s for the tokens of a prompt" in str(ended[0].error)
 
 
 def test_an_environment_that_hangs_is_cut_at_its_deadline(chat: ChatTokenizer) -> None:

@@ -18,10 +18,11 @@ from tiny_policy import MAX_CONTEXT, serve
 
 from penstock.compat.openai import OpenAI
 from penstock.config import TinyModelConfig
+from penstock.model import text_threads
 from penstock.model.chat import ChatTokenizer
+from penstock.model.text_threads import INLINE_CHARACTERS
 from penstock.model.tiny import write_tiny_model
-from penstock.rollout import prompt_text
-from penstock.rollout.prompt_text import INLINE_CHARACTERS, PromptText, has_more_characters
+from penstock.rollout.prompt_text import PromptText, has_more_characters
 from penstock.rollout.runner import EngineRunner
 
 LONG = 15_000_000
@@ -103,7 +104,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(
 async def test_health_is_answered_while_text_takes_its_time(
     runner: EngineRunner, slow: Slow, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_text, "TEXT_S", 0.3)
+    monkeypatch.setattr(text_threads, "TEXT_S", 0.3)
     surfaces = [OpenAI(runner, slow, model_name="tiny")]
     async with serve(runner, tokenizer=slow, foreign=surfaces) as url, aiohttp.ClientSession(url) as session:
 
@@ -131,7 +132,7 @@ async def test_health_is_answered_while_text_takes_its_time(
 async def test_a_real_tokenizer_does_not_hold_up_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_text, "TEXT_S", 120.0)
+    monkeypatch.setattr(text_threads, "TEXT_S", 120.0)
     write_tiny_model(tmp_path, TinyModelConfig(), 4096)
     chat = ChatTokenizer.load(tmp_path)
     text = PromptText(chat, max_context=400_000)

@@ -158,7 +158,7 @@ class Session(AnswersOnly):
         ids = self._prompts.get(asked)
         if ids is None:
             ids = self._conversation.prompt(messages, **settings)
-            if (key := tuple(ids)) not in self._answers:
+            if len(ids) < self.max_context and (key := tuple(ids)) not in self._answers:
                 self._remember(key, asked, messages)
         return ids
 

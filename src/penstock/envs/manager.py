@@ -27,6 +27,7 @@ from penstock.envs.episode import Episode, answering, contained_together, spendi
 from penstock.envs.exception_location import LoggedOnce, OnError
 from penstock.envs.rewards.scorer import RewardFailure, Scorers
 from penstock.model.chat import ChatTokenizer
+from penstock.model.text_threads import INLINE_CHARACTERS, in_text_thread
 from penstock.ports.environment import Environment, PolicyClient
 from penstock.ports.work import Work
 from penstock.samples import Segment, Trajectory
@@ -37,6 +38,9 @@ MakeEnvironment = Callable[[Task], Environment]
 
 Ended = Callable[[Trajectory, str], None]
 """Called with an episode's trajectory and its decoded last action."""
+
+Convert = Callable[[list[dict[str, str]]], list[int]]
+"""Returns the token ids of messages."""
 
 ANSWER = {"resource": "an answer", "holder": "a rollout server"}
 
@@ -213,7 +217,7 @@ class EnvManager:
         """Play episodes with the same first observation: one shared first request, then each episode by itself."""
         segments: list[Segment] = []
         with contained_together(episodes):
-            prompt_ids = self._prompt(observation, episodes[0])
+            prompt_ids = await self._prompt(observation, episodes[0])
             for episode in episodes:
                 episode.open_turn(prompt_ids)
             with answering(episodes):
@@ -238,7 +242,7 @@ class EnvManager:
         turn, to continue from."""
         async with self._to_its_end(episode, environment):
             await self._reset(episode, environment)
-            prompt_ids = self._prompt(episode.said[0], episode)
+            prompt_ids = await self._prompt(episode.said[0], episode)
             if saved is None:
                 episode.open_turn(prompt_ids)
             elif prompt_ids == saved.turns[0].observation_ids:
@@ -254,18 +258,23 @@ class EnvManager:
         episode.said = [observation]
         episode.hear(info)
 
-    def _prompt(self, observation: str, episode: Episode) -> list[int]:
+    async def _prompt(self, observation: str, episode: Episode) -> list[int]:
         if len(observation) > self._max_characters:  # tokenising it would hold up all other episodes
             raise EpisodeFailure(
                 f"prompt_too_long: {len(observation)} characters exceed model.max_context {self._max_context}"
             )
-        prompt_ids = self._chat.prompt([{"role": "user", "content": observation}])
+        prompt_ids = await self._tokens(self._chat.prompt, observation, episode)
         if len(prompt_ids) + episode.turn_budget > self._max_context:
             raise EpisodeFailure(
                 f"prompt_too_long: {len(prompt_ids)} prompt tokens + {episode.turn_budget} new ones "
                 f"exceed model.max_context {self._max_context}"
             )
         return prompt_ids
+
+    async def _tokens(self, convert: Convert, text: str, episode: Episode) -> list[int]:
+        """Return what `convert` makes of an observation. A long one must not hold up the other episodes."""
+        render = partial(convert, [{"role": "user", "content": text}])
+        return render() if len(text) <= INLINE_CHARACTERS else await in_text_thread(render, waiter=episode.name)
 
     async def _play(self, episode: Episode, environment: EpisodeEnvironment, segment: Segment) -> None:
         """Run the loop from the first segment of the first answer: decide, step, observe."""
@@ -275,7 +284,7 @@ class EnvManager:
             episode.text = self._chat.decode(action, skip_special=True)
             outcome = await self._step(episode, environment)
             self._earn(episode, outcome.reward, environment.holder("step"), finished=finished)
-            if stop := self._observe(episode, outcome, finished=finished):
+            if stop := await self._observe(episode, outcome, finished=finished):
                 episode.stop(stop)
                 break
             segment = await self._generate_next(episode, unfinished=False)
@@ -300,7 +309,7 @@ class EnvManager:
             raise EpisodeFailure(f"{giver} of {episode.task.task_id}: no reward: set env.reward")
         episode.reward += 0.0 if episode.settings.penalize_truncation and not finished else reward
 
-    def _observe(self, episode: Episode, outcome: Outcome, *, finished: bool) -> StopReason | None:
+    async def _observe(self, episode: Episode, outcome: Outcome, *, finished: bool) -> StopReason | None:
         """Open the next turn and return None, or return why the episode stops."""
         episode.said.append(episode.text)
         if not finished:
@@ -312,7 +321,8 @@ class EnvManager:
         observation = episode.news(outcome.observation)
         if len(observation) > self._max_characters:
             return "max_length"
-        observation_ids = self._chat.continuation([{"role": "user", "content": observation}], ended=finished)
+        continuation = partial(self._chat.continuation, ended=finished)
+        observation_ids = await self._tokens(continuation, observation, episode)
         budget = episode.turn_budget
         if budget <= 0 or len(episode.context) + len(observation_ids) + budget > self._max_context:
             return "max_length"

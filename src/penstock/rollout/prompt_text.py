@@ -1,36 +1,24 @@
 """Conversion of text and conversations to tokens, bounded in size and time.
 
-A tokenizer needs seconds for some megabytes, and a chat template is the model's own program. Neither may hold up the
-event loop, on which the server answers `/health`. So long texts and all templates run in a few threads that all
-servers of a process share. Python cannot end a thread: a template that never ends keeps its thread. Once all threads
-are taken, conversations fail at their deadline. Requests with token ids or short text need no thread.
+Neither a long text nor a chat template may hold up the event loop, on which the server answers `/health`: both run in
+threads (`model/text_threads.py`). Requests with token ids or short text need no thread.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from penstock.deadline import deadline
+from penstock.model.text_threads import INLINE_CHARACTERS, in_text_thread
 from penstock.rollout import bodies
 from penstock.rollout.text import Tokenizer
 
 MAX_BATCH = 1024
 """Maximum number of prompts in one body."""
-INLINE_CHARACTERS = 2**14
-"""Total length of the texts that are tokenised on the event loop, in about a millisecond."""
-TEXT_S = 20.0
-"""Time limit for the tokens of a body."""
-NUM_THREADS = 4
-
-T = TypeVar("T")
+WAITER = "server"
 
 
 class PromptText:
@@ -52,7 +40,8 @@ class PromptText:
         if longest > self._max_characters:
             raise self._too_long(f"a text of {longest} characters")
         encode = partial(_each, self._tokenizer.encode, texts)
-        ids: list[Any] = encode() if sum(map(len, texts)) <= INLINE_CHARACTERS else await in_thread(encode)
+        is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
+        ids: list[Any] = encode() if is_short else await in_text_thread(encode, waiter=WAITER)
         return msgspec.structs.replace(body, text=None, input_ids=ids[0] if isinstance(body.text, str) else ids)
 
     async def rendered(self, render: Callable[[], list[int]], *parts: object) -> list[int]:
@@ -63,7 +52,7 @@ class PromptText:
                 raise self._too_long(f"a conversation of more than {self._max_characters} characters")
             return render()
 
-        return await in_thread(checked)
+        return await in_text_thread(checked, waiter=WAITER)
 
     def _too_long(self, what: str) -> ValueError:
         return ValueError(f"{what} cannot fit into the context of {self._reason}: shorten it")
@@ -90,43 +79,3 @@ def has_more_characters(value: object, most: int) -> bool:
 
 def _each(encode: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int]]:
     return [encode(text) for text in texts]
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """Return the result of `work`, which runs in one of a few threads. Raises Stalled after `TEXT_S` seconds."""
-    future: Future[T] = Future()
-    _THREADS.add(partial(_settle, future, work))
-    async with deadline(TEXT_S, waiter="server", resource="the tokens of a prompt", holder="its text"):
-        return await asyncio.wrap_future(future)
-
-
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
-    """Run `work` for its future, unless the caller has given up. A panic of a Rust library is a BaseException."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-
-class _Threads:
-    """Daemon threads, which do not hold up the end of the process. They start when they are first needed."""
-
-    def __init__(self, number: int) -> None:
-        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._number, self._started = number, False
-
-    def add(self, job: Callable[[], None]) -> None:
-        if not self._started:
-            self._started = True
-            for number in range(self._number):
-                threading.Thread(target=self._run, name=f"prompt-text-{number}", daemon=True).start()
-        self._jobs.put(job)
-
-    def _run(self) -> None:
-        while True:
-            self._jobs.get()()
-
-
-_THREADS = _Threads(NUM_THREADS)

@@ -13,7 +13,7 @@ from penstock.runtime.frames import Frames
 from penstock.simulator.fitting import fit_engine
 from penstock.simulator.search import answer
 
-PRIORITY = 19
+PRIORITY = 10
 """The lowest priority: a search takes processor time only while the run needs none."""
 
 

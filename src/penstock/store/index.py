@@ -45,7 +45,7 @@ class PoolUnreadable(HopelessError):
 class PoolIndex:
     """Map of group number -> `GroupRecord`, with the highest policy_version so far and the shards of the dump."""
 
-    def __init__(self, directory: Path, *, map_bytes: int = 16 << 30, readonly: bool = False) -> None:
+    def __init__(self, directory: Path, *, map_bytes: int = 1 << 38, readonly: bool = False) -> None:
         """`readonly`: for the index of a run that another process may still write.
 
         Raises `PoolUnreadable`, or OSError if the disk is full.
