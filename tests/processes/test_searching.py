@@ -77,14 +77,16 @@ def searcher(directory: Path, *, run_cpu_s: float = 1000.0) -> ProcessSearcher:
     return ProcessSearcher(path, max_cpu_share=0.02, run_cpu_s=lambda: run_cpu_s, costs=growing)
 
 
-def test_a_child_of_the_lowest_priority_answers(tmp_path: Path) -> None:
+def test_a_child_of_low_priority_answers(tmp_path: Path) -> None:
     async def main() -> None:
         one = searcher(tmp_path)
         try:
             found = await one.search(question())
             assert found.num_simulated > 3 and not found.was_postponed, found
             assert found.cpu_s >= START_CPU_S and one.cpu_s == found.cpu_s
-            assert one._child is not None and os.getpriority(os.PRIO_PROCESS, one._child.pid) == PRIORITY
+            ours = os.getpriority(os.PRIO_PROCESS, 0)
+            assert one._child is not None
+            assert os.getpriority(os.PRIO_PROCESS, one._child.pid) == min(ours + PRIORITY, 19)
             pid = one._child.pid
             again = await one.search(question())
             assert one._child.pid == pid and one.cpu_s == pytest.approx(found.cpu_s + again.cpu_s)
@@ -99,6 +101,24 @@ def test_a_search_that_may_take_no_time_is_postponed(tmp_path: Path) -> None:
         short = searcher(tmp_path, run_cpu_s=(START_CPU_S + LEAST_CPU_S) / 0.02 - 1)
         found = await short.search(question())
         assert found.was_postponed and short._child is None
+
+    asyncio.run(main())
+
+
+def test_a_search_that_was_cut_short_has_twice_the_time_next(tmp_path: Path) -> None:
+    async def main() -> None:
+        run_cpu_s = (START_CPU_S + LEAST_CPU_S) / 0.02
+        one = searcher(tmp_path, run_cpu_s=run_cpu_s)
+        one._run_cpu_s = lambda: run_cpu_s
+        try:
+            first = await one.search(question())
+            assert not first.was_postponed and "has used its" in first.reason, first
+            run_cpu_s = (one.cpu_s + 1.9 * LEAST_CPU_S) / 0.02
+            assert (await one.search(question())).was_postponed
+            run_cpu_s = (one.cpu_s + 2.1 * LEAST_CPU_S) / 0.02
+            assert not (await one.search(question())).was_postponed
+        finally:
+            one.close()
 
     asyncio.run(main())
 

@@ -18,6 +18,8 @@ from penstock.simulator.search_process import SearchAnswerer, SearchRequest
 ANSWERER = f"{SearchAnswerer.__module__}:{SearchAnswerer.__name__}"
 START_CPU_S, LEAST_CPU_S = 0.6, 0.5
 """Processor time that the start of the child is charged with, and the least that a search must be allowed."""
+CUT = 0.95
+"""Share of the allowed processor time above which a search counts as cut short."""
 MAX_CPU_S = 120.0
 """Bound on the processor time of one search."""
 SLOWER = 60.0
@@ -41,13 +43,16 @@ class ProcessSearcher:
         self._child: ChildProcess | None = None
         self._starting, self._is_closed = threading.Lock(), False
         self._costs_before: Mapping[str, float] = {}
+        self._least_s = LEAST_CPU_S
+        """Processor time that the next search must be allowed: twice that of a search that was cut short, which found
+        too little, and that of a search that came to its end."""
         self.cpu_s = 0.0
         """Processor time of all searches so far."""
 
     async def search(self, question: Question) -> Answer:
         start_s = 0.0 if self._child is not None else START_CPU_S
         allowed_s = self._share * self._run_cpu_s() - self.cpu_s - start_s
-        if allowed_s < LEAST_CPU_S:
+        if allowed_s < self._least_s:
             return Answer(reason="searches may take no more processor time now", was_postponed=True)
         costs = self._latest_costs()
         if not costs.get("nn"):
@@ -57,6 +62,8 @@ class ProcessSearcher:
         try:
             async with deadline(SLOWER * limit_s, waiter="controller", resource="better settings", holder="the search"):
                 found = await asyncio.to_thread(self._ask, msgspec.msgpack.encode(request))
+            needed_s = 2 * limit_s if found.cpu_s >= CUT * limit_s else found.cpu_s
+            self._least_s = min(max(LEAST_CPU_S, needed_s), MAX_CPU_S)
         except (EOFError, OSError, Stalled) as error:
             self._end_child()
             found = Answer(reason=f"the search failed: {type(error).__name__}: {error}", cpu_s=limit_s)

@@ -14,7 +14,8 @@ from penstock.simulator.fitting import fit_engine
 from penstock.simulator.search import answer
 
 PRIORITY = 10
-"""The lowest priority: a search takes processor time only while the run needs none."""
+"""A low priority, with which a search gets a tenth of a core that the run keeps busy, until its time is used up. With
+the lowest one it would never end there."""
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
