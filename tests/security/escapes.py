@@ -303,6 +303,12 @@ except MemoryError: pass
 calls('memfd_create', b'x', 0); calls('shmget', 0, 1 << 20, 0o1600)
 calls('semget', 0, 32000, 0o1600); calls('msgget', 0, 0o1600)
 if 'memfd_secret' in T['numbers']: calls('memfd_secret', 0)
+open('listed', 'w').close()
+entries = [(1, 6, -1), *((2, 6, 1000 + user) for user in range(100)), (4, 6, -1), (16, 6, -1), (32, 6, -1)]
+acl = struct.pack('<I', 2) + b''.join(struct.pack('<HHi', *entry) for entry in entries)
+calls('setxattr', b'listed', b'system.posix_acl_access', acl, len(acl), 0)
+calls('lsetxattr', b'listed', b'system.posix_acl_access', acl, len(acl), 0)
+calls('fsetxattr', os.open('listed', os.O_RDONLY), b'system.posix_acl_access', acl, len(acl), 0)
 """,
     "fill_the_disk": """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -13,7 +13,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from penstock.runtime import bounded_connections, http_server
-from penstock.runtime.bounded_connections import MAX_HEAD_BYTES
+from penstock.runtime.bounded_connections import MAX_HEAD_BYTES, MAX_HEADERS
 from penstock.runtime.http_server import HttpServer, bind, listening
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -113,6 +113,18 @@ def test_a_head_of_the_maximum_size_and_a_large_body_are_served(served: Callable
             for _ in range(2):
                 writer.write(head + bytes(length))
                 assert await answer(reader) == b"HTTP/1.1 200 OK %d" % length
+
+    served(scenario)
+
+
+@pytest.mark.parametrize(("number", "status"), [(MAX_HEADERS, b"200"), (MAX_HEADERS + 1, b"431")])
+def test_a_head_has_a_maximum_number_of_headers(served: Callable[[Scenario], None], number: int, status: bytes) -> None:
+    """Short ones take forty times their bytes in memory."""
+
+    async def scenario(port: int) -> None:
+        head = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * (number - 1) + b"\r\n"
+        async with client(port, head) as (reader, _):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 " + status)
 
     served(scenario)
 

@@ -37,11 +37,12 @@ PERSONALITY_QUERY = 0xFFFFFFFF
 COMMON = {
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
     "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "process_madvise": 440,
-    "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "process_mrelease": 448, "open_tree_attr": 467,
+    "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "process_mrelease": 448, "setxattrat": 463,
+    "open_tree_attr": 467,
 }  # fmt: skip
 """Numbers of newer calls, which are the same on every architecture."""
 X86_64 = COMMON | {
-    "shmget": 29, "semget": 64, "msgget": 68,
+    "shmget": 29, "semget": 64, "msgget": 68, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190,
     "ptrace": 101, "personality": 135, "uselib": 134, "ustat": 136, "sysfs": 139, "vhangup": 153,
     "io_setup": 206, "modify_ldt": 154, "pivot_root": 155, "_sysctl": 156, "adjtimex": 159, "chroot": 161, "acct": 163,
     "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170,
@@ -54,7 +55,8 @@ X86_64 = COMMON | {
     "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "syslog": 103, 
 }  # fmt: skip
 AARCH64 = COMMON | {
-    "io_setup": 0, "lookup_dcookie": 18, "umount2": 39, "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51,
+    "io_setup": 0, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7,
+    "lookup_dcookie": 18, "umount2": 39, "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51,
     "vhangup": 58, "quotactl": 60, "vmsplice": 75, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104,
     "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116, "ptrace": 117, "reboot": 142,
     "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171,
