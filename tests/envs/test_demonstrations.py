@@ -53,6 +53,36 @@ def test_they_end_after_their_turns_and_are_closed(chat: ChatTokenizer) -> None:
         assert mask[-1] == 1, "what nobody answers is not shown"
 
 
+class LongSometimes(Shown):
+    """The first task shows a text beyond the context; the others do so later, or never."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._index = task.index
+
+    def reset(self, seed: int) -> Any:
+        return ("x" * 1_000_000 if self._index == 0 else "begin"), {}
+
+
+def test_one_beyond_the_context_is_left_out_before_it_is_tokenised(
+    chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = examples(LongSometimes, chat)
+    longest = len(whole[1][0])
+    seen: list[int] = []
+    prompt = chat.prompt
+    monkeypatch.setattr(chat, "prompt", lambda messages: seen.append(len(messages[0]["content"])) or prompt(messages))
+    assert examples(LongSometimes, chat, max_context=longest) == whole[1:]
+    assert max(seen) < 100 and Endless.num_open == 0
+    assert examples(LongSometimes, chat, max_context=longest - 1) == []
+
+
+def test_many_beyond_the_context_are_refused(chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.envs.demonstrations.MOST_LEFT_OUT", NUM_TASKS)
+    with pytest.raises(ConfigError, match=r"2 demonstrations in a row exceed model\.max_context 4 .*task train/1"):
+        examples(Shown, chat, max_context=4)
+
+
 def test_one_that_shows_nothing_is_refused_and_closed(chat: ChatTokenizer) -> None:
     with pytest.raises(ConfigError, match=r"demonstrate\(\); Endless has none"):
         examples(Endless, chat)

@@ -14,6 +14,8 @@ from penstock.ports.environment import Environment
 from penstock.seeding import stable_seed
 from penstock.types import Task
 
+MOST_LEFT_OUT = 1000
+"""Number of demonstrations in a row that may be left out."""
 EARLIER_ACTIONS = 256
 """Number of the expert's latest actions among which a mistake is chosen."""
 
@@ -26,11 +28,13 @@ def demonstrations(
     chat: ChatTokenizer,
     seed: int,
     noise: float = 0.0,
+    max_context: int | None = None,
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield (token_ids, loss_mask) for one episode per task, until `next_task` returns None. An episode has at most
-    `max_turns` turns. The mask is 1 on the expert's tokens. `noise`: the fraction of actions that are replaced by an
-    action of an earlier demonstration. Raises `ConfigError` if an environment cannot demonstrate or fails."""
-    mistakes = _Mistakes(noise, seed)
+    `max_turns` turns; one of more than `max_context` tokens is left out. The mask is 1 on the expert's tokens. `noise`:
+    the fraction of actions that are replaced by an action of an earlier demonstration. Raises `ConfigError` if an
+    environment cannot demonstrate or fails."""
+    mistakes, num_left_out = _Mistakes(noise, seed), 0
     for task in iter(next_task, None):
         env: Any = make(task)
         try:
@@ -39,15 +43,25 @@ def demonstrations(
                     f"model.warm_start needs an environment with demonstrate(); {type(env).__name__} has none: "
                     "set model.warm_start.steps to 0 or use a trained model"
                 )
-            shown = _episode(env, chat, max_turns(task), mistakes, stable_seed(seed, "demonstration", task.index))
+            seed_of_task = stable_seed(seed, "demonstration", task.index)
+            shown = _episode(env, chat, max_turns(task), mistakes, seed_of_task, max_context)
         except ConfigError:
             raise
+        except _TooLong as error:
+            num_left_out += 1
+            if num_left_out == MOST_LEFT_OUT:
+                raise ConfigError(
+                    f"model.warm_start: {MOST_LEFT_OUT} demonstrations in a row exceed model.max_context {max_context} "
+                    f"(the latest is of task {task.task_id}): raise it, or set model.warm_start.steps to 0"
+                ) from error
+            continue
         except Exception as error:
             where = f"model.warm_start: {type(env).__name__} failed while it demonstrated task {task.task_id}"
             raise ConfigError(f"{where}: {described(error)}") from error
         finally:
             if hasattr(env, "close"):
                 env.close()
+        num_left_out = 0
         yield shown
 
 
@@ -65,8 +79,21 @@ class _Mistakes:
         return shown
 
 
-def _episode(env: Any, chat: ChatTokenizer, turns: int, mistakes: _Mistakes, seed: int) -> tuple[list[int], list[int]]:
+class _TooLong(Exception):
+    """A demonstration exceeds the context."""
+
+
+def _episode(
+    env: Any, chat: ChatTokenizer, turns: int, mistakes: _Mistakes, seed: int, max_context: int | None
+) -> tuple[list[int], list[int]]:
+    """Raises `_TooLong`, also for a text before its tokens are made: they would take memory and time."""
+
+    def check(text: str, num_tokens: int) -> None:
+        if max_context is not None and (num_tokens > max_context or len(text) > max_context * chat.longest_token):
+            raise _TooLong
+
     observation, _ = env.reset(seed)
+    check(observation, 0)
     token_ids = chat.prompt([{"role": "user", "content": observation}])
     mask = [0] * len(token_ids)
     for turn in range(1, turns + 1):
@@ -76,9 +103,11 @@ def _episode(env: Any, chat: ChatTokenizer, turns: int, mistakes: _Mistakes, see
         action = mistakes.replaced(action)
         action_ids = [*chat.encode_answer(action), chat.eos_ids[0]]
         token_ids, mask = token_ids + action_ids, mask + [1] * len(action_ids)
+        check("", len(token_ids))
         observation, _, terminated, truncated, _ = env.step(action)
         if terminated or truncated or turn == turns:
             break
+        check(observation, len(token_ids))
         observed = chat.continuation([{"role": "user", "content": observation}], ended=True)
         token_ids, mask = token_ids + observed, mask + [0] * len(observed)
     return token_ids, mask

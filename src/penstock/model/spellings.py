@@ -34,8 +34,35 @@ class Spellings:
 
 def any_of(words: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds each of `words`, the longest first, as its only group; nothing if there are none."""
-    longest_first = sorted(words, key=lambda word: (-len(word), word))
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+    known = set(words)
+    try:
+        return re.compile(f"({_branches(_trie(known)) if known else '(?!)'})")
+    except RecursionError:  # words of a thousand characters, or as many that begin with each other
+        longest_first = sorted(known, key=lambda word: (-len(word), word))
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
+Trie = dict[str, "Trie"]
+"""Words by their next character. The empty key marks the end of a word."""
+
+
+def _trie(words: Iterable[str]) -> Trie:
+    root: Trie = {}
+    for word in words:
+        node = root
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return root
+
+
+def _branches(trie: Trie) -> str:
+    """Return the pattern of a node. A search tries few branches at each character, where a list of thousands of words
+    would be tried one by one."""
+    found = [re.escape(character) + _branches(trie[character]) for character in sorted(trie) if character]
+    if "" not in trie:
+        return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
+    return f"(?:{'|'.join(found)})?" if found else ""
 
 
 def _has(text: str, characters: Iterable[str]) -> bool:

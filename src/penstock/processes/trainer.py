@@ -265,6 +265,7 @@ class TrainerProcess(Member):
             chat=ChatTokenizer.load(self._model_dir),
             seed=config.seed,
             noise=config.model.warm_start.noise,
+            max_context=config.model.max_context,
         ):
             self._progress += 1
             yield example
