@@ -269,7 +269,7 @@ async def test_what_is_learned_from_groups_does_not_hold_their_texts() -> None:
     info = {"said": [[] for _ in range(2000)]}
 
     def records() -> Iterator[GroupRecord]:
-        for number in range(500):
+        for number in range(100):
             episode = EpisodeSummary(
                 episode=EpisodeId("train", number, 0, 0),
                 status="completed",
@@ -293,8 +293,8 @@ async def test_what_is_learned_from_groups_does_not_hold_their_texts() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert [lengths for _, lengths in learned] == [[number] for number in range(500)]
-    assert peak < 5_000_000, "all of it takes over 60 MB"
+    assert [lengths for _, lengths in learned] == [[number] for number in range(100)]
+    assert peak < 3_000_000, "all of it takes over 12 MB"
 
 
 def test_groups_whose_tokens_are_gone_are_played_anew(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def test_a_text_with_a_word_might_spell_it(words: set[str], text: str) -> None:
 
 
 def test_words_of_any_length_and_number_make_a_pattern() -> None:
-    nested = ["a" * length for length in range(1, 3000)]
-    assert any_of(nested).fullmatch("a" * 2999)
+    nested = ["a" * length for length in range(1, 1500)]
+    assert any_of(nested).fullmatch("a" * 1499)
     assert any_of(["x" * 5000]).search("y" + "x" * 5000)
 
 
