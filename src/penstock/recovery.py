@@ -124,7 +124,6 @@ async def rewind(system: System) -> None:
             break
         except TrainerLost:
             continue
-    system.scheduler.restoring.use_history(system.pool.history)
     system.scheduler.restoring.rewind(handle.policy_version, lost, lambda record: _task(system, record))
     system.update_pool()
     system.scheduler.mark_served(handle.policy_version)
@@ -148,7 +147,6 @@ async def _restore(system: System) -> WeightsHandle:
             _restore_without_pool(system, point)
         counts = {"groups": num_groups, "revived": num_lost}
         system.recorder.event("resumed", step=point.step, policy_version=handle.policy_version, **counts)
-    system.scheduler.restoring.use_history(system.pool.history)
     system.scheduler.restoring.attach_learner(handle.policy_version)
     system.update_pool()
     return handle
@@ -192,6 +190,7 @@ async def _go_back(system: System, point: SavedState | None) -> WeightsHandle:
     version = point.policy_version if point is not None and highest <= point.policy_version else highest + 1
     system.pool.raise_version(version, weights_of=point.policy_version if point is not None else FIRST_VERSION)
     history = system.pool.history
+    system.scheduler.restoring.use_history(history)
     if point is not None:
         await system.trainer.restore(Path(point.directory), step=point.step, policy_version=version, history=history)
     elif warm := await system.trainer.begin(policy_version=version, history=history):

@@ -8,8 +8,8 @@ ten times cheaper than frozen dataclasses. One word per idea:
 * an *EpisodeLease* allows one episode to be played and ends in exactly one *trajectory*;
 * a *SegmentGrant* allows one generate call of that episode; its tokens are a *segment*;
 * *policy_version* is a monotone integer that is never reused;
-* *staleness* of a token is the number of optimizer steps from the version that generated it to the version being
-  trained: their difference, unless weights were restored between them (`version_history.py`).
+* *staleness* of a token is the number of optimizer steps between the version that generated it and the version being
+  trained. It is their difference if no weights were restored meanwhile (`version_history.py`).
 """
 
 from __future__ import annotations

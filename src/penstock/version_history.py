@@ -16,10 +16,10 @@ Ints = npt.NDArray[np.int32]
 
 
 class VersionHistory(msgspec.Struct, frozen=True):
-    """The versions of a run that were restored."""
+    """The restored versions of a run."""
 
     restored: dict[int, int] = {}
-    """The earlier version with the same weights, by restored version."""
+    """For each restored version, the earlier version that has the same weights."""
 
     def with_restored(self, version: int, *, weights_of: int) -> VersionHistory:
         """Return the history after `version` was given to the weights of an earlier version."""
@@ -38,12 +38,15 @@ class VersionHistory(msgspec.Struct, frozen=True):
 
     def least_steps(self, earliest: int, latest: int, later: int) -> int:
         """Return the least number of optimizer steps between `later` and any version from `earliest` to `latest`."""
+        if not self.restored:
+            return later - latest
         turns = {each for first, same in self.restored.items() for each in (first - 1, first, same)}
         nearest = {earliest, latest, *(each for each in turns if earliest < each < latest)}
         return min(self.steps_between(each, later) for each in nearest)
 
     def renumbered(self, versions: Ints, later: int) -> Ints:
-        """Return versions with other numbers, whose differences from `later` are `steps_between`."""
+        """Return a new number for each version: `later` minus the number of optimizer steps between the two. Negative
+        versions, of tokens that no policy sampled, stay."""
         if not self.restored:
             return versions
         found, places = np.unique(versions, return_inverse=True)

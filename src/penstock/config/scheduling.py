@@ -41,8 +41,8 @@ class LengthConfig(Section):
     features, refitted as lengths arrive (needs the extra `predict`). `history`: from the measured lengths of similar
     tasks."""
     min_tau: float = Field(0.1, ge=-1, le=1)
-    """Lowest rank correlation (Kendall's tau-b of predicted and real lengths) at which predictions are used. Below it
-    by more than its standard error, the order is FIFO."""
+    """Lowest rank correlation (Kendall's tau-b of predicted and real lengths) at which predictions are used. If it is
+    lower by more than its standard error, the order is FIFO."""
     window: int = Field(256, ge=16)
     """Number of latest groups from which the rank correlation is computed."""
     refit_every: int = Field(256, ge=16)

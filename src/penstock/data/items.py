@@ -20,9 +20,10 @@ from penstock.types import Purpose
 
 _ENDLESS = 2**31 - 1
 DRAWN_AT_ONCE = frozenset({"acre", "composite", "gsm_symbolic", "list_functions", "word_ladder"})
-"""Datasets of reasoning-gym that draw something for all their tasks when they are created, or have a largest size, and
-the one that may consist of these."""
+"""Datasets of reasoning-gym that cannot be endless: they draw for all their tasks when they are created, or have a
+largest size. `composite` may consist of such datasets."""
 PIECE_SIZE = 2000
+"""Number of tasks that such a dataset draws at once."""
 NUM_ROUNDS = 4
 """Rounds of the Feistel network. Four are enough for an order that need not resist attacks."""
 
@@ -45,8 +46,8 @@ class Items(Protocol):
 
 
 class ReasoningGym:
-    """An endless procedural dataset of reasoning-gym (github.com/open-thought/reasoning-gym). A dataset that cannot be
-    endless is a sequence of pieces, each with its own seed."""
+    """An endless procedural dataset of reasoning-gym (github.com/open-thought/reasoning-gym). For a dataset that cannot
+    be endless, it creates one piece after the other, each with its own seed."""
 
     size: int | None = None
 

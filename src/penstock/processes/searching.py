@@ -44,8 +44,7 @@ class ProcessSearcher:
         self._starting, self._is_closed = threading.Lock(), False
         self._costs_before: Mapping[str, float] = {}
         self._least_s = LEAST_CPU_S
-        """Processor time that the next search must be allowed: twice that of a search that was cut short, which found
-        too little, and that of a search that came to its end."""
+        """Least processor time for the next search: what the latest one took, or twice as much if it was cut short."""
         self.cpu_s = 0.0
         """Processor time of all searches so far."""
 

@@ -40,8 +40,8 @@ def prepare(
     A dropped sample does not count in its group's mean either. Samples longer than `max_context` tokens are dropped,
     and so are samples with a token beyond `vocab_size`. The samples of one episode (its turns) share one advantage. The
     column `early` marks the samples of the first groups, about half of all samples: the smaller batch for the gradient
-    noise scale. `renumbered` gives versions other numbers, whose differences from the version being trained are the
-    staleness: see `VersionHistory`.
+    noise scale. `renumbered` returns new numbers for versions: the version being trained minus such a number is the
+    staleness of the token (`VersionHistory.renumbered`).
     """
     reasons = [_unusable(sample, max_context, vocab_size) for sample in samples]
     kept = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]

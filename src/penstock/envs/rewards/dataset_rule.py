@@ -34,7 +34,7 @@ FUNCTIONS = frozenset(
 EVALUATING = frozenset("NOQS")
 """Symbols that SymPy takes for functions."""
 COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
-"""Datasets whose rules compare the answer's board, a tuple of tuples, with `metadata.output`."""
+"""Datasets with rules that need `metadata.output` as a tuple of tuples. A message turns tuples into lists."""
 AUDITED = frozenset(
     """
     ab acre aiw arc_1d base_conversion basic_arithmetic bf binary_alternation caesar_cipher count_bits count_primes
@@ -77,7 +77,7 @@ class DatasetRule:
 
 
 def _with_tuples(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the payload with the tuples that a message turned into lists, for the rules that compare with them."""
+    """Return the payload as the rule of its dataset needs it: see `COMPARES_TUPLES`."""
     if dataset_of(payload) not in COMPARES_TUPLES:
         return payload
     metadata = payload["metadata"]

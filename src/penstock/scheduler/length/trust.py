@@ -35,13 +35,8 @@ class Trust:
         self._num_added += 1
         if self._num_added % REFRESH_EVERY == 0 and len(self._pairs) >= FEWEST_PAIRS:
             self.tau = kendall_tau(self._pairs)
-        if self.tau is not None:
-            self.trusted = self.tau >= self._needed
-
-    @property
-    def _needed(self) -> float:
-        """Return the tau from which lengths are trusted. The few groups of a run's beginning prove little."""
-        return self._min_tau + (-standard_error(len(self._pairs)) if self.trusted else MARGIN)
+            slack = -standard_error(len(self._pairs)) if self.trusted else MARGIN  # a few groups prove little
+            self.trusted = self.tau >= self._min_tau + slack
 
     @property
     def reason(self) -> str:
