@@ -9,15 +9,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from penstock.config import Config
 from penstock.config.tunable import movable, settings_of
-from penstock.ports.settings_search import PlayedGroup, Question
+from penstock.ports.settings_search import Answer, PlayedGroup, Question
 from penstock.processes.searching import LEAST_CPU_S, START_CPU_S, ProcessSearcher
 from penstock.rollout.costs import StepCosts
-from penstock.simulator.search_process import PRIORITY
+from penstock.simulator.search_process import PRIORITY, SearchRequest
 from penstock.types import EpisodeId, EpisodeSummary
 
 pytestmark = pytest.mark.integration
@@ -105,22 +106,22 @@ def test_a_search_that_may_take_no_time_is_postponed(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_search_that_was_cut_short_has_twice_the_time_next(tmp_path: Path) -> None:
-    async def main() -> None:
-        run_cpu_s = (START_CPU_S + LEAST_CPU_S) / 0.02
-        one = searcher(tmp_path, run_cpu_s=run_cpu_s)
-        one._run_cpu_s = lambda: run_cpu_s
-        try:
-            first = await one.search(question())
-            assert not first.was_postponed and "has used its" in first.reason, first
-            run_cpu_s = (one.cpu_s + 1.9 * LEAST_CPU_S) / 0.02
-            assert (await one.search(question())).was_postponed
-            run_cpu_s = (one.cpu_s + 2.1 * LEAST_CPU_S) / 0.02
-            assert not (await one.search(question())).was_postponed
-        finally:
-            one.close()
+async def test_a_search_that_was_cut_short_has_twice_the_time_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However fast the machine is: the child says that it has used all its time."""
+    one = searcher(tmp_path)
+    decoder = msgspec.msgpack.Decoder(SearchRequest)
+    monkeypatch.setattr(one, "_ask", lambda request: Answer(reason="", cpu_s=decoder.decode(request).max_cpu_s))
 
-    asyncio.run(main())
+    async def is_postponed(allowed_s: float) -> bool:
+        run_cpu_s = (one.cpu_s + START_CPU_S + allowed_s) / 0.02
+        monkeypatch.setattr(one, "_run_cpu_s", lambda: run_cpu_s)
+        return (await one.search(question())).was_postponed
+
+    assert not await is_postponed(1.1 * LEAST_CPU_S)
+    assert await is_postponed(2.1 * LEAST_CPU_S)
+    assert not await is_postponed(2.3 * LEAST_CPU_S)
 
 
 def test_a_child_that_dies_costs_one_search(tmp_path: Path) -> None:
