@@ -141,9 +141,10 @@ class Injector:
                 self._strike(pid, phase)
 
     def ask_for_stop(self) -> None:
-        """Once everything else was met, as people do: by a signal to the supervisor."""
+        """Once everything else was met, as people do: by a signal to the supervisor, if it is not ending already."""
         mark = self._run_dir / STOP_ASKED
-        if self._next_phase is Phase.STOPPING and not mark.exists() and not self._is_busy():
+        is_due = self._next_phase is Phase.STOPPING and not self._is_supervisor_doomed()
+        if is_due and not mark.exists() and not self._is_busy():
             self._await_victim(Phase.STOPPING)
             jsonl.write_json(mark, {"pid": self._supervisor})
             os.kill(self._supervisor, signal.SIGTERM)
