@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import random
 import tempfile
-import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -20,19 +17,18 @@ from fake_ports import RECORD, REF, ModelledServers, ModelledWorkers, MortalTrai
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock import loop, recovery
+from penstock import loop
 from penstock.config import Config
 from penstock.data.sources import TaskStream
 from penstock.observe import jsonl
 from penstock.observe.recorder import Recorder
-from penstock.ports.group_records import GroupRecord
 from penstock.ports.training import SavedState, TrainerLost
 from penstock.ports.work import Work
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.tuning import InForce
 from penstock.simulator.clock import run_virtual
 from penstock.store.experience_pool import ExperiencePool
-from penstock.types import EpisodeId, EpisodeState, EpisodeSummary, GroupAttempt, Task, WeightsHandle
+from penstock.types import EpisodeState, GroupAttempt, Task, WeightsHandle
 
 GROUP_SIZE, GROUPS_PER_STEP, STEPS = 2, 3, 6
 LIMIT_S = 600.0
@@ -262,39 +258,6 @@ def test_the_index_knows_what_is_played_anew(tmp_path: Path, monkeypatch: pytest
     run_virtual(run.go([Death("trainer", 1.0), Death("trainer", 0.5)]))
     run.check()
     assert max(admitted.values()) > 1
-
-
-async def test_what_is_learned_from_groups_does_not_hold_their_texts() -> None:
-    """A policy may decide what `info` holds, up to a limit for each episode."""
-    info = {"said": [[] for _ in range(2000)]}
-
-    def records() -> Iterator[GroupRecord]:
-        for number in range(100):
-            episode = EpisodeSummary(
-                episode=EpisodeId("train", number, 0, 0),
-                status="completed",
-                reward=0.0,
-                num_turns=1,
-                prompt_tokens=1,
-                response_tokens=number,
-                info=copy.deepcopy(info),
-            )
-            yield GroupRecord(group=number, task_id=f"train/{number}", task_index=number, episodes=[episode])
-
-    learned: list[tuple[Task, list[int]]] = []
-    system: Any = SimpleNamespace(
-        pool=SimpleNamespace(records=records),
-        tasks=TaskStream(NumberedTasks("train")),
-        scheduler=SimpleNamespace(lengths=SimpleNamespace(learn_lengths=learned.extend)),
-    )
-    tracemalloc.start()
-    try:
-        await recovery._learn_lengths(system)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert [lengths for _, lengths in learned] == [[number] for number in range(100)]
-    assert peak < 3_000_000, "all of it takes over 12 MB"
 
 
 def test_groups_whose_tokens_are_gone_are_played_anew(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import AsyncIterable, Collection, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ class Heard:
         self.groups: list[int] = []
         self.is_finished = False
 
-    def restore(self, records: Iterable[GroupRecord]) -> None:
-        self.groups += [record.group for record in records if record.state == EpisodeState.COLLECTED]
+    async def restore(self, records: AsyncIterable[GroupRecord]) -> None:
+        self.groups += [record.group async for record in records if record.state == EpisodeState.COLLECTED]
 
     def add_group(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
         assert num_rows == GROUP_SIZE
@@ -208,7 +208,7 @@ def test_what_was_given_up_is_counted_over_lives_and_its_siblings_are_not(tmp_pa
         (tmp_path / "played.json").unlink()
     assert jsonl.read(tmp_path / "metrics.jsonl")[-1]["episodes_total"] == (NUM_TASKS - 3) * GROUP_SIZE
     recorder, pool = Recorder(tmp_path), ExperiencePool(tmp_path / "pool")
-    recorder.restore(pool.records())
+    asyncio.run(recorder.restore(pool.each_record()))
     recorder.close()
     pool.close()
     assert jsonl.read_json(tmp_path / "played.json")["groups_failed"] == 3

@@ -48,7 +48,7 @@ STALL_WARNING_S = 3600.0
 async def run(system: System) -> None:
     """Start or continue the run: evaluate, train to the last step, evaluate again."""
     await recovery.begin(system)
-    restore_dumps(system)
+    await restore_dumps(system)
     async with alongside(never_returns(dispatch, system)):
         if not recovery.was_evaluated(system):
             await evaluate(system, "before")
@@ -70,7 +70,7 @@ async def evaluate_only(system: System) -> None:
 async def synthesize(system: System) -> None:
     """Play every task once, as a group. Nothing is trained, and the weights never change."""
     await recovery.begin_without_trainer(system)
-    restore_dumps(system)
+    await restore_dumps(system)
     async with alongside(never_returns(dispatch, system), never_returns(watch_progress, system)):
         await admit(system)
         await system.scheduler.wait_until_ended()
@@ -269,10 +269,10 @@ def record_progress(system: System) -> None:
     system.recorder.progressed(scheduler.groups.num_ended, scheduler.ledger.counts(), scheduler.health.metrics())
 
 
-def restore_dumps(system: System) -> None:
+async def restore_dumps(system: System) -> None:
     """Give the dumps the group records of earlier controllers."""
     for dump in system.dumps:
-        dump.restore(system.pool.records())
+        await dump.restore(system.pool.each_record())
 
 
 async def finish_dumps(system: System) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ async def begin_without_trainer(system: System) -> None:
     num_groups = await _restore_groups(system)
     system.update_pool()
     if num_groups:
-        system.recorder.restore(system.pool.records())
+        await system.recorder.restore(system.pool.each_record())
         system.recorder.event("went_on", tasks=system.scheduler.groups.num_ended, groups=num_groups)
 
 
@@ -118,7 +118,7 @@ async def rewind(system: System) -> None:
     while True:
         try:
             point = await _newest_checkpoint(system)
-            lost += _revive_groups(system, point)
+            lost += await _revive_groups(system, point)
             handle = await _go_back(system, point)
             await system.update_servers(handle)
             break
@@ -137,7 +137,7 @@ async def rewind(system: System) -> None:
 async def _restore(system: System) -> WeightsHandle:
     """Restore a new trainer and a new scheduler."""
     point = await _newest_checkpoint(system)
-    num_lost = len(_revive_groups(system, point))
+    num_lost = len(await _revive_groups(system, point))
     handle = await _go_back(system, point)
     system.num_steps = point.step if point else 0
     num_groups = await _restore_groups(system)
@@ -198,48 +198,44 @@ async def _go_back(system: System, point: SavedState | None) -> WeightsHandle:
     return await system.trainer.publish()
 
 
-def _revive_groups(system: System, point: SavedState | None) -> list[GroupRecord]:
+async def _revive_groups(system: System, point: SavedState | None) -> list[GroupRecord]:
     """Mark the groups trained after `point` as ready in the pool. Returns their earlier records.
 
     This happens before the trainer goes back to `point`. So a new controller that adopts the restored trainer finds a
     pool that agrees with it.
     """
     since = point.policy_version if point is not None else 0
-    trained = (r for r in system.pool.records() if r.trained_in is not None and r.trained_in > since)
-    lost = [msgspec.structs.replace(r, episodes=[each.without_texts() for each in r.episodes]) for r in trained]
+    lost = [r async for r in system.pool.each_record() if r.trained_in is not None and r.trained_in > since]
     system.pool.revive_groups([record.group for record in lost])
     return lost
 
 
 async def _restore_groups(system: System) -> int:
     """Restore ledger, queues, task position and length predictions from the pool. Returns the number of groups."""
-    number = position = 0
+    records: list[GroupRecord] = []
     damaged: list[GroupRecord] = []
+    completed: deque[GroupLengths] = deque(maxlen=MAX_LEARNED_GROUPS)
     written = {attempt for shard in system.pool.shards() if shard.written for attempt in shard.groups}
-
-    def records() -> Iterator[GroupRecord]:
-        nonlocal number, position
-        for record in system.pool.records():
-            number, position = number + 1, max(position, record.task_index + 1)
-            is_undumped = record.state == EpisodeState.COLLECTED and record.group_attempt not in written
-            is_needed = record.state == EpisodeState.READY or is_undumped
-            if is_needed and record.ref is not None and not system.pool.is_whole(record.ref):
-                damaged.append(record)  # its tokens are needed but damaged, so it is played again
-                facts = {"state": EpisodeState.PENDING, "counts": {}, "attempt": record.next_attempt}
-                record = msgspec.structs.replace(record, ref=None, episodes=[], **facts)
-            yield record
-
-    system.scheduler.restoring.restore_groups(records(), lambda record: _task(system, record))
-    system.tasks.position = max(system.tasks.position, position)
+    async for record in system.pool.each_record():
+        is_undumped = record.state == EpisodeState.COLLECTED and record.group_attempt not in written
+        is_needed = record.state == EpisodeState.READY or is_undumped
+        if is_needed and record.ref is not None and not system.pool.is_whole(record.ref):
+            damaged.append(record)  # its tokens are needed but damaged, so it is played again
+            facts = {"state": EpisodeState.PENDING, "counts": {}, "attempt": record.next_attempt}
+            record = msgspec.structs.replace(record, ref=None, episodes=[], **facts)
+        if record.episodes:
+            completed.append(lengths_of(record))
+        records.append(msgspec.structs.replace(record, episodes=[]) if record.counts else record)
+    system.scheduler.restoring.restore_groups(records, lambda record: _task(system, record))
+    system.tasks.position = max([system.tasks.position, *(record.task_index + 1 for record in records)])
     if damaged:
         system.pool.admit_groups([(record.group, _task(system, record)) for record in damaged])
         system.recorder.event("payloads_lost", groups=[record.group for record in damaged])
-    await _learn_lengths(system)
-    return number
+    await _learn_lengths(system, completed)
+    return len(records)
 
 
-async def _learn_lengths(system: System) -> None:
-    completed = deque((lengths_of(r) for r in system.pool.records() if r.episodes), maxlen=MAX_LEARNED_GROUPS)
+async def _learn_lengths(system: System, completed: Iterable[GroupLengths]) -> None:
     lengths = ((_task(system, group), group.lengths) for group in completed)
     while some := list(islice(lengths, LEARNED_AT_ONCE)):
         system.scheduler.lengths.learn_lengths(some)
@@ -260,7 +256,7 @@ def _restore_without_pool(system: System, point: SavedState) -> None:
 
 
 class GroupLengths(NamedTuple):
-    """What is learned from a completed group. Its record may hold much text in `info`."""
+    """What is learned from a completed group."""
 
     task_id: str
     task_index: int

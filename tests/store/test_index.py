@@ -11,7 +11,7 @@ from test_payload_files import file_size_limit
 from penstock.config import ConfigError
 from penstock.ports.group_records import GroupRecord
 from penstock.store.index import PoolIndex, PoolUnreadable, read_groups
-from penstock.types import NO_VERSION, EpisodeId, EpisodeState, PayloadRef
+from penstock.types import NO_VERSION, EpisodeId, EpisodeState, EpisodeSummary, PayloadRef
 from penstock.version_history import VersionHistory
 
 
@@ -33,8 +33,25 @@ def test_put_get_and_reopen(tmp_path: Path) -> None:
     index.put([trained])
     index.close()
     index = PoolIndex(tmp_path)
-    assert index.get_groups([6, 1000, 5]) == [record(6), trained]
+    assert index.get_whole_groups([6, 1000, 5]) == [record(6), trained]
     assert [each.group for each in index.records()] == list(range(300))
+    index.close()
+
+
+def test_what_environments_told_is_only_read_on_demand_and_kept_by_changes(tmp_path: Path) -> None:
+    index = PoolIndex(tmp_path)
+    (episode,) = record(1).episodes
+    told = msgspec.structs.replace(episode, error="lost", text="hello", info={"board": [[]] * 5})
+    whole = msgspec.structs.replace(record(1), episodes=[told, episode])
+    index.put([whole])
+    index.change([1], lambda found: msgspec.structs.replace(found, state=EpisodeState.TRAINED, trained_in=7))
+    assert index.get_whole_groups([1]) == [msgspec.structs.replace(whole, state=EpisodeState.TRAINED, trained_in=7)]
+    numbers = [name for name in EpisodeSummary.__struct_fields__ if name not in ("error", "text", "info")]
+    for found in (*index.get_groups([1]), *index.records()):
+        assert found.trained_in == 7
+        for summary in found.episodes:
+            assert (summary.error, summary.text, summary.info) == (None, None, {})
+            assert [getattr(summary, name) for name in numbers] == [getattr(episode, name) for name in numbers]
     index.close()
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from fake_ports import NumberedTasks, played
+from msgspec.structs import replace
 
 from penstock.ports.group_records import EndedGroup
+from penstock.store import experience_pool
 from penstock.store.experience_pool import ExperiencePool
 from penstock.types import EpisodeId, EpisodeState, GroupAttempt, PayloadRef, Task
 
@@ -41,6 +45,41 @@ def states(pool: ExperiencePool) -> list[tuple[str, int | None]]:
 
 def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("*.seg"))
+
+
+def test_reading_records_takes_no_memory_for_what_environments_told(tmp_path: Path) -> None:
+    """A policy may decide what `info` holds, up to a limit for each episode."""
+    pool = ExperiencePool(tmp_path)
+    for group in range(100):
+        told = replace(played(EpisodeId("train", group, 0, 0), reward=1.0), info={"said": [[]] * 2000})
+        pool.admit_groups([(group, task(group))])
+        pool.add_group(group, task(group), PayloadRef(file="env-0-00000.seg", offset=0, length=0, crc32=0), [told])
+    tracemalloc.start()
+    try:
+        records = list(pool.records())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        pool.close()
+    assert len(records) == 100 and peak < 1_000_000, "all of it takes over 12 MB"
+
+
+async def test_other_tasks_run_while_records_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experience_pool, "AT_ONCE_S", 0.0)
+    pool = ExperiencePool(tmp_path)
+    pool.admit_groups([(group, task(group)) for group in range(3)])
+    seen: list[int] = []
+
+    async def read() -> None:
+        async for record in pool.each_record():
+            seen.append(record.group)
+
+    reading = asyncio.create_task(read())
+    for number in range(3):
+        await asyncio.sleep(0)
+        assert seen == list(range(number + 1))
+    await reading
+    pool.close()
 
 
 def test_a_group_from_its_admission_to_its_end_and_back(tmp_path: Path) -> None:

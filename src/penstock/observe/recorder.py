@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,12 +154,12 @@ class Recorder(Observer):
                 )
         return dict(sums)
 
-    def restore(self, records: Iterable[GroupRecord]) -> None:
+    async def restore(self, records: AsyncIterable[GroupRecord]) -> None:
         """Set the totals from the groups in the pool. In a run that only generates, the pool is correct even if the
         written totals are not."""
         self._totals |= {"episodes_total": 0, "reward_total": 0.0, "tokens_played_total": 0}
         self._groups_failed = 0
-        for record in records:
+        async for record in records:
             self._groups_failed += record.state == EpisodeState.FAILED
             self._add(record.episodes)
 

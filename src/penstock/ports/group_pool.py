@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Sequence
 from typing import Protocol
 
 from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
@@ -31,11 +31,11 @@ class Pool(Protocol):
         Tokens of groups in `keep`, and of groups trained later, stay.
         """
 
-    def records(self) -> Iterator[GroupRecord]:
-        """Return the records of all groups, in the order of their admission."""
+    def each_record(self) -> AsyncIterator[GroupRecord]:
+        """Yield the records of all groups, in the order of their admission. Errors, texts and info are left out."""
 
     def get_groups(self, groups: Sequence[int]) -> list[GroupRecord]:
-        """Return the records of `groups`. Unknown groups are left out."""
+        """Return the records of `groups`. Unknown groups are left out, and so are errors, texts and info."""
 
     def shards(self) -> list[Shard]:
         """Return the shards of the dump, both written and planned."""
@@ -68,7 +68,7 @@ class Dump(Protocol):
     def unwritten(self) -> Collection[int]:
         """Return the groups that the dump has not written yet, so that it still needs their tokens."""
 
-    def restore(self, records: Iterable[GroupRecord]) -> None:
+    async def restore(self, records: AsyncIterable[GroupRecord]) -> None:
         """Continue the dump of an earlier controller, from the records of its groups."""
 
     def add_group(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:

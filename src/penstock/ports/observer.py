@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ class Observer:
     def decision(self, decider: str, reason: str, inputs: Mapping[str, Any]) -> None:
         """Record the decision of a pure decider."""
 
-    def restore(self, records: Iterable[GroupRecord]) -> None:
+    async def restore(self, records: AsyncIterable[GroupRecord]) -> None:
         """Continue the metrics of a run without a trainer, from the group records of an earlier controller."""
 
     def group_completed(self, tag: str, episodes: Summaries) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -268,7 +269,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         held_out = await asyncio.to_thread(held_out_tasks, config)
         train = found if config.pipeline != "rollout" else tasks_to_play(config, found, recorder)
         tasks = TaskStream(train, held_out=held_out, warn=lambda reason: recorder.event("alarm", reason=reason))
-        pool = ExperiencePool(controller.pool_dir)
+        pool = await asyncio.to_thread(ExperiencePool, controller.pool_dir)
         dumps = await asyncio.to_thread(open_dumps, config, child.run_dir, pool, tasks, recorder.event)
     await controller.all_joined()
     timeout_s, supervisor = config.rollout.request_timeout_s, config.supervisor
@@ -308,8 +309,9 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         searcher=searcher,
     )
     if config.scheduler.length.learn_from is not None:
-        played = played_before(Path(config.scheduler.length.learn_from), train, max_groups=MAX_LEARNED_GROUPS)
+        known = partial(played_before, Path(config.scheduler.length.learn_from), train, max_groups=MAX_LEARNED_GROUPS)
         async with deadline(DATA_S, waiter="controller", resource="lengths to learn", holder="the length predictor"):
+            played = await asyncio.to_thread(known)
             await asyncio.to_thread(system.scheduler.lengths.learn_lengths, played)
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     if config.env.seeds == "arithmetic":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import NamedTuple
 
 from penstock.ports.group_records import EndedGroup, GroupRecord, Shard
@@ -116,8 +116,9 @@ class Experience:
     def free_covered(self, policy_version: int, *, keep: Collection[int] = ()) -> None:
         """Do nothing: there is no disk to free."""
 
-    def records(self) -> Iterator[GroupRecord]:
-        return iter(())
+    async def each_record(self) -> AsyncIterator[GroupRecord]:
+        return
+        yield  # makes it a generator
 
     def get_groups(self, groups: Sequence[int]) -> list[GroupRecord]:
         return []

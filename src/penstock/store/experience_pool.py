@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -13,17 +14,32 @@ from penstock.store.index import PoolIndex
 from penstock.store.payload_files import is_whole, remove_files, sync_files
 from penstock.types import EpisodeState, PayloadRef, Summaries, Task
 
+AT_ONCE_S = 0.05
+"""Seconds of reading records before other asyncio tasks run, so that the controller stays responsive."""
+
 
 class ExperiencePool(PoolIndex):
     """The index and the token files of the pool. Implements the loop's `Pool`."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the pool in `directory`. Raises `PoolUnreadable`."""
+        """Open the pool in `directory` and read its records, for which a large one needs seconds: call it in a thread.
+
+        Raises `PoolUnreadable`.
+        """
         super().__init__(directory)
         self._needed: dict[int, GroupRecord] = {}
         """Groups that no durable checkpoint is known to cover yet, without their episodes. Collected groups are not
         included: no checkpoint ever covers them."""
         self._remember(self.records())
+
+    async def each_record(self) -> AsyncIterator[GroupRecord]:
+        """Yield all records as `records` does. Other asyncio tasks run in between."""
+        pause_at = time.monotonic() + AT_ONCE_S
+        for record in self.records():
+            yield record
+            if time.monotonic() >= pause_at:
+                await asyncio.sleep(0)
+                pause_at = time.monotonic() + AT_ONCE_S
 
     def put(self, records: Sequence[GroupRecord]) -> None:
         self._remember(records)
@@ -51,16 +67,16 @@ class ExperiencePool(PoolIndex):
         self.put([replace(self._needed[group], state=EpisodeState.READY, **facts)])
 
     def end_groups(self, groups: Sequence[EndedGroup]) -> None:
-        ended = {each.group: each for each in groups}
-        records = []
-        for record in self.get_groups(list(ended)):
-            end = ended[record.group]
-            records.append(replace(record, state=end.state, counts=end.counts, trained_in=end.trained_in))
-        self.put(records)
+        ends = {each.group: each for each in groups}
+
+        def end(record: GroupRecord) -> GroupRecord:
+            ended = ends[record.group]
+            return replace(record, state=ended.state, counts=ended.counts, trained_in=ended.trained_in)
+
+        self.change(list(ends), end)
 
     def revive_groups(self, groups: Sequence[int]) -> None:
-        records = self.get_groups(groups)
-        self.put([replace(record, state=EpisodeState.READY, counts={}, trained_in=None) for record in records])
+        self.change(groups, lambda record: replace(record, state=EpisodeState.READY, counts={}, trained_in=None))
 
     def free_covered(self, policy_version: int, *, keep: Collection[int] = ()) -> None:
         held = self._needed.items()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import lmdb
 import msgspec
@@ -20,11 +21,32 @@ from penstock.alarms import HopelessError
 from penstock.config import ConfigError
 from penstock.own_files import check_own_directory, open_plain
 from penstock.ports.group_records import GroupRecord, Shard
-from penstock.types import NO_VERSION
+from penstock.types import NO_VERSION, EpisodeSummary
 from penstock.version_history import VersionHistory
+
+
+class _Numbers(EpisodeSummary, frozen=True, kw_only=True, rename={"error": "-", "text": "--", "info": "---"}):
+    """A stored summary as the decoder reads it that skips what environments told. That may be much."""
+
+    error: str | None = None
+    text: str | None = None
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class _NumbersRecord(GroupRecord, frozen=True, kw_only=True):
+    episodes: list[_Numbers] = msgspec.field(default_factory=list)  # type: ignore[assignment]  # lists are invariant
+
+
+class _RawRecord(GroupRecord, frozen=True, kw_only=True):
+    """A record whose episodes are copied as they are stored."""
+
+    episodes: msgspec.Raw = msgspec.Raw(b"\x90")  # type: ignore[assignment]
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(GroupRecord)
+_numbers_decoder = msgspec.msgpack.Decoder(_NumbersRecord)
+_raw_decoder = msgspec.msgpack.Decoder(_RawRecord)
 
 _shard_decoder = msgspec.msgpack.Decoder(Shard)
 _history_decoder = msgspec.msgpack.Decoder(VersionHistory)
@@ -36,6 +58,9 @@ META = struct.Struct("<I20xI36xQ4x36xQ8xQ")
 MAGIC, NO_PAGE = 0xBEEFC0DE, 2**64 - 1
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 256, 65_536
 HIGHEST_VERSION, HISTORY = b"highest_version", b"version_history"
+
+
+Record = TypeVar("Record", bound=GroupRecord)
 
 
 class PoolUnreadable(HopelessError):
@@ -85,11 +110,22 @@ class PoolIndex:
             versions = [record.trained_in for record in records if record.trained_in is not None]
             self._raise_version(txn, max(versions, default=NO_VERSION))
 
+    def change(self, groups: Sequence[int], change: Callable[[GroupRecord], GroupRecord]) -> None:
+        """Replace the records of `groups`. `change` gets each without readable episodes, and must not replace them."""
+        self.put([change(record) for record in self._get(groups, _raw_decoder)])
+
     def get_groups(self, groups: Sequence[int]) -> list[GroupRecord]:
-        """Return the records of those `groups` that are known."""
+        """Return the records of those `groups` that are known, without errors, texts and info of their episodes."""
+        return self._get(groups, _numbers_decoder)
+
+    def get_whole_groups(self, groups: Sequence[int]) -> list[GroupRecord]:
+        """Return the whole records of those `groups` that are known. That can take seconds: call it in a thread."""
+        return self._get(groups, _decoder)
+
+    def _get(self, groups: Sequence[int], decoder: msgspec.msgpack.Decoder[Record]) -> list[GroupRecord]:
         with self._env.begin() as txn:
             found = [txn.get(_key(group), db=self._groups) for group in groups]
-        return [_decoder.decode(data) for data in found if data is not None]
+        return [decoder.decode(data) for data in found if data is not None]
 
     def put_shard(self, shard: Shard) -> None:
         """Add or replace a shard of the dump."""
@@ -133,11 +169,14 @@ class PoolIndex:
         return int(txn.get(HIGHEST_VERSION, db=self._facts) or NO_VERSION)
 
     def records(self) -> Iterator[GroupRecord]:
-        """Yield all records in the order of group numbers. Raises `PoolUnreadable`."""
+        """Yield all records in the order of group numbers, without errors, texts and info of their episodes.
+
+        Raises `PoolUnreadable`.
+        """
         try:
             with self._env.begin() as txn:
                 for _, data in txn.cursor(self._groups):
-                    yield _decoder.decode(data)
+                    yield _numbers_decoder.decode(data)
         except (lmdb.Error, msgspec.MsgspecError, RecursionError) as error:
             raise self._unreadable(error) from error
 
@@ -158,7 +197,8 @@ class PoolIndex:
 
 
 def read_groups(run_dir: Path, *, setting: str) -> Iterator[GroupRecord]:
-    """Yield the records of a run's groups; another process may still write them. `setting` names the run in errors.
+    """Yield the records of a run's groups, as `PoolIndex.records` does; another process may still write them. `setting`
+    names the run in errors.
 
     Raises `ConfigError` if the run has no index, and `PoolUnreadable`.
     """

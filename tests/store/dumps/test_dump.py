@@ -139,7 +139,7 @@ async def live(
     pool = MortalPool(played.pool, hazard)
     dump, events = make(pool, played.directory, target, **facts)
     known = {record.group for record in played.pool.records()}
-    dump.restore(played.pool.records())
+    await dump.restore(played.pool.each_record())
     running = asyncio.create_task(dump.run())
     try:
         for group, size in enumerate(sizes):
@@ -284,7 +284,7 @@ async def test_training_goes_on_with_an_alarm_and_keeps_the_tokens(played: Playe
     assert dump.unwritten == {0}
     target, directory = folder(played)
     resumed, _ = make(played.pool, played.directory, target, trains=True)
-    resumed.restore(played.pool.records())
+    await resumed.restore(played.pool.each_record())
     await to_the_end(resumed)
     assert names_in(directory) == expected([2]) and not resumed.unwritten
 
@@ -342,7 +342,7 @@ async def test_trajectories_whose_tokens_are_gone_are_counted(played: Played) ->
     for file in played.directory.glob("*.seg"):
         file.unlink()
     dump, events = make(played.pool, played.directory, Broken(), trains=True)
-    dump.restore(played.pool.records())
+    await dump.restore(played.pool.each_record())
     assert [event["reason"] for event in events] == ["the tokens of 1 groups are gone: they are not in the dump"]
 
 
@@ -368,7 +368,7 @@ async def test_what_is_played_anew_is_in_the_next_shard_alone(played: Played) ->
         await to_the_end(dump)
     resumed, _ = make(played.pool, played.directory, target)
     played.pool.admit_groups([(0, task(0))])
-    resumed.restore(played.pool.records())
+    await resumed.restore(played.pool.each_record())
     resumed.add_group(*played.play(0, attempt=1))
     await to_the_end(resumed)
     assert names_in(directory) == [f"mine/train/{name}" for name in ("1/0/0", "1/1/0", "0/0/1", "0/1/1")]
@@ -414,7 +414,7 @@ async def test_totals_go_on_with_another_controller(played: Played) -> None:
     totals: list[tuple[int, int, float]] = []
     for group in range(3):
         dump, events = make(played.pool, played.directory, target)
-        dump.restore(played.pool.records())
+        await dump.restore(played.pool.each_record())
         dump.add_group(*played.play(group))
         await to_the_end(dump)
         totals.append((events[-1]["shards"], events[-1]["rows"], events[-1]["cpu_s"]))
@@ -447,7 +447,7 @@ async def test_a_table_tells_runs_and_attempts_apart(tmp_path: Path) -> None:
             for attempt in (0, 1):
                 table.hazard = Hazard(1)
                 dump, _ = make(played.pool, played.directory, target, run_id=run_id, columns=columns)
-                dump.restore(played.pool.records())
+                await dump.restore(played.pool.each_record())
                 dump.add_group(*played.play(0, attempt=attempt))
                 await to_the_end(dump)
     assert sorted(row["trajectory"] for row in table.rows) == [

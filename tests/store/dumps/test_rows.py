@@ -29,7 +29,7 @@ def rows(directory: Path, settings: Config, *, step: int | None = None, **facts:
 def made(directory: Path, maker: RowMaker, *, step: int | None = None, **facts: Any) -> list[Row]:
     with Played(directory) as played:
         played.play(5, **facts)
-        (record,) = played.pool.records()
+        (record,) = played.pool.get_whole_groups([5])
     assert record.ref is not None
     return maker.rows(record, PayloadReader(directory).read(record.ref), payload(record), step=step)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ class Dump:
         planned = {group for shard in self._unwritten.values() for group, _ in shard.groups}
         return planned | {group for group, _ in self._pending}
 
-    def restore(self, records: Iterable[GroupRecord]) -> None:
+    async def restore(self, records: AsyncIterable[GroupRecord]) -> None:
         """Continue the dump of an earlier controller from its groups."""
         shards = self._index.shards()
         self._names = {shard.name for shard in shards}
@@ -130,7 +130,7 @@ class Dump:
             if not shard.written:
                 self._put(shard, again=True)
         num_gone = 0
-        for record in records:
+        async for record in records:
             if record.ref is None or record.state not in self._wanted or record.group_attempt in known:
                 continue
             if self._is_there(record):
@@ -216,7 +216,7 @@ class Dump:
         pauses_s = iter(PAUSES_S)
         while True:
             try:
-                records = _records(self._index, shard)
+                records = await in_thread(partial(_records, self._index, shard), shard.name, "the pool")
                 payloads = await self._payloads(records)
                 write = partial(self._write_now, shard, records, payloads, again)
                 return await in_thread(write, shard.name, self._rendering.target.where)
@@ -275,7 +275,7 @@ class Samples:
         self.unwritten: set[int] = set()
         """Always empty: the pool keeps no tokens for samples."""
 
-    def restore(self, records: Iterable[GroupRecord]) -> None:
+    async def restore(self, records: AsyncIterable[GroupRecord]) -> None:
         """Keep the samples of an earlier controller as they are."""
 
     def add_group(self, attempt: GroupAttempt, state: EpisodeState, num_rows: int) -> None:
@@ -310,7 +310,7 @@ class Samples:
 def _records(index: PoolIndex, shard: Shard) -> list[GroupRecord]:
     """Return the records of the shard's groups, except groups that are run again."""
     groups = dict(shard.groups)
-    return [r for r in index.get_groups(list(groups)) if r.ref is not None and r.attempt == groups[r.group]]
+    return [r for r in index.get_whole_groups(list(groups)) if r.ref is not None and r.attempt == groups[r.group]]
 
 
 async def in_thread(write: Callable[[], T], shard: str, where: str) -> T:
