@@ -194,13 +194,16 @@ def warm_policy(config: Config, runs: Path, steps: int | None) -> Path:
     write_tiny_model(directory, config.model.tiny, config.model.max_context)
     model = load_policy(directory, weights=False, seed=0)
     tasks, _ = streams(config, seed=1)
-    examples = demonstrations(
-        tasks.next,
-        make=environment_maker(config.env),
-        max_turns=lambda task: config.env.max_turns,
-        chat=ChatTokenizer.load(directory),
-        seed=config.seed,
-    )
+
+    def examples() -> Iterator[tuple[list[int], list[int]]]:
+        return demonstrations(
+            tasks.next,
+            make=environment_maker(config.env),
+            max_turns=lambda task: config.env.max_turns,
+            chat=ChatTokenizer.load(directory),
+            seed=config.seed,
+        )
+
     settings = config.model.warm_start
     warm_start(
         Imitation(model).step,

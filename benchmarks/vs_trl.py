@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -259,8 +259,11 @@ class Bench:
         lessons = self._runs / "lessons.jsonl"
         count = self._workload.warm_start_steps * WARM_START_BATCH
         write_tasks(lessons, workload=self._workload.name, count=count, seed=2, growing=True)
-        tasks, chat = TaskStream(tasks_in(lessons)), ChatTokenizer.load(directory)
-        examples = demonstrations(tasks.next, make=Say, max_turns=lambda task: 1, chat=chat, seed=0)
+        tasks, chat = tasks_in(lessons), ChatTokenizer.load(directory)
+
+        def examples() -> Iterator[tuple[list[int], list[int]]]:
+            return demonstrations(TaskStream(tasks).next, make=Say, max_turns=lambda task: 1, chat=chat, seed=0)
+
         steps = self._workload.warm_start_steps
         warm_start(Imitation(model).step, examples, steps=steps, batch_size=WARM_START_BATCH, learning_rate=2e-3)
         model.save_pretrained(directory)

@@ -152,8 +152,8 @@ def imitated(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
         losses.append(done["loss"])
         return done
 
-    examples = iter([([2, 10 + i, 3, 10 + i, 4][: 4 + i % 2], [0, 0, 0, 1, 1][: 4 + i % 2]) for i in range(9)])
-    warm_start(step, examples, steps=3, batch_size=3, learning_rate=1e-2)
+    examples = [([2, 10 + i, 3, 10 + i, 4][: 4 + i % 2], [0, 0, 0, 1, 1][: 4 + i % 2]) for i in range(9)]
+    warm_start(step, lambda: iter(examples), steps=3, batch_size=3, learning_rate=1e-2)
     return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 

@@ -251,7 +251,7 @@ class TrainerProcess(Member):
         if not settings.steps:
             return {}
         with self._span("warm_start"):
-            imitate, examples = self._ranks.imitate, self._demonstrations()
+            imitate, examples = self._ranks.imitate, self._demonstrations
             steps, batch_size, learning_rate = settings.steps, settings.batch_size, settings.learning_rate
             return warm_start(imitate, examples, steps=steps, batch_size=batch_size, learning_rate=learning_rate)
 

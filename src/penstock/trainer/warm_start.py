@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedModel
 
+from penstock.config import ConfigError
 from penstock.groups.batch import Batch
 from penstock.ports.environment import Demonstrations
 from penstock.trainer.forward import token_logprobs
@@ -33,14 +34,15 @@ Imitate = Callable[[Batch, float], Mapping[str, float]]
 
 
 def warm_start(
-    imitate: Imitate, demonstrations: Demonstrations, *, steps: int, batch_size: int, learning_rate: float
+    imitate: Imitate, demonstrations: Callable[[], Demonstrations], *, steps: int, batch_size: int, learning_rate: float
 ) -> dict[str, float]:
-    """Train on batches from `demonstrations`, with a cosine learning-rate schedule.
+    """Train on batches of demonstrations, with a cosine learning-rate schedule. `demonstrations` yields each of them
+    once, and is called again when they are used up.
 
     Returns `steps`, `seconds`, and `loss`: the mean negative log-likelihood per token of the last step. Raises
-    FloatingPointError if the loss is not finite, and ValueError if the demonstrations run out.
+    FloatingPointError if the loss is not finite, and ConfigError if there are no demonstrations.
     """
-    examples, loss, start = iter(demonstrations), math.nan, time.monotonic()
+    examples, loss, start = _repeated(demonstrations), math.nan, time.monotonic()
     for step in range(steps):
         cosine = 0.5 * (1.0 + math.cos(math.pi * (step / steps)))
         loss = imitate(_draw(examples, batch_size), learning_rate * (FLOOR + (1.0 - FLOOR) * cosine))["loss"]
@@ -72,7 +74,7 @@ class Imitation:
         (tokens,) = self._ranks.total([int(table.trained.sum())], "count tokens")
         num_tokens, total = max(int(tokens), 1), 0.0
         for micro in self._passes.of(table):
-            logprobs, _ = token_logprobs(self._model, micro, temperature=1.0)
+            logprobs, _ = token_logprobs(self._model, micro)
             loss = -logprobs.sum() / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -81,8 +83,20 @@ class Imitation:
         return {"loss": total}
 
 
+def _repeated(demonstrations: Callable[[], Demonstrations]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield all demonstrations again and again; nothing if there are none."""
+    found = True
+    while found:
+        found = False
+        for example in demonstrations():
+            found = True
+            yield example
+
+
 def _draw(examples: Iterator[tuple[list[int], list[int]]], batch_size: int) -> Batch:
     batch = list(islice(examples, batch_size))
     if not batch:
-        raise ValueError("warm start: the demonstrations ran out: lower model.warm_start.steps")
+        raise ConfigError(
+            "model.warm_start: there is no task to demonstrate: give the run more data, or set steps to 0"
+        )
     return Batch(values={"token_ids": [ids for ids, _ in batch], "loss_mask": [mask for _, mask in batch]})
