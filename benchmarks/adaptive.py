@@ -189,7 +189,9 @@ def p99_wait_s(run_dir: Path) -> float:
 def mixed_workload(figures: Figures) -> None:
     """Kendall's tau of the heuristic. The answers of one tag are 20 times as long as those of the other."""
     draw = random.Random(0)
-    predictor = length_predictor(LengthConfig(predictor="heuristic"), limit=lambda task: 4096, temperature=1.0)
+    predictor = length_predictor(
+        LengthConfig(predictor="heuristic"), limit=lambda task: 4096, temperature=lambda task: 1.0
+    )
     pairs = []
     for index in range(1024):
         tag = draw.choice(list(MIXED))

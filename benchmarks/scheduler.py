@@ -124,7 +124,7 @@ def examples(start: int, count: int) -> list[Example]:
 def taught(name: str, lessons: Sequence[Example]) -> LengthPredictor:
     """A predictor that has observed `lessons`."""
     config = LengthConfig.model_validate({"predictor": name, "max_entries": HISTORY_ENTRIES})
-    predictor = length_predictor(config, limit=lambda task: MAX_NEW_TOKENS, temperature=1.0)
+    predictor = length_predictor(config, limit=lambda task: MAX_NEW_TOKENS, temperature=lambda task: 1.0)
     for task, lengths in lessons:
         predictor.observe(task, lengths)
     fit = predictor.due()

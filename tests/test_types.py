@@ -48,7 +48,8 @@ def fields(sample: Sample) -> dict[str, Any]:
 )
 def test_a_flattened_trajectory_comes_back(turns: list[Turn], reward: float, ended: Any) -> None:
     episode = EpisodeId("train", 7, 3, 1)
-    whole = Trajectory(episode=episode, task_id="t", turns=turns, reward=reward, status=ended or "aborted")
+    facts: dict[str, Any] = {"status": ended or "aborted", "temperature": 0.7}
+    whole = Trajectory(episode=episode, task_id="t", turns=turns, reward=reward, **facts)
     flat = whole.flatten()
     again = Trajectory.unflatten(flat, episode=episode, task_id="t", ended=ended is not None)
     assert fields(again.flatten()) == fields(flat)

@@ -102,6 +102,8 @@ class Trajectory:
     reward_s: float = 0.0
     """Seconds in which a reward outside the environment was computed."""
     env_seed: int = 0
+    temperature: float = 1.0
+    """At which the actions were sampled."""
     info: dict[str, Any] = field(default_factory=dict)
     """Latest value of each key in the environment's info that `dump.columns` names."""
 
@@ -148,7 +150,13 @@ class Trajectory:
         if status == "completed" and turns and turns[-1].segments:
             turns[-1].segments[-1] = replace(turns[-1].segments[-1], finish_reason="stop")
         return cls(
-            episode=episode, task_id=task_id, turns=turns, reward=sample.reward, status=status, env_seed=env_seed
+            episode=episode,
+            task_id=task_id,
+            turns=turns,
+            reward=sample.reward,
+            status=status,
+            env_seed=env_seed,
+            temperature=sample.temperature,
         )
 
     def formulate(self, formulation: Formulation) -> list[Sample]:
@@ -190,6 +198,7 @@ class Trajectory:
             episode=self.episode.episode,
             reward=self.reward,
             truncated=self.status == "truncated",
+            temperature=self.temperature,
             token_ids=np.asarray(tokens, dtype=np.int32),
             loss_mask=np.asarray(mask, dtype=np.uint8),
             logprobs=np.asarray(logprobs, dtype=np.float32),
@@ -205,6 +214,8 @@ class Sample:
     episode: int
     reward: float
     truncated: bool
+    temperature: float = 1.0
+    """At which the tokens were sampled."""
     token_ids: npt.NDArray[np.int32]  # [T]
     loss_mask: npt.NDArray[np.uint8]  # [T], 1 on sampled tokens
     logprobs: npt.NDArray[np.float32]  # [T], behaviour log-probabilities, 0 where the mask is 0

@@ -82,7 +82,9 @@ def play(
 
 
 def test_members_are_rewarded_one_by_one(chat: ChatTokenizer) -> None:
-    right, wrong = play(chat, ["ok", "no"])
+    colder = leased(range(2), max_tokens=8, sampling=Sampling(max_new_tokens=8, temperature=0.7), deadline_s=5.0)
+    right, wrong = play(chat, ["ok", "no"], job=colder)
+    assert right.flatten().temperature == wrong.flatten().temperature == 0.7
     assert (right.reward, right.status, wrong.reward) == (1.0, "completed", 0.0)
     assert [t.episode.episode for t in (right, wrong)] == [0, 1]
     sample = right.flatten()

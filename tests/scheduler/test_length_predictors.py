@@ -19,7 +19,7 @@ from penstock.scheduler.length.neighbours import Neighbours
 from penstock.scheduler.length.predictor import LengthPredictor
 from penstock.scheduler.length.trust import kendall_tau
 from penstock.scheduler.length_prediction import length_predictor
-from penstock.types import Task
+from penstock.types import Purpose, Task
 
 CAP = 2000
 
@@ -30,7 +30,7 @@ def task_of(text: str, index: int = 0) -> Task:
 
 def predictor_of(name: str, **settings: object) -> LengthPredictor:
     config = LengthConfig.model_validate({"predictor": name, **settings})
-    return length_predictor(config, limit=lambda task: CAP, temperature=1.0)
+    return length_predictor(config, limit=lambda task: CAP, temperature=lambda task: 1.0)
 
 
 def history_of(**settings: object) -> HistoryPredictor:
@@ -114,7 +114,7 @@ def of_tag(tag: str, index: int) -> Task:
 def test_each_tag_has_its_own_limit_and_its_own_lengths(name: str) -> None:
     config = LengthConfig.model_validate({"predictor": name, "refit_every": 64})
     limits = {"brief": 8, "long": 2048}
-    predictor = length_predictor(config, limit=lambda task: limits[task.tag], temperature=1.0)
+    predictor = length_predictor(config, limit=lambda task: limits[task.tag], temperature=lambda task: 1.0)
     brief, long = predictor.predict([of_tag("brief", 0), of_tag("long", 0)])
     assert brief <= 8 < long
     draw = random.Random(0)
@@ -143,6 +143,20 @@ def test_a_row_may_lower_the_limit_of_its_task() -> None:
     for nonsense in (0, -1, 2.5, "many", True):
         with pytest.raises(ConfigError, match="max_new_tokens of task row 7 is"):
             most(nonsense)
+
+
+def test_a_row_may_have_its_own_temperature_in_training() -> None:
+    limits = DecodingLimits(Config.model_validate({"env": {"temperature": 0.7, "eval_temperature": 0.0}}))
+
+    def temperature(own: object, purpose: Purpose = "train") -> float:
+        payload = {"question": "2+2?", "temperature": own}
+        return limits.temperature(Task(task_id="row 7", tag="train", index=0, purpose=purpose, payload=payload))
+
+    assert [temperature(own) for own in (None, 1, 0.001, 2.0)] == [0.7, 1.0, 0.001, 2.0]
+    assert temperature(1.3, "eval") == 0.0
+    for nonsense in (0, -1, 25.3, math.nan, "hot", True):
+        with pytest.raises(ConfigError, match="temperature of task row 7 is"):
+            temperature(nonsense)
 
 
 def test_features_count() -> None:
@@ -218,7 +232,7 @@ def test_classifier_refuses_what_is_no_fit() -> None:
 def test_a_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[predict\]'"):
-        ClassifierPredictor(refit_every=16, limit=lambda task: CAP, temperature=1.0)
+        ClassifierPredictor(refit_every=16, limit=lambda task: CAP, temperature=lambda task: 1.0)
 
 
 def test_fit_predicts_the_mean_over_classes() -> None:

@@ -23,6 +23,7 @@ def sample(num_tokens: int, *, group: int = 0, episode: int = 0, seed: int = 0) 
         episode=episode,
         reward=float(rng.normal()),
         truncated=bool(rng.integers(0, 2)),
+        temperature=float(rng.uniform(0.1, 2.0)),
         token_ids=rng.integers(0, 1000, num_tokens).astype(np.int32),
         loss_mask=mask,
         logprobs=(rng.normal(size=num_tokens) * mask).astype(np.float32),
@@ -31,11 +32,12 @@ def sample(num_tokens: int, *, group: int = 0, episode: int = 0, seed: int = 0) 
 
 
 def assert_same(left: Sample, right: Sample) -> None:
-    assert (left.group, left.episode, left.reward, left.truncated) == (
+    assert (left.group, left.episode, left.reward, left.truncated, left.temperature) == (
         right.group,
         right.episode,
         right.reward,
         right.truncated,
+        right.temperature,
     )
     for name in ("token_ids", "loss_mask", "logprobs", "versions"):
         ours, theirs = getattr(left, name), getattr(right, name)

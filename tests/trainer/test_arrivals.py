@@ -39,9 +39,10 @@ def arrive(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The gradient that the calls accumulate, and the metrics of the step after them."""
     config = TrainerConfig(max_grad_norm=1e9, tokens_per_microbatch=tokens)
-    learner = Learner(model, config, max_staleness=1, policy_version=3, temperature=0.8, measure_noise=measure_noise)
+    learner = Learner(model, config, max_staleness=1, policy_version=3, measure_noise=measure_noise)
     for samples in calls:
-        learner.accumulate(prepare(samples, normalize=True)[0])
+        colder = [dataclasses.replace(sample, temperature=0.8) for sample in samples]
+        learner.accumulate(prepare(colder, normalize=True)[0])
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return gradient, learner.step().metrics
 

@@ -36,7 +36,7 @@ def logprobs_of(model: PreTrainedModel, table: TokenTable, *, share: bool) -> tu
     """Log-probabilities at their places in the table, and how many prefix tokens were fed."""
     found, shared = torch.zeros(len(table.token_ids)), 0
     for micro in micro_batches(table, 4096, model.device, share_prefixes=share):
-        logprobs, _ = token_logprobs(model, micro, temperature=0.8)
+        logprobs, _ = token_logprobs(model, micro)
         found = found.index_put((torch.from_numpy(micro.tokens),), logprobs.cpu())
         shared += micro.prefixes.numel()
     return found, shared
@@ -54,7 +54,7 @@ def test_packed_and_shared_passes_equal_one_sample_at_a_time(
     model = small_model(architecture)
     assert shares_prefixes(model) == shares
     ids, masks = siblings()
-    table = TokenTable.build(ids, flatten(masks, np.bool_))
+    table = TokenTable.build(ids, flatten(masks, np.bool_), np.full(len(ids), 0.8, dtype=np.float32))
     found, shared = logprobs_of(small_model(architecture).to(device), table, share=shares)
     assert (shared > 0) == shares
     for start, row, mask in zip(table.starts.tolist(), ids, masks, strict=True):
@@ -68,7 +68,7 @@ def test_packed_and_shared_passes_equal_one_sample_at_a_time(
 
 def test_gradients_flow_back_through_shared_prompts() -> None:
     ids, masks = siblings()
-    table = TokenTable.build(ids, flatten(masks, np.bool_))
+    table = TokenTable.build(ids, flatten(masks, np.bool_), np.full(len(ids), 0.8, dtype=np.float32))
     weights = torch.linspace(-1, 1, len(table.token_ids))
     gradients = []
     for share in (False, True):

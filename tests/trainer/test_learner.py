@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -37,19 +38,24 @@ def accumulate(learner: Learner | AllRoles, samples: Sequence[Sample]) -> dict[s
     return learner.accumulate(prepare(samples, normalize=True)[0])
 
 
+def sampled_at(temperatures: Sequence[float], samples: Sequence[Sample]) -> list[Sample]:
+    """The same samples, as if drawn at these temperatures in turn."""
+    return [dataclasses.replace(s, temperature=t) for s, t in zip(samples, itertools.cycle(temperatures), strict=False)]
+
+
 def gradients(model: PreTrainedModel) -> torch.Tensor:
     found = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in model.parameters()]
     return torch.cat(found).cpu()
 
 
-def reference_loss(model: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> torch.Tensor:
+def reference_loss(model: PreTrainedModel, samples: Sequence[Sample]) -> torch.Tensor:
     """GRPO sample by sample and token by token, summed; no padding, no packing, no sharing."""
     advantages = prepare(samples, normalize=True)[0]["advantages"]
     total = torch.zeros(())
     for sample, advantage in zip(samples, advantages.tolist(), strict=True):
         logits = model(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0]
         for t in np.flatnonzero(sample.loss_mask):
-            log_pi = torch.log_softmax(logits[t - 1] / temperature, dim=-1)[int(sample.token_ids[t])]
+            log_pi = torch.log_softmax(logits[t - 1] / sample.temperature, dim=-1)[int(sample.token_ids[t])]
             ratio = torch.exp(log_pi - float(sample.logprobs[t]))
             clipped = torch.clamp(ratio, 0.8, 1.28)
             total = total - torch.minimum(ratio * advantage, clipped * advantage)
@@ -57,15 +63,20 @@ def reference_loss(model: PreTrainedModel, samples: Sequence[Sample], temperatur
 
 
 @pytest.mark.parametrize("tokens_per_microbatch", [1, 40, 8192])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperatures", [[1.0], [0.6], [1.0, 0.6, 1.3]])
 def test_loss_and_gradient_equal_the_plain_reference(
-    make_model: MakeModel, samples: list[Sample], tokens_per_microbatch: int, temperature: float, device: torch.device
+    make_model: MakeModel,
+    samples: list[Sample],
+    tokens_per_microbatch: int,
+    temperatures: list[float],
+    device: torch.device,
 ) -> None:
     plain, model = make_model(), make_model().to(device)
-    expected = reference_loss(plain, samples, temperature)
+    samples = sampled_at(temperatures, samples)
+    expected = reference_loss(plain, samples)
     expected.backward()
     config = TrainerConfig(max_grad_norm=1e9, tokens_per_microbatch=tokens_per_microbatch)
-    learner = learner_for(model, config, temperature=temperature)
+    learner = learner_for(model, config)
     counted = accumulate(learner, samples)
     torch.testing.assert_close(gradients(model), gradients(plain), atol=2e-5, rtol=1e-4)
     metrics = learner.step().metrics
@@ -294,8 +305,8 @@ def test_equal_rewards_give_zero_gradient(make_model: MakeModel) -> None:
 
 def test_entropy_and_disagreement_are_those_of_the_policy(make_model: MakeModel, samples: list[Sample]) -> None:
     model = make_model()
-    learner = learner_for(model, temperature=0.6)
-    accumulate(learner, samples)
+    learner = learner_for(model)
+    accumulate(learner, sampled_at([0.6], samples))
     state = learner.step()
     entropies, differences = [], []
     fresh = make_model()

@@ -47,7 +47,7 @@ def check(config: Config) -> None:
     if earlier is not None and not (Path(earlier) / "pool" / "index").is_dir():
         raise Refused(f"scheduler.length.learn_from: {earlier} is not the directory of a run: it has no pool/index")
     if config.scheduler.dispatch.policy in ("sjf", "ljf"):  # raises ConfigError for a missing package or function
-        length_predictor(config.scheduler.length, limit=lambda task: 1, temperature=1.0)
+        length_predictor(config.scheduler.length, limit=lambda task: 1, temperature=lambda task: 1.0)
     if config.rollout.engine != "penstock" and not config.rollout.urls:
         check_engine(config.rollout.engine, config.rollout.python or sys.executable)
     if config.dump.url is not None and config.pipeline != "eval":

@@ -224,6 +224,7 @@ class Episode:
             env_s=max(seconds - self.answering_s - self.rewarding_s, 0.0),
             reward_s=self.rewarding_s,
             env_seed=self.lease.env_seed,
+            temperature=self.sampling.temperature,
             info=self.info,
         )
 

@@ -200,7 +200,6 @@ class Actor(TrainerRank):
             config.trainer,
             max_staleness=config.scheduler.max_staleness,
             policy_version=self._first_version,
-            temperature=config.env.temperature,
             max_tokens=max_trained_tokens(config),
             whole_step=config.trainer.groups_per_step * config.env.group_size,
             compute_dtype=self._dtype,
@@ -236,7 +235,6 @@ class PolicyCopyRank(TrainerRank, Generic[Held]):
             self._loaded,
             config.trainer,
             max_staleness=config.scheduler.max_staleness,
-            temperature=config.env.temperature,
             compute_dtype=self._dtype,
             ranks=self._ranks,
         )

@@ -37,7 +37,7 @@ class LengthPrediction:
         if policy in ("sjf", "ljf"):
             decoding = DecodingLimits(config)
             self._predictor = length_predictor(
-                settings, limit=decoding.max_episode_tokens, temperature=config.env.temperature
+                settings, limit=decoding.max_episode_tokens, temperature=decoding.temperature
             )
         self._probes = policy == "probe"
         self.trust = Trust(settings)
@@ -101,8 +101,9 @@ def run_now(compute: Callable[[], object], use: Callable[[object], None]) -> Non
     use(compute())
 
 
-def length_predictor(config: LengthConfig, *, limit: Limit, temperature: float) -> LengthPredictor:
-    """Return the predictor that `scheduler.length` configures. `limit`: the most tokens of an episode of a task."""
+def length_predictor(config: LengthConfig, *, limit: Limit, temperature: Callable[[Task], float]) -> LengthPredictor:
+    """Return the predictor that `scheduler.length` configures. `limit`: the most tokens of an episode of a task.
+    `temperature`: the sampling temperature of a task."""
     match config.predictor:
         case "heuristic":
             return HeuristicPredictor(limit=limit)

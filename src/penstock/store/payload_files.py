@@ -63,6 +63,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     reward: float
     truncated: bool
     num_tokens: int
+    temperature: float = 1.0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -94,7 +95,8 @@ def open_file(directory: Path, name: str) -> BinaryIO:
 
 def encode(samples: Sequence[Sample]) -> bytes:
     """Return the samples of a group as one record."""
-    header = _encoder.encode([_Header(s.group, s.episode, s.reward, s.truncated, len(s.token_ids)) for s in samples])
+    headers = [_Header(s.group, s.episode, s.reward, s.truncated, len(s.token_ids), s.temperature) for s in samples]
+    header = _encoder.encode(headers)
     parts = [_PREFIX.pack(_MAGIC, len(header)), header]
     parts.append(_padding(_PREFIX.size + len(header)))
     for name, dtype in _COLUMNS:
@@ -127,7 +129,9 @@ def _decode(record: memoryview) -> list[Sample]:
         offset = _aligned(offset + column.nbytes)
     arrays = [dict(zip(columns, own, strict=True)) for own in zip(*columns.values(), strict=True)]
     return [
-        Sample(group=h.group, episode=h.episode, reward=h.reward, truncated=h.truncated, **own)
+        Sample(
+            group=h.group, episode=h.episode, reward=h.reward, truncated=h.truncated, temperature=h.temperature, **own
+        )
         for h, own in zip(headers, arrays, strict=True)
     ]
 

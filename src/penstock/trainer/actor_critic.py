@@ -24,7 +24,7 @@ from penstock.trainer.critic import with_values
 from penstock.trainer.rank_balancing import split_over_ranks
 from penstock.types import LearnerState, WeightsHandle
 
-INPUTS = ("token_ids", "loss_mask", "versions")
+INPUTS = ("token_ids", "loss_mask", "versions", "temperatures")
 """Columns that critic and reference need."""
 
 

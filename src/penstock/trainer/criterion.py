@@ -67,13 +67,12 @@ class Criterion:
         *,
         strategy: Strategy,
         autocast: Autocast,
-        temperature: float,
         max_staleness: int,
     ) -> None:
         """`autocast`: makes the context of forward passes. `max_staleness`: largest number of versions between sampling
         and training."""
         self._model, self._config = model, config.objective
-        self._autocast, self._strategy, self._temperature = autocast, strategy, temperature
+        self._autocast, self._strategy = autocast, strategy
         self._proximal = strategy.copied(model) if self._config.proximal == "snapshot" else None
         self._parity = Parity(model, strategy, every=config.canaries.parity_every, max_staleness=max_staleness)
 
@@ -94,7 +93,7 @@ class Criterion:
         """
         config = self._config
         with self._autocast():
-            logprobs, entropy = token_logprobs(self._model, micro, temperature=self._temperature)
+            logprobs, entropy = token_logprobs(self._model, micro)
         proximal = self._logprobs(self._proximal, micro)
         tokens = Tokens(logprobs, behaviour, advantages, samples, staleness, proximal)
         objective = OBJECTIVES[config.name](tokens, config)
@@ -159,4 +158,4 @@ class Criterion:
         if copy is None:
             return None
         with torch.no_grad(), self._autocast():
-            return token_logprobs(copy, micro, temperature=self._temperature)[0]
+            return token_logprobs(copy, micro)[0]

@@ -28,22 +28,23 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass: `torch.autocast`, enabled or not."""
 
 
-def token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return (log-probabilities, entropies) of the micro-batch's trained tokens, both [N] in float32."""
-    return token_statistics(token_logits(model, micro), micro.chosen, temperature=temperature)
+    return token_statistics(token_logits(model, micro), micro.chosen, temperature=micro.temperature)
 
 
 def token_statistics(
     logits: Tensor,  # [num_tokens, vocab]
     chosen: Tensor,  # [num_tokens], token ids
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # of all tokens, or [num_tokens]
 ) -> tuple[Tensor, Tensor]:
     """Return (log pi(chosen), H(pi)), both [num_tokens] in float32, with pi = softmax(logits / temperature).
 
     H = -sum_v pi(v) log pi(v) over the whole vocabulary, in nats; it carries no gradient.
     """
-    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    divisor = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+    scaled = logits.float() if isinstance(divisor, float) and divisor == 1.0 else logits.float() / divisor
     log_pi = torch.log_softmax(scaled, dim=-1)
     rows = max(ENTROPY_ELEMENTS // logits.shape[-1], 1)
     parts = torch.split(log_pi.detach(), rows)

@@ -79,7 +79,6 @@ class Learner(ModelRole):
         config: TrainerConfig,
         *,
         max_staleness: int,
-        temperature: float = 1.0,
         policy_version: int = 0,
         compute_dtype: torch.dtype = torch.float32,
         max_tokens: int = 1,
@@ -107,7 +106,6 @@ class Learner(ModelRole):
             model,
             config,
             max_staleness=max_staleness,
-            temperature=temperature,
             compute_dtype=compute_dtype,
             ranks=ranks,
         )
@@ -119,7 +117,6 @@ class Learner(ModelRole):
             config,
             strategy=self._strategy,
             autocast=self._autocast,
-            temperature=self._temperature,
             max_staleness=self._max_staleness,
         )
         if config.lora is not None:
@@ -157,7 +154,7 @@ class Learner(ModelRole):
         masks = self._masks(batch, self.policy_version)
         compared = self._criterion.compared_version(self.policy_version)
         comparable = masks.sampled & _leading(batch["versions"], masks.sampled & (masks.versions != compared))
-        table = TokenTable.build(batch["token_ids"], masks.in_loss)
+        table = TokenTable.build(batch["token_ids"], masks.in_loss, batch["temperatures"])
         columns: dict[str, npt.NDArray[Any]] = {  # the criterion's inputs for every token, each [S]
             "behaviour": flatten(batch["logprobs"], np.float32),
             "advantages": _of_tokens(batch["advantages"], batch["token_ids"]),

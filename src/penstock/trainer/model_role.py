@@ -81,21 +81,19 @@ class ModelRole(ABC):
         config: TrainerConfig,
         *,
         max_staleness: int,
-        temperature: float = 1.0,
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
     ) -> None:
         """Take ownership of `model`, and place it on the ranks.
 
         `model`: has float32 weights, and lies where `strategy_of` expects it.
-        `temperature`: the sampling temperature, so that log-probabilities are those of the sampled policy.
         `compute_dtype`: dtype of the passes (autocast), preferably that of the servers; autocast is on for bfloat16
         only.
         `ranks`: None if this is the only rank.
         """
         if self.is_trained and config.activation_checkpointing:
             recompute_activations(model)
-        self._config, self._ranks, self._temperature = config, ranks or Ranks(), temperature
+        self._config, self._ranks = config, ranks or Ranks()
         self._strategy = strategy_of(model, config, self._ranks)
         self._device = self._strategy.device
         max_tokens = config.tokens_per_microbatch
@@ -175,7 +173,7 @@ class ModelRole(ABC):
 
         `compute` returns the values of a micro-batch's trained tokens, [N].
         """
-        table = TokenTable.build(batch["token_ids"], wanted)
+        table = TokenTable.build(batch["token_ids"], wanted, batch["temperatures"])
         found = np.zeros(len(table.token_ids), dtype=np.float32)
         with self.busy, torch.no_grad(), self._autocast():
             for micro in self._passes.of(table):

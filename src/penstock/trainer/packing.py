@@ -33,9 +33,15 @@ class TokenTable:
     widths: Ints  # [n], columns to feed: those before the sample's last trained token; 0 if it has none
     prefix_widths: Ints  # [n], columns before the one that predicts the first trained token
     prefix_ids: Ints  # [n], equal for samples with equal prefixes
+    temperatures: npt.NDArray[np.float32] | None = None  # [n], of sampling; None if all are 1
 
     @classmethod
-    def build(cls, token_ids: Sequence[npt.ArrayLike], trained: npt.NDArray[np.bool_]) -> TokenTable:
+    def build(
+        cls,
+        token_ids: Sequence[npt.ArrayLike],
+        trained: npt.NDArray[np.bool_],
+        temperatures: npt.NDArray[np.float32] | None = None,
+    ) -> TokenTable:
         """Build the table from one array of ids per sample, and the loss mask over all tokens, [S].
 
         The first token of a sample carries no loss.
@@ -54,7 +60,7 @@ class TokenTable:
         prefixes = [flat[s : s + w].tobytes() for s, w in zip(starts.tolist(), prefix_widths.tolist(), strict=True)]
         number = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
         prefix_ids = np.asarray([number[prefix] for prefix in prefixes], dtype=np.int64)
-        return cls(flat, trained, starts, widths, prefix_widths, prefix_ids)
+        return cls(flat, trained, starts, widths, prefix_widths, prefix_ids, temperatures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,7 @@ class MicroBatch:
     chosen: Tensor  # [N] token ids
     tokens: Ints  # [N], index into the table
     samples: Ints  # [N], index of the sample
+    temperature: float | Tensor = 1.0  # of all tokens, or [N]
 
 
 def flatten(arrays: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -185,9 +192,14 @@ def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBa
     _, owners, prefix_rows = np.unique(table.prefix_ids[samples], return_index=True, return_inverse=True)
     prefix_grid, prefix_real = _grid(table.starts[samples[owners]], prefix_widths[owners])
 
-    def tensor(array: Ints) -> Tensor:
+    def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+    temperature: float | Tensor = 1.0
+    if table.temperatures is not None:
+        distinct = np.unique(table.temperatures[samples])
+        is_single = len(distinct) == 1
+        temperature = float(distinct[0]) if is_single else tensor(table.temperatures[samples[rows]])
     return MicroBatch(
         prefixes=tensor(np.where(prefix_real, table.token_ids[prefix_grid], 0)),
         prefix_rows=tensor(prefix_rows),
@@ -198,6 +210,7 @@ def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBa
         chosen=tensor(padded[rows, targets]),
         tokens=grid[rows, targets],
         samples=samples[rows],
+        temperature=temperature,
     )
 
 

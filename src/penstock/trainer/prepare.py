@@ -50,6 +50,7 @@ def prepare(
         columns={
             "advantages": _advantages(kept, normalize=normalize),
             "rewards": np.asarray([sample.reward for sample in kept], dtype=np.float32),
+            "temperatures": np.asarray([sample.temperature for sample in kept], dtype=np.float32),
             "groups": groups,
             "early": np.arange(len(kept)) < first_half(groups),
         },
@@ -81,6 +82,8 @@ def _unusable(sample: Sample, max_context: int | None, vocab_size: int | None) -
         return "too_long"
     if vocab_size is not None and length and not 0 <= sample.token_ids.min() <= sample.token_ids.max() < vocab_size:
         return "unknown_token"
+    if not sample.temperature > 0.0:
+        return "greedy"  # its log-probabilities are those of no distribution
     if not sample.loss_mask.any():
         return "empty"
     if sample.loss_mask[0]:

@@ -47,4 +47,4 @@ class Reference(ModelRole):
 
     def _logprobs_of(self, micro: MicroBatch) -> Tensor:
         """Return the log-probabilities of the micro-batch's trained tokens, [N]."""
-        return token_logprobs(self._model, micro, temperature=self._temperature)[0]
+        return token_logprobs(self._model, micro)[0]

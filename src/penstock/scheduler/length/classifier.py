@@ -50,7 +50,7 @@ class Fit:
 class ClassifierPredictor(LengthPredictor):
     """A classifier that is fitted again every `refit_every` groups. `due` returns the fit; `adopt` takes its result."""
 
-    def __init__(self, *, refit_every: int, limit: Limit, temperature: float) -> None:
+    def __init__(self, *, refit_every: int, limit: Limit, temperature: Callable[[Task], float]) -> None:
         if importlib.util.find_spec("sklearn") is None:
             raise ConfigError(
                 "scheduler.length.predictor is classifier, which needs scikit-learn: pip install 'penstock[predict]', "
@@ -91,7 +91,7 @@ class ClassifierPredictor(LengthPredictor):
         """Return counted features, decoding parameters, the tag and hashed n-grams, [n, d]."""
         texts = [text_of(task) for task in tasks]
         numbers = [
-            [*features(text).numbers, math.log1p(self._limit(task)), self._temperature, *_bucket(task.tag)]
+            [*features(text).numbers, math.log1p(self._limit(task)), self._temperature(task), *_bucket(task.tag)]
             for task, text in zip(tasks, texts, strict=True)
         ]
         return np.hstack([np.asarray(numbers), embedding.ngrams(texts)])
