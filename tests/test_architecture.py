@@ -26,6 +26,7 @@ LAYERS = [
         "own_files",
         "redaction",
         "sendable",
+        "row_settings",
         "config",
     },
     {"sandbox"},

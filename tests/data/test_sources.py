@@ -169,6 +169,45 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         open_tasks(reading(file.rename(tmp_path / "words.parquet")))
 
 
+@pytest.mark.parametrize("key", ["temperature", "max_new_tokens"])
+def test_a_row_with_unusable_settings_is_named(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "words.jsonl"
+    file.write_text(f'{{"question": "a", "{key}": 1}}\n{{"question": "b", "{key}": -1}}\n')
+    tasks = open_tasks(reading(file))
+    assert tasks.task(0) is not None
+    with pytest.raises(ConfigError, match=rf"words.jsonl, line 2: {key} is '-1': it must be"):
+        tasks.task(1)
+
+
+def test_a_few_damaged_rows_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    file, warned = tmp_path / "words.jsonl", list[str]()
+    rows = [f'{{"question": "{number}"}}' if number % 4 else "{" for number in range(48)]
+    file.write_text("\n".join(rows))
+    stream = TaskStream(open_tasks(reading(file)), warn=warned.append)
+    assert [question(task) for task in stream.take(100)] == [str(number) for number in range(48) if number % 4]
+    assert [stream.at(index) is not None for index in (1, 2, 3)] == [True] * 3
+    first, tenth = warned
+    assert first.startswith("left out 1 of the first 1 rows; the latest is data: ") and "words.jsonl, line 1" in first
+    assert tenth.startswith("left out 10 of the first 37 rows") and "words.jsonl, line 37" in tenth
+
+
+@pytest.mark.parametrize("num_bad", [3, 30])
+def test_data_of_damaged_rows_alone_are_refused(tmp_path: Path, num_bad: int) -> None:
+    file = tmp_path / "words.jsonl"
+    file.write_text("{\n" * num_bad)
+    with pytest.raises(ConfigError, match=r"words.jsonl, line 1"):
+        TaskStream(open_tasks(reading(file))).take(100)
+
+
+def test_a_tag_of_damaged_rows_alone_is_refused(tmp_path: Path) -> None:
+    good, bad = json_lines(tmp_path / "good.jsonl", 100), tmp_path / "bad.jsonl"
+    bad.write_text("{\n" * 100)
+    mixture = {name: {"data": {"source": "jsonl", "path": str(file)}} for name, file in (("good", good), ("bad", bad))}
+    config = Config.model_validate({"env": {"mixture": mixture}, "data": {"eval_tasks": 0}})
+    with pytest.raises(ConfigError, match=r"bad.jsonl, line 1"):
+        TaskStream(open_tasks(config)).take(200)
+
+
 NESTED = "[" * 1500 + "]" * 1500
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.config import Config, ConfigError
 from penstock.envs.registry import available, locate, maker_by_tag, resolve
+from penstock.ports.environment import TaskError
 from penstock.types import Task
 
 
@@ -97,8 +98,8 @@ def test_a_task_is_played_in_the_environment_of_its_tag_and_purpose() -> None:
 def test_a_task_without_what_its_environment_needs_is_named() -> None:
     make = maker_by_tag(Config.model_validate({"env": {"name": f"{__name__}:Quiz"}}))
     with pytest.raises(
-        ConfigError,
-        match=r"task words/3 of data.source seeds has no 'question', which .*Quiz needs \(test_registry.py:\d+\); it",
+        TaskError,
+        match=r"Quiz \(test_registry.py:\d+\) finds no 'question'; task words/3 of data.source seeds has answer",
     ):
         make(Task(task_id="words/3", tag="Quiz", index=2, payload={"answer": "b"}))
 

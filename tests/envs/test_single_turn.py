@@ -30,10 +30,20 @@ def test_of_any_other_task_it_gives_no_reward(chat: ChatTokenizer) -> None:
     assert "SingleTurn.step of t: no reward: set env.reward" in str(trajectory.error)
 
 
-@pytest.mark.parametrize("name", ["text_that_no_dataset_has"])
-def test_an_unknown_dataset_is_named(name: str) -> None:
-    with pytest.raises(Exception, match=name):
-        SingleTurn(task(metadata={"source_dataset": name}))
+def test_an_unknown_dataset_is_named_unless_the_reward_is_another_one() -> None:
+    payload = task(metadata={"source_dataset": "my_scrape"})
+    assert SingleTurn(payload).step("4")[1] is None
+    assert is_scored_apart(EnvironmentConfig(name="single_turn"), payload.payload)
+    assert not is_scored_apart(EnvironmentConfig(name="single_turn", reward="math"), payload.payload)
+    with pytest.raises(ValueError, match=r"reasoning-gym has no dataset my_scrape"):
+        DatasetRule().check(payload.payload)
+
+
+def test_a_task_that_the_prompt_does_not_fit_fails_alone(chat: ChatTokenizer) -> None:
+    made = SingleTurn(task(), prompt="{metadata[word]}")
+    (trajectory,) = play(chat, ["4"], make=lambda _: made, job=work(1))  # type: ignore[arg-type]
+    assert trajectory.status == "failed"
+    assert "env.options.prompt '{metadata[word]}' does not fit task t, which has question" in str(trajectory.error)
 
 
 @pytest.mark.parametrize("dataset", [["gcd"], {"name": "gcd"}, 5])

@@ -14,6 +14,7 @@ import numpy as np
 from penstock.config import ConfigError, DataConfig
 from penstock.config.imports import import_package
 from penstock.data.table_files import Row, Table, open_table
+from penstock.row_settings import own_limit, own_temperature
 from penstock.seeding import nth_seed, stable_seed
 from penstock.sendable import fault_of
 from penstock.types import Purpose
@@ -29,6 +30,13 @@ NUM_ROUNDS = 4
 
 Item = tuple[str, Row]
 """(name, payload)."""
+
+
+class RowError(ConfigError):
+    """A row that cannot be played."""
+
+    tag = ""
+    """Of the tasks to which the row belongs."""
 
 
 class NothingLeft(ConfigError):
@@ -127,23 +135,27 @@ class Rows:
         row = self._read(found)
         if any(key not in row for key in self._keys):
             lacking = ", ".join(key for key in self._keys if key not in row)
-            raise ConfigError(f"data: {self._table.where(found)}: has no {lacking}; it has {', '.join(row)}")
+            raise RowError(f"data: {self._table.where(found)}: has no {lacking}; it has {', '.join(row)}")
+        try:
+            own_limit(row), own_temperature(row)
+        except ValueError as error:
+            raise RowError(f"data: {self._table.where(found)}: {error}") from None
         return f"{self._table.name}/{found + 1}", row
 
     def _read(self, number: int) -> Row:
-        """Return row `number` of the table. Raises `ConfigError` if it cannot be sent to another process."""
+        """Return row `number` of the table. Raises `RowError` if it cannot be read, or sent to another process."""
         try:
             row = self._table.row(number)
         except RecursionError:
-            raise ConfigError(f"data: {self._table.where(number)}: the row is nested too deeply") from None
-        except ConfigError:
-            raise
+            raise RowError(f"data: {self._table.where(number)}: the row is nested too deeply") from None
+        except ConfigError as error:
+            raise RowError(str(error)) from error
         except Exception as error:  # whatever the readers of a format raise
             reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"data: {self._table.where(number)}: the row cannot be read ({reason})") from error
+            raise RowError(f"data: {self._table.where(number)}: the row cannot be read ({reason})") from error
         for key, value in row.items():
             if fault := fault_of(key) or fault_of(value):
-                raise ConfigError(f"data: {self._table.where(number)}: {key!a} has {fault}: correct or remove the row")
+                raise RowError(f"data: {self._table.where(number)}: {key!a} has {fault}: correct or remove the row")
         return row
 
     def _shuffled(self, epoch: int, place: int) -> int:

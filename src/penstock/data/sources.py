@@ -14,7 +14,7 @@ from itertools import islice
 
 from penstock.config import Config, ConfigError
 from penstock.data.interleaving import Interleaving
-from penstock.data.items import Items, open_items
+from penstock.data.items import Items, RowError, open_items
 from penstock.ports.environment import TaskSource
 from penstock.types import Purpose, Task
 
@@ -48,7 +48,11 @@ class MixedTasks:
         if place is None:
             return None
         tag, number = place
-        name, payload = self._items[tag].item(number)
+        try:
+            name, payload = self._items[tag].item(number)
+        except RowError as error:
+            error.tag = tag
+            raise
         return Task(task_id=name, tag=tag, index=index, purpose=self._purpose, payload=payload)
 
 
@@ -63,9 +67,12 @@ class FirstTasks:
 
 
 class TaskStream:
-    """An iterator over a source that skips tasks with a held-out `question`. `position` is its whole state."""
+    """An iterator over a source that skips tasks with a held-out `question`, and rows that cannot be played. `position`
+    is its whole state."""
 
     max_skipped_in_a_row = 10_000
+    max_unusable_in_a_row = 20
+    """Rows that cannot be played. So many mean that all are like that, and not that one is damaged."""
 
     def __init__(
         self,
@@ -75,8 +82,11 @@ class TaskStream:
         position: int = 0,
         warn: Callable[[str], object] | None = None,
     ) -> None:
-        """`warn` is told about each tag of which many tasks are held out."""
+        """`warn` is told about each tag of which many tasks are held out, and about rows that cannot be played."""
         self._source, self.position = source, position
+        self._unusable: dict[str, list[RowError]] = {}
+        """By tag: errors since the latest row that can be played."""
+        self._num_unusable, self._is_first = 0, True
         self._held_out = {question(task) for task in held_out} - {""}
         self._warn, self._num_looked_at = warn, 0
         self._first: dict[str, Counter[str]] = {}
@@ -93,11 +103,22 @@ class TaskStream:
     def next(self) -> Task | None:
         """Return the next task to train on; None once the source is used up.
 
-        Raises `ConfigError` if `max_skipped_in_a_row` tasks in a row are held out, or nearly all of the first ones.
+        Raises `ConfigError` if `max_skipped_in_a_row` tasks in a row are held out, or nearly all of the first ones, and
+        if all rows, or `max_unusable_in_a_row` of one tag, cannot be played.
         """
         for _ in range(self.max_skipped_in_a_row):
-            task = self._source.task(self.position)
+            try:
+                task = self._source.task(self.position)
+            except RowError as error:
+                self.position += 1
+                self._leave_out(error)
+                continue
+            if task is None and self._is_first and self._unusable:
+                raise next(iter(self._unusable.values()))[0]
             self.position += 1
+            self._is_first = False
+            if task is not None:
+                self._unusable.pop(task.tag, None)
             if task is not None and self._held_out and self._num_looked_at < LOOKED_AT:
                 self._look_at(task)
             if task is None or question(task) not in self._held_out:
@@ -106,6 +127,16 @@ class TaskStream:
             f"data: {self.max_skipped_in_a_row} tasks in a row are held out for evaluation; "
             "the dataset is too small for data.eval_tasks"
         )
+
+    def _leave_out(self, error: RowError) -> None:
+        """Count a row that cannot be played. Warn about the first, the tenth, the hundredth, and so on."""
+        errors = self._unusable.setdefault(error.tag, [])
+        errors.append(error)
+        if len(errors) == self.max_unusable_in_a_row:
+            raise errors[0]
+        self._num_unusable += 1
+        if self._warn is not None and str(self._num_unusable).strip("0") == "1":
+            self._warn(f"left out {self._num_unusable} of the first {self.position} rows; the latest is {error}")
 
     def _look_at(self, task: Task) -> None:
         """Count one of the first tasks, and judge all tags after the last of them."""

@@ -36,8 +36,9 @@ def demonstrations(
     environment cannot demonstrate or fails."""
     mistakes, num_left_out = _Mistakes(noise, seed), 0
     for task in iter(next_task, None):
-        env: Any = make(task)
+        env: Any = None
         try:
+            env = make(task)
             if not hasattr(env, "demonstrate"):
                 raise ConfigError(
                     f"model.warm_start needs an environment with demonstrate(); {type(env).__name__} has none: "
@@ -56,7 +57,8 @@ def demonstrations(
                 ) from error
             continue
         except Exception as error:
-            where = f"model.warm_start: {type(env).__name__} failed while it demonstrated task {task.task_id}"
+            who = "the environment" if env is None else type(env).__name__
+            where = f"model.warm_start: {who} failed while it demonstrated task {task.task_id}"
             raise ConfigError(f"{where}: {described(error)}") from error
         finally:
             if hasattr(env, "close"):

@@ -20,7 +20,7 @@ from penstock.envs.exception_location import origin
 from penstock.envs.options import check_exists, check_options, check_written, source_of, suggestion
 from penstock.envs.rewards.dataset_rule import unaudited_of
 from penstock.envs.rewards.reward import check_reward, reads_in_sandbox
-from penstock.ports.environment import Environment
+from penstock.ports.environment import Environment, TaskError
 from penstock.types import Purpose, Task
 
 _BUILT_IN = {
@@ -193,9 +193,9 @@ def environment_maker(config: EnvironmentConfig, cls: type[Environment] | None =
                 raise
             source = f" of data.source {config.data.source}" if isinstance(config, TagConfig) else ""
             place = origin(error).place
-            needs = f"{config.name} needs ({place})" if place else f"{config.name} needs"
-            raise ConfigError(
-                f"data: task {task.task_id}{source} has no {error}, which {needs}; it has "
+            where = f"{config.name} ({place})" if place else config.name
+            raise TaskError(
+                f"data: {where} finds no {error}; task {task.task_id}{source} has "
                 f"{', '.join(task.payload) or 'only a seed'}"
             ) from None
         return environment

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config import ConfigError
-from penstock.envs.rewards.dataset_rule import AUDITED, check_dataset, dataset_of, rule_of
+from penstock.envs.rewards.dataset_rule import AUDITED, dataset_of, rule_of
+from penstock.ports.environment import TaskError
 from penstock.types import Task
 
 
@@ -20,17 +21,16 @@ class SingleTurn:
         self._entry = task.payload
         self._prompt = _text(prompt)
         self._full_marks_only = full_marks_only
+        self._task_id = task.task_id
         dataset = dataset_of(task.payload)
-        if dataset is not None:
-            check_dataset(dataset)
         self._score = rule_of(dataset) if dataset in AUDITED else None
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         try:
             return self._prompt.format_map(self._entry), {}
         except (KeyError, IndexError, ValueError) as error:
-            raise ConfigError(
-                f"env.options.prompt {self._prompt!r} does not fit the tasks, which have "
+            raise TaskError(
+                f"env.options.prompt {self._prompt!r} does not fit task {self._task_id}, which has "
                 f"{', '.join(self._entry)}: {type(error).__name__} {error}"
             ) from None
 

@@ -17,6 +17,10 @@ class TaskSource(Protocol):
         """Return the task at `index`; None past the end. The same index always gives the same task."""
 
 
+class TaskError(ValueError):
+    """A task that its environment cannot play, so that its episodes fail. Others go on."""
+
+
 class Environment(Protocol):
     """An environment for one episode, with the interface of Gymnasium and GEM. Methods may also be `async`."""
 

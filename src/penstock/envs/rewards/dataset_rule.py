@@ -10,7 +10,7 @@ from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
-from penstock.config import ConfigError, EnvironmentConfig, TagConfig
+from penstock.config import EnvironmentConfig, TagConfig
 from penstock.config.environments import SINGLE_TURN
 from penstock.config.imports import import_package
 
@@ -72,7 +72,7 @@ class DatasetRule:
         return float(score == 1.0) if self._full_marks_only else score
 
     def check(self, payload: Mapping[str, Any]) -> None:
-        """Raise ValueError or `ConfigError` if no rule scores the task."""
+        """Raise ValueError if no rule scores the task."""
         _rule(payload)
 
 
@@ -148,18 +148,12 @@ def _rule(payload: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], floa
 
 @functools.cache
 def rule_of(dataset: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """Return the function of a dataset that scores answers."""
+    """Return the function of a dataset that scores answers. Raises ValueError if there is no such dataset."""
     reasoning_gym = import_package("reasoning_gym", needed_by=f"the rule of {dataset}", install="'penstock[tasks]'")
+    if dataset not in import_module("reasoning_gym.factory").DATASETS:
+        raise ValueError(f"metadata.source_dataset of a task: reasoning-gym has no dataset {dataset}")
     score: Callable[[str, Mapping[str, Any]], float] = reasoning_gym.get_score_answer_fn(dataset)
     return score
-
-
-@functools.cache
-def check_dataset(name: str) -> None:
-    """Raise `ConfigError` if reasoning-gym has no dataset of this name."""
-    import_package("reasoning_gym", needed_by=f"the rule of {name}", install="'penstock[tasks]'")
-    if name not in import_module("reasoning_gym.factory").DATASETS:
-        raise ConfigError(f"metadata.source_dataset of a task: reasoning-gym has no dataset {name}")
 
 
 def dataset_of(payload: Mapping[str, Any]) -> str | None:
