@@ -395,6 +395,9 @@ asyncio.run(asyncio.sleep(0))
     "bpf": "calls('bpf', 0, bytes(72), 72); calls('bpf', 5, bytes(72), 72)",
     "io_uring": "calls('io_uring_setup', 8, bytes(120)); calls('io_uring_enter', 0, 0, 0, 0, 0)",
     "performance_counters": "calls('perf_event_open', struct.pack('II', 1, 112) + bytes(104), 0, -1, -1, 0)",
+    "memory_map": """
+if LIBC.prctl(35, 15, ctypes.byref(ctypes.c_uint()), 0, 0) == 0: escaped('PR_SET_MM')
+""",
     "userfaultfd": "calls('userfaultfd', 1)",
     "personality": "calls('personality', 0x0040000); calls('personality', 0x0400000)",
     "kernel_modules": "calls('init_module', b'', 0, b''); calls('finit_module', 0, b'', 0); calls('kexec_load', 0, 0, 0, 0)",

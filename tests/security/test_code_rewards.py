@@ -217,6 +217,34 @@ def test_a_program_passes_no_tolerance_with_nan(program: str, tests: str) -> Non
     assert score(program, tests) == 0.0
 
 
+RELATIVE = """
+def close(a, b, rel=1e-9): return abs(a - b) <= rel * max(abs(a), abs(b))
+def is_off(a, b): return abs(a - b) / max(abs(a), abs(b)) > 1e-6
+assert close(double(1){0}, 2) and close(double(2){0}, 4)
+if is_off(double(1){0}, 2): raise AssertionError
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def double(x): return float('inf')", RELATIVE.format("")),
+        ("def double(x): return complex(0, float('-inf'))", RELATIVE.format("")),
+        ("def double(x): return [1.0, float('inf')]", RELATIVE.format("[1]")),
+        ("def double(x): return float('inf')", RELATIVE.format("") + "# info"),
+    ],
+)
+def test_a_program_passes_no_relative_tolerance_with_infinity(program: str, tests: str) -> None:
+    assert score(program, tests) == 0.0
+
+
+def test_tests_that_name_infinity_get_it() -> None:
+    program = "def double(x): return 2 * x if x else float('inf')"
+    assert score(program, RELATIVE.format("")) == 1.0
+    for infinity in ("float('inf')", "math.inf", "float('Infinity')"):
+        assert score(program, f"import math\nassert double({infinity}) == {infinity}") == 1.0
+
+
 def test_tests_that_name_nan_get_it() -> None:
     program = "UNUSED = float('nan')\ndef double(x): return 2 * x"
     assert score(program, "import math\nassert math.isnan(double(math.inf - math.inf))") == 1.0

@@ -68,6 +68,9 @@ def integral(form: str) -> Callable[[dict[str, Any]], str]:
 
 
 WRONG: list[tuple[str, str | Callable[[dict[str, Any]], str]]] = [
+    ("game_of_life", str([[0] * 10] * 10)),
+    ("gsm_symbolic", lambda task: f"-{task['answer']}"),
+    ("gsm_symbolic", lambda task: f"It is -{task['answer']}."),
     ("number_sorting", nans),
     ("number_sorting", almost),
     *(("puzzle24", wrong) for wrong in ("6*4*1*1", "1*1*1*1*0x18", "2_4")),
@@ -111,6 +114,8 @@ def test_a_rule_pays_for_no_answer_that_evades_the_question(
 @pytest.mark.parametrize(
     "dataset",
     [
+        "game_of_life",
+        "gsm_symbolic",
         "number_sorting",
         "puzzle24",
         "countdown",

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -160,6 +161,40 @@ def test_a_process_of_another_user_with_our_mark_is_not_ours_to_kill(
     assert runtime.remove_orphans_of(Path(mark.run_dir)) == []
     assert ours.wait(5) == -signal.SIGKILL and theirs.poll() is None
     assert procfs.environment(theirs.pid) == []
+
+
+HUGE_ENVIRONMENT = """
+import ctypes, struct, sys, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+size = 32 << 20
+at = libc.mmap(None, size, 1, 0x4022, -1, 0)
+stat = open("/proc/self/stat").read().rpartition(")")[2].split()
+ends = [line.split()[0].split("-")[1] for line in open("/proc/self/maps") if "[heap]" in line]
+brk = int(ends[0], 16) if ends else int(stat[44])
+before, after = ([int(stat[number - 3]) for number in numbers] for numbers in ((26, 27, 45, 46, 47), (28, 48, 49)))
+new = struct.pack("=11QQIi", *before, brk, *after, at, at + size, 0, 0, -1)
+print(libc.prctl(35, 14, ctypes.create_string_buffer(new), ctypes.c_ulong(len(new)), 0), flush=True)
+time.sleep(60)
+"""
+"""A process may call any memory its environment (PR_SET_MM_MAP), and pages that nobody wrote cost it nothing."""
+
+
+def test_an_environment_of_another_user_is_not_even_read(tmp_path: Path) -> None:
+    command = [*AS.format(user=OTHER).split(), shutil.which("python3", path="/usr/bin:/usr/local/bin") or "python3"]
+    with subprocess.Popen([*command, "-c", HUGE_ENVIRONMENT], stdout=subprocess.PIPE, text=True) as theirs:
+        try:
+            assert theirs.stdout is not None
+            if theirs.stdout.readline().strip() != "0":
+                pytest.skip("this kernel does not let a process choose its environment")
+            tracemalloc.start()
+            found = procfs.environment(theirs.pid)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        finally:
+            theirs.kill()
+    assert found == [] and peak < 1 << 20
 
 
 def test_a_process_in_a_sandbox_with_our_mark_is_not_ours_to_kill(

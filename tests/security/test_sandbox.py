@@ -633,6 +633,7 @@ def test_the_filter_decides_as_its_tables_say(machine: str) -> None:
         assert decide(machine, number, shares_user=False) == seccomp.ALLOW
     assert decide(machine, its.prlimit64, 1) == REFUSED
     assert decide(machine, its.prlimit64, 0) == seccomp.ALLOW
+    assert [decide(machine, its.prctl, option) for option in (35, 15)] == [REFUSED, seccomp.ALLOW]
     for number in (its.to_others[name] for name in seccomp.SCHEDULING):
         assert decide(machine, number, 1) == decide(machine, number, 0xFFFFFFFF) == REFUSED
         assert decide(machine, number, 0) == seccomp.ALLOW

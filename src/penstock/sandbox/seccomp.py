@@ -88,6 +88,8 @@ OWNERSHIP = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX, by which a file sends any signal to another process."""
 LEASES = (1024, 1026)
 """F_SETLEASE and F_NOTIFY. While a program has a lease on a file, other processes wait to open the file."""
+MEMORY_MAP = (35,)
+"""PR_SET_MM, by which a process says what others read as its command line and its environment: any amount."""
 OWNERSHIP_BY_IOCTL = (0x8901, 0x8902)
 """FIOSETOWN and SIOCSPGRP, which do the same for sockets."""
 
@@ -106,6 +108,7 @@ class Architecture:
     ioctl: int
     prlimit64: int
     fcntl: int
+    prctl: int
     to_others: dict[str, int]
     """Calls that signal other processes or change their priority."""
     counted_by_user: dict[str, int]
@@ -124,6 +127,7 @@ ARCHITECTURES = {
         ioctl=16,
         prlimit64=302,
         fcntl=72,
+        prctl=157,
         to_others=OTHERS_X86_64,
         counted_by_user={"epoll_create": 213, "inotify_init": 253, "epoll_create1": 291, "inotify_init1": 294},
     ),
@@ -138,6 +142,7 @@ ARCHITECTURES = {
         ioctl=29,
         prlimit64=261,
         fcntl=25,
+        prctl=167,
         to_others=OTHERS_AARCH64,
         counted_by_user={"epoll_create1": 20, "inotify_init1": 26},
     ),
@@ -201,6 +206,7 @@ def instructions(machine: str, *, shares_user: bool) -> list[Instruction]:
         *_when(its.setsockopt, _none_of(2, SHARED_PORT)),
         *_when(its.ioctl, _none_of(1, TERMINAL_INPUT)),
         *_when(its.fcntl, _none_of(1, LEASES)),
+        *_when(its.prctl, _none_of(0, MEMORY_MAP)),
         *_when(its.forbidden["personality"], _only((0, PERSONALITY_QUERY))),
         # Limits and priorities of other processes: with them, a program could starve the init.
         *_when(its.prlimit64, _only((0,))),

@@ -21,6 +21,9 @@ ROUNDS = 40
 """Most looks for the members of a family that is to be killed."""
 PIDS = range(1, 1 << 31)
 """Numbers that a process can have."""
+MAX_ENVIRONMENT_BYTES = 8 << 20
+"""What is read of an environment. The kernel starts no program with a larger one, but a process may later call any of
+its memory its environment."""
 END_S = 0.5
 """Limit for a killed process to end, before the next look."""
 
@@ -156,8 +159,14 @@ def send(identity: Identity, signum: int) -> bool:
 def environment(pid: int) -> list[bytes]:
     """Return the environment entries (`NAME=value`) that `pid` was started with; empty if it is gone or we may not read
     them. Empty too if another user started it, or a program in a sandbox, since these chose what they say."""
-    entries = _read(PROC / f"{pid:d}" / "environ").split(b"\0")
-    return entries if _is_ours(pid) else []
+    if not _is_ours(pid):
+        return []
+    try:
+        with (PROC / f"{pid:d}" / "environ").open("rb") as file:
+            found = file.read(MAX_ENVIRONMENT_BYTES)
+    except OSError:
+        return []
+    return found.split(b"\0") if _is_ours(pid) else []  # the pid may have been reused
 
 
 def _is_ours(pid: int) -> bool:

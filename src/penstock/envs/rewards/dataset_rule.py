@@ -33,6 +33,7 @@ FUNCTIONS = frozenset(
 """Names in a formula, besides symbols, that neither integrate nor evaluate text."""
 EVALUATING = frozenset("NOQS")
 """Symbols that SymPy takes for functions."""
+FIRST_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 """Datasets with rules that need `metadata.output` as a tuple of tuples. A message turns tuples into lists."""
 AUDITED = frozenset(
@@ -86,11 +87,16 @@ def _with_tuples(payload: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_overpaid(answer: str, payload: Mapping[str, Any]) -> bool:
     """Return whether an answer is wrong, for the datasets with a rule that pays for wrong answers: any text instead of
-    `True`, the first digit of a probability, `nan` as a number, numbers that the task does not give, and a repeated
-    question."""
+    `True`, an empty grid where most cells are empty, a number of the wrong sign, the first digit of a probability,
+    `nan` as a number, numbers that the task does not give, and a repeated question."""
     match dataset_of(payload):
         case "game_of_life_halting":
             return answer.strip().casefold() != str(payload["answer"]).casefold()
+        case "game_of_life":
+            return bool(json.loads(answer) != json.loads(payload["answer"]))
+        case "gsm_symbolic":
+            found = FIRST_NUMBER.search(answer)
+            return found is not None and float(found[0]) != float(payload["answer"])
         case "coin_flip":
             return abs(Fraction(answer.replace(",", "")) - Fraction(str(payload["answer"]))) > COIN_FLIP_TOLERANCE
         case "complex_arithmetic":

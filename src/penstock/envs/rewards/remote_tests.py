@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import cmath
 import contextlib
 import functools
 import importlib
@@ -58,7 +59,8 @@ class Client:
 
     def __init__(self, pipe: socket.socket, tests: str) -> None:
         self._pipe = pipe
-        self._takes_nan = re.search(r"nan\b", tests, re.IGNORECASE) is not None
+        named = {word.lower() for word in re.findall(r"nan\b|inf\b|infinity\b", tests, re.IGNORECASE)}
+        self._takes_nan, self._takes_infinity = "nan" in named, bool({"inf", "infinity"} & named)
         self.asked = False
 
     def names(self) -> dict[str, Any]:
@@ -91,9 +93,11 @@ class Client:
         raise error
 
     def accepted(self, value: T) -> T:
-        """Return a value of the program. A nan in it, which is within any tolerance of a comparison that is not meant
-        for it, ends the tests, unless they name nan."""
-        if not self._takes_nan and _has_nan(value):
+        """Return a value of the program. A nan or an infinity in it, which is within any relative tolerance of a
+        comparison that is not meant for it, ends the tests, unless they name nan or infinity."""
+        if not self._takes_nan and _has(value, cmath.isnan):
+            give_up()
+        if not self._takes_infinity and _has(value, cmath.isinf):
             give_up()
         return value
 
@@ -112,14 +116,15 @@ class Client:
         raise Broken
 
 
-def _has_nan(value: Any) -> bool:
+def _has(value: Any, test: Callable[[complex], bool]) -> bool:
+    """Return whether a float or complex number in a value passes a test."""
     match value:
         case float() | complex():
-            return value != value
+            return test(value)
         case dict():
-            return any(map(_has_nan, (*value, *value.values())))
+            return any(_has(each, test) for each in (*value, *value.values()))
         case list() | tuple() | set() | frozenset():
-            return any(map(_has_nan, value))
+            return any(_has(each, test) for each in value)
     return False
 
 
