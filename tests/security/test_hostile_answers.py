@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from penstock.config import Config
 from penstock.data.items import ReasoningGym
@@ -27,6 +29,17 @@ LIMIT_S = 30.0
 """Time within which an answer has its score, or no score, whatever the machine does besides."""
 DATASETS = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})
 """The tasks of `composite` name the datasets that they are made of."""
+
+
+def config_of(dataset: str) -> Config:
+    return Config.model_validate({"data": {"dataset": dataset}, "env": {"reward_timeout_s": TIMEOUT_S}})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scorers() -> AsyncIterator[Scorers]:
+    """Those of a run: the answers to all datasets meet the same worker, as long as it lives."""
+    async with aclosing(Scorers(config_of(DATASETS[0]))) as found:
+        yield found
 
 
 @pytest.fixture
@@ -122,18 +135,17 @@ def payload_of(name: str) -> tuple[dict[str, Any], float]:
     return payload, dataset.score_answer(str(dataset[0]["answer"]), dataset[0])
 
 
-async def attack(name: str, mark: Path, *, every: int = 1) -> dict[str, float | None]:
+async def attack(scorers: Scorers, name: str, mark: Path, *, every: int = 1) -> dict[str, float | None]:
     """Return the scores of the hostile answers, or of one in `every`. They must not change the right answer's score."""
-    config = Config.model_validate({"data": {"dataset": name}, "env": {"reward_timeout_s": TIMEOUT_S}})
+    config = config_of(name)
     payload, expected = payload_of(name)
-    async with aclosing(Scorers(config)) as scorers:
-        right = str(payload["answer"])
-        assert await score_in_time(scorers, config, payload, right) == expected
-        plain = await score_in_time(scorers, config, payload, "touch")
-        given = {answer: await score(scorers, config, payload, answer) for answer in answers(mark)[2::every]}
-        touched = [found for answer, found in given.items() if "touch" in answer]
-        assert all(found is None or found < 1.0 or found == plain for found in touched), "an attempt earns nothing"
-        assert await score_in_time(scorers, config, payload, right) == expected
+    right = str(payload["answer"])
+    assert await score_in_time(scorers, config, payload, right) == expected
+    plain = await score_in_time(scorers, config, payload, "touch")
+    given = {answer: await score(scorers, config, payload, answer) for answer in answers(mark)[2::every]}
+    touched = [found for answer, found in given.items() if "touch" in answer]
+    assert all(found is None or found < 1.0 or found == plain for found in touched), "an attempt earns nothing"
+    assert await score_in_time(scorers, config, payload, right) == expected
     return given
 
 
@@ -144,16 +156,18 @@ def check(given: dict[str, float | None], mark: Path) -> None:
     assert all(score is None or math.isfinite(score) for score in given.values())
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("name", "every"), [("countdown", 6), ("spell_backward", 1)])
-async def test_hostile_answers_do_no_harm(name: str, every: int, mark: Path) -> None:
-    check(await attack(name, mark, every=every), mark)
+async def test_hostile_answers_do_no_harm(scorers: Scorers, name: str, every: int, mark: Path) -> None:
+    check(await attack(scorers, name, mark, every=every), mark)
 
 
 @pytest.mark.long
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that datasets leave open
 @pytest.mark.parametrize("name", DATASETS)
-async def test_no_dataset_is_harmed_by_hostile_answers(name: str, mark: Path) -> None:
-    check(await attack(name, mark), mark)
+async def test_no_dataset_is_harmed_by_hostile_answers(scorers: Scorers, name: str, mark: Path) -> None:
+    check(await attack(scorers, name, mark), mark)
 
 
 def test_every_audited_dataset_exists() -> None:
