@@ -25,6 +25,17 @@ def config(**tuning: Any) -> Config:
     return Config.model_validate({"scheduler": {"tuning": settings}})
 
 
+def episode(number: int, *, tokens: int, seconds: float = 1.0, env_s: float = 0.0) -> EpisodeSummary:
+    return EpisodeSummary(
+        episode=EpisodeId("main", number, 0, 0),
+        status="completed",
+        response_tokens=tokens,
+        prompt_tokens=10,
+        seconds=seconds,
+        env_s=env_s,
+    )
+
+
 class Run:
     """A run with step times that the test chooses."""
 
@@ -37,22 +48,15 @@ class Run:
             self.group(number)
 
     def group(self, number: int, *, tokens: int = 100, seconds: float = 1.0, env_s: float = 0.0) -> None:
-        ended = EpisodeSummary(
-            episode=EpisodeId("main", number, 0, 0),
-            status="completed",
-            response_tokens=tokens,
-            prompt_tokens=10,
-            seconds=seconds,
-            env_s=env_s,
-        )
-        self.tuning.observe_group(str(number), [ended])
+        self.tuning.observe_group(str(number), [episode(number, tokens=tokens, seconds=seconds, env_s=env_s)])
 
-    def steps(self, count: int, *, seconds: float = 1.0, ess: float = 1.0) -> None:
+    def steps(self, count: int, *, seconds: float = 1.0, ess: float = 1.0, tokens: int = 90) -> None:
         for _ in range(count):
             self.now += seconds
             self.version += 1
             learner = LearnerState(policy_version=self.version, entropy=1.0, metrics={"ess": ess})
-            if change := self.tuning.complete_step(learner, num_tokens=1000, now=self.now):
+            trained = [episode(number, tokens=tokens) for number in range(10)]
+            if change := self.tuning.complete_step(learner, trained, now=self.now):
                 self.changes.append(change)
 
     def answer(self, answer: Answer) -> Change | None:
@@ -144,6 +148,23 @@ def test_a_trial_ends_without_a_verdict_when_something_else_changes_the_speed() 
     assert run.tuning.disturb("again") is None and not run.tuning.why_due, "the steps before do not count"
 
 
+@pytest.mark.parametrize(("tokens", "is_judged"), [(60, False), (85, True), (95, True), (200, False)])
+def test_a_trial_ends_without_a_verdict_when_episodes_become_longer_or_shorter(tokens: int, is_judged: bool) -> None:
+    run = Run()
+    run.steps(FIRST + 1)
+    assert run.answer(Answer(changes=TRIED, gain=1.5, reason="predicted"))
+    while run.tuning.state.trial is not None:
+        run.steps(1, tokens=tokens)
+    reason = run.changes[-1].reason
+    assert run.tuning.in_force.items() >= TRIED.items() or is_judged
+    if is_judged:
+        assert reason.startswith("undone")
+    else:
+        assert reason == f"kept without a verdict: episodes went from 100 to {tokens + 10} tokens meanwhile"
+        run.steps(FIRST + 1)
+        assert run.tuning.why_due == "the last change was not judged"
+
+
 def test_a_change_waits_for_steps_that_it_can_be_compared_with() -> None:
     """Feedback changes the thresholds while the search runs."""
     run = Run()
@@ -170,7 +191,7 @@ def test_no_order_of_events_breaks_it(actions: list[str]) -> None:
             run.steps(3)
         elif action == "empty step":
             run.now, run.version = run.now + 1.0, run.version + 1
-            tuning.complete_step(LearnerState(policy_version=run.version, entropy=1.0), num_tokens=0, now=run.now)
+            tuning.complete_step(LearnerState(policy_version=run.version, entropy=1.0), [], now=run.now)
         elif action == "disturb":
             tuning.disturb("feedback")
         elif action == "search" and not searching and tuning.why_due:

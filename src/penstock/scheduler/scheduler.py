@@ -32,7 +32,17 @@ from penstock.scheduler.supply import Supply
 from penstock.scheduler.trigger import Thresholds
 from penstock.scheduler.tuning import Change, Tuning
 from penstock.scheduler.wakeup import Clock, Progress
-from penstock.types import NO_VERSION, EpisodeState, GroupAttempt, GroupRef, LearnerState, PayloadRef, Summaries, Task
+from penstock.types import (
+    NO_VERSION,
+    EpisodeState,
+    EpisodeSummary,
+    GroupAttempt,
+    GroupRef,
+    LearnerState,
+    PayloadRef,
+    Summaries,
+    Task,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,9 +354,9 @@ class Scheduler:
     def complete_step(self, learner: LearnerState) -> None:
         """Record an optimizer step over all groups in training, and adapt the trigger to the learner's report."""
         factor, before = self._supply.adjustment.factor, self._supply.thresholds
-        num_tokens = 0
+        trained: list[EpisodeSummary] = []
         for group in self._supply.complete_step(learner, now=self._now()):
-            num_tokens += sum(each.prompt_tokens + each.response_tokens for each in group.summaries)
+            trained += group.summaries
             self._end_group(group, EpisodeState.TRAINED)
         aged = self._supply.discard_aged()
         for group, num_stale in aged:
@@ -357,7 +367,7 @@ class Scheduler:
         if self._supply.adjustment.factor != factor:
             self._log_adaptation(learner.policy_version, before)
             self._change_settings(self.tuning.disturb("feedback has changed the thresholds of the trigger"))
-        self._change_settings(self.tuning.complete_step(learner, num_tokens=num_tokens, now=self._now()))
+        self._change_settings(self.tuning.complete_step(learner, trained, now=self._now()))
         self._arrange()
         self.health.check_step(learner, num_aged=sum(count for _, count in aged))
         self.ledger.check()

@@ -9,17 +9,18 @@ Pure: `now` is passed in. The search itself runs elsewhere (`ports/settings_sear
 A change is a promise of so much more speed. After the change, the work that began under the old settings drains; then
 as many steps are measured as before the change. If the measured speed falls short of half the promised gain, by more
 than the noise of the steps explains, the old settings return. The change is then not proposed again, and later promises
-about its settings count less. A workload that drifts makes rejected changes possible again.
+about its settings count less. If episodes have become much longer or shorter meanwhile, the speeds cannot be compared:
+the change stays without a verdict. A workload that drifts makes rejected changes possible again.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -61,6 +62,8 @@ class Trial(msgspec.Struct, kw_only=True):
     speed_before: float
     noise_before: float
     """Standard error of the speed before, as a share of it."""
+    length_before: float
+    """Mean tokens of a trained episode before the change."""
     drains: int
     """Steps until the measurement begins."""
 
@@ -107,6 +110,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
+class Step(NamedTuple):
+    """What an optimizer step took, and what it trained."""
+
+    seconds: float
+    tokens: int
+    episodes: int
+
+
 class Tuning:
     """The decider. It hears of every completed group and of every optimizer step."""
 
@@ -116,8 +127,8 @@ class Tuning:
         self._configured = settings_of(config)
         self._movable = movable(config)
         self._groups: deque[PlayedGroup] = deque(maxlen=WINDOW)
-        self._steps: deque[tuple[float, float]] = deque(maxlen=4 * self._settings.first_steps)
-        """Of the latest steps since the settings changed: (seconds, trained tokens)."""
+        self._steps: deque[Step] = deque(maxlen=4 * self._settings.first_steps)
+        """The latest steps since the settings changed."""
         self._last_step_at: float | None = None
         self._sample_efficiency = RunningMean()
         self._steps_since_search = 0
@@ -138,9 +149,9 @@ class Tuning:
             numbers = [episode.without_texts() for episode in episodes]
             self._groups.append(PlayedGroup(task_id=task_id, episodes=numbers))
 
-    def complete_step(self, learner: LearnerState, *, num_tokens: int, now: float) -> Change | None:
-        """Take in an optimizer step over groups with `num_tokens` tokens. Return the verdict of a trial that ends with
-        this step: the change is kept, or its earlier settings return."""
+    def complete_step(self, learner: LearnerState, trained: Summaries, *, now: float) -> Change | None:
+        """Take in an optimizer step over the episodes `trained`. Return the verdict of a trial that ends with this
+        step: the change is kept, or its earlier settings return."""
         if not self.is_on:
             return None
         self.state.policy_version = learner.policy_version
@@ -152,7 +163,8 @@ class Tuning:
         if trial is not None and trial.drains:
             trial.drains -= 1
         elif before is not None:
-            self._steps.append((now - before, float(num_tokens)))
+            tokens = sum(each.prompt_tokens + each.response_tokens for each in trained)
+            self._steps.append(Step(now - before, tokens, len(trained)))
         if trial is None or len(self._steps) < self._settings.first_steps:
             return None
         return self._judge(trial)
@@ -163,13 +175,19 @@ class Tuning:
         self._steps.clear()
         if self.state.trial is None:
             return None
+        return self._keep_unjudged(reason)
+
+    def _keep_unjudged(self, reason: str) -> Change:
         self.state.trial = None
         self._again = "the last change was not judged"
         return Change(settings={}, reason=f"kept without a verdict: {reason}", inputs={})
 
     def _judge(self, trial: Trial) -> Change | None:
+        before, after = trial.length_before, _length(self._steps)
+        if min(before, after) > 0 and abs(math.log(after / before)) > math.log1p(self._settings.drift):
+            return self._keep_unjudged(f"episodes went from {before:.4g} to {after:.4g} tokens meanwhile")
         self.state.trial = None
-        speed, noise = _speed(list(self._steps))
+        speed, noise = _speed(self._steps)
         gain, noise = speed / trial.speed_before, math.hypot(noise, trial.noise_before)
         names = list(trial.before)
         wanted = 1 + (trial.promised - 1) / 2 if trial.promised > 1 else 1 - self._settings.min_gain
@@ -242,7 +260,7 @@ class Tuning:
             self._said_nothing = True
             return Change(settings={}, reason=answer.reason, inputs=inputs)
         self._said_nothing = False
-        speed, noise = _speed(list(self._steps))
+        speed, noise = _speed(self._steps)
         if len(self._steps) < self._settings.first_steps or not speed:
             self._again = "the last answer came without steps to compare with"
             reason = f"not changed: too few steps were measured under the same conditions ({answer.reason})"
@@ -252,6 +270,7 @@ class Tuning:
             promised=answer.gain,
             speed_before=speed,
             noise_before=noise,
+            length_before=_length(self._steps),
             drains=self._configured["max_staleness"] + DRAIN_STEPS,
         )
         return self._change(answer.changes, answer.reason, inputs)
@@ -269,7 +288,7 @@ class Tuning:
 
     def _profile(self) -> Profile:
         episodes = [episode for group in self._groups for episode in group.episodes]
-        speed, _ = _speed(list(self._steps))
+        speed, _ = _speed(self._steps)
         return Profile(
             tokens=fmean(episode.response_tokens for episode in episodes),
             env_s=fmean(episode.env_s for episode in episodes),
@@ -290,12 +309,17 @@ class Tuning:
         self.state.changed = {name: each for name, each in self.state.changed.items() if name in may}
 
 
-def _speed(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _speed(steps: Collection[Step]) -> tuple[float, float]:
     """Return trained tokens per second over these steps, and its standard error as a share."""
-    seconds, tokens = sum(each for each, _ in steps), sum(each for _, each in steps)
+    seconds, tokens = sum(each.seconds for each in steps), sum(each.tokens for each in steps)
     if len(steps) < 2 or seconds <= 0 or tokens <= 0:
         return 0.0, math.inf
     speed = tokens / seconds
     # of a ratio of sums: the spread of what each step has beyond its share
-    residuals = [count - speed * each for each, count in steps]
+    residuals = [each.tokens - speed * each.seconds for each in steps]
     return speed, stdev(residuals) * math.sqrt(len(steps)) / tokens
+
+
+def _length(steps: Collection[Step]) -> float:
+    """Return the mean tokens of a trained episode over these steps."""
+    return sum(each.tokens for each in steps) / max(sum(each.episodes for each in steps), 1)
