@@ -44,6 +44,8 @@ LEASE = "the lease of the episode bounds its caller"
 BOUNDED = "it has an end of its own"
 WAKEUP = "the scheduler's own helper: one timer watches over all its waits, and reports them"
 
+RECORDS = "it reads the pool's records, and only lets others run in between"
+
 EXCEPTIONS = {
     "cli/env_try.py:_show_later": LEASE,
     "cluster/node_agent.py:_live": LIFE,
@@ -55,6 +57,7 @@ EXCEPTIONS = {
     "envs/worker_pool.py:_answer_to": "callers give up in their own time, which ends the process",
     "envs/calls.py:in_thread": LEASE,
     "loop.py:train": TASK,
+    "observe/recorder.py:restore": RECORDS,
     "processes/controller.py:save_last": TASK,
     "processes/controller.py:serve": LIFE,
     "processes/controller.py:work": TASK,
@@ -75,6 +78,7 @@ EXCEPTIONS = {
     "rollout/app.py:discard_rest": "a refused body: no process waits for its end",
     "scheduler/scheduler.py:wait_for_room": WAKEUP,
     "scheduler/wakeup.py:_wait_for": WAKEUP,
+    "store/dumps/writer.py:restore": RECORDS,
     "store/dumps/writer.py:run": "its shards come from the loops, and the loops are watched",
     "supervisor/child.py:_living": LIFE,
     "supervisor/process_monitor.py:_live": "a process may live as long as it likes",
