@@ -93,16 +93,20 @@ def open_file(directory: Path, name: str) -> BinaryIO:
     return os.fdopen(number, "rb")
 
 
-def encode(samples: Sequence[Sample]) -> bytes:
-    """Return the samples of a group as one record."""
+def encode(samples: Sequence[Sample]) -> bytearray:
+    """Return the samples of a group as one record. Every token is copied once."""
     headers = [_Header(s.group, s.episode, s.reward, s.truncated, len(s.token_ids), s.temperature) for s in samples]
     header = _encoder.encode(headers)
-    parts = [_PREFIX.pack(_MAGIC, len(header)), header]
-    parts.append(_padding(_PREFIX.size + len(header)))
-    for name, dtype in _COLUMNS:
-        column = np.concatenate([np.asarray(getattr(s, name), dtype=dtype) for s in samples]).tobytes()
-        parts += [column, _padding(len(column))]
-    return b"".join(parts)
+    num_tokens = sum(len(s.token_ids) for s in samples)
+    starts = [_aligned(_PREFIX.size + len(header))]
+    for _, dtype in _COLUMNS:
+        starts.append(_aligned(starts[-1] + num_tokens * np.dtype(dtype).itemsize))
+    record = bytearray(starts[-1])
+    record[: _PREFIX.size + len(header)] = _PREFIX.pack(_MAGIC, len(header)) + header
+    for (name, dtype), start in zip(_COLUMNS, starts, strict=False):
+        column = np.frombuffer(record, dtype=dtype, count=num_tokens, offset=start)
+        np.concatenate([getattr(s, name) for s in samples], out=column, casting="unsafe")
+    return record
 
 
 def decode(record: memoryview) -> list[Sample]:
@@ -161,7 +165,7 @@ class PayloadWriter:
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, record: bytes) -> None:
+    def _write(self, record: bytearray) -> None:
         """Write all of `record`. The file is unbuffered, so one write may take only a part. Raises OSError."""
         num_written = 0
         try:
@@ -264,7 +268,3 @@ def _files(directory: Path) -> list[tuple[str, int]]:
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def _padding(offset: int) -> bytes:
-    return b"\0" * (_aligned(offset) - offset)
