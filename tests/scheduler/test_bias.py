@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from penstock.scheduler.bias import LengthBias
+from penstock.scheduler.bias import LATEST_STEPS, LengthBias
 
 
 def lengths(count: int, seed: int = 0) -> list[int]:
@@ -33,9 +33,9 @@ def test_percentiles_and_distances_are_exact() -> None:
 def test_too_few_say_nothing() -> None:
     assert set(bias_of([], []).report().values()) == {None}
     bias = bias_of(range(1000), [1] * 63)
-    assert bias.report()["length_ks"] is None and bias.alarm() is None
+    assert bias.report()["length_ks"] is None and bias.check_step() is None
     bias.trained([1])
-    assert bias.report()["length_ks"] == pytest.approx(0.998) and bias.alarm() is not None
+    assert bias.report()["length_ks"] == pytest.approx(0.998) and bias.check_step() is not None
 
 
 def test_ties_count_once() -> None:
@@ -45,22 +45,39 @@ def test_ties_count_once() -> None:
 def test_the_same_lengths_raise_no_alarm() -> None:
     for seed in range(40):
         played = lengths(640, seed)
-        assert bias_of(played, played[::2]).alarm() is None
+        assert bias_of(played, played[::2]).check_step() is None
 
 
 def test_training_the_short_ones_alone_does_and_says_by_how_much() -> None:
     played = lengths(2000)
     bias = bias_of(played, sorted(played)[:1200])
-    reason = bias.alarm()
-    assert reason is not None and reason.startswith("trained answers differ in length from the data's: KS distance")
+    reason = bias.check_step()
+    assert reason is not None and reason.startswith(
+        "trained answers differ in length from the data's: mean KS distance"
+    )
     assert bias.report()["length_ks"] == pytest.approx(0.4, abs=0.01)
-    assert bias.alarm(threshold=0.5) is None
+    assert bias.check_step(threshold=0.5) is None
+
+
+def test_a_distance_that_does_not_last_is_no_alarm() -> None:
+    bias, played = LengthBias(group_size=1, look_ahead=0), lengths(2048)
+    for group, length in enumerate(played):
+        bias.admitted(group, None)
+        bias.played(group, [length])
+    found = []
+    for part in (played, sorted(played)[:1200], played, played):
+        bias.trained(part)
+        found += [bias.check_step() for _ in range(LATEST_STEPS)]
+        bias.trained(played)
+    assert found[:LATEST_STEPS] == [None] * LATEST_STEPS
+    assert found[LATEST_STEPS] is None, "one step is not enough"
+    assert found[2 * LATEST_STEPS - 1] is not None and found[-1] is None
 
 
 def test_a_distance_that_chance_explains_is_no_alarm() -> None:
     bias = bias_of(range(100), range(10, 80))
     distance = bias.report()["length_ks"]
-    assert distance == pytest.approx(0.2) and bias.alarm() is None  # the 1 % critical value is 0.25
+    assert distance == pytest.approx(0.2) and bias.check_step() is None  # the 1 % critical value is 0.25
 
 
 def test_only_the_latest_count() -> None:
@@ -77,7 +94,7 @@ def test_groups_that_starve_are_seen_by_what_is_predicted_of_them() -> None:
             bias.trained([9, 11])
     report = bias.report()
     assert report["length_ks_played"] == 0, "everything that was played was trained"
-    assert report["length_ks"] == pytest.approx(0.25) and bias.alarm() is not None
+    assert report["length_ks"] == pytest.approx(0.25) and bias.check_step() is not None
 
 
 def test_groups_within_the_look_ahead_are_not_held_against_the_order() -> None:
@@ -99,5 +116,5 @@ def test_groups_of_equal_rewards_are_not_held_against_the_filter() -> None:
         else:
             bias.trained([10, 10])
     report = bias.report()
-    assert report["length_ks"] == 0 and bias.alarm() is None
+    assert report["length_ks"] == 0 and bias.check_step() is None
     assert report["length_ks_played"] == 0.5

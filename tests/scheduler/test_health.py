@@ -13,8 +13,8 @@ from penstock.types import LearnerState
 
 QUIET: dict[str, Any] = {
     "dispatcher": SimpleNamespace(oldest_wait_s=lambda: 0.0, policy=SimpleNamespace(max_wait_s=1.0)),
-    "supply": SimpleNamespace(bias=SimpleNamespace(alarm=lambda: None), remedy_for_stale_work="train less often"),
-    "lengths": SimpleNamespace(trusted=True),
+    "supply": SimpleNamespace(bias=SimpleNamespace(check_step=lambda: None), remedy_for_stale_work="train less often"),
+    "lengths": SimpleNamespace(trust=SimpleNamespace(alarm=None)),
 }
 """Parts without any condition of their own."""
 

@@ -74,8 +74,11 @@ def test_trust_is_given_lost_and_won_back_with_a_margin() -> None:
     assert prediction.trusted and "too few groups" in prediction.trust.reason
     feed(prediction, agreeing(16))
     assert prediction.trusted and prediction.trust.reason.startswith("Kendall tau 1.00 over 16 groups is at least 0.2")
+    young = prediction_of(min_tau=0.2, window=32)
+    feed(young, contrary(16))
+    assert not young.trusted and young.trust.alarm is None, "a predictor that learns begins with nothing"
     feed(prediction, contrary(32))
-    assert not prediction.trusted
+    assert not prediction.trusted and prediction.trust.alarm == prediction.trust.reason
     assert prediction.trust.reason == "Kendall tau -1.00 over 32 groups is below 0.2: first come, first served"
     feed(prediction, agreeing(32))
     assert prediction.trusted

@@ -13,10 +13,13 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
+LATEST_STEPS = 20
+"""Optimizer steps over which the distance is averaged for the alarm."""
 MIN_LENGTHS = 64
 """Fewest lengths on each side for a meaningful distance."""
 CRITICAL = math.sqrt(-math.log(0.01 / 2) / 2)
@@ -35,6 +38,8 @@ class LengthBias:
         """Lengths by group, in the order of admission; empty if a group has neither lengths nor a prediction."""
         self._played: deque[float] = deque(maxlen=window)
         self._trained: deque[float] = deque(maxlen=window)
+        self._distances: deque[float] = deque(maxlen=LATEST_STEPS)
+        """Between trained and admitted lengths, at the latest optimizer steps."""
 
     def admitted(self, group: int, predicted_tokens: float | None) -> None:
         """Record an admitted group. `predicted_tokens` is the expected length of its episodes; None without a
@@ -69,21 +74,26 @@ class LengthBias:
             "length_ks_played": _distance(trained, played),
         }
 
-    def alarm(self, threshold: float = 0.1) -> str | None:
-        """Return how the trained lengths differ from the data's; None while the difference is small.
+    def check_step(self, threshold: float = 0.1) -> str | None:
+        """Return how the trained lengths differ from the data's after an optimizer step; None while the difference is
+        small.
 
-        The difference is large if the distance exceeds both `threshold` and the critical distance at 1 %. The test
-        counts the members of a group as one observation.
+        The difference is large if the mean distance at the latest steps exceeds both `threshold` and the critical
+        distance at 1 %. The test counts the members of a group as one observation.
         """
         found = self.report()
-        distance = found["length_ks"]
+        if (distance := found["length_ks"]) is None:
+            return None
+        self._distances.append(distance)
+        lasting = fmean(self._distances)
         n, m = (size / self._group_size for size in (len(self._trained), len(self._population())))
-        if distance is None or distance <= max(threshold, critical_distance(n, m)):
+        if lasting <= max(threshold, critical_distance(n, m)):
             return None
         return (
-            f"trained answers differ in length from the data's: KS distance {distance:.3f} (threshold {threshold:g}),"
-            f" median {found['length_p50_trained']:g} against {found['length_p50_admitted']:g} tokens,"
-            f" P90 {found['length_p90_trained']:g} against {found['length_p90_admitted']:g}"
+            f"trained answers differ in length from the data's: mean KS distance {lasting:.3f} at the latest "
+            f"{len(self._distances)} steps (threshold {threshold:g}), now median {found['length_p50_trained']:g} "
+            f"against {found['length_p50_admitted']:g} tokens, P90 {found['length_p90_trained']:g} against "
+            f"{found['length_p90_admitted']:g}"
         )
 
     def _population(self) -> list[float]:

@@ -52,8 +52,8 @@ class Health:
             f"a group has waited {wait_s:.0f} s to start, more than twice scheduler.dispatch.max_wait, {bound_s:.4g} s"
         )
         self._alarms.update("starvation", starved if wait_s > max(2 * bound_s, STARVED_S) else None)
-        self._alarms.update("length bias", self._supply.bias.alarm())
-        self._alarms.update("length prediction", None if self._lengths.trusted else self._lengths.trust.reason)
+        self._alarms.update("length bias", self._supply.bias.check_step())
+        self._alarms.update("length prediction", self._lengths.trust.alarm)
         self._alarms.update("stale work", self._stale_work(learner, num_aged))
 
     def _stale_work(self, learner: LearnerState, num_aged: int) -> str | None:

@@ -39,6 +39,12 @@ class Trust:
             self.trusted = self.tau >= self._min_tau + slack
 
     @property
+    def alarm(self) -> str | None:
+        """Return the alarm about predicted lengths that are not trusted. A window that is not full yet raises none: a
+        predictor that learns begins with nothing."""
+        return None if self.trusted or len(self._pairs) < (self._pairs.maxlen or 0) else self.reason
+
+    @property
     def reason(self) -> str:
         """Return why predicted lengths are trusted or not."""
         groups = len(self._pairs)
