@@ -169,6 +169,14 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         open_tasks(reading(file.rename(tmp_path / "words.parquet")))
 
 
+def test_rows_without_a_question_are_not_held_out_with_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "words.jsonl"
+    file.write_text('{"question": null, "word": "a"}\n' * 20)
+    config = reading(file, eval_tasks=5)
+    stream = TaskStream(open_tasks(config), held_out=held_out_tasks(config))
+    assert len(stream.take(100)) == 15
+
+
 @pytest.mark.parametrize("key", ["temperature", "max_new_tokens"])
 def test_a_row_with_unusable_settings_is_named(tmp_path: Path, key: str) -> None:
     file = tmp_path / "words.jsonl"

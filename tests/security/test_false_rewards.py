@@ -51,6 +51,43 @@ def test_a_mistaken_rule_pays_only_right_answers(dataset: str, wrong: str) -> No
         assert reward.score(str(payload["answer"]), payload) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (r"6.63 \times 10^{-34}", "0.0"),
+        ("10^{-10}", "0.0000001"),
+        (r"\frac{1}{13983816}", "0.0"),
+        ("e^{-20}", "0.0"),
+        ("x = 10^{-9}", "0.0"),
+        (r"\{10^{-9}\}", r"\{0.0\}"),
+    ],
+)
+def test_a_small_number_is_not_zero(right: str, wrong: str) -> None:
+    pytest.importorskip("math_verify")
+    from penstock.envs.rewards.math import Math
+
+    reward = Math()
+    assert reward.score(rf"\boxed{{{wrong}}}", {"answer": right}) == 0.0
+    assert reward.score(rf"\boxed{{{right}}}", {"answer": right}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("right", "rounded"), [(r"\frac{1}{3}", "0.333333"), (r"\pi", "3.141593"), ("10^{-7}", "0.0000001"), ("0", "0.0")]
+)
+def test_a_rounded_number_is_right(right: str, rounded: str) -> None:
+    pytest.importorskip("math_verify")
+    from penstock.envs.rewards.math import Math
+
+    assert Math().score(rf"\boxed{{{rounded}}}", {"answer": right}) == 1.0
+
+
+@pytest.mark.parametrize(("given", "reward"), [("0", 0.0), ("-0.00006", 0.0), ("6e-5", 0.0), ("6.1e-5", 1.0), ("0.00006104", 1.0)])
+def test_a_rare_event_is_not_impossible(given: str, reward: float) -> None:
+    pytest.importorskip("reasoning_gym")
+    task = {"answer": "6.103515625e-05", "metadata": {"source_dataset": "coin_flip"}}
+    assert (DatasetRule().score(given, task) == 1.0) == (reward == 1.0)
+
+
 def nans(task: dict[str, Any]) -> str:
     return json.dumps([float("nan")] * task["metadata"]["numbers"])
 

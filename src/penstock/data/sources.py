@@ -167,7 +167,8 @@ def question(task: Task) -> str:
 
     It is empty for a task without one; such tasks are held out by their numbers alone.
     """
-    return str(task.payload.get("question", ""))
+    value = task.payload.get("question")
+    return "" if value is None else str(value)
 
 
 def open_tasks(config: Config, *, seed: int | None = None) -> MixedTasks:

@@ -13,7 +13,7 @@ from penstock.deadline import Stalled, deadline
 from penstock.ports.settings_search import Answer, Question
 from penstock.runtime import frames
 from penstock.runtime.child_process import ChildProcess
-from penstock.simulator.search_process import SearchAnswerer, SearchRequest
+from penstock.simulator.search_process import OVERRUN, SearchAnswerer, SearchRequest
 
 ANSWERER = f"{SearchAnswerer.__module__}:{SearchAnswerer.__name__}"
 START_CPU_S, LEAST_CPU_S = 0.6, 0.5
@@ -65,7 +65,7 @@ class ProcessSearcher:
             self._least_s = min(max(LEAST_CPU_S, needed_s), MAX_CPU_S)
         except (EOFError, OSError, Stalled) as error:
             self._end_child()
-            found = Answer(reason=f"the search failed: {type(error).__name__}: {error}", cpu_s=limit_s)
+            found = Answer(reason=f"the search failed: {type(error).__name__}: {error}", cpu_s=OVERRUN * limit_s)
         found = msgspec.structs.replace(found, cpu_s=found.cpu_s + start_s)
         self.cpu_s += found.cpu_s
         return found

@@ -42,6 +42,8 @@ MAX_KS, KS_SLACK = 0.1, 0.02
 """Kolmogorov-Smirnov distance between trained lengths and the data's that a change may have in any case, and how much
 more it may have than the settings in force. A distance that chance explains is allowed too."""
 MAX_REDUNDANCY = 2
+MAX_SEGMENTS = 32
+"""Most segments of the longest answer, for the values of `segment_length` that are tried."""
 CHECKS = 2
 """Simulated runs after the search."""
 
@@ -242,7 +244,9 @@ class Search:
             case "segment_length":
                 if len(self.lengths) == 0:
                     return []
-                return [None, *(_round(float(np.percentile(self.lengths, share))) for share in (50, 90))]
+                fewest = max(self.lengths) / MAX_SEGMENTS
+                usual = np.percentile(self.lengths, (50, 90)).tolist()
+                return [None, *(_round(max(tokens, fewest)) for tokens in usual)]
             case "redundancy":
                 return list(range(MAX_REDUNDANCY + 1))
             case "max_staleness":

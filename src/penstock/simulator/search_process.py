@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import resource
+import time
 from pathlib import Path
 
 import msgspec
@@ -16,6 +19,11 @@ from penstock.simulator.search import answer
 PRIORITY = 10
 """A low priority, with which a search gets a tenth of a core that the run keeps busy, until its time is used up. With
 the lowest one it would never end there."""
+
+
+OVERRUN = 1.5
+"""Factor on the allowed processor time after which the kernel ends this process: a search looks at the clock only where
+a group begins."""
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,10 +45,18 @@ class SearchAnswerer:
         self._decoder = msgspec.msgpack.Decoder(SearchRequest)
 
     def answer(self, request: Frames) -> Frames:
-        asked = self._decoder.decode(request[0])
+        asked, began = self._decoder.decode(request[0]), time.process_time()
         try:
+            _limit(began + OVERRUN * asked.max_cpu_s)
             engine = fit_engine(asked.costs, update_s=asked.question.update_s)
             found = answer(load_config(Path(asked.config)), asked.question, engine, max_cpu_s=asked.max_cpu_s)
         except Exception as error:  # the run goes on with the settings that it has
-            found = Answer(reason=f"the search failed: {type(error).__name__}: {error}")
+            reason = f"the search failed: {type(error).__name__}: {error}"
+            found = Answer(reason=reason, cpu_s=time.process_time() - began)
         return [msgspec.msgpack.encode(found)]
+
+
+def _limit(cpu_s: float) -> None:
+    """Let the kernel end this process after so much processor time in all."""
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu_s) + 1, most))

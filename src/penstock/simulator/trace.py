@@ -25,6 +25,8 @@ SETTING = "simulator.workload.path"
 READERS = {".jsonl": ("json", "read_json"), ".csv": ("csv", "read_csv"), ".parquet": ("parquet", "read_table")}
 """Suffix of a trace file -> the module of pyarrow and the function that read it."""
 NEEDED = ("task_id", "response_tokens")
+MAX_TURNS = 64
+"""Most turns of an episode that are told apart if only their number is known."""
 MAX_NUMBER = 1e9
 """Largest number of a trace: tokens of an answer, or seconds."""
 NUMBERS = ("response_tokens", "prompt_tokens", "turn", "tool_s", "reward", "reward_s")
@@ -168,8 +170,9 @@ def recorded_task(task_id: str, played: Summaries) -> RecordedTask | None:
 
 
 def _turns(episode: EpisodeSummary) -> list[Turn]:
-    """Return equal turns with equally slow tools; only their number and sums are recorded."""
-    num_turns = max(min(episode.num_turns, episode.response_tokens), 1)
+    """Return equal turns with equally slow tools; only their number and sums are recorded. Very many turns become
+    fewer."""
+    num_turns = max(min(episode.num_turns, episode.response_tokens, MAX_TURNS), 1)
     bounds = np.linspace(0, episode.response_tokens, num_turns + 1).astype(int)
     tool_s = episode.env_s / max(num_turns - 1, 1)
     return [Turn(int(count), tool_s) for count in np.diff(bounds)]

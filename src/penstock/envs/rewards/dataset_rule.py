@@ -15,8 +15,9 @@ from penstock.config.environments import SINGLE_TURN
 from penstock.config.imports import import_package
 
 NAME = "reasoning_gym"
-COIN_FLIP_TOLERANCE = 1e-4
-"""Largest difference for which the rule of `coin_flip` gives full marks."""
+COIN_FLIP_TOLERANCE, COIN_FLIP_SHARE = Fraction(1, 10_000), Fraction(1, 1000)
+"""Largest difference for which the rule of `coin_flip` gives full marks, and largest share of the probability: many
+heads in a row are so rare that 0 would be near enough."""
 ARITHMETIC = re.compile(r"[0-9\s()*/+-]+")
 """Characters of an expression of whole numbers and the four operators."""
 POLYNOMIAL = re.compile(r"[A-Za-z0-9\s()*/+-]+")
@@ -98,7 +99,9 @@ def _is_overpaid(answer: str, payload: Mapping[str, Any]) -> bool:
             found = FIRST_NUMBER.search(answer)
             return found is not None and float(found[0]) != float(payload["answer"])
         case "coin_flip":
-            return abs(Fraction(answer.replace(",", "")) - Fraction(str(payload["answer"]))) > COIN_FLIP_TOLERANCE
+            right = Fraction(str(payload["answer"]))
+            difference = abs(Fraction(answer.replace(",", "")) - right)
+            return difference > min(COIN_FLIP_TOLERANCE, COIN_FLIP_SHARE * right)
         case "complex_arithmetic":
             return any(word in answer.casefold() for word in ("nan", "inf"))
         case "number_sorting":

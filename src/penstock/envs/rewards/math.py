@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from penstock.config.imports import import_package
@@ -13,6 +14,11 @@ _HAS_MARKS = re.compile(r"\$|\\boxed\b|\\[(\[]")
 """Found in a text that says where its expression is."""
 _HAS_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![^{]*\})")
 """Found in a text with a word outside of braces. In LaTeX its letters would be variables."""
+
+
+PRECISION = 1e-5
+"""Largest relative difference between equal numbers. Math-verify rounds to six decimals, so that 0.0 would equal
+Planck's constant."""
 
 
 class Math:
@@ -35,7 +41,8 @@ class Math:
         self._answer_key = answer_key
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> float:
-        return float(self._verify(self._expected(payload), self._parse(answer)))
+        right, given = self._expected(payload), self._parse(answer)
+        return float(self._verify(right, given) and not _are_apart(right, given))
 
     def check(self, payload: Mapping[str, Any]) -> None:
         """Raise ValueError if the task's answer cannot be read."""
@@ -50,3 +57,25 @@ class Math:
         if not expected:
             raise ValueError(f"{self._answer_key} {right!r} cannot be read by math-verify")
         return expected
+
+
+def _are_apart(right: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Return whether two parsed answers are numbers that differ by more than `PRECISION`."""
+    numbers = _number(right[0]), _number(given[0])
+    if None in numbers:
+        return False
+    largest = max(map(abs, numbers))
+    return bool(abs(numbers[0] - numbers[1]) > PRECISION * largest)
+
+
+def _number(expression: Any) -> Any:
+    """Return the number that an expression of SymPy means: its value, the right side of an equation, or the only
+    element of a set; None if it means none."""
+    sympy = import_module("sympy")
+    if isinstance(expression, sympy.Eq):
+        expression = expression.rhs
+    if isinstance(expression, sympy.FiniteSet) and len(expression) == 1:
+        (expression,) = expression
+    if not isinstance(expression, sympy.Expr) or not expression.is_number:
+        return None
+    return expression.evalf()
