@@ -42,6 +42,8 @@ class Line:
         self.cut, self.asked = False, asyncio.Event()
         self.silent = False
         """Whatever comes waits for the end."""
+        self.hanging: str | None = None
+        """What comes at paths that begin so waits for the end."""
         self.num_begun = 0
         """Number of requests to stage weights."""
         self.failing: tuple[str, int] | None = None
@@ -55,7 +57,7 @@ class Line:
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         self.asked.set()
-        if self.silent:
+        if self.silent or (self.hanging is not None and request.path.startswith(self.hanging)):
             await self._end.wait()
         self.num_begun += request.path == "/weights/begin"
         if request.path == "/weights/commit":
@@ -151,6 +153,71 @@ async def test_a_server_that_hangs_is_found_out(line: Line, other: EngineRunner)
         await servers.close()
     (why,) = lost
     assert "has not answered" in why and line.url in why
+
+
+async def test_a_living_server_that_leaves_requests_waiting_gets_a_single_one(
+    line: Line, other: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "IDLE_S", 0.0)
+    told: list[str] = []
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: told.append(why))
+        line.hanging = "/generate"
+        waiting = {asyncio.create_task(served_by(servers, number)) for number in range(8)}
+        served: list[int] = []
+        while len(waiting) > 4:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            served += [task.result() for task in done]
+        for task in waiting:  # their deadline
+            task.cancel()
+        await asyncio.wait(waiting)
+        assert served == [5] * 4
+        assert [await served_by(servers, number) for number in range(8, 16)] == [5] * 8
+        (why,) = told
+        assert why.endswith("did not answer before the request's deadline, while other servers generate")
+        (idle,) = [server for server in servers._servers if server.client.url == line.url]
+        idle.avoid_until, idle.lost_at = 0.0, None
+        line.hanging = None
+        found = await asyncio.gather(*(served_by(servers, number) for number in range(16, 20)))
+        assert sorted(found) == [0, 5, 5, 5], "one request shows whether it generates again"
+        assert sorted(await asyncio.gather(*(served_by(servers, number) for number in range(20, 24)))) == [0, 0, 5, 5]
+        await servers.close()
+
+
+async def test_a_server_that_aborts_every_request_is_not_asked_for_ever(
+    line: Line, other: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "IDLE_S", 0.0)
+    session, told = HttpSession(), list[str]()
+    await RolloutClient(line.url, session).release()  # nobody tells the run
+    async with serve(other) as second:
+        servers = Servers([line.url, second], lost=lambda url, why: told.append(why))
+        (segment,) = await servers.generate([5], [grant(0)], Sampling(), [1])
+        assert segment.finish_reason == "abort" and segment.token_ids == []
+        (idle,) = [server for server in servers._servers if server.client.url == line.url]
+        idle.load = 1000  # the other one is the least loaded
+        assert await served_by(servers, 1) == 5
+        idle.load = 0
+        assert [await served_by(servers, number) for number in range(2, 8)] == [5] * 6
+        (why,) = told
+        assert why.endswith("aborts every request, while other servers generate")
+        await servers.close()
+    await session.close()
+
+
+async def test_a_server_that_fails_to_change_its_memory_is_asked_less_and_less_often(
+    line: Line, other: EngineRunner
+) -> None:
+    async with serve(other) as second:
+        servers = Servers([line.url, second])
+        asked = []
+        line.failing = "/release_memory", 500
+        for _ in range(8):
+            line.asked.clear()
+            await servers.release()
+            asked.append(line.asked.is_set())
+        await servers.close()
+    assert asked == [True, False, True, False, True, False, False, False]
 
 
 async def test_a_server_that_is_back_is_used_again(

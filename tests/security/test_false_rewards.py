@@ -81,7 +81,9 @@ def test_a_rounded_number_is_right(right: str, rounded: str) -> None:
     assert Math().score(rf"\boxed{{{rounded}}}", {"answer": right}) == 1.0
 
 
-@pytest.mark.parametrize(("given", "reward"), [("0", 0.0), ("-0.00006", 0.0), ("6e-5", 0.0), ("6.1e-5", 1.0), ("0.00006104", 1.0)])
+@pytest.mark.parametrize(
+    ("given", "reward"), [("0", 0.0), ("-0.00006", 0.0), ("6e-5", 0.0), ("6.1e-5", 1.0), ("0.00006104", 1.0)]
+)
 def test_a_rare_event_is_not_impossible(given: str, reward: float) -> None:
     pytest.importorskip("reasoning_gym")
     task = {"answer": "6.103515625e-05", "metadata": {"source_dataset": "coin_flip"}}

@@ -11,6 +11,10 @@ A server counts as lost in three cases:
 
 The client probes a lost server after a while, and uses the other servers until it serves again. While all servers are
 lost, a call waits for the first server to come back. The caller's deadline limits this wait.
+
+A server may live, take weights, and still generate nothing: it leaves requests waiting until their deadline, or aborts
+all of them, while others generate. It is idle then. Others get its requests for a while, longer each time, and then it
+gets a single one.
 """
 
 from __future__ import annotations
@@ -55,6 +59,11 @@ MAX_DOUBLINGS = 6
 """A server that fails updates is asked again after 1, 2, 4, ..., 64 updates."""
 OWN_FAULTS = (401, 403, 404, 405, 408, UNREACHABLE_WEIGHTS, 429)
 """Statuses of the range 4xx that say nothing about the request."""
+IDLE_S = 10.0
+"""Time without a token, while other servers generate, after which a server counts as idle."""
+ABORT_PAUSE_S, MAX_ABORT_PAUSE_S = 0.001, 0.5
+"""Pause for each empty answer in a row before the caller gets it, so that nobody asks such a server without a pause;
+and the longest pause."""
 LOAD_SLACK = 32
 """Samples that an episode's server may have in excess of the least loaded server. A cached prefix is worth this
 much."""
@@ -94,6 +103,18 @@ class ServerState:
     """Number of consecutive weights updates that it failed."""
     retry_at: int = 0
     """Number of the update at which it is asked again. Each failure may take as long as an update may."""
+    tokens_at: float = 0.0
+    """Time of its last answer with tokens."""
+    num_empty: int = 0
+    """Number of answers without tokens since then."""
+    empty_since: float = 0.0
+    """Time of the first of these."""
+    num_idle: int = 0
+    """How often it was idle since then."""
+    avoid_until: float = 0.0
+    """Until then an idle server gets no requests."""
+    failed_memory_calls: int = 0
+    """Number of consecutive calls to release or resume its memory that it failed."""
     newest: int = NO_VERSION
     """Version of its last answer. A server that comes back with an older version was restarted."""
 
@@ -122,7 +143,7 @@ class Servers:
         self._on_lost = lost
         self._updating = asyncio.Lock()
         self._latest: WeightsHandle | None = None
-        self._num_updates = 0
+        self._num_updates = self._num_memory_calls = 0
         self._any_away = False
         """Whether a server gave no answer when the last update began. It may come back."""
         self._released = False
@@ -195,17 +216,51 @@ class Servers:
     ) -> list[Segment]:
         """Return the server's answer, and watch the server meanwhile."""
         server.load += len(grants)
+        began = asyncio.get_running_loop().time()
         try:
             segments = await self._watch(server, call, partial(self._on_unresponsive, server, grants[0].episode))
             versions = (span.policy_version for segment in segments for span in segment.spans[-1:])
             server.newest = max(versions, default=server.newest)
+            await self._take_note(server, has_tokens=any(segment.token_ids for segment in segments))
             return segments
         except asyncio.CancelledError:
             if server.failed_probes:  # the caller's deadline passed while the server failed probes
                 self._mark_lost(server, RolloutError(server.client.url, "did not answer before the request's deadline"))
+            elif self._is_idle(server, began):
+                self._avoid(server)
+                why = "did not answer before the request's deadline, while other servers generate"
+                self._mark_lost(server, RolloutError(server.client.url, why))
             raise
         finally:
             server.load -= len(grants)
+
+    async def _take_note(self, server: ServerState, *, has_tokens: bool) -> None:
+        """Record whether an answer has tokens. Raises RolloutError if the server aborts all requests, while others
+        generate."""
+        now = asyncio.get_running_loop().time()
+        if has_tokens:
+            server.tokens_at, server.num_empty, server.num_idle = now, 0, 0
+            return
+        if not server.num_empty:
+            server.empty_since = now
+        server.num_empty += 1
+        if self._is_idle(server, server.empty_since):
+            self._avoid(server)
+            raise RolloutError(server.client.url, "aborts every request, while other servers generate")
+        await asyncio.sleep(min(ABORT_PAUSE_S * server.num_empty, MAX_ABORT_PAUSE_S))
+
+    def _is_idle(self, server: ServerState, since: float) -> bool:
+        """Return whether the server has generated nothing since then, for a while, and another one has."""
+        others = (other for other in self._servers if other is not server and other.lost_at is None)
+        has_waited = asyncio.get_running_loop().time() - since >= IDLE_S
+        return has_waited and server.tokens_at < since and any(other.tokens_at > since for other in others)
+
+    def _avoid(self, server: ServerState) -> None:
+        """Let others get the requests of an idle server for a while."""
+        now = asyncio.get_running_loop().time()
+        if now >= server.avoid_until:  # else it is known from another request
+            server.num_idle += 1
+            server.avoid_until = now + RETRY_S * 2 ** min(server.num_idle, MAX_DOUBLINGS)
 
     async def _watch(
         self, server: ServerState, call: Coroutine[Any, Any, T], on_unresponsive: Callable[[float], None]
@@ -258,7 +313,9 @@ class Servers:
                 if usable or tried:
                     break
                 await asyncio.sleep(POLL_S)
-        usable = usable or left
+        now = asyncio.get_running_loop().time()
+        busy = [s for s in usable if not s.num_idle or (now >= s.avoid_until and not s.load)]
+        usable = busy or usable or left
         least = min(usable, key=lambda server: server.load)
         last = self._last_server.get(episode)
         return last if last in usable and last.load <= least.load + LOAD_SLACK else least
@@ -352,13 +409,20 @@ class Servers:
         await self._change_memory(lambda client: client.resume(), released=False)
 
     async def _change_memory(self, call: ClientCall, *, released: bool) -> None:
-        """Call every server. It is no error if all servers are lost."""
-        self._released = released
+        """Call every server. It is no error if all servers are lost. A server that keeps failing such calls is called
+        less and less often, as it may take as long as a call may."""
+        self._released, number = released, self._num_memory_calls
+        self._num_memory_calls += 1
+        due = [s for s in self._servers if number % 2 ** min(s.failed_memory_calls, MAX_DOUBLINGS) == 0]
+        called = due or self._servers
+        worked: Sequence[ServerState] = ()
         try:
-            await self._call_all(self._servers, call)
+            worked = await self._call_all(called, call)
         except (RolloutError, Stalled) as error:
             if not _is_lost(error):
                 raise
+        for server in called:
+            server.failed_memory_calls = 0 if server in worked else server.failed_memory_calls + 1
 
     async def close(self) -> None:
         """Close the connections."""
