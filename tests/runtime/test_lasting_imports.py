@@ -52,6 +52,7 @@ def test_a_name_that_is_taken_keeps_nothing_from_starting(places: tuple[Path, Pa
 
 
 @pytest.mark.integration
+@pytest.mark.long
 def test_without_a_home_it_is_a_directory_of_its_own_that_does_not_stay(places: tuple[Path, Path]) -> None:
     home, temporary = places
     home.chmod(0o777)
@@ -65,6 +66,7 @@ def test_without_a_home_it_is_a_directory_of_its_own_that_does_not_stay(places: 
 
 
 @pytest.mark.integration
+@pytest.mark.long
 def test_a_place_that_the_environment_names_is_used(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     _, temporary = places
     monkeypatch.setenv(COMPILED, str(temporary / "mine"))
