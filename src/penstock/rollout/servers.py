@@ -314,8 +314,8 @@ class Servers:
                     break
                 await asyncio.sleep(POLL_S)
         now = asyncio.get_running_loop().time()
-        busy = [s for s in usable if not s.num_idle or (now >= s.avoid_until and not s.load)]
-        usable = busy or usable or left
+        generating = [s for s in usable if not s.num_idle or (now >= s.avoid_until and not s.load)]
+        usable = generating or usable or left
         least = min(usable, key=lambda server: server.load)
         last = self._last_server.get(episode)
         return last if last in usable and last.load <= least.load + LOAD_SLACK else least
