@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.observe import jsonl
+
 pytestmark = pytest.mark.integration
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -39,7 +41,8 @@ def only_run(runs: Path) -> Path:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """What is written so far; a line that is just being written is left out."""
+    return jsonl.read(path)
 
 
 def had_their_groups(steps: int, ledger: dict[str, int]) -> bool:
