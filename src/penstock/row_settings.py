@@ -10,8 +10,8 @@ MAX_NEW_TOKENS = "max_new_tokens"
 TEMPERATURE = "temperature"
 """Key of a row with the sampling temperature of its task in training, instead of that of the run."""
 COLDEST, HOTTEST = 1e-3, 2.0
-"""Bounds of a temperature of a row. Greedy tokens have no log-probabilities that could be trained, and a hotter one is
-more likely a number about the weather."""
+"""Bounds of a row's temperature. Greedy tokens have no log-probabilities that could be trained. A larger number is more
+likely a fact of the task, such as the weather."""
 
 
 def own_limit(row: Mapping[str, Any]) -> int | None:

@@ -176,7 +176,7 @@ async def test_a_living_server_that_leaves_requests_waiting_gets_a_single_one(
         (why,) = told
         assert why.endswith("did not answer before the request's deadline, while other servers generate")
         (idle,) = [server for server in servers._servers if server.client.url == line.url]
-        idle.avoid_until, idle.lost_at = 0.0, None
+        idle.idle.retry_at, idle.lost_at = 0.0, None
         line.hanging = None
         found = await asyncio.gather(*(served_by(servers, number) for number in range(16, 20)))
         assert sorted(found) == [0, 5, 5, 5], "one request shows whether it generates again"
@@ -189,7 +189,7 @@ async def test_a_server_that_aborts_every_request_is_not_asked_for_ever(
 ) -> None:
     monkeypatch.setattr(servers_module, "IDLE_S", 0.0)
     session, told = HttpSession(), list[str]()
-    await RolloutClient(line.url, session).release()  # nobody tells the run
+    await RolloutClient(line.url, session).release()  # the run does not learn of it
     async with serve(other) as second:
         servers = Servers([line.url, second], lost=lambda url, why: told.append(why))
         (segment,) = await servers.generate([5], [grant(0)], Sampling(), [1])
@@ -217,7 +217,7 @@ async def test_a_server_that_fails_to_change_its_memory_is_asked_less_and_less_o
             await servers.release()
             asked.append(line.asked.is_set())
         await servers.close()
-    assert asked == [True, False, True, False, True, False, False, False]
+    assert asked == [True, False, True, False, False, False, True, False]
 
 
 async def test_a_server_that_is_back_is_used_again(

@@ -178,7 +178,7 @@ new = struct.pack("=11QQIi", *before, brk, *after, at, at + size, 0, 0, -1)
 print(libc.prctl(35, 14, ctypes.create_string_buffer(new), ctypes.c_ulong(len(new)), 0), flush=True)
 time.sleep(60)
 """
-"""A process may call any memory its environment (PR_SET_MM_MAP), and pages that nobody wrote cost it nothing."""
+"""With PR_SET_MM_MAP, a process declares any part of its memory to be its environment. Unwritten pages are free."""
 
 
 def test_an_environment_of_another_user_is_not_even_read(tmp_path: Path) -> None:

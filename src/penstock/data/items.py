@@ -36,7 +36,7 @@ class RowError(ConfigError):
     """A row that cannot be played."""
 
     tag = ""
-    """Of the tasks to which the row belongs."""
+    """Tag of the row's tasks."""
 
 
 class NothingLeft(ConfigError):
@@ -137,7 +137,8 @@ class Rows:
             lacking = ", ".join(key for key in self._keys if key not in row)
             raise RowError(f"data: {self._table.where(found)}: has no {lacking}; it has {', '.join(row)}")
         try:
-            own_limit(row), own_temperature(row)
+            own_limit(row)
+            own_temperature(row)
         except ValueError as error:
             raise RowError(f"data: {self._table.where(found)}: {error}") from None
         return f"{self._table.name}/{found + 1}", row

@@ -72,7 +72,7 @@ class TaskStream:
 
     max_skipped_in_a_row = 10_000
     max_unusable_in_a_row = 20
-    """Rows that cannot be played. So many mean that all are like that, and not that one is damaged."""
+    """Most consecutive rows of a tag that cannot be played. More of them show that the data do not fit at all."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ class TaskSource(Protocol):
 
 
 class TaskError(ValueError):
-    """A task that its environment cannot play, so that its episodes fail. Others go on."""
+    """The environment cannot play this task. Only the episodes of this task fail."""
 
 
 class Environment(Protocol):

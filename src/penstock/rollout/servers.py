@@ -12,9 +12,9 @@ A server counts as lost in three cases:
 The client probes a lost server after a while, and uses the other servers until it serves again. While all servers are
 lost, a call waits for the first server to come back. The caller's deadline limits this wait.
 
-A server may live, take weights, and still generate nothing: it leaves requests waiting until their deadline, or aborts
-all of them, while others generate. It is idle then. Others get its requests for a while, longer each time, and then it
-gets a single one.
+A server may be alive, take weights, and still generate nothing: it lets requests wait until their deadline, or aborts
+all of them, while other servers generate. Then it counts as idle. For a while, which doubles each time, the other
+servers get its requests. After that, the idle server gets one request at a time until it generates again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -56,14 +56,14 @@ CONFLICT = 409
 UNREACHABLE_WEIGHTS = 424
 """Status of an update with weights that the server cannot fetch from their location."""
 MAX_DOUBLINGS = 6
-"""A server that fails updates is asked again after 1, 2, 4, ..., 64 updates."""
+"""Number of times that the wait of `Backoff` doubles."""
 OWN_FAULTS = (401, 403, 404, 405, 408, UNREACHABLE_WEIGHTS, 429)
 """Statuses of the range 4xx that say nothing about the request."""
 IDLE_S = 10.0
 """Time without a token, while other servers generate, after which a server counts as idle."""
 ABORT_PAUSE_S, MAX_ABORT_PAUSE_S = 0.001, 0.5
-"""Pause for each empty answer in a row before the caller gets it, so that nobody asks such a server without a pause;
-and the longest pause."""
+"""The client waits before it returns an empty answer, so that its caller does not ask again at once. The wait is the
+first number times the number of empty answers in a row, and at most the second number."""
 LOAD_SLACK = 32
 """Samples that an episode's server may have in excess of the least loaded server. A cached prefix is worth this
 much."""
@@ -84,6 +84,27 @@ def connect(engine: Engine, url: str, session: HttpSession, update_mode: UpdateM
     return CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
 
 
+@dataclass(slots=True)
+class Backoff:
+    """Waits after consecutive failures: 1, 2, 4, ... units, of calls or of seconds."""
+
+    num_failed: int = 0
+    retry_at: float = 0.0
+    """Number of the call, or time, at which the next attempt is due."""
+
+    def fail(self, now: float, *, unit: float = 1.0) -> None:
+        """Record a failure at `now`."""
+        self.retry_at = now + unit * 2 ** min(self.num_failed, MAX_DOUBLINGS)
+        self.num_failed += 1
+
+    def is_due(self, now: float) -> bool:
+        return now >= self.retry_at
+
+    def reset(self) -> None:
+        """Record a success."""
+        self.num_failed, self.retry_at = 0, 0.0
+
+
 @dataclass(slots=True, eq=False)
 class ServerState:
     """The state of a server, as this process sees it."""
@@ -99,22 +120,18 @@ class ServerState:
     """Number of consecutive failed probes."""
     refuses: bool = False
     """It refused weights that another server took. It stays lost until it takes the next ones."""
-    failed_updates: int = 0
-    """Number of consecutive weights updates that it failed."""
-    retry_at: int = 0
-    """Number of the update at which it is asked again. Each failure may take as long as an update may."""
+    updates: Backoff = field(default_factory=Backoff)
+    """In weights updates. Each failure may take as long as an update may."""
+    memory: Backoff = field(default_factory=Backoff)
+    """In calls that release or resume memory. Each failure may take as long as a call may."""
+    idle: Backoff = field(default_factory=Backoff)
+    """In seconds. A failure is that the server was idle, and a success an answer with tokens."""
     tokens_at: float = 0.0
     """Time of its last answer with tokens."""
     num_empty: int = 0
     """Number of answers without tokens since then."""
     empty_since: float = 0.0
-    """Time of the first of these."""
-    num_idle: int = 0
-    """How often it was idle since then."""
-    avoid_until: float = 0.0
-    """Until then an idle server gets no requests."""
-    failed_memory_calls: int = 0
-    """Number of consecutive calls to release or resume its memory that it failed."""
+    """Time of the first of these answers."""
     newest: int = NO_VERSION
     """Version of its last answer. A server that comes back with an older version was restarted."""
 
@@ -239,7 +256,8 @@ class Servers:
         generate."""
         now = asyncio.get_running_loop().time()
         if has_tokens:
-            server.tokens_at, server.num_empty, server.num_idle = now, 0, 0
+            server.tokens_at, server.num_empty = now, 0
+            server.idle.reset()
             return
         if not server.num_empty:
             server.empty_since = now
@@ -250,17 +268,17 @@ class Servers:
         await asyncio.sleep(min(ABORT_PAUSE_S * server.num_empty, MAX_ABORT_PAUSE_S))
 
     def _is_idle(self, server: ServerState, since: float) -> bool:
-        """Return whether the server has generated nothing since then, for a while, and another one has."""
+        """Return whether the server has generated nothing since `since`, for at least `IDLE_S`, while another server
+        has."""
         others = (other for other in self._servers if other is not server and other.lost_at is None)
         has_waited = asyncio.get_running_loop().time() - since >= IDLE_S
         return has_waited and server.tokens_at < since and any(other.tokens_at > since for other in others)
 
     def _avoid(self, server: ServerState) -> None:
-        """Let others get the requests of an idle server for a while."""
+        """Send the requests of an idle server to other servers for a while."""
         now = asyncio.get_running_loop().time()
-        if now >= server.avoid_until:  # else it is known from another request
-            server.num_idle += 1
-            server.avoid_until = now + RETRY_S * 2 ** min(server.num_idle, MAX_DOUBLINGS)
+        if server.idle.is_due(now):  # else another request has recorded it already
+            server.idle.fail(now, unit=2 * RETRY_S)
 
     async def _watch(
         self, server: ServerState, call: Coroutine[Any, Any, T], on_unresponsive: Callable[[float], None]
@@ -314,7 +332,7 @@ class Servers:
                     break
                 await asyncio.sleep(POLL_S)
         now = asyncio.get_running_loop().time()
-        generating = [s for s in usable if not s.num_idle or (now >= s.avoid_until and not s.load)]
+        generating = [s for s in usable if not s.idle.num_failed or (s.idle.is_due(now) and not s.load)]
         usable = generating or usable or left
         least = min(usable, key=lambda server: server.load)
         last = self._last_server.get(episode)
@@ -339,7 +357,7 @@ class Servers:
 
     def _mark_usable(self, server: ServerState) -> None:
         server.lost_at, server.failed_probes, server.refuses = None, 0, False
-        server.failed_updates = server.retry_at = 0
+        server.updates.reset()
 
     def _mark_lost(self, server: ServerState, error: BaseException) -> None:
         if server.lost_at is None:
@@ -387,8 +405,7 @@ class Servers:
             if server in updated:
                 self._mark_usable(server)
             else:
-                server.failed_updates += 1
-                server.retry_at = self._num_updates + 2 ** min(server.failed_updates - 1, MAX_DOUBLINGS)
+                server.updates.fail(self._num_updates)
 
     async def _to_update(self) -> Sequence[ServerState]:
         """Return the servers to update: the usable ones, and lost ones that answer and are due; all if there are
@@ -397,7 +414,7 @@ class Servers:
         back = await asyncio.gather(*map(_is_alive, lost))
         away = [server for server, is_alive in zip(lost, back, strict=True) if not is_alive]
         self._any_away = bool(away)
-        left_out = [server for server in lost if server in away or server.retry_at > self._num_updates]
+        left_out = [server for server in lost if server in away or not server.updates.is_due(self._num_updates)]
         return [server for server in self._servers if server not in left_out] or self._servers
 
     async def release(self) -> None:
@@ -409,12 +426,12 @@ class Servers:
         await self._change_memory(lambda client: client.resume(), released=False)
 
     async def _change_memory(self, call: ClientCall, *, released: bool) -> None:
-        """Call every server. It is no error if all servers are lost. A server that keeps failing such calls is called
-        less and less often, as it may take as long as a call may."""
-        self._released, number = released, self._num_memory_calls
+        """Call every server. It is no error if all servers are lost. A server that fails repeatedly is called less and
+        less often."""
+        self._released = released
         self._num_memory_calls += 1
-        due = [s for s in self._servers if number % 2 ** min(s.failed_memory_calls, MAX_DOUBLINGS) == 0]
-        called = due or self._servers
+        number = self._num_memory_calls
+        called = [server for server in self._servers if server.memory.is_due(number)] or self._servers
         worked: Sequence[ServerState] = ()
         try:
             worked = await self._call_all(called, call)
@@ -422,7 +439,10 @@ class Servers:
             if not _is_lost(error):
                 raise
         for server in called:
-            server.failed_memory_calls = 0 if server in worked else server.failed_memory_calls + 1
+            if server in worked:
+                server.memory.reset()
+            else:
+                server.memory.fail(number, unit=2)  # the next call of the same kind
 
     async def close(self) -> None:
         """Close the connections."""

@@ -89,7 +89,7 @@ OWNERSHIP = (8, 10, 15)
 LEASES = (1024, 1026)
 """F_SETLEASE and F_NOTIFY. While a program has a lease on a file, other processes wait to open the file."""
 MEMORY_MAP = (35,)
-"""PR_SET_MM, by which a process says what others read as its command line and its environment: any amount."""
+"""PR_SET_MM. With it, a process chooses which memory, of any size, /proc shows as its command line and environment."""
 OWNERSHIP_BY_IOCTL = (0x8901, 0x8902)
 """FIOSETOWN and SIOCSPGRP, which do the same for sockets."""
 

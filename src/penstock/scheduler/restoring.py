@@ -130,7 +130,7 @@ class Restoring:
         for state in (EpisodeState.LEASED, EpisodeState.READY):
             group.move_members(kept, state)
         self._groups.discard_surplus(group, kept)
-        group.ref, group.summaries = record.ref, [each.without_texts() for each in record.episodes]
+        group.ref, group.summaries = record.ref, record.episodes
         if self._has_trainer:
             self._supply.add_ready(group, now=self._now())
         else:

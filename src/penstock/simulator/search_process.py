@@ -22,8 +22,8 @@ the lowest one it would never end there."""
 
 
 OVERRUN = 1.5
-"""Factor on the allowed processor time after which the kernel ends this process: a search looks at the clock only where
-a group begins."""
+"""The kernel ends this process after this factor times the allowed processor time. A search itself looks at the clock
+only when a simulated group begins."""
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ class ExperiencePool(PoolIndex):
     """The index and the token files of the pool. Implements the loop's `Pool`."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the pool in `directory` and read its records, for which a large one needs seconds: call it in a thread.
+        """Open the pool in `directory` and read its records. A large pool needs seconds, so call this in a thread.
 
         Raises `PoolUnreadable`.
         """
@@ -33,7 +33,7 @@ class ExperiencePool(PoolIndex):
         self._remember(self.records())
 
     async def each_record(self) -> AsyncIterator[GroupRecord]:
-        """Yield all records as `records` does. Other asyncio tasks run in between."""
+        """Yield all records as `records` does. Let other asyncio tasks run in between."""
         pause_at = time.monotonic() + AT_ONCE_S
         for record in self.records():
             yield record

@@ -26,7 +26,7 @@ from penstock.version_history import VersionHistory
 
 
 class _Numbers(EpisodeSummary, frozen=True, kw_only=True, rename={"error": "-", "text": "--", "info": "---"}):
-    """A stored summary as the decoder reads it that skips what environments told. That may be much."""
+    """The numbers of a stored summary. The decoder skips error, text and info, which may be large."""
 
     error: str | None = None
     text: str | None = None
@@ -38,7 +38,7 @@ class _NumbersRecord(GroupRecord, frozen=True, kw_only=True):
 
 
 class _RawRecord(GroupRecord, frozen=True, kw_only=True):
-    """A record whose episodes are copied as they are stored."""
+    """A record with its episodes in stored form, so that they can be copied without being decoded."""
 
     episodes: msgspec.Raw = msgspec.Raw(b"\x90")  # type: ignore[assignment]
 
@@ -58,7 +58,6 @@ META = struct.Struct("<I20xI36xQ4x36xQ8xQ")
 MAGIC, NO_PAGE = 0xBEEFC0DE, 2**64 - 1
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 256, 65_536
 HIGHEST_VERSION, HISTORY = b"highest_version", b"version_history"
-
 
 Record = TypeVar("Record", bound=GroupRecord)
 
@@ -111,7 +110,8 @@ class PoolIndex:
             self._raise_version(txn, max(versions, default=NO_VERSION))
 
     def change(self, groups: Sequence[int], change: Callable[[GroupRecord], GroupRecord]) -> None:
-        """Replace the records of `groups`. `change` gets each without readable episodes, and must not replace them."""
+        """Replace the records of `groups` by the results of `change`. The episodes of these records are not decoded, so
+        `change` can neither read nor replace them."""
         self.put([change(record) for record in self._get(groups, _raw_decoder)])
 
     def get_groups(self, groups: Sequence[int]) -> list[GroupRecord]:
@@ -119,7 +119,8 @@ class PoolIndex:
         return self._get(groups, _numbers_decoder)
 
     def get_whole_groups(self, groups: Sequence[int]) -> list[GroupRecord]:
-        """Return the whole records of those `groups` that are known. That can take seconds: call it in a thread."""
+        """Return the complete records of those `groups` that are known. This may take seconds, so call it in a
+        thread."""
         return self._get(groups, _decoder)
 
     def _get(self, groups: Sequence[int], decoder: msgspec.msgpack.Decoder[Record]) -> list[GroupRecord]:

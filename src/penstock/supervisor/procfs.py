@@ -22,8 +22,8 @@ ROUNDS = 40
 PIDS = range(1, 1 << 31)
 """Numbers that a process can have."""
 MAX_ENVIRONMENT_BYTES = 8 << 20
-"""What is read of an environment. The kernel starts no program with a larger one, but a process may later call any of
-its memory its environment."""
+"""Largest part of an environment that is read. The kernel starts no program with a larger environment, but a running
+process may declare any part of its memory to be its environment."""
 END_S = 0.5
 """Limit for a killed process to end, before the next look."""
 
@@ -74,10 +74,11 @@ class Stat:
         return self.state in "ZX"
 
 
-def _read(path: Path) -> bytes:
-    """Return the content of the file; empty if it does not exist or we may not read it."""
+def _read(path: Path, max_bytes: int = -1) -> bytes:
+    """Return the content of the file, or its first `max_bytes`; empty if it does not exist or we may not read it."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(max_bytes)
     except OSError:
         return b""
 
@@ -161,12 +162,8 @@ def environment(pid: int) -> list[bytes]:
     them. Empty too if another user started it, or a program in a sandbox, since these chose what they say."""
     if not _is_ours(pid):
         return []
-    try:
-        with (PROC / f"{pid:d}" / "environ").open("rb") as file:
-            found = file.read(MAX_ENVIRONMENT_BYTES)
-    except OSError:
-        return []
-    return found.split(b"\0") if _is_ours(pid) else []  # the pid may have been reused
+    entries = _read(PROC / f"{pid:d}" / "environ", MAX_ENVIRONMENT_BYTES).split(b"\0")
+    return entries if _is_ours(pid) else []  # the kernel may have reused the pid
 
 
 def _is_ours(pid: int) -> bool:

@@ -182,7 +182,7 @@ def _given_dataset(payload: Mapping[str, Any]) -> Any:
 def is_scored_apart(settings: EnvironmentConfig, payload: Mapping[str, Any]) -> bool:
     """Return whether this reward scores a task of an environment that leaves the reward to its dataset."""
     is_left = settings.name == SINGLE_TURN and settings.reward is None
-    return is_left and _given_dataset(payload) not in (None, *AUDITED)  # its environment refuses a wrong one
+    return is_left and _given_dataset(payload) not in (None, *AUDITED)  # `DatasetRule.check` refuses a wrong one
 
 
 def unaudited_of(settings: TagConfig) -> list[str]:

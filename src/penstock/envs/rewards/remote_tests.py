@@ -93,13 +93,14 @@ class Client:
         raise error
 
     def accepted(self, value: T) -> T:
-        """Return a value of the program. A nan or an infinity in it, which is within any relative tolerance of a
-        comparison that is not meant for it, ends the tests, unless they name nan or infinity."""
-        if not self._takes_nan and _has(value, cmath.isnan):
-            give_up()
-        if not self._takes_infinity and _has(value, cmath.isinf):
+        """Return a value of the program. End the tests if it holds a nan or an infinity, unless the tests name it: many
+        comparisons with a tolerance accept these numbers."""
+        if _has(value, self._is_refused):
             give_up()
         return value
+
+    def _is_refused(self, number: complex) -> bool:
+        return (cmath.isnan(number) and not self._takes_nan) or (cmath.isinf(number) and not self._takes_infinity)
 
     def _named(self, value: Any) -> Any:
         """Return what a name means. Only a name means a real module, so that no object of the program is one."""

@@ -40,8 +40,8 @@ class Trust:
 
     @property
     def alarm(self) -> str | None:
-        """Return the alarm about predicted lengths that are not trusted. A window that is not full yet raises none: a
-        predictor that learns begins with nothing."""
+        """Return the alarm about predicted lengths that are not trusted; None until the window is full, because a
+        predictor has learned nothing at first."""
         return None if self.trusted or len(self._pairs) < (self._pairs.maxlen or 0) else self.reason
 
     @property
