@@ -17,6 +17,7 @@ file in the same directory, and out of it. The figure is the pool's bytes per se
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import multiprocessing
 import secrets
@@ -149,7 +150,7 @@ class Player:
         await peer.request(CONTROLLER, message, timeout_s=TIMEOUT_S)
 
 
-REF = PayloadRef(file="env-0-00000.seg", offset=0, length=200_000, crc32=1)
+REF = PayloadRef(file="env-0-00000.seg", offset=0, length=200_000, checksum=1)
 
 
 def summary(episode: EpisodeId) -> EpisodeSummary:
@@ -376,6 +377,7 @@ def pool_figures(figures: Figures, *, quick: bool) -> None:
 
 def main() -> None:
     options = arguments(__doc__ or "")
+    gc.freeze()  # as in every process of a run (`runtime/lasting_imports.py`)
     figures = Figures()
     bus_figures(figures, quick=options.quick)
     pool_figures(figures, quick=options.quick)

@@ -7,6 +7,7 @@ imitates them. Only what follows the dots is rewarded, so training has little re
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -21,6 +22,8 @@ SHORTEST, GROWTH, HARDEST = 8.0, 1.45, 9
 WITHIN_SIGMA = 0.25
 LONGEST = 240
 LETTERS = "abcdefgh"
+TURNS, TOOL_S, TOOL_SIGMA = 4, 0.5, 1.0
+"""Of `Research`: turns, and the median time of the tool, which is log-normal."""
 
 
 class Think:
@@ -43,6 +46,19 @@ class Think:
         median = SHORTEST * GROWTH ** (int(self._question[1]) - 1)
         length = round(median * math.exp(self._rng.gauss(0, WITHIN_SIGMA)))
         return "." * min(max(length, 1), LONGEST) + self._answer
+
+
+class Research(Think):
+    """The same question over several turns, with a slow tool after each. Only the last answer is rewarded."""
+
+    num_turns = 0
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:  # type: ignore[override]
+        self.num_turns += 1
+        await asyncio.sleep(self._rng.lognormvariate(math.log(TOOL_S), TOOL_SIGMA))
+        if self.num_turns < TURNS:
+            return self._question, 0.0, False, False, {}
+        return super().step(action)
 
 
 def write_tasks(path: Path, *, count: int, seed: int) -> None:

@@ -2,7 +2,7 @@
 
 Simulated workloads on clusters of 8, 32 and 1,024 accelerators. The best fixed settings are found by the same search,
 which is given what no run knows: the true workload. The candidates of this search are then simulated for the whole
-length, and the fastest counts.
+length, and the fastest counts. `tuned_runs.py` makes the real runs on this machine.
 
 The tuned run knows the times of its simulated machines, as a run knows them that has fitted them to its own steps. It
 learns lengths, tools and rewards from the groups that it has completed. All rates are trained samples per second from a
@@ -13,6 +13,7 @@ because there a fixed setting is wrong for a part of the run.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,10 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from report import SPREAD, Benchmark, Figures, publish
+from lab import Lab
+from report import SPREAD, Benchmark, Figures, publish, runs_dir
+from tuned_runs import CASES as REAL_CASES
+from tuned_runs import measured
 
 from penstock.config import Config, WorkloadConfig
 from penstock.config.tunable import movable, with_settings
@@ -36,14 +40,15 @@ GROUP_SIZE, MAX_REDUNDANCY = 8, 2
 STEPS, QUICK_STEPS = 160, 40
 TOKEN_S = 1.1e-4
 """Seconds of one device of the learner per token."""
-QUICK_CASES = ("bimodal, 8",)
+QUICK_CASES = ("bimodal, 8", "long-tailed answers, this machine")
 TABLE = "Self-tuning on simulated clusters: trained samples per second, as a ratio"
+REAL_TABLE = "Self-tuning on this machine: trained samples per second, as a ratio, and the processor time of searches"
 FIGURES = ("auto_vs_best_static", "auto_vs_default")
 FINALISTS = 3
 BENCHMARK = Benchmark(
     name="tuning",
-    measures=["scheduler", "simulator", "loop.py"],
-    figures=[f"{figure}{kind}" for figure in FIGURES for kind in ("", "_worst")],
+    measures=["scheduler", "simulator", "processes", "loop.py"],
+    figures=[*(f"{figure}{kind}" for figure in FIGURES for kind in ("", "_worst")), "tuning_cpu_share"],
 )
 
 
@@ -208,18 +213,48 @@ def simulated(figures: Figures, *, quick: bool, only: Sequence[str]) -> dict[str
     return ratios
 
 
+def real(lab: Lab, figures: Figures, *, only: Sequence[str]) -> dict[str, list[float]]:
+    """Return the ratios on this machine, and add the share of the processor time that searches took."""
+    ratios: dict[str, list[float]] = {figure: [] for figure in FIGURES}
+    shares = []
+    for name in REAL_CASES:
+        if (lab.quick and name not in QUICK_CASES) or (only and name not in only):
+            continue
+        found = measured(lab, name)
+        shares.append(found.cpu_share)
+        row = dict(zip(FIGURES, (found.tuned / found.best_fixed, found.tuned / found.default), strict=True))
+        for figure, value in row.items():
+            ratios[figure].append(value)
+        cells = {figure: [value] for figure, value in [*row.items(), ("tuning_cpu_share", found.cpu_share)]}
+        figures.tables.setdefault(REAL_TABLE, {})[name] = cells
+    figures.add("tuning_cpu_share", [max(shares, default=math.nan)])
+    return ratios
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="one small workload, few steps")
     parser.add_argument("--only", metavar="CASE", nargs="*", default=[], help="only these workloads")
+    parser.add_argument("--runs", type=Path, metavar="DIR", default=Path("runs/tuning"), help="where runs are kept")
     options = parser.parse_args()
-    figures = Figures()
+    lab, figures = Lab(runs=runs_dir(options.runs, quick=options.quick), quick=options.quick), Figures()
+    lab.runs.mkdir(parents=True, exist_ok=True)
+    on_machine = real(lab, figures, only=options.only)
     for figure, ratios in simulated(figures, quick=options.quick, only=options.only).items():
-        figures.add(figure, [fmean(ratios)])
-        figures.add(f"{figure}_worst", [min(ratios)])
+        found = [*ratios, *on_machine[figure]]
+        figures.add(figure, [fmean(found)])
+        figures.add(f"{figure}_worst", [min(found)])
     flat = {name: value for name, value in figures.flat.items() if not name.endswith(SPREAD)}
-    publish(BENCHMARK, flat, options.json, tables=figures.tables, seeds=[0])
+    publish(
+        BENCHMARK,
+        flat,
+        options.json,
+        tables=figures.tables,
+        seeds=[0],
+        runs_of=lab.commits,
+        partial=bool(options.only),
+    )
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from xxhash import xxh3_64_intdigest
 
 from penstock.ports.training import SavedState, SavedStates, TrainerLost, TrainerState
 from penstock.ports.work import PartialRollout, Work
@@ -30,7 +31,7 @@ from penstock.types import (
 from penstock.version_history import VersionHistory
 
 RECORD = b"tokens"
-REF = PayloadRef(file="env-0-00000.seg", offset=0, length=len(RECORD), crc32=zlib.crc32(RECORD))
+REF = PayloadRef(file="env-0-00000.seg", offset=0, length=len(RECORD), checksum=xxh3_64_intdigest(RECORD))
 """The record to which modelled workers refer for all tokens."""
 
 Play = Callable[[Work], tuple[float, list[float]]]

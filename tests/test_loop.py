@@ -27,7 +27,7 @@ from penstock.store.experience_pool import ExperiencePool
 from penstock.store.index import PoolIndex
 from penstock.types import EpisodeState, EpisodeSummary, PayloadRef
 
-REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
+REF = PayloadRef(file="none", offset=0, length=0, checksum=0)
 
 
 def config(**changes: Any) -> Config:

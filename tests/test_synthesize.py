@@ -234,7 +234,7 @@ def test_a_group_whose_tokens_are_gone_before_they_are_dumped_is_played_anew(tmp
     pool.put_shard(Shard(name="rollout/000000", groups=dumped))
     pool.put_shard(Shard(name="rollout/000000", groups=dumped, written=True))
     pool.put_shard(Shard(name="rollout/000001", groups=damaged + whole))
-    lost = PayloadRef(file="lost-00000.seg", offset=0, length=1, crc32=0)
+    lost = PayloadRef(file="lost-00000.seg", offset=0, length=1, checksum=0)
     for (group, _), record in ((each, pool.get_groups([each.group])[0]) for each in dumped + damaged):
         its_task = Task(task_id=record.task_id, tag="train", index=record.task_index)
         pool.admit_groups([(group, its_task)])

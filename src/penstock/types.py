@@ -150,7 +150,8 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     length: int
     """In bytes."""
-    crc32: int
+    checksum: int
+    """XXH3, 64 bits."""
 
 
 class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from penstock.types import EpisodeId, PayloadRef, Sampling, SegmentGrant, Task
 
 ANSWER_S, REWARD_S, TOOL_S = 1.0, 30.0, 7.0
 GROUP_SIZE, NUM_GROUPS, MAX_RUNNING = 2, 6, 4
-REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
+REF = PayloadRef(file="none", offset=0, length=0, checksum=0)
 
 
 async def slow(answer: str, payload: Mapping[str, Any]) -> float:

@@ -24,7 +24,7 @@ from penstock.store.remote_payloads import PayloadsLost
 from penstock.supervisor.child import Child
 from penstock.types import EpisodeId, GroupAttempt, PayloadRef
 
-REF = PayloadRef(file="env-0-00000.seg", offset=0, length=8, crc32=0)
+REF = PayloadRef(file="env-0-00000.seg", offset=0, length=8, checksum=0)
 EPISODE = EpisodeId("train", 3, 0, 1)
 
 

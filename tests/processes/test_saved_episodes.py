@@ -251,7 +251,7 @@ async def test_an_episode_that_started_over_is_saved_anew(tmp_path: Path, capsys
 @pytest.mark.parametrize("num_members", [1, 2])
 async def test_a_lost_record_of_an_ended_member_fails_its_group(tmp_path: Path, num_members: int) -> None:
     async with working(tmp_path, answer=tokens, config=settings()) as stage:
-        lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, crc32=1)
+        lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, checksum=1)
         saved = [
             PartialRollout(episode=EpisodeId("train", 1, member, 1), refs=(lost,), ended=True)
             for member in range(num_members)
@@ -274,7 +274,7 @@ async def test_a_lost_record_of_a_member_that_its_group_can_spare_is_reported_an
     tmp_path: Path,
 ) -> None:
     async with working(tmp_path, answer=tokens, config=settings()) as stage:
-        lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, crc32=1)
+        lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, checksum=1)
         saved = [PartialRollout(episode=EpisodeId("train", 1, 0, 1), refs=(lost,), ended=True)]
         members = {"members": (0, 1, 2), "group_size": 2, "redundancy": 1}
         await stage.start("env-0", job(1, attempt=1, grant=4, max_new_tokens=20, saved=saved, **members))
@@ -291,7 +291,7 @@ async def test_the_scheduler_plays_the_whole_group_again_for_a_lost_record(tmp_p
     scheduler.admit_tasks([Task(task_id="t", tag="train", index=0)])
     (first,) = [assignment.item for assignment in await scheduler.next_assignments()]
     assert isinstance(first, Work)
-    lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, crc32=1)
+    lost = PayloadRef(file="gone-00000.seg", offset=0, length=8, checksum=1)
     ended = Trajectory(episode=first.episodes[0], task_id="t", turns=[], reward=1.0, status="completed")
     scheduler.members.end_members(GroupAttempt(first.group, first.attempt), [ended.summary()], [lost])
     scheduler.add_worker("env-1", 64)

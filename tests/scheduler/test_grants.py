@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
     "scheduler": {"max_running": 4, "segment_length": 3, "group_filter": [], "trigger": {"min_samples": 2}},
     "trainer": {"groups_per_step": 4},
 }
-REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
+REF = PayloadRef(file="none", offset=0, length=0, checksum=0)
 
 
 async def scheduler_with(num_groups: int, *, redundancy: int = 0, **changes: Any) -> Scheduler:

@@ -15,6 +15,7 @@ QUIET: dict[str, Any] = {
     "dispatcher": SimpleNamespace(oldest_wait_s=lambda: 0.0, policy=SimpleNamespace(max_wait_s=1.0)),
     "supply": SimpleNamespace(bias=SimpleNamespace(check_step=lambda: None), remedy_for_stale_work="train less often"),
     "lengths": SimpleNamespace(trust=SimpleNamespace(alarm=None)),
+    "tuning": SimpleNamespace(is_on=False),
 }
 """Parts without any condition of their own."""
 

@@ -19,7 +19,7 @@ from penstock.simulator.clock import run_virtual
 from penstock.types import EpisodeId, EpisodeSummary, LearnerState, PayloadRef, SegmentGrant
 
 GROUP_SIZE, MAX_STALENESS, MAX_WAIT_S = 3, 1, 40.0
-REF = PayloadRef(file="none", offset=0, length=0, crc32=0)
+REF = PayloadRef(file="none", offset=0, length=0, checksum=0)
 LIVE = ("pending", "leased", "unfinished", "rewarding", "ready", "training")
 
 MODES: dict[str, dict[str, Any]] = {

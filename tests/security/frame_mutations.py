@@ -27,7 +27,7 @@ from penstock.control.messages import (
 from penstock.types import EpisodeId, EpisodeSummary, GroupAttempt, PayloadRef
 
 EPISODE = EpisodeId("train", 1, 0, 0)
-REF = PayloadRef(file="env-0-00000.seg", offset=0, length=64, crc32=7)
+REF = PayloadRef(file="env-0-00000.seg", offset=0, length=64, checksum=7)
 SUMMARY = EpisodeSummary(episode=EPISODE, status="completed")
 MESSAGES: list[AnyMessage] = [
     Ack(),

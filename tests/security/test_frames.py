@@ -195,7 +195,7 @@ SAMPLE = Sample(
 )
 def test_no_reference_leaves_the_pool(tmp_path: Path, name: str) -> None:
     (pool := tmp_path / "pool").mkdir()
-    ref = PayloadRef(file=name, offset=0, length=8, crc32=0)
+    ref = PayloadRef(file=name, offset=0, length=8, checksum=0)
     with pytest.raises(PayloadError, match="is not the name of a pool file"):
         PayloadReader(pool).read(ref)
     assert not is_whole(pool, ref)
@@ -204,15 +204,15 @@ def test_no_reference_leaves_the_pool(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("offset", "length"), [(-1, 8), (0, -1), (0, 0), (0, 2**40), (2**62, 8)])
 def test_no_reference_leaves_its_file(offset: int, length: int) -> None:
     with pytest.raises(PayloadError, match="has no record of"):
-        check_ref(PayloadRef(file="env-0-00000.seg", offset=offset, length=length, crc32=0))
+        check_ref(PayloadRef(file="env-0-00000.seg", offset=offset, length=length, checksum=0))
 
 
 def test_a_worker_names_only_its_own_files() -> None:
     for name in ("env-0-00000.seg", "env-0-0123abcd-00000.seg"):
-        check_ref(PayloadRef(file=name, offset=0, length=1, crc32=0), worker="env-0")
+        check_ref(PayloadRef(file=name, offset=0, length=1, checksum=0), worker="env-0")
     for name in ("env-1-00000.seg", "env-0-x-00000.seg", "env-00-00000.seg"):
         with pytest.raises(PayloadError, match="does not belong to env-0"):
-            check_ref(PayloadRef(file=name, offset=0, length=1, crc32=0), worker="env-0")
+            check_ref(PayloadRef(file=name, offset=0, length=1, checksum=0), worker="env-0")
 
 
 def test_a_link_in_the_pool_is_not_followed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def record(group: int) -> GroupRecord:
         task_id=f"train/{group}",
         task_index=group,
         admitted_at=float(group),
-        ref=PayloadRef(file="env-0-00000.seg", offset=group, length=1, crc32=0),
+        ref=PayloadRef(file="env-0-00000.seg", offset=group, length=1, checksum=0),
         episodes=[played(EpisodeId("train", group, 0, 0), reward=0.5, policy_version=3)],
     )
 

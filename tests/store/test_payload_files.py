@@ -94,7 +94,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(PayloadError, match=rf"{ref.file} is damaged at offset {ref.offset}"):
         PayloadReader(tmp_path).read(ref)
     with pytest.raises(PayloadError, match=r"missing\.seg"):
-        PayloadReader(tmp_path).read(PayloadRef(file="missing.seg", offset=0, length=1, crc32=0))
+        PayloadReader(tmp_path).read(PayloadRef(file="missing.seg", offset=0, length=1, checksum=0))
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def play(pool: ExperiencePool, directory: Path, group: int, file: str) -> None:
     os.utime(path, (LONG_AGO, LONG_AGO))
     episodes = [played(EpisodeId("train", group, 0, 0), reward=1.0)]
     pool.admit_groups([(group, task(group))])
-    pool.add_group(group, task(group), PayloadRef(file=file, offset=0, length=0, crc32=0), episodes)
+    pool.add_group(group, task(group), PayloadRef(file=file, offset=0, length=0, checksum=0), episodes)
 
 
 def train(pool: ExperiencePool, group: int, version: int) -> None:
@@ -53,7 +53,7 @@ def test_reading_records_takes_no_memory_for_what_environments_told(tmp_path: Pa
     for group in range(100):
         told = replace(played(EpisodeId("train", group, 0, 0), reward=1.0), info={"said": [[]] * 2000})
         pool.admit_groups([(group, task(group))])
-        pool.add_group(group, task(group), PayloadRef(file="env-0-00000.seg", offset=0, length=0, crc32=0), [told])
+        pool.add_group(group, task(group), PayloadRef(file="env-0-00000.seg", offset=0, length=0, checksum=0), [told])
     tracemalloc.start()
     try:
         records = list(pool.records())

@@ -137,7 +137,7 @@ async def test_what_cannot_be_had_is_named(
             case "another run":
                 here = FetchedPayloads(both.here / "controller", secret="another", name="controller")
             case "a damaged record":
-                ref = msgspec.structs.replace(ref, crc32=ref.crc32 + 1)
+                ref = msgspec.structs.replace(ref, checksum=ref.checksum ^ 1)
             case "no directory":
                 (both.here / "controller").rmdir()
             case "a host that hangs":

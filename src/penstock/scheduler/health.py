@@ -9,6 +9,7 @@ from penstock.config import Config
 from penstock.scheduler.dispatcher import Dispatcher
 from penstock.scheduler.length_prediction import LengthPrediction
 from penstock.scheduler.supply import Supply
+from penstock.scheduler.tuning import Tuning
 from penstock.types import LearnerState
 
 STARVED_S = 60.0
@@ -23,9 +24,15 @@ class Health:
     """Metrics and alarms of the scheduler's parts. It changes only the alarms."""
 
     def __init__(
-        self, config: Config, dispatcher: Dispatcher, supply: Supply, lengths: LengthPrediction, alarms: Alarms
+        self,
+        config: Config,
+        dispatcher: Dispatcher,
+        supply: Supply,
+        lengths: LengthPrediction,
+        tuning: Tuning,
+        alarms: Alarms,
     ) -> None:
-        self._config, self._alarms = config, alarms
+        self._config, self._tuning, self._alarms = config, tuning, alarms
         self._work: deque[tuple[float, ...]] = deque(maxlen=STALE_STEPS)
         """Of each of the latest steps: tokens too old to train, tokens trained, samples trained, and ready episodes
         that became too old."""
@@ -41,6 +48,7 @@ class Health:
             "trigger_min_samples": float(thresholds.min_groups * self._config.env.group_size),
             "trigger_max_wait_s": thresholds.max_wait_s,
             "sjf_preference": supply.adjustment.preference,
+            **({"searches_cpu_s": self._tuning.state.searches_cpu_s} if self._tuning.is_on else {}),
             **supply.bias.report(),
             **self._lengths.metrics(),
         }

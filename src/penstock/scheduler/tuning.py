@@ -86,6 +86,8 @@ class State(msgspec.Struct, kw_only=True):
     rejected: list[dict[str, Any]] = []
     trial: Trial | None = None
     policy_version: int = 0
+    searches_cpu_s: float = 0.0
+    """Processor time of all searches."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,6 +251,7 @@ class Tuning:
     def take(self, answer: Answer) -> Change | None:
         """End a search. Return the change to make now; None if there is none and it was said before."""
         self._is_searching = False
+        self.state.searches_cpu_s += answer.cpu_s
         inputs: dict[str, Any] = {"searched": self._why, **answer.predicted}
         inputs |= {"simulated": answer.num_simulated, "cpu_s": answer.cpu_s}
         if answer.was_postponed:

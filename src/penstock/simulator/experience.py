@@ -12,7 +12,7 @@ from penstock.simulator.server_model import Request
 from penstock.types import NO_VERSION, EpisodeState, GroupRef, PayloadRef, Summaries, Task
 from penstock.version_history import VersionHistory
 
-REF = PayloadRef(file="simulated", offset=0, length=0, crc32=0)
+REF = PayloadRef(file="simulated", offset=0, length=0, checksum=0)
 """Payload reference of every group; a simulation has no tokens to point to."""
 
 Piece = tuple[Request, int]

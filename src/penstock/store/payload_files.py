@@ -15,7 +15,6 @@ import os
 import re
 import stat
 import struct
-import zlib
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -25,6 +24,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 from penstock.deadline import deadline
 from penstock.samples import Sample
@@ -150,14 +150,14 @@ class PayloadWriter:
 
     def append(self, samples: Sequence[Sample]) -> PayloadRef:
         """Write one record. The reference is valid as soon as this returns."""
-        if self._file.tell() >= self._max_file_bytes:
+        offset = self._file.tell()
+        if offset >= self._max_file_bytes:
             self._file.close()
-            self._number += 1
+            self._number, offset = self._number + 1, 0
             self._open()
         record = encode(samples)
-        offset = self._file.tell()
         self._write(record)
-        return PayloadRef(file=self._name, offset=offset, length=len(record), crc32=zlib.crc32(record))
+        return PayloadRef(file=self._name, offset=offset, length=len(record), checksum=xxh3_64_intdigest(record))
 
     def release(self, ref: PayloadRef) -> None:
         """Do nothing: the controller's pool removes these files."""
@@ -195,7 +195,7 @@ class PayloadReader:
         except (OSError, ValueError) as error:
             raise PayloadError(f"pool file {ref.file} cannot be read: {error}") from None
         record = memoryview(mapped)[ref.offset : ref.offset + ref.length]
-        if len(record) != ref.length or zlib.crc32(record) != ref.crc32:
+        if len(record) != ref.length or xxh3_64_intdigest(record) != ref.checksum:
             raise PayloadError(f"pool file {ref.file} is damaged at offset {ref.offset} ({ref.length} bytes)")
         return decode(record)
 
@@ -246,7 +246,7 @@ def is_whole(directory: Path, ref: PayloadRef) -> bool:
             record = file.read(ref.length)
     except (FileNotFoundError, PayloadError):
         return False
-    return len(record) == ref.length and zlib.crc32(record) == ref.crc32
+    return len(record) == ref.length and xxh3_64_intdigest(record) == ref.checksum
 
 
 def sync_files(directory: Path, names: Iterable[str]) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
 
 from penstock.deadline import Stalled, deadline
 from penstock.runtime.file_service import POOL, FileUnavailable, link, read_range
@@ -76,7 +77,7 @@ class FetchedPayloads(PayloadReader):
             await read_range(url, ref.offset, ref.offset + ref.length, record.extend, max_silence_s=MAX_SILENCE_S)
         except FileUnavailable as error:
             raise PayloadsLost(f"{ref.file} cannot be read from host {host} at offset {ref.offset}: {error}") from None
-        if zlib.crc32(record) != ref.crc32:
+        if xxh3_64_intdigest(record) != ref.checksum:
             raise PayloadsLost(f"{ref.file} of host {host} arrived damaged at offset {ref.offset}")
         return bytes(record)
 

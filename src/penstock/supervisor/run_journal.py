@@ -39,7 +39,7 @@ TIMES = ("started", "born", "ended", "lived_s")
 """Facts in seconds."""
 LATEST_S = 1e11
 """Every time of a run lies before this one (seconds since the epoch)."""
-FORMAT = 2
+FORMAT = 3
 """Version of the layout of a run directory."""
 IN_STATE_ONLY = ("start_ticks", "boot_id", "pid_namespace", "role")
 """Facts about a process that log lines leave out."""

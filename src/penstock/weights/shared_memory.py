@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from penstock.types import WeightsHandle
 
@@ -93,7 +93,7 @@ def fingerprint(named: Mapping[str, Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(named):
         tensor = named[name].detach().cpu().contiguous()
-        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        checksum = xxh3_64_intdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {checksum}\n".encode())
     return digest.hexdigest()
 

@@ -1,0 +1,90 @@
+"""Real runs on this machine for the benchmark of self-tuning: with it, with the defaults, and with fixed settings.
+
+The fixed settings come from a search on a model that is fitted to the whole run with the defaults. This run evaluates
+too, so that the model knows servers with fewer answers. The fastest settings are run. The settings with which the tuned
+run ends are a candidate too. Speeds are trained samples per second over the last steps, reduced if the trained samples
+are shorter than the tasks' answers. The best fixed settings are the fastest of several runs, so noise of the machine
+speaks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab import Lab, decisions, lines, mean_length
+
+from penstock.config import load_config
+from penstock.config.tunable import PATHS, movable
+from penstock.simulator.calibration import calibrate
+from penstock.simulator.search import Search
+from penstock.simulator.trace import open_workload
+
+CASES = {
+    "long-tailed answers, this machine": [],
+    "few tokens per step, this machine": ["env.max_new_tokens=24", "trainer.groups_per_step=8"],
+    "slow tools, this machine": ["env.name=long_answers:Research", "env.max_turns=4", "env.max_new_tokens=48"],
+}
+"""Settings of each workload, beyond those of the task with long-tailed answers."""
+TUNED_STEPS, FIXED_STEPS, MEASURED_STEPS = 900, 300, 200
+"""A search may take 2 % of the processor time, and so the first whole one ends after several minutes."""
+FINALISTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Trained samples per second of one workload."""
+
+    default: float
+    tuned: float
+    best_fixed: float
+    cpu_share: float
+    """Share of the run's processor time that its searches took."""
+
+
+def measured(lab: Lab, name: str) -> Outcome:
+    """Make the runs of one workload, and compare them."""
+    draining = [f"data.eval_tasks={32 if lab.quick else 256}", "env.eval_temperature=1.0"]
+    label, settings, seeds = name.partition(",")[0].replace(" ", "_"), CASES[name], lab.seeds[:1]
+    (default,) = lab.long(label, [*settings, *draining], steps=FIXED_STEPS, seeds=seeds)
+    (tuned,) = lab.long(f"{label}_tuned", [*settings, "scheduler.tuning=auto"], steps=TUNED_STEPS, seeds=seeds)
+    usual = mean_length(default)
+    speeds = [speed(default, usual)]
+    for number, changes in enumerate(filter(None, [*fixed_settings(default), ended_with(tuned)])):
+        words = [f"{setting}={'null' if value is None else value}" for setting, value in changes.items()]
+        fixed = [*settings, *words]
+        runs = lab.long(f"{label}_fixed_{number}", fixed, steps=FIXED_STEPS, seeds=seeds, spare=True)
+        speeds += [speed(run, usual) for run in runs]
+    last = lines(tuned / "metrics.jsonl")[-1]
+    share = last["searches_cpu_s"] / (last["searches_cpu_s"] + last["cpu_s"])
+    return Outcome(default=speeds[0], tuned=speed(tuned, usual), best_fixed=max(speeds), cpu_share=share)
+
+
+def fixed_settings(run_dir: Path) -> list[Mapping[str, Any]]:
+    """Return the fastest settings on a model of a run, by their names in the configuration."""
+    config = load_config(run_dir / "config.yaml").model_copy(update={"simulator": calibrate(run_dir)})
+    search = Search(
+        config=config,
+        workload=lambda members, seed: open_workload(config.simulator.workload, group_size=members, seed=seed),
+        movable=movable(config),
+        max_staleness=config.scheduler.max_staleness,
+    )
+    search.run()
+    fastest = sorted(search.tried, key=lambda each: -each.speed)[:FINALISTS]
+    return [{PATHS[setting]: value for setting, value in each.changes.items()} for each in fastest]
+
+
+def ended_with(run_dir: Path) -> Mapping[str, Any]:
+    """Return the settings that a run has changed by itself, with their last values."""
+    changes = [line["adapted"] for line in decisions(run_dir, "tuning") if "adapted" in line]
+    return {setting: pair[1] for each in changes for setting, pair in each.items()}
+
+
+def speed(run_dir: Path, usual_length: float) -> float:
+    """Return trained samples per second over the last steps. `usual_length`: mean tokens of all episodes played."""
+    first, *_, last = lines(run_dir / "metrics.jsonl")[-MEASURED_STEPS:]
+    seconds, samples = last["time"] - first["time"], last["ledger"]["trained"] - first["ledger"]["trained"]
+    tokens = sum(last[name] - first[name] for name in ("tokens_trained_total", "tokens_masked_total"))
+    return float(samples / seconds * min(tokens / samples / usual_length, 1.0))
