@@ -32,7 +32,12 @@ LOOK_EVERY_S = 0.1
 REDRAW_EVERY_S = 5.0
 CHUNK_BYTES = 65_536
 TAIL_BYTES = 8 * 2**20
-"""Most bytes of a log that are read at once, from its end: it may be that of another user, and have no lines."""
+"""Most bytes that are read at once, from the ends of all logs: they may be those of another user, and have no lines. Of
+each log at least a chunk is read."""
+MOST_LOGS = 4096
+"""A run with more logs shows them only one by one."""
+LONGEST_LINE = 65_536
+"""In bytes. Of a longer line the beginning is shown, or the end of one that is redrawn."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 """Escape sequence of a colour or a style. It is left out: colours also hide text."""
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
@@ -63,10 +68,14 @@ def show_logs(run_dir: Path, directory: Path, process: str | None, *, follow: bo
     if process is not None and process not in known:
         return refuse(f"run {run_dir.name} has no log of {process}: there are {', '.join(known) or 'none yet'}", 1)
     show = printer(open_console(), known if process is None else [])
-    opened = {name: Log(path_of(directory, name)) for name in (known if process is None else [process])}
+    if process is None and len(known) > MOST_LOGS:
+        return refuse(f"run {run_dir.name} has {len(known)} logs: name a process to see one of them", 1)
+    wanted = known if process is None else [process]
+    tail_bytes = max(TAIL_BYTES // max(len(wanted), 1), CHUNK_BYTES)
+    opened = {name: Log(path_of(directory, name), tail_bytes) for name in wanted}
     show_merged({name: log.last(num_lines) for name, log in opened.items()}, show)
     if follow:
-        keep_showing(run_dir, directory, opened, show, only=process)
+        keep_showing(run_dir, directory, opened, show, only=process, tail_bytes=tail_bytes)
     show_merged({name: log.rest() for name, log in opened.items()}, show)
     return 0
 
@@ -101,6 +110,7 @@ def path_of(directory: Path, name: str) -> Path:
 
 def as_last_drawn(line: bytes) -> str:
     """Return a line as the last carriage return left it."""
+    line = line[-LONGEST_LINE:] if b"\r" in line else line[:LONGEST_LINE]
     drawn = [part for part in line.split(b"\r") if part.strip()]
     return (drawn[-1] if drawn else b"").decode(errors="replace").rstrip()
 
@@ -108,8 +118,10 @@ def as_last_drawn(line: bytes) -> str:
 class Log:
     """One log: its last lines, then those that are added."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
+        """Of each file at most the last `tail_bytes` are read at once."""
         self._path, self._older = path, path.with_name(f"{path.name}.1")
+        self._tail_bytes = tail_bytes
         self._older_seen = _identify(self._older)
         self._seen: Identity | None = None
         """The file that was read, up to `_offset`."""
@@ -121,17 +133,17 @@ class Log:
         """Return the last complete lines, across a rotation; `new_lines` continues after them."""
         whole: list[bytes] = []
         with suppress(FileNotFoundError), open_plain(self._path) as file:
-            *whole, self._unfinished = _tail(file, num_lines)
+            *whole, self._unfinished = _tail(file, num_lines, self._tail_bytes)
             self._seen, self._offset = _identity(os.fstat(file.fileno())), file.tell()
         with suppress(FileNotFoundError), open_plain(self._older) as older:
             if len(whole) < num_lines:
-                whole = [*_tail(older, num_lines)[:-1], *whole]
+                whole = [*_tail(older, num_lines, self._tail_bytes)[:-1], *whole]
         return [as_last_drawn(line) for line in whole[max(0, len(whole) - num_lines) :]]
 
     def new_lines(self, now: float) -> Iterator[str]:
         """Yield lines that were completed since the last call, rotated files included, as far as they lie in the last
-        `TAIL_BYTES`; `now` is in seconds of any clock."""
-        *whole, self._unfinished = (self._unfinished + self._read())[-TAIL_BYTES:].split(b"\n")
+        bytes; `now` is in seconds of any clock."""
+        *whole, self._unfinished = (self._unfinished + self._read())[-self._tail_bytes :].split(b"\n")
         yield from map(as_last_drawn, whole)
         if b"\r" in self._unfinished and now - self._redrawn_at >= REDRAW_EVERY_S:
             self._redrawn_at = now
@@ -144,19 +156,18 @@ class Log:
             yield shown
 
     def _read(self) -> bytes:
-        """Return the bytes that were added since the last call, also those that a rotation has moved; of each file at
-        most the last `TAIL_BYTES`."""
+        """Return the bytes that were added since the last call, also those that a rotation has moved."""
         data = b""
         with suppress(FileNotFoundError), open_plain(self._path) as file:
             is_new, size = _identity(os.fstat(file.fileno())) != self._seen, file.seek(0, os.SEEK_END)
             older = _identify(self._older)
             if older not in (None, self._older_seen) and (is_new or size < self._older.lstat().st_size):
                 with open_plain(self._older) as moved:
-                    data = _added(moved, self._offset)
+                    data = _added(moved, self._offset, self._tail_bytes)
                 self._older_seen, self._offset = older, 0
             elif is_new or size < self._offset:
                 self._offset = 0
-            data += _added(file, self._offset)
+            data += _added(file, self._offset, self._tail_bytes)
             self._seen, self._offset = _identity(os.fstat(file.fileno())), file.tell()
         return data
 
@@ -172,20 +183,20 @@ def _identify(path: Path) -> Identity | None:
     return None
 
 
-def _added(file: BinaryIO, offset: int) -> bytes:
-    """Return the bytes after `offset`, at most the last `TAIL_BYTES`."""
+def _added(file: BinaryIO, offset: int, most: int) -> bytes:
+    """Return the bytes after `offset`, at most the last `most`."""
     end = file.seek(0, os.SEEK_END)
-    file.seek(max(offset, end - TAIL_BYTES))
-    return file.read(TAIL_BYTES)
+    file.seek(max(offset, end - most))
+    return file.read(most)
 
 
-def _tail(file: BinaryIO, num_lines: int) -> list[bytes]:
-    """Return at least the last `num_lines` lines and the unfinished one, as far as they lie in the last `TAIL_BYTES`.
+def _tail(file: BinaryIO, num_lines: int, most: int) -> list[bytes]:
+    """Return at least the last `num_lines` lines and the unfinished one, as far as they lie in the last `most` bytes.
     The position in the file is then its end."""
     position = end = file.seek(0, os.SEEK_END)
     chunks: list[bytes] = []
     num_ends = 0
-    while position > max(0, end - TAIL_BYTES) and num_ends <= num_lines:
+    while position > max(0, end - most) and num_ends <= num_lines:
         size = min(CHUNK_BYTES, position)
         position -= size
         file.seek(position)
@@ -195,13 +206,15 @@ def _tail(file: BinaryIO, num_lines: int) -> list[bytes]:
     return b"".join(reversed(chunks)).split(b"\n")
 
 
-def keep_showing(run_dir: Path, directory: Path, opened: dict[str, Log], show: Show, *, only: str | None) -> None:
+def keep_showing(
+    run_dir: Path, directory: Path, opened: dict[str, Log], show: Show, *, only: str | None, tail_bytes: int
+) -> None:
     """Show new lines until the run has ended and all lines are shown."""
     is_over = False
     while not is_over:
         is_over = has_ended(status_of(run_dir, read_state(run_dir) or {}))  # first: an ended run writes no more lines
-        for name in names(run_dir, directory) if only is None else [only]:
-            opened.setdefault(name, Log(path_of(directory, name)))
+        for name in names(run_dir, directory)[:MOST_LOGS] if only is None else [only]:
+            opened.setdefault(name, Log(path_of(directory, name), tail_bytes))
         show_merged({name: log.new_lines(time.monotonic()) for name, log in opened.items()}, show)
         time.sleep(0.0 if is_over else LOOK_EVERY_S)
 

@@ -17,6 +17,7 @@ from penstock.envs.registry import check_environment, executes_answers, needs_sa
 from penstock.envs.rewards import dataset_rule
 from penstock.envs.rewards.reward import reads_in_sandbox
 from penstock.envs.rewards.reward_box import check_reward_box
+from penstock.model.chat import ChatTokenizer
 from penstock.model.files import check_no_code, has_weights, weights_bytes
 from penstock.processes.layout import slots_of
 from penstock.sandbox import SandboxUnavailable, confinement, select
@@ -154,6 +155,7 @@ def check_model(directory: Path) -> None:
         missing = "weights" if has_config else "config.json"
         raise Refused(f"model.path: {directory} is not a Hugging Face model directory (no {missing} in it); {remedy}")
     check_no_code(directory)  # ModelError says what a process of the run would say later
+    ChatTokenizer.load(directory)
 
 
 def check_engine(engine: str, python: str) -> None:

@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 256 * 2**20
 """Maximum number of bytes of a push, after decompression."""
+CHECKED = ("tokens", "masks", "scores")
+"""Fields of a group whose values are checked."""
 MAX_OFFERS = 256
 """Maximum number of groups in the queue. Further pushes are refused with 503, so that their senders retry."""
 HOLD_S = 240.0
@@ -158,8 +160,7 @@ class Atropos:
         return answer({"current_step": self._step, "queue_size": self._exchange.num_offers})
 
     async def _latest_example(self, request: Request) -> Response:
-        names = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "images")
-        return answer(self._latest or {name: [] for name in names})
+        return _example(self._latest)
 
     async def _register(self, request: Request) -> Response:
         """Register an environment and return its number and name, once the run trains."""
@@ -292,6 +293,17 @@ class Atropos:
     @property
     def _step(self) -> int:
         return max(self._served.newest, 0)
+
+
+def _example(document: dict[str, Any] | None) -> Response:
+    """Return a pushed group. Fields that nobody has checked are left out if they cannot be sent, as half a surrogate
+    pair cannot."""
+    names = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "images")
+    example = {name: [] for name in names} | (document or {})
+    try:
+        return answer(example)
+    except (ValueError, TypeError, RecursionError):
+        return answer({name: example[name] if name in CHECKED else [] for name in names})
 
 
 class Registry:

@@ -20,7 +20,7 @@ import json
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -73,6 +73,8 @@ def read_group(document: Any, config: Config, *, vocab_size: int) -> PushedGroup
     for number, (tokens, mask, score) in enumerate(zip(data.tokens, data.masks, data.scores, strict=True)):
         _check_sequence(number, tokens, mask, config.model.max_context, vocab_size)
         check_number(f"scores[{number}]", score)
+    if all(each == UNTRAINED for mask in data.masks for each in mask):
+        raise ValueError(f"masks hold no token to train: all are {UNTRAINED}")
     if data.inference_logprobs and list(map(len, data.inference_logprobs)) != list(map(len, data.tokens)):
         raise ValueError("inference_logprobs do not have a value for every token")
     for name in UNSERVED:
@@ -145,6 +147,11 @@ class Provenance:
             spans = [(int(start), int(end)) for start, end in bounds.reshape(-1, 2)]
             sequence = _Sequence(number, tokens, spans, logprobs)
             episodes.append(self._episode(sequence, data.scores[number], oldest_version, counts))
+        if not any(np.isfinite(segment.logprobs).any() for each in episodes for segment in _segments(each)):
+            raise ValueError(
+                "inference_logprobs are missing, and the policy has not recently given these answers here, so no token "
+                "can be trained: request answers at this address (base_url URL/v1), and push their tokens unchanged"
+            )
         return ProvenanceMatch(episodes, counts["unknown"], counts["left out"])
 
     def _episode(self, sequence: _Sequence, score: float, oldest_version: int, counts: Counter[str]) -> ScoredEpisode:
@@ -210,6 +217,11 @@ class Provenance:
                     f"tokens[{sequence.number}] were sampled at {name} {sampled:g}, and the run trains at env.{name} "
                     f"{trained:g}: make them equal"
                 )
+
+
+def _segments(episode: ScoredEpisode) -> Iterator[Segment]:
+    for turn in episode.turns:
+        yield from turn.segments
 
 
 def _num_equal(answer: CachedAnswer, pushed: Sequence[int]) -> int:

@@ -25,6 +25,7 @@ from penstock.model.chat_template import ChatTemplate, read_template
 from penstock.model.control_tokens import ControlTokens, Real
 from penstock.model.files import AGAIN, ModelError, check_links, read_json, read_json_if_present
 from penstock.model.tiny import ASSISTANT, CHAT_TEMPLATE, END, USER
+from penstock.sendable import encodable
 
 SENTINEL = f"penstock{secrets.token_hex(16)}"
 """Placeholder text of a turn, used to find the text that the template puts around such a turn. No text can guess it."""
@@ -62,7 +63,13 @@ class ChatTokenizer:
         tokenizer.no_padding()
         special_tokens = _special_tokens(model_dir, config)
         eos_ids = _eos_ids(model_dir, tokenizer, special_tokens)
-        return cls(tokenizer, read_template(model_dir, config), special_tokens, eos_ids)
+        chat = cls(tokenizer, read_template(model_dir, config), special_tokens, eos_ids)
+        if chat._template is not None:
+            try:
+                chat.render([{"role": "user", "content": "-"}])
+            except ModelError as error:
+                raise ModelError(f"{error}: correct the chat template of {model_dir}") from None
+        return chat
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's next turn.
@@ -162,7 +169,7 @@ def _special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str
     for name in names:
         token = declared.get(name)
         text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
+        if isinstance(text, str) and text == encodable(text):
             texts[name] = text
         elif token is not None:
             path = model_dir / "tokenizer_config.json"

@@ -17,6 +17,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.model.files import AGAIN, ModelError
+from penstock.sendable import encodable
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 """Roles of the OpenAI API. Every template may get them."""
@@ -59,8 +60,8 @@ class ChatTemplate:
         """Whether the template may change the inside of a string."""
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return the rendered text. Raises `ModelError` for an unknown role and for what the template itself
-        refuses."""
+        """Return the rendered text. Raises `ModelError` for an unknown role, for what the template itself refuses, and
+        if the template fails."""
         for message in values["messages"]:
             if (role := message.get("role")) not in self.roles:
                 known = ", ".join(sorted(self.roles))
@@ -69,9 +70,13 @@ class ChatTemplate:
             text = self._compiled.render(**values)
             if values.get("tools") and text == self._compiled.render(**{**values, "tools": None}):
                 raise ModelError("the chat template ignores `tools`: use a template that renders them")
+        except ModelError:
+            raise
         except TemplateError as error:
             raise ModelError(f"the chat template rejected the conversation: {error}") from error
-        return text
+        except Exception as error:  # a template divides by zero, joins a text and a number, calls itself for ever
+            raise ModelError(f"the chat template failed: {type(error).__name__}: {error}") from None
+        return encodable(text)
 
 
 def read_template(model_dir: Path, config: Mapping[str, Any]) -> ChatTemplate | None:

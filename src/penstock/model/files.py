@@ -26,6 +26,9 @@ COMPANIONS = (
 """Files that a model directory needs besides the weights."""
 
 
+MAX_LABELS = 100_000
+"""Transformers makes a name for each label of a configuration."""
+
 AGAIN = "copy or download it again, or let save_pretrained write it"
 
 
@@ -82,6 +85,11 @@ def check_no_code(directory: Path) -> None:
     it. Raises `ModelError`."""
     check_links(directory)
     config = read_json(directory, "config.json")
+    for part in (config, config.get("text_config")):
+        labels = part.get("num_labels") if isinstance(part, dict) else None
+        if labels is not None and (type(labels) is not int or not 0 <= labels <= MAX_LABELS):
+            where = directory / "config.json"
+            raise ModelError(f"{where}: num_labels is {labels!r}: remove it, a policy has no labels")
     remedy = "Penstock runs only the code of Transformers: use a model with an architecture that Transformers knows"
     for setting, value in _attention_kernels(config):
         if not isinstance(value, str):

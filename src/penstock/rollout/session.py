@@ -5,11 +5,13 @@ This module retries nothing: a failed call raises one clear error."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+from aiohttp.client_proto import ResponseHandler
 
 from penstock.deadline import deadline
 from penstock.rollout import bodies
@@ -22,6 +24,9 @@ KEEP_ALIVE_S = 4.0
 
 MAX_REPLY_BYTES = 1 << 20
 """Limit of a reply. An answer with tokens has a limit of its own, by the number of tokens."""
+MOST_UNREAD = 4
+"""Most replies of a connection that nobody has read, before the connection is ended. One request is open on each
+connection, and gets one reply; a few interim replies (1xx) may come before."""
 MAX_MESSAGE_CHARS = 500
 """A longer error message of a server is cut."""
 
@@ -102,6 +107,8 @@ class HttpSession:
 def open_session(headers: Mapping[str, str], connector: aiohttp.BaseConnector | None = None) -> aiohttp.ClientSession:
     """Return a session with unlimited connections, unless `connector` limits them, and no timeout of its own."""
     connector = connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    connection: Callable[..., ResponseHandler] = _Connection
+    connector._factory = partial(connection, loop=connector._loop)
     return aiohttp.ClientSession(
         connector=connector,
         timeout=aiohttp.ClientTimeout(total=None),
@@ -109,6 +116,16 @@ def open_session(headers: Mapping[str, str], connector: aiohttp.BaseConnector | 
         cookie_jar=aiohttp.DummyCookieJar(),  # those of one server would go to another one of the same host
         auto_decompress=False,  # a small reply could become a large one
     )
+
+
+class _Connection(ResponseHandler):
+    """A connection that ends when the server sends replies that nobody has asked for. They would be parsed and kept
+    while the connection is idle."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if len(self._buffer) > MOST_UNREAD and self.transport is not None:
+            self.transport.abort()
 
 
 async def _body(response: aiohttp.ClientResponse, url: str, path: str, max_bytes: int) -> bytes:

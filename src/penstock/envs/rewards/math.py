@@ -16,6 +16,15 @@ _HAS_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![^{]*\})")
 """Found in a text with a word outside of braces. In LaTeX its letters would be variables."""
 
 
+_MARKED = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+"""An expression of a question."""
+_FRACTION = re.compile(r"-?\d+/\d+")
+MOST_MARKED = 16
+"""Most expressions of a question that are compared with an answer."""
+UNFINISHED = ("Integral", "Sum", "Product", "Limit", "Derivative")
+"""Classes of SymPy for what remains to be worked out."""
+OPERATIONS = ("Add", "Mul", "Pow", "Function", *UNFINISHED)
+
 PRECISION = 1e-5
 """Largest relative difference between equal numbers. Math-verify rounds to six decimals, so that 0.0 would equal
 Planck's constant."""
@@ -24,7 +33,9 @@ Planck's constant."""
 class Math:
     """A reward of 1 if the expression that ends the answer equals the task's answer, else 0.
 
-    The expression may be boxed, between dollars, or plain. Simplifying it may take forever, as with a power tower; a
+    The expression may be boxed, between dollars, or plain. An expression that only repeats one of the task's `question`
+    gives 0 (`23 \\cdot 47` equals 1081), and so does an integral, sum, product, limit or derivative that is not worked
+    out, unless the task's answer has one too. Simplifying an expression may take forever, as with a power tower; a
     timeout also gives 0, and so does an answer that makes math-verify fail.
     """
 
@@ -42,11 +53,25 @@ class Math:
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> float:
         right, given = self._expected(payload), self._parse(answer)
-        return float(self._verify(right, given) and not _are_apart(right, given))
+        if not self._verify(right, given) or _are_apart(right, given):
+            return 0.0
+        return float(not _is_unfinished(right[0], given[0]) and not self._repeats(right, given, payload))
 
     def check(self, payload: Mapping[str, Any]) -> None:
         """Raise ValueError if the task's answer cannot be read."""
         self._expected(payload)
+
+    def _repeats(self, right: Sequence[Any], given: Sequence[Any], payload: Mapping[str, Any]) -> bool:
+        """Return whether a parsed answer is an expression of the question, and not the task's own answer."""
+        text, question = _squeezed(given[-1]), str(payload.get("question", ""))
+        is_own = given[0] == right[0] or text == _squeezed(right[-1])
+        if is_own or _FRACTION.fullmatch(text) or not _has(given[0], OPERATIONS):
+            return False
+        if text in _squeezed(question):
+            return True
+        marked = ["".join(found) for found in _MARKED.findall(question)[:MOST_MARKED]]
+        form = _form(given[0])
+        return any(form == _form(parsed[0]) for each in marked if (parsed := self._parse(f"${each}$")))
 
     def _expected(self, payload: Mapping[str, Any]) -> Any:
         right = str(field_of(payload, self._answer_key))
@@ -57,6 +82,31 @@ class Math:
         if not expected:
             raise ValueError(f"{self._answer_key} {right!r} cannot be read by math-verify")
         return expected
+
+
+def _squeezed(text: Any) -> str:
+    return "".join(str(text).split())
+
+
+def _has(expression: Any, names: Sequence[str]) -> bool:
+    """Return whether an expression of SymPy, or a part of it, is of one of these classes of SymPy."""
+    sympy = import_module("sympy")
+    return isinstance(expression, sympy.Basic) and expression.has(*(getattr(sympy, name) for name in names))
+
+
+def _form(expression: Any) -> Any:
+    """Return a value that is the same for expressions that differ only in the order of sums and products."""
+    args = getattr(expression, "args", ())
+    if not args:
+        return repr(expression)
+    parts = [_form(each) for each in args]
+    name = type(expression).__name__
+    return name, *(sorted(parts, key=repr) if name in ("Add", "Mul") else parts)
+
+
+def _is_unfinished(right: Any, given: Any) -> bool:
+    """Return whether an answer has something to work out that the right answer does not have."""
+    return any(_has(given, (name,)) and not _has(right, (name,)) for name in UNFINISHED)
 
 
 def _are_apart(right: Sequence[Any], given: Sequence[Any]) -> bool:

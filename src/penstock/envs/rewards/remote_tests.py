@@ -113,7 +113,7 @@ class Client:
         if tag == HANDLE and type(given) is int:
             return Remote(self, given)
         if tag == ERROR_CLASS and isinstance(given, list) and all(isinstance(each, str) for each in given):
-            return _error_class(given[1:])
+            return _caught(_error_class(given[1:]))
         raise Broken
 
 
@@ -144,6 +144,16 @@ def _error_class(ancestry: list[Any]) -> type[Exception]:
         base = _error_class(ancestry[1:])
         _error_classes[name] = type(name, (base,), {"__init__": lambda self, *args: Exception.__init__(self, *args)})
     return _error_classes[name]
+
+
+class _Other(Exception):
+    """What the tests get for a class of the program that is `AssertionError` or `Exception`: to catch it must not catch
+    what the tests themselves raise."""
+
+
+def _caught(kind: type[Exception]) -> type[Exception]:
+    """Return the class for one that the tests name, perhaps to catch it."""
+    return _Other if issubclass(AssertionError, kind) else kind
 
 
 def _raised(operation: str, kind: type[Exception], text: str) -> Exception:
