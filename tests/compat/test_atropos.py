@@ -146,6 +146,15 @@ async def test_no_web_page_pushes_a_group_or_ends_an_environment(api: Api, page:
     assert api.exchange.num_offers == 0
 
 
+async def test_the_latest_group_is_shown_without_what_cannot_be_sent(api: Api) -> None:
+    assert (await api.ask("GET", "/latest_example"))[1]["tokens"] == []
+    await api.lease()
+    await api.ask("POST", "/register-env", REGISTRATION)
+    await api.ask("POST", "/scored_data", group(messages=["a", "\ud800"]))
+    status, shown = await api.ask("GET", "/latest_example")
+    assert (status, shown["tokens"], shown["messages"]) == (200, [[1, 9], [1, 9]], [])
+
+
 @pytest.mark.parametrize("how", [{"body": {"env_id": 0}}, {"params": {"env_id": "0"}}], ids=["body", "query"])
 async def test_how_things_are(api: Api, how: dict[str, Any]) -> None:
     await api.lease()

@@ -46,6 +46,7 @@ def group(**changes: Any) -> dict[str, Any]:
         ({"tokens": [[1, "2"], [1]]}, r"Expected `int`, got `str` - at `tokens\[0\]\[1\]`"),
         ({"tokens": [[1, 2**70], [1]], "masks": [[-100] * 2, [-100]]}, r"tokens\[0\] .* that no token can be"),
         ({"tokens": None}, "`tokens`"),
+        ({"masks": [[-100] * 4, [-100] * 3]}, "masks hold no token to train: all are -100"),
         ({"tokens": [[1, 2], []], "masks": [[-100, 2], []]}, r"tokens\[1\] is empty"),
         ({"inference_logprobs": [[1.0], [1.0]]}, "inference_logprobs do not have a value for every token"),
         ({"advantages": [[0.1]]}, "advantages are not served"),
@@ -187,6 +188,11 @@ def test_what_nobody_remembers_counts_as_said_by_the_oldest_policy(
     assert flat(traced, 0)["versions"] == [OLDEST]
     assert flat(traced, 0)["logprobs"] == pytest.approx(expected, nan_ok=True)
     assert flat(traced, 1)["logprobs"] == [-0.12], "what is known needs no help"
+
+
+def test_a_group_of_which_nothing_is_known_is_refused(remembered: GenerationCache) -> None:
+    with pytest.raises(ValueError, match=r"inference_logprobs are missing, .* no token can be trained"):
+        trace(remembered, tokens=[[1, 2, 50], [1, 2, 51]], masks=[[-100, -100, 50], [-100, -100, 51]])
 
 
 def test_what_was_sampled_in_another_way_is_refused(remembered: GenerationCache) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -142,6 +143,35 @@ async def test_a_packed_reply_is_not_unpacked() -> None:
     async with answering(gzip.compress(json.dumps(reply([5], [-1.0])).encode())) as client:
         with pytest.raises(RolloutError, match="unexpected body"):
             await client.generate([5], [GRANT], Sampling(), [0])
+
+
+async def test_replies_that_nobody_asked_for_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile server answers, and then goes on answering while the connection is idle."""
+    monkeypatch.setattr("penstock.rollout.session.KEEP_ALIVE_S", 3600.0)
+    is_idle, ended = asyncio.Event(), asyncio.Event()
+    reply = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        await is_idle.wait()
+        with suppress(ConnectionError):
+            while True:
+                writer.write(reply * 100)
+                await writer.drain()
+        ended.set()
+        writer.close()
+
+    server = await asyncio.start_server(flood, "127.0.0.1", 0)
+    session = HttpSession()
+    try:
+        await session.send("GET", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "/health")
+        is_idle.set()
+        async with asyncio.timeout(30.0):
+            await ended.wait()
+    finally:
+        await session.close()
+        server.close()
 
 
 async def test_the_servers_own_words_are_passed_on(url: str) -> None:

@@ -263,6 +263,26 @@ def test_a_failure_that_the_tests_do_not_look_at_counts(tests: str) -> None:
     assert score("def double(x): return 2 * x", tests) == 1.0
 
 
+REFUSES = """
+try:
+    accounts = Account(10)
+    assert accounts.balance == 10
+    accounts.withdraw(100)
+    assert False, "must refuse"
+except InsufficientFunds:
+    pass
+"""
+ACCOUNT = "class Account:\n    def __init__(self, n): self.balance = n\n    def withdraw(self, n): "
+
+
+@pytest.mark.parametrize("kind", ["AssertionError", "Exception", "type('Exception', (Exception,), {})"])
+@pytest.mark.parametrize("account", [f"{ACCOUNT}pass", f"{ACCOUNT}raise KeyError(n)", "def Account(n): return None"])
+def test_a_program_does_not_choose_what_the_tests_catch_of_their_own(kind: str, account: str) -> None:
+    assert score(f"InsufficientFunds = {kind}\n{account}", REFUSES) == 0.0
+    honest = f"class InsufficientFunds(Exception): pass\n{ACCOUNT}raise InsufficientFunds(n)"
+    assert score(honest, REFUSES) == 1.0
+
+
 @pytest.mark.parametrize(
     "program",
     [

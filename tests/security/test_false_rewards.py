@@ -40,6 +40,48 @@ def test_a_right_answer_of_latex_is_read_as_a_whole(right: str, wrong: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("question", "right", "repeated"),
+    [
+        ("What is $2^{10}+3^5$?", "1267", "$2^{10}+3^5$"),
+        ("What is $2^{10}+3^5$?", "1267", r"\boxed{3^5 + 2^{10}}"),
+        (r"What is $23 \cdot 47$?", "1081", r"$47 \cdot 23$"),
+        ("Calculate 23*47", "1081", "23*47"),
+        (r"Compute $\binom{5}{2}$.", "10", r"$\binom{5}{2}$"),
+        (r"Compute \(\cos \frac{\pi}{6}\).", r"\frac{\sqrt{3}}{2}", r"$\cos \frac{\pi}{6}$"),
+        ("Factor $x^2+3x+2$.", "(x+1)(x+2)", "$2 + x^2 + 3x$"),
+        ("Expand $(x+1)(x+2)$.", "x^2+3x+2", "$(x+1)(x+2)$"),
+        ("How much is it?", r"\frac{1}{3}", r"$\int_0^1 x^2 \, dx$"),
+        ("How much is it?", "5050", r"$\sum_{n=1}^{100} n$"),
+        ("How much is it?", "2", r"$\lim_{x\to 0}\frac{\sin(2x)}{x}$"),
+    ],
+)
+def test_a_repeated_question_is_no_answer(question: str, right: str, repeated: str) -> None:
+    pytest.importorskip("math_verify")
+    from penstock.envs.rewards.math import Math
+
+    reward, payload = Math(), {"question": question, "answer": right}
+    assert reward.score(repeated, payload) == 0.0
+    assert reward.score(f"${right}$", payload) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("question", "right", "given"),
+    [
+        ("Which is larger, $3/2$ or $4/3$?", "1.5", "3/2"),
+        (r"Which is larger, $\sqrt{2}$ or $1$?", r"\sqrt{2}", r"$\sqrt{2}$"),
+        ("If $x=5$, what is $x$?", "5", "$x=5$"),
+        ("How many subsets do ten things have?", "1024", "$2^{10}$"),
+        (r"What is left to do?", r"\int_0^1 f(x) \, dx", r"$\int_0^1 f(x) \, dx$"),
+    ],
+)
+def test_an_answer_may_stand_in_its_question(question: str, right: str, given: str) -> None:
+    pytest.importorskip("math_verify")
+    from penstock.envs.rewards.math import Math
+
+    assert Math().score(given, {"question": question, "answer": right}) == 1.0
+
+
+@pytest.mark.parametrize(
     ("dataset", "wrong"), [("game_of_life_halting", "x"), ("coin_flip", "0"), ("complex_arithmetic", "nan")]
 )
 def test_a_mistaken_rule_pays_only_right_answers(dataset: str, wrong: str) -> None:

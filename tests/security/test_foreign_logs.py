@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.cli.logs import TAIL_BYTES, Log
+sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
+
+from made_runs import make_run, penstock
+
+from penstock.cli.logs import LONGEST_LINE, TAIL_BYTES, Log
 from penstock.supervisor.procfs import identify
 from penstock.supervisor.runtime import Mark
 
@@ -34,6 +39,24 @@ def test_a_mark_holds_plain_names(field: str, value: Any) -> None:
     mark = Mark(run_dir="/run", runtime_dir="/runtime", nonce="n", supervisor=own)
     assert Mark.loads(mark.dumps()) == mark
     assert Mark.loads(json.dumps({**dataclasses.asdict(mark), field: value})) is None
+
+
+def test_many_logs_share_the_bytes_that_are_read(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", "completed")
+    for number in range(64):
+        os.truncate(os.open(run_dir / "logs" / f"env-{number}.log", os.O_CREAT | os.O_WRONLY), 1 << 30)
+    shown = penstock("logs", run_dir)
+    assert shown.exit_code == 0 and len(shown.stdout) < 64 * 5 * LONGEST_LINE
+
+
+def test_too_many_logs_are_shown_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = make_run(tmp_path / "a", "completed")
+    for number in range(3):
+        (run_dir / "logs" / f"env-{number}.log").write_text(f"{number}\n")
+    monkeypatch.setattr("penstock.cli.logs.MOST_LOGS", 2)
+    refused = penstock("logs", run_dir)
+    assert refused.exit_code == 1 and "has 3 logs: name a process to see one of them" in refused.stderr
+    assert penstock("logs", run_dir, "env-1").stdout == "1\n"
 
 
 def test_a_log_that_grows_is_read_from_its_end(tmp_path: Path) -> None:

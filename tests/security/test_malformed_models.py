@@ -73,6 +73,8 @@ OF_MODELS: list[tuple[Change, str]] = [
     (setting("config.json", text_config={"_attn_implementation": {"": ["a/b"]}}), r"_attn_implementation is no name"),
     (setting("config.json", hidden_size="x"), f"hidden_size.*config.json.*{REMEDY}"),
     (setting("config.json", hidden_size=-4), f"negative.*config.json.*{REMEDY}"),
+    (setting("config.json", num_labels=10**9), "config.json: num_labels is 1000000000: remove it"),
+    (setting("config.json", num_labels=True), "config.json: num_labels is True: remove it"),
     (setting("config.json", model_type=[]), f"config.json.*{REMEDY}"),
     (setting("config.json", quantization_config=[1]), f"config.json.*{REMEDY}"),
     (content("config.json", NESTED), f"config.json is not valid JSON.*{REMEDY}"),
@@ -99,6 +101,10 @@ OF_TOKENIZERS: list[tuple[Change, str]] = [
         setting("tokenizer_config.json", eos_token=["a"]),
         r"tokenizer_config.json: eos_token is no text.*write the",
     ),
+    (
+        content("tokenizer_config.json", b'{"eos_token": "\\ud800"}'),
+        r"tokenizer_config.json: eos_token is no text.*write the",
+    ),
     (content("generation_config.json", b'{"eos_token_id": "a"}'), r"generation_config.json.*'a': set it"),
 ]
 
@@ -119,6 +125,28 @@ def test_a_checkpoint_with_a_malformed_version_is_not_served(model_dir: Path, ve
     (model_dir / "state.json").write_text(json.dumps({"policy_version": version}))
     with pytest.raises(ModelError, match=r"state\.json: policy_version is"):
         make_engine(Config(), model_dir, weights="stored")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 // 0 }}", "the chat template failed: ZeroDivisionError"),
+        ("{% include 'x' %}", "the chat template failed: TypeError"),
+        ("{% for n in range(10**12) %}{{ n }}{% endfor %}", "the chat template failed: OverflowError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "the chat template failed: RecursionError"),
+        ("{{ messages[0].content + 1 }}", "the chat template failed: TypeError"),
+        ("{{ raise_exception('never') }}", "the chat template rejected the conversation: never"),
+    ],
+)
+def test_a_template_that_fails_is_refused(model_dir: Path, template: str, message: str) -> None:
+    (model_dir / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelError, match=f"{message}.*: correct the chat template of {model_dir}"):
+        ChatTokenizer.load(model_dir)
+
+
+def test_half_a_character_of_a_template_is_replaced(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").write_text(r"{{ '\ud800' }}{{ messages[0].content }}")
+    assert ChatTokenizer.load(model_dir).render([{"role": "user", "content": "a"}]) == "?a"
 
 
 @pytest.mark.parametrize(("change", "message"), OF_TOKENIZERS, ids=names)

@@ -18,7 +18,8 @@ _HAS_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![^{]*\})")
 
 _MARKED = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 """An expression of a question."""
-_FRACTION = re.compile(r"-?\d+/\d+")
+_NUMBER = re.compile(r"-?[\d.,]+|-?\d+/\d+|-?\\[dt]?frac\{\d+\}\{\d+\}")
+"""A number that is worked out."""
 MOST_MARKED = 16
 """Most expressions of a question that are compared with an answer."""
 UNFINISHED = ("Integral", "Sum", "Product", "Limit", "Derivative")
@@ -64,11 +65,13 @@ class Math:
     def _repeats(self, right: Sequence[Any], given: Sequence[Any], payload: Mapping[str, Any]) -> bool:
         """Return whether a parsed answer is an expression of the question, and not the task's own answer."""
         text, question = _squeezed(given[-1]), str(payload.get("question", ""))
-        is_own = given[0] == right[0] or text == _squeezed(right[-1])
-        if is_own or _FRACTION.fullmatch(text) or not _has(given[0], OPERATIONS):
+        if text == _squeezed(right[-1]) or _NUMBER.fullmatch(text):
             return False
-        if text in _squeezed(question):
+        is_compound = _has(given[0], OPERATIONS)
+        if text in _squeezed(question) and (is_compound or (_has(given[0], ("Number",)) and not given[0].args)):
             return True
+        if not is_compound or given[0] == right[0]:
+            return False
         marked = ["".join(found) for found in _MARKED.findall(question)[:MOST_MARKED]]
         form = _form(given[0])
         return any(form == _form(parsed[0]) for each in marked if (parsed := self._parse(f"${each}$")))
