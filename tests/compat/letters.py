@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.model.answer_format import AnswerFormat
+
 
 class Letters:
     """A tokenizer: one token per character. Conversations are the contents, a space between."""
 
     longest_token = 1
+    answers = AnswerFormat.of("</think>", "hermes")
 
     def encode(self, text: str) -> list[int]:
         return [(ord(character) - ord("@")) % 64 for character in text]

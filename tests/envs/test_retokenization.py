@@ -9,7 +9,7 @@ from scripted_policy import ScriptedPolicy
 from test_manager import Always, work
 
 from penstock.config import Config
-from penstock.envs.agents import Conversation, Diverged
+from penstock.envs.agents import Asked, Conversation, Diverged
 from penstock.envs.episode import Episode, new_part
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
@@ -99,7 +99,7 @@ class Talk:
 
     async def say(self, messages: list[dict[str, str]]) -> str:
         """What the policy answers."""
-        await self.conversation.answer(self.conversation.prompt(messages), 64, messages)
+        await self.conversation.answer(self.conversation.prompt(messages), 64, Asked(messages, ()))
         return self.episode.text
 
 

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.compat.openai import OpenAI, refuse
 from penstock.deadline import Stalled
-from penstock.envs.agents import Conversation, Over
+from penstock.envs.agents import Asked, Conversation, Over
 from penstock.envs.calls import EpisodeFailure
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
@@ -96,9 +96,10 @@ class Session(AnswersOnly):
     def __init__(self, conversation: Conversation, chat: ChatTokenizer, *, model_name: str) -> None:
         self._conversation, self.max_context = conversation, conversation.max_context
         self.encode, self.decode, self.longest_token = chat.encode, chat.decode, chat.longest_token
+        self.answers = chat.answers
         self._vocab_size = chat.vocab_size
-        self._rendered: OrderedDict[tuple[int, ...], tuple[bytes, Sequence[Mapping[str, Any]]]] = OrderedDict()
-        """The latest prompts that wait to be answered, by their tokens: the digest of the request, and its messages."""
+        self._rendered: OrderedDict[tuple[int, ...], tuple[bytes, Asked]] = OrderedDict()
+        """The latest prompts that wait to be answered, by their tokens: the digest of the request, and what it asks."""
         self._prompts: dict[bytes, list[int]] = {}
         """Prompt tokens by the digest of a request (messages and settings). Kept if there is an answer, because
         rendering the same messages again after it would give another result."""
@@ -131,10 +132,10 @@ class Session(AnswersOnly):
         if sum(not each.done() for each in self._answers.values()) >= MAX_WAITING and task is None:
             raise Refused(503, f"this episode has {MAX_WAITING} requests without an answer: wait for one of them")
         if task is None:
-            asked, messages = self._rendered.pop(key, (b"", None))
-            answer = self._conversation.answer(request.prompt_ids, request.max_new_tokens[0], messages)
+            digest, asked = self._rendered.pop(key, (b"", None))
+            answer = self._conversation.answer(request.prompt_ids, request.max_new_tokens[0], asked)
             task = self._answers[key] = asyncio.create_task(answer, name=f"answer-{self._conversation.name}")
-            task.add_done_callback(partial(self._forget_if_failed, key, asked))
+            task.add_done_callback(partial(self._forget_if_failed, key, digest))
         try:
             segment = await asyncio.shield(task)
         except Over as error:
@@ -154,26 +155,26 @@ class Session(AnswersOnly):
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Return the prompt tokens of `messages`. The same messages always get the same tokens, even after an answer,
         because a retry refers to its original turn."""
-        asked = sha256(json.dumps([messages, settings], sort_keys=True, default=str).encode()).digest()
-        ids = self._prompts.get(asked)
+        digest = sha256(json.dumps([messages, settings], sort_keys=True, default=str).encode()).digest()
+        ids = self._prompts.get(digest)
         if ids is None:
             ids = self._conversation.prompt(messages, **settings)
             if len(ids) < self.max_context and (key := tuple(ids)) not in self._answers:
-                self._remember(key, asked, messages)
+                self._remember(key, digest, Asked(messages, settings.get("tools") or ()))
         return ids
 
-    def _remember(self, key: tuple[int, ...], asked: bytes, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _remember(self, key: tuple[int, ...], digest: bytes, asked: Asked) -> None:
         """Keep a prompt until its answer begins, or until `MAX_WAITING` later ones have come."""
         if (replaced := self._rendered.get(key)) is not None:
             self._prompts.pop(replaced[0], None)
-        self._prompts[asked] = list(key)
-        self._rendered[key] = asked, messages
+        self._prompts[digest] = list(key)
+        self._rendered[key] = digest, asked
         if len(self._rendered) > MAX_WAITING:
             self._prompts.pop(self._rendered.popitem(last=False)[1][0], None)
 
-    def _forget_if_failed(self, key: tuple[int, ...], asked: bytes, task: asyncio.Task[Segment]) -> None:
+    def _forget_if_failed(self, key: tuple[int, ...], digest: bytes, task: asyncio.Task[Segment]) -> None:
         if task.cancelled() or task.exception() is not None:
-            self._prompts.pop(asked, None)
+            self._prompts.pop(digest, None)
             del self._answers[key]
 
     async def close(self) -> None:

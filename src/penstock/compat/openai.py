@@ -20,12 +20,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.compat import openai_wire as wire
 from penstock.deadline import Stalled
+from penstock.model.answer_format import AnswerFormat, ParsedAnswer, Tools, call_ids, with_decoded_arguments
 from penstock.rollout import bodies, convert, http
 from penstock.rollout.convert import Answer, GrowingSample, PromptRequest
 from penstock.rollout.generation import Answers
@@ -53,7 +53,9 @@ TopLogprobs = list[list[tuple[float, int]]] | None
 
 
 class ChatTemplate(Tokenizer, Protocol):
-    """A tokenizer that renders conversations."""
+    """A tokenizer that renders conversations and knows how to read answers."""
+
+    answers: AnswerFormat
 
     def prompt(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]: ...
 
@@ -128,7 +130,9 @@ class OpenAI:
             max_tokens = max(self._generator.max_context - len(ids), 1)
         generate = _generate_body(body, max_tokens, top=body.top_logprobs, wanted=bool(body.logprobs))
         generate.input_ids = list(ids)
-        return await self._answer(request, body, generate, ChatFormat(self._tokenizer))
+        tools = (body.tools or ()) if body.tool_choice != "none" else ()
+        form = ChatFormat(self._tokenizer, tools, one_call=body.parallel_tool_calls is False)
+        return await self._answer(request, body, generate, form)
 
     async def _rendered(self, body: wire.ChatBody) -> list[int]:
         settings = body.chat_template_kwargs
@@ -214,7 +218,8 @@ class CompletionFormat:
             logprobs = [None, *(whole.prompt_logprobs or ()), *logprobs]
             tops = None if tops is None else [[]] * len(prompt.prompt_ids) + tops
         reason = convert.finish_reason(prompt, segment, self._tokenizer)
-        return self._content(text) | {
+        return {
+            "text": text,
             "index": index,
             "finish_reason": segment.finish_reason,
             "matched_stop": reason.matched if isinstance(reason, bodies.Stop) else None,
@@ -229,13 +234,14 @@ class CompletionFormat:
         prompt, segment = sample.prompt, sample.answer.segments[0] if sample.answer is not None else None
         text = sample.text() if segment is None else convert.answer_text(prompt, segment, self._tokenizer)
         num_characters, num_tokens = self._sent.get(sample.index, (0, 0))
-        if segment is None and len(text) == num_characters:
+        if (chunk := self._chunk(sample, text)) is None:
             return None
         ids, logprobs, tops = sample.since(num_tokens)
         is_first = sample.index not in self._sent
-        delta = self._chunk(text[num_characters:], is_first=is_first) | {
+        delta = {
             "index": sample.index,
             "finish_reason": segment.finish_reason if segment is not None else None,
+            **chunk,
             "logprobs": self._logprobs(ids, logprobs, tops, num_characters) if prompt.body.return_logprob else None,
             "token_ids": ids,
         }
@@ -244,11 +250,10 @@ class CompletionFormat:
         self._sent[sample.index] = len(text), sample.num_tokens
         return delta if segment is None else delta | _provenance([segment])
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        return {"text": text}
+    def _chunk(self, sample: GrowingSample, text: str) -> dict[str, Any] | None:
+        """Return what is new of a sample with this text; None if nothing is, and it has not ended."""
+        num_sent, _ = self._sent.get(sample.index, (0, 0))
+        return {"text": text[num_sent:]} if sample.answer is not None or len(text) > num_sent else None
 
     def _logprobs(self, ids: Sequence[int], logprobs: Logprobs, tops: TopLogprobs, start: int = 0) -> dict[str, Any]:
         """Return the log-probabilities in OpenAI's format. `start`: offset in the text of the first token."""
@@ -271,14 +276,58 @@ class ChatFormat(CompletionFormat):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
+    def __init__(self, tokenizer: ChatTemplate, tools: Tools, *, one_call: bool) -> None:
+        """`one_call`: of several calls only the first one is told."""
+        super().__init__(tokenizer)
+        self._format, self._tools, self._one_call = tokenizer.answers, tools, one_call
+        self._shown: dict[int, tuple[int, int]] = {}
+        """Number of characters of the reasoning and of the content that have been sent of each streamed choice."""
+
     def choice(self, index: int, whole: Answer, segment: Segment) -> dict[str, Any]:
-        return super().choice(index, whole, segment) | {"response_token_ids": segment.token_ids}
+        choice = super().choice(index, whole, segment)
+        answer = self._read(whole.prompt, choice.pop("text"))
+        calls = self._tool_calls(whole.prompt, segment, answer)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": answer.content or (None if calls else ""),
+        }
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        ended = {"finish_reason": "tool_calls"} if calls and segment.finish_reason == "stop" else {}
+        return choice | ended | {"message": message, "response_token_ids": segment.token_ids}
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def _read(self, prompt: PromptRequest, text: str) -> ParsedAnswer:
+        return self._format.read(text, self._tools, is_thinking=self._is_thinking(prompt))
 
-    def _chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
+    def _is_thinking(self, prompt: PromptRequest) -> bool:
+        return self._format.is_thinking(prompt.prompt_ids, self._tokenizer.decode)
+
+    def _tool_calls(self, prompt: PromptRequest, segment: Segment, answer: ParsedAnswer) -> list[dict[str, Any]]:
+        calls = answer.calls[:1] if self._one_call else answer.calls
+        names = call_ids(self._format, prompt.prompt_ids, segment.token_ids, len(calls))
+        return [each.tool_call(name) for name, each in zip(names, calls, strict=True)]
+
+    def _chunk(self, sample: GrowingSample, text: str) -> dict[str, Any] | None:
+        prompt, calls, ended = sample.prompt, list[dict[str, Any]](), dict[str, Any]()
+        if sample.answer is None:
+            is_thinking = self._is_thinking(prompt)
+            reasoning, content = self._format.visible(text, self._tools, is_thinking=is_thinking)
+        else:
+            answer, (segment,) = self._read(prompt, text), sample.answer.segments
+            reasoning, content, calls = answer.reasoning, answer.content, self._tool_calls(prompt, segment, answer)
+            ended = {"finish_reason": "tool_calls"} if calls and segment.finish_reason == "stop" else {}
+        num_thought, num_said = self._shown.get(sample.index, (0, 0))
+        thought, said = reasoning[num_thought:], content[num_said:]
+        if sample.answer is None and not thought and not said:
+            return None
+        delta: dict[str, Any] = {} if sample.index in self._shown else {"role": "assistant"}
+        delta |= {"reasoning_content": thought} if thought else {}
+        delta |= {"content": said} if said or (not thought and not calls) else {}
+        delta |= {"tool_calls": [{"index": number, **each} for number, each in enumerate(calls)]} if calls else {}
+        self._shown[sample.index] = len(reasoning), len(content)
+        return {"delta": delta, **ended}
 
     def _logprobs(self, ids: Sequence[int], logprobs: Logprobs, tops: TopLogprobs, start: int = 0) -> dict[str, Any]:
         places = zip(ids, logprobs, tops or [[]] * len(ids), strict=True)
@@ -341,15 +390,8 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("a message has a `role` and a `content` of text")
     plain = message | {"content": content or ""}
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_with_decoded_arguments(call) for call in calls]
+        plain["tool_calls"] = [with_decoded_arguments(call) for call in calls]
     return plain
-
-
-def _with_decoded_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function", {})
-    if isinstance(arguments := function.get("arguments"), str):
-        function = function | {"arguments": msgspec.json.decode(arguments or "{}")}
-    return call | {"function": function}
 
 
 def _usage(answers: Sequence[Answer]) -> wire.Usage:

@@ -11,10 +11,11 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.deadline import deadline, holding
 from penstock.envs.episode import Episode
+from penstock.model.answer_format import Tools, call_ids, with_decoded_arguments
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
 from penstock.samples import Segment
@@ -28,6 +29,8 @@ LONGEST_CHARACTER = 4
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """A tokenizer decodes an incomplete character to this."""
 
+REASONING = ("reasoning_content", "reasoning")
+"""Fields of a message that hold reasoning."""
 TURN_S = 6 * 3600.0
 """How long a request of an agent may wait for the agent's other request. The lease ends earlier."""
 
@@ -55,13 +58,21 @@ Generate = Callable[[Episode, bool], Awaitable[Segment]]
 """Requests the next segment of the open turn. The flag is True if the segment continues a cut answer."""
 
 
+class Asked(NamedTuple):
+    """A chat request."""
+
+    messages: Sequence[Message]
+    tools: Tools
+    """Those that it offers."""
+
+
 class Conversation:
     """One episode as its agent sees it. Requests are answered one at a time."""
 
     def __init__(self, episode: Episode, chat: ChatTokenizer, generate: Generate, *, max_context: int) -> None:
         """`max_context`: maximum number of tokens of a prompt and its answer together."""
         self._episode, self._chat, self._generate, self.max_context = episode, chat, generate, max_context
-        self._bounds = episode.bounds
+        self._bounds, self._format = episode.bounds, chat.answers
         self._history: list[Message] = []
         """The messages behind the tokens of the episode's context, including the last answer."""
         self._turn = asyncio.Lock()
@@ -92,6 +103,8 @@ class Conversation:
     def _has_drifted(self, answer: Message) -> bool:
         """Return whether the latest answer, as the agent sends it back, tokenises differently from the recorded
         tokens."""
+        if self._format.reasons or answer.get("tool_calls"):
+            return False  # the message is not the text of the answer
         said = [token for segment in self._episode.turns[-1].segments for token in segment.token_ids]
         shown = self._chat.encode_answer(answer.get("content") or "")
         return shown != [token for token in said if token not in self._chat.eos_ids]
@@ -121,10 +134,11 @@ class Conversation:
                 return self._chat.encode_answer(text[len(known) :]) + prompt_ids[num_tokens:]
         return self._chat.encode_answer(beginning(len(prompt_ids))[len(known) :])
 
-    async def answer(self, prompt_ids: list[int], max_tokens: int, history: Sequence[Message] | None = None) -> Segment:
-        """Generate one turn and return its segments joined into one. `history`: the messages behind `prompt_ids`, if
+    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Asked | None = None) -> Segment:
+        """Generate one turn and return its segments joined into one. `asked`: the request behind `prompt_ids`, if
         `prompt` made them. Raises `Diverged` if the history differs from the recorded one, and `Over` when no turn or
         token is left."""
+        given_ids = prompt_ids
         async with holding(self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its other request"):
             episode, known = self._episode, len(self._episode.context)
             episode.bounds = self._bounds
@@ -157,9 +171,20 @@ class Conversation:
             said = Segment.joined(episode.turns[-1].segments, "stop" if finished else "length")
             episode.text = self._chat.decode(said.token_ids)
             self._history = []
-            if history is not None:
-                self._history = [*_plain(history), {"role": "assistant", "content": episode.text}]
+            if asked is not None:
+                self._history = [*_plain(asked.messages), self._message(given_ids, said.token_ids, asked.tools)]
             return said
+
+    def _message(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Message:
+        """Return an answer as its agent reads it, and sends it back."""
+        is_thinking = self._format.is_thinking(prompt_ids, self._chat.decode)
+        answer = self._format.read(self._episode.text, tools, is_thinking=is_thinking)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.calls:
+            names = call_ids(self._format, prompt_ids, token_ids, len(answer.calls))
+            calls = (each.tool_call(name) for name, each in zip(names, answer.calls, strict=True))
+            message["tool_calls"] = [with_decoded_arguments(call) for call in calls]
+        return message
 
     def _end(self, reason: StopReason, message: str) -> Over:
         self.stop_reason, self.over = reason, message
@@ -201,11 +226,18 @@ class PausableTimeout:
 
 
 def _matches(asked: Message, known: Message) -> bool:
-    """Return whether both are the same message. Spaces around the assistant's answers are ignored, because some clients
-    strip them."""
+    """Return whether both are the same message. Of the assistant's answers, spaces around them and the reasoning are
+    ignored, because some clients strip them, and calls that were not told to a client that wanted one."""
     if known.get("role") != "assistant" or not isinstance(asked.get("content"), str):
         return asked == known
-    return {**asked, "content": asked["content"].strip()} == {**known, "content": known["content"].strip()}
+    mine, theirs = _essence(asked), _essence(known)
+    calls, known_calls = mine.pop("tool_calls", []), theirs.pop("tool_calls", [])
+    return mine == theirs and bool(calls) == bool(known_calls) and calls == known_calls[: len(calls)]
+
+
+def _essence(answer: Message) -> dict[str, Any]:
+    kept = {name: value for name, value in answer.items() if name not in REASONING}
+    return {**kept, "content": answer["content"].strip()}
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from penstock.model.answer_format import AnswerFormat
 from penstock.model.chat_template import ChatTemplate, read_template
 from penstock.model.control_tokens import ControlTokens, Real
 from penstock.model.files import AGAIN, ModelError, check_links, read_json, read_json_if_present
@@ -42,6 +43,9 @@ class ChatTokenizer:
         self._special_tokens = dict(specials)
         self.eos_ids = eos_ids
         self._controls = ControlTokens(tokenizer, template, eos_ids)
+        self.answers = AnswerFormat.of(template.source if template is not None else "")
+        """How to read answers."""
+        self._marks = _special_marks(tokenizer, self.answers)
         self.max_characters = math.inf
         """Maximum length of a rendered conversation. A longer one is refused before it is tokenised."""
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -132,9 +136,26 @@ class ChatTokenizer:
         return self._encode(*self._controls.disguised_answer(text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of `token_ids`."""
+        """Return the text of `token_ids`. `skip_special`: without special tokens, except those around thoughts and
+        calls of tools."""
+        ids = list(token_ids)
+        if skip_special and self._marks.kept and not self._marks.kept.isdisjoint(ids):
+            ids, skip_special = [token for token in ids if token not in self._marks.dropped], False
         with without_panic():
-            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
+            return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+class _SpecialMarks(NamedTuple):
+    """Special tokens: those around thoughts and calls, and the others."""
+
+    kept: frozenset[int]
+    dropped: frozenset[int]
+
+
+def _special_marks(tokenizer: Tokenizer, answers: AnswerFormat) -> _SpecialMarks:
+    special = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    kept = frozenset(number for number, text in special.items() if text in answers.special_texts)
+    return _SpecialMarks(kept, frozenset(special.keys() - kept))
 
 
 @contextmanager
