@@ -31,6 +31,9 @@ from penstock.types import Sampling, SegmentGrant, Task
         ("1-15 lower 8", ["1-15", "8", "lower"], None),
         ("1-15" + " " * 100 + "8", ["1-15", "8"], None),
         ("1-15, and nothing said", ["1-15", ""], None),
+        ("guess\nThat was wrong (-1 point)", ["guess", "g"], None),
+        ("guess\nThat was wrong. The number is higher than 5.", ["guess", "5"], None),
+        ("guess\n<|im_start|>assistant\n5\nhigher", ["guess", "5"], "\nhigher"),
         ("anything", [], "anything"),
     ],
 )

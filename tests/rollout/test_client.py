@@ -19,7 +19,7 @@ from penstock.deadline import Stalled
 from penstock.rollout.app import ApiKeys
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.session import HttpSession, RolloutError
+from penstock.rollout.session import LARGE_BYTES, HttpSession, RolloutError
 from penstock.types import EpisodeId, Sampling, SegmentGrant
 
 
@@ -124,12 +124,47 @@ async def test_a_reply_that_cannot_be_trained_is_refused(body: dict[str, Any], s
     assert caught.value.status == status
 
 
+async def test_parts_that_nobody_reads_are_skipped() -> None:
+    """They are neither decoded nor checked, however many there are."""
+    body = reply([5, 6], [-1.0, -1.0])
+    body["meta_info"]["output_top_logprobs"] = body["meta_info"]["input_token_logprobs"] = [[]] * 20_000
+    async with answering(body) as client:
+        (segment,) = await client.generate([5], [GRANT], Sampling(), [0])
+    assert segment.token_ids == [5, 6]
+
+
+async def test_large_replies_leave_other_tasks_time() -> None:
+    """Between two large replies that came together, other tasks run."""
+    turns, beats = 0, list[int]()
+
+    async def beat() -> None:
+        while True:
+            beats.append(turns)
+            await asyncio.sleep(0)
+
+    body = json.dumps({"zeros": [0] * LARGE_BYTES}).encode()
+    async with answering(body) as client:
+
+        async def ask() -> None:
+            nonlocal turns
+            with pytest.raises(RolloutError, match="unexpected body"):
+                await client.ready()
+            turns += 1
+
+        beating = asyncio.create_task(beat())
+        await asyncio.gather(*(ask() for _ in range(8)))
+        beating.cancel()
+    assert {*range(8)} <= {*beats}
+
+
 @pytest.mark.parametrize(
     ("body", "shown"),
     [
-        (b"[" * 200_000, "[" * 500),
+        (b"[" * 200_000, "[" * 500 + "..."),
         (b'{"message": "\xff"}', '{"message": "\ufffd"}'),
-        (b'{"message": "' + b"x" * 1_000_000 + b'"}', "x" * 500 + "..."),
+        (b'{"message": "' + b"x" * 60_000 + b'"}', "x" * 500 + "..."),
+        (b'{"message": "' + b"x" * 1_000_000 + b'"}', '{"message": "' + "x" * 487 + "..."),
+        (b'{"error":[' + b"[0]," * 1_000_000 + b"0]}", '{"error":[' + "[0]," * 122 + "[0..."),
     ],
 )
 async def test_an_odd_error_is_told_in_a_few_words(body: bytes, shown: str) -> None:

@@ -50,6 +50,14 @@ def test_a_right_answer_of_latex_is_read_as_a_whole(right: str, wrong: str) -> N
         (r"Compute \(\cos \frac{\pi}{6}\).", r"\frac{\sqrt{3}}{2}", r"$\cos \frac{\pi}{6}$"),
         ("Factor $x^2+3x+2$.", "(x+1)(x+2)", "$2 + x^2 + 3x$"),
         ("Expand $(x+1)(x+2)$.", "x^2+3x+2", "$(x+1)(x+2)$"),
+        ("What is $2^{10}$?", "1024", r"\boxed{y=2^{10}}"),
+        ("What is $2^{10}$?", "1024", r"\boxed{2^{10}=2^{10}}"),
+        ("What is $2^{10}$?", "1024", r"\boxed{\{2^{10}\}}"),
+        ("What is $2^{10}$?", "1024", r"\boxed{2^{10}, 2^{10}}"),
+        (r"Simplify $\frac{462}{1078}$.", r"\frac{3}{7}", r"\boxed{\frac{462}{1078}}"),
+        (r"What is $\max(1,2,3)$?", "3", r"\boxed{\max(1,2,3)}"),
+        (r"What is $\{1,2\}\cup\{2,3\}$?", r"\{1,2,3\}", r"$\{1,2\}\cup\{2,3\}$"),
+        ("How much is it?", r"\begin{pmatrix}1\\2\end{pmatrix}", r"$\begin{pmatrix}\int_0^1 2x dx\\2\end{pmatrix}$"),
         ("How much is it?", r"\frac{1}{3}", r"$\int_0^1 x^2 \, dx$"),
         ("How much is it?", "5050", r"$\sum_{n=1}^{100} n$"),
         ("How much is it?", "2", r"$\lim_{x\to 0}\frac{\sin(2x)}{x}$"),
@@ -71,6 +79,10 @@ def test_a_repeated_question_is_no_answer(question: str, right: str, repeated: s
         (r"Which is larger, $\sqrt{2}$ or $1$?", r"\sqrt{2}", r"$\sqrt{2}$"),
         ("If $x=5$, what is $x$?", "5", "$x=5$"),
         ("How many subsets do ten things have?", "1024", "$2^{10}$"),
+        (r"What is the limit of $1/x^2$ at 0?", r"\infty", r"\boxed{\infty}"),
+        ("How much is a half in percent?", r"50\%", r"\boxed{0.5}"),
+        ("How much is a half?", "0.5", r"\boxed{50\%}"),
+        (r"For $0<x<\pi/2$, what is the bound?", r"\frac{\pi}{2}", r"$\pi/2$"),
         (r"What is left to do?", r"\int_0^1 f(x) \, dx", r"$\int_0^1 f(x) \, dx$"),
     ],
 )
@@ -130,6 +142,16 @@ def test_a_rare_event_is_not_impossible(given: str, reward: float) -> None:
     pytest.importorskip("reasoning_gym")
     task = {"answer": "6.103515625e-05", "metadata": {"source_dataset": "coin_flip"}}
     assert (DatasetRule().score(given, task) == 1.0) == (reward == 1.0)
+
+
+def test_the_first_decimals_are_no_number() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    reward = DatasetRule()
+    for task in reasoning_gym.create_dataset("decimal_arithmetic", seed=11, size=20):
+        right = str(task["answer"])
+        assert reward.score(right, task) == 1.0
+        if len(right.partition(".")[2]) > 4:
+            assert reward.score(f"{float(right):.3f}", task) == 0.0
 
 
 def nans(task: dict[str, Any]) -> str:

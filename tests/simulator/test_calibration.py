@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +95,25 @@ def test_runs_that_do_not_tell_enough(tmp_path: Path, run_dir: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
     with pytest.raises(ConfigError, match="no decode costs"):
         calibrate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("metrics.jsonl", "time", 5),
+        ("metrics.jsonl", "ledger", []),
+        ("events.jsonl", "counters", [1]),
+        ("events.jsonl", "counters", {"cost_nn": "x"}),
+        ("timeline.jsonl", "start", "x"),
+    ],
+)
+def test_damaged_files_are_one_error(tmp_path: Path, run_dir: Path, file: str, key: str, value: Any) -> None:
+    damaged = Path(shutil.copytree(run_dir, tmp_path / "damaged"))
+    lines = [json.loads(line) for line in (damaged / file).read_text().splitlines()]
+    changed = [line | {key: value} if key in line else line for line in lines]
+    (damaged / file).write_text("".join(json.dumps(line) + "\n" for line in changed))
+    with pytest.raises(ConfigError, match=f"the files of run {damaged} are damaged|no decode costs"):
+        compare(damaged)
 
 
 def test_least_squares_stay_non_negative() -> None:

@@ -26,7 +26,7 @@ from penstock.cli.runs import find_directory
 from penstock.cli.status import status
 from penstock.config import Config, ConfigError, load_config
 from penstock.model.files import has_weights
-from penstock.observe import closing_report, log_lines, progress, summary
+from penstock.observe import closing_report, jsonl, log_lines, progress, summary
 from penstock.observe.tables import open_console
 from penstock.observe.view import Plan
 from penstock.observe.visible_text import visible
@@ -124,7 +124,9 @@ def resume(run_dir: Path, overrides: Sequence[str], *, detach: bool) -> int:
     run_dir = run_dir.absolute()
     resumption = run_directory.plan_resumption(run_dir, overrides)
     if resumption.is_complete:
-        print(f"run {run_dir.name} is complete, so there is nothing to resume: {further(resumption.config)}")
+        ended = [e for e in jsonl.read(run_dir / "events.jsonl") if e.get("event") == "early_stop"]
+        how = f"it ended early ({ended[-1].get('reason')})" if ended else further(resumption.config)
+        print(f"run {run_dir.name} is complete, so there is nothing to resume: {visible(how)}")
         return 0
     if not detach:  # the process in the background checks the data itself
         run_directory.check_data(run_dir, resumption.config)

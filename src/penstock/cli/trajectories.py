@@ -109,7 +109,9 @@ def in_samples(run_dir: Path) -> Iterator[Found]:
     """Yield the trajectories that were kept as samples."""
     for path in sorted((run_dir / TRAJECTORIES).glob(SAMPLES)):
         for row in jsonl.read(path):
-            yield Found(row["group"], row["episode"], row["reward"], partial(dict, row))
+            match row:  # others are damaged
+                case {"group": int(group), "episode": int(episode), "reward": int() | float() as reward}:
+                    yield Found(group, episode, reward, partial(dict, row))
 
 
 def render(row: Row) -> RenderableType:

@@ -31,6 +31,8 @@ MAX_INFO_BYTES_OF_ALL = 1 << 18
 LONGEST_SEPARATOR = 64
 """Maximum number of characters between two messages of a repeated conversation: line breaks, speaker names, turn
 markers."""
+SHORT_MESSAGE, LONGEST_BEFORE_SHORT = 8, 24
+"""Before a message of so few characters the separator is this short: such a message is found in any sentence."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -278,8 +280,15 @@ def new_part(text: str, conversation: Sequence[str]) -> str | None:
     """
     end = 0
     for message in (each.strip() for each in conversation):
-        start = text.find(message, end, end + len(message) + LONGEST_SEPARATOR) if message else -1
-        if start < 0:
+        longest = LONGEST_SEPARATOR if len(message) > SHORT_MESSAGE else LONGEST_BEFORE_SHORT
+        start = text.find(message, end, end + len(message) + longest) if message else -1
+        if start < 0 or _is_inside_a_word(text, start, start + len(message)):
             return None
         end = start + len(message)
     return text[end:]
+
+
+def _is_inside_a_word(text: str, start: int, end: int) -> bool:
+    """Return whether `text[start:end]` begins or ends inside a word."""
+    before, first, last, after = text[start - 1 : start], text[start], text[end - 1], text[end : end + 1]
+    return (before.isalnum() and first.isalnum()) or (last.isalnum() and after.isalnum())

@@ -174,7 +174,8 @@ async def auth_proxy(
         return await unless_disconnected(request, _answer(session, engine, request.scope["path"], request, body))
 
     async def health(request: Request) -> Response:
-        answer = await unless_disconnected(request, _answer(session, engine, health_path, request, b""))
+        asked = Request({**request.scope, "query_string": b""})
+        answer = await unless_disconnected(request, _answer(session, engine, health_path, asked, b""))
         return Response(status_code=answer.status_code)
 
     # A public route has no POST, because it must not keep a body (`App`).
@@ -204,6 +205,8 @@ async def _answer(session: aiohttp.ClientSession, engine: str, path: str, reques
             async with session.request(
                 request.method, url, data=body, headers=headers, allow_redirects=False
             ) as answer:
+                if not 200 <= answer.status < 600:
+                    raise Refused(UNREACHED, f"the engine behind this proxy answers with status {answer.status}")
                 kind = answer.headers.get("content-type")
                 return Response(await answer.read(), answer.status, media_type=kind)
         except aiohttp.ClientError as error:

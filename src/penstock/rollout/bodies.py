@@ -172,6 +172,21 @@ class GenerateReply(Struct, kw_only=True):
     """Index of the sample, in a stream of several samples."""
 
 
+class SampledMeta(Struct, kw_only=True):
+    """What a client reads of `meta_info`. It skips everything else, which may be as long as the reply."""
+
+    finish_reason: Stop | Length | Abort | None
+    weight_versions: list[WeightSpan]
+    output_token_logprobs: list[LogprobTriple] | None = None
+
+
+class SampledReply(Struct, kw_only=True):
+    """What a client reads of the reply of `/generate` for one sample."""
+
+    output_ids: list[int]
+    meta_info: SampledMeta
+
+
 class AbortBody(Struct, kw_only=True):
     """The request of `/abort_request`: abort one request, all requests with an id prefix, or all requests."""
 

@@ -125,7 +125,7 @@ class ServerClient(ABC):
     async def _post(self, path: str, body: object = None, *, timeout_s: float | None = None) -> None:
         await self._session.send("POST", self.url, path, body, timeout_s=timeout_s)
 
-    def _segments(self, replies: Sequence[bodies.GenerateReply], grants: Sequence[SegmentGrant]) -> list[Segment]:
+    def _segments(self, replies: Sequence[bodies.SampledReply], grants: Sequence[SegmentGrant]) -> list[Segment]:
         if len(replies) != len(grants):
             raise RolloutError(self.url, f"returned {len(replies)} samples instead of {len(grants)}", 200)
         segments = []
@@ -194,7 +194,7 @@ class RolloutClient(ServerClient):
         body = bodies.GenerateBody(
             input_ids=list(prompt_ids), sampling_params=params, return_logprob=True, return_text=False
         )
-        kind = bodies.GenerateReply | list[bodies.GenerateReply]
+        kind = bodies.SampledReply | list[bodies.SampledReply]
         reply: Any = await self._session.call(
             "POST",
             self.url,

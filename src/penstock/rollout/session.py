@@ -4,18 +4,18 @@ This module retries nothing: a failed call raises one clear error."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
-from aiohttp.client_proto import ResponseHandler
 
-from penstock.deadline import deadline
+from penstock.deadline import deadline, holding
 from penstock.rollout import bodies
 from penstock.rollout.claim import CLAIM
+from penstock.runtime.http_client import guarded, short
 
 T = TypeVar("T")
 
@@ -24,11 +24,12 @@ KEEP_ALIVE_S = 4.0
 
 MAX_REPLY_BYTES = 1 << 20
 """Limit of a reply. An answer with tokens has a limit of its own, by the number of tokens."""
-MOST_UNREAD = 4
-"""Most replies of a connection that nobody has read, before the connection is ended. One request is open on each
-connection, and gets one reply; a few interim replies (1xx) may come before."""
-MAX_MESSAGE_CHARS = 500
-"""A longer error message of a server is cut."""
+MAX_ERROR_BYTES = 65_536
+"""Of a reply with an error no more is read."""
+LARGE_BYTES = 262_144
+"""Larger replies are decoded one at a time, and other tasks run between two of them."""
+DECODE_S = 600.0
+"""How long a large reply may wait until others are decoded."""
 
 
 class RolloutError(RuntimeError):
@@ -54,6 +55,7 @@ class HttpSession:
             self._headers[CLAIM] = claim
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
+        self._decoding = asyncio.Lock()
 
     async def call(
         self,
@@ -69,7 +71,13 @@ class HttpSession:
         """Send a request and return the decoded reply. Raises RolloutError, or Stalled at the deadline."""
         answer = await self.send(method, url, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         try:
-            return bodies.decode(answer, reply)
+            if len(answer) <= LARGE_BYTES:
+                return bodies.decode(answer, reply)
+            async with holding(
+                self._decoding, DECODE_S, waiter="rollout client", resource="the decoder", holder="other large replies"
+            ):
+                await asyncio.sleep(0)
+                return bodies.decode(answer, reply)
         except msgspec.DecodeError as error:
             raise RolloutError(url, f"{method} {path} returned an unexpected body: {error}", 200) from error
 
@@ -90,7 +98,8 @@ class HttpSession:
         async with deadline(seconds, waiter="rollout client", resource=f"{method} {path}", holder=url):
             try:
                 async with self._session.request(method, url + path, data=data, allow_redirects=False) as response:
-                    answer = await _body(response, url, path, max_bytes)
+                    is_error = response.status != 200
+                    answer = await (_beginning(response) if is_error else _body(response, url, path, max_bytes))
             except (aiohttp.ClientError, OSError) as error:
                 raise RolloutError(url, f"{method} {path} got no answer: {_reason(error)}") from error
         if response.status != 200:
@@ -107,25 +116,13 @@ class HttpSession:
 def open_session(headers: Mapping[str, str], connector: aiohttp.BaseConnector | None = None) -> aiohttp.ClientSession:
     """Return a session with unlimited connections, unless `connector` limits them, and no timeout of its own."""
     connector = connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-    connection: Callable[..., ResponseHandler] = _Connection
-    connector._factory = partial(connection, loop=connector._loop)
     return aiohttp.ClientSession(
-        connector=connector,
+        connector=guarded(connector),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={"Accept-Encoding": "identity", **headers},
         cookie_jar=aiohttp.DummyCookieJar(),  # those of one server would go to another one of the same host
         auto_decompress=False,  # a small reply could become a large one
     )
-
-
-class _Connection(ResponseHandler):
-    """A connection that ends when the server sends replies that nobody has asked for. They would be parsed and kept
-    while the connection is idle."""
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if len(self._buffer) > MOST_UNREAD and self.transport is not None:
-            self.transport.abort()
 
 
 async def _body(response: aiohttp.ClientResponse, url: str, path: str, max_bytes: int) -> bytes:
@@ -140,10 +137,21 @@ async def _body(response: aiohttp.ClientResponse, url: str, path: str, max_bytes
     return b"".join(parts)
 
 
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    """Return at most the first `MAX_ERROR_BYTES` of a reply, and end a connection that has more to read."""
+    found = b""
+    async for part in response.content.iter_any():
+        found += part
+        if len(found) > MAX_ERROR_BYTES:
+            response.close()
+            break
+    return found[:MAX_ERROR_BYTES]
+
+
 def _reason(error: Exception) -> str:
     """Return the system's message for the error number if there is one, otherwise the error's own message."""
     number = getattr(error, "errno", None)
-    return os.strerror(number) if number is not None and number > 0 else str(error) or type(error).__name__
+    return os.strerror(number) if number is not None and number > 0 else short(str(error)) or type(error).__name__
 
 
 def _message(answer: bytes) -> str:
@@ -153,6 +161,6 @@ def _message(answer: bytes) -> str:
         error = body.get("error", body)
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # DecodeError is a ValueError
-        text = answer[:MAX_MESSAGE_CHARS].decode(errors="replace").lstrip()
+        text = answer.decode(errors="replace").lstrip()
         text = "a web page" if text.startswith("<") else text
-    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
+    return short(text)

@@ -46,7 +46,7 @@ class SGLangClient(ServerClient):
             ],
             return_logprob=True,
         )
-        kind = list[bodies.GenerateReply]
+        kind = list[bodies.SampledReply]
         replies = await self._session.call(
             "POST", self.url, "/generate", body, kind, timeout_s=ANSWER_S, max_bytes=answer_bytes(grants)
         )

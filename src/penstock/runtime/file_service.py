@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
@@ -22,6 +22,7 @@ from starlette.responses import FileResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.deadline import deadline
+from penstock.runtime.http_client import guarded, short
 from penstock.runtime.http_server import bind, listening, url_of
 
 POOL, WEIGHTS = "pool", "weights"
@@ -97,7 +98,9 @@ async def read_range(url: str, start: int, end: int, take: Callable[[bytes], obj
     now = asyncio.get_running_loop().time
     limit = now() + max_silence_s
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=max_silence_s, sock_read=PIECE_S)
-    async with aiohttp.ClientSession(timeout=timeout, read_bufsize=PIECE_BYTES, auto_decompress=False) as session:
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=guarded(aiohttp.TCPConnector()), read_bufsize=PIECE_BYTES, auto_decompress=False
+    ) as session:
         while start < end:
             try:
                 async for piece in _part(session, url, start, min(start + PART_BYTES, end)):
@@ -112,10 +115,13 @@ async def read_range(url: str, start: int, end: int, take: Callable[[bytes], obj
 
 
 async def _part(session: aiohttp.ClientSession, url: str, start: int, end: int) -> AsyncIterator[bytes]:
-    """Yield the pieces as they arrive, and never more bytes than requested. aiohttp limits the wait for each piece."""
+    """Yield the pieces as they arrive, and never more bytes than requested. aiohttp limits the wait for each piece, but
+    interim answers may come without end before the first one."""
     wrong = aiohttp.ClientPayloadError(f"the answer is not bytes {start} to {end}")
     headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-    async with session.get(url, headers=headers, allow_redirects=False) as response:
+    async with deadline(PIECE_S, waiter="a reader", resource=without_token(url), holder="the file service"):
+        answer = await session.get(url, headers=headers, allow_redirects=False)
+    with closing(answer) as response:
         response.raise_for_status()
         is_encoded = "Content-Encoding" in response.headers
         if response.status != PARTIAL or response.content_length != end - start or is_encoded:
@@ -129,8 +135,8 @@ async def _part(session: aiohttp.ClientSession, url: str, start: int, end: int) 
 
 def _say(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientResponseError):
-        return f"HTTP {error.status} {error.message}"
-    return str(error) or type(error).__name__
+        return short(f"HTTP {error.status} {error.message}")
+    return short(str(error)) or type(error).__name__
 
 
 def _token(path: str, secret: str) -> str:

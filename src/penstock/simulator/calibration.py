@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -148,15 +149,32 @@ class Comparison:
 
 def calibrate(run_dir: Path) -> SimulatorConfig:
     """Return the `simulator` section that fits a finished run. Raises `ConfigError` if the run's files do not hold
-    enough data."""
-    return _fit(read(run_dir))[0].simulator
+    enough data, or cannot be used."""
+    with _reading(run_dir):
+        return _fit(read(run_dir))[0].simulator
 
 
 def compare(run_dir: Path) -> Comparison:
-    """Calibrate, simulate the run's own configuration, and return measured and predicted figures."""
-    run = read(run_dir)
-    config, measures = _fit(run)
-    return Comparison(config=config, measured=measured(run), predicted=predicted(measures), caveat=_caveat(run))
+    """Calibrate, simulate the run's own configuration, and return measured and predicted figures. Raises `ConfigError`
+    as `calibrate` does."""
+    with _reading(run_dir):
+        run = read(run_dir)
+        config, measures = _fit(run)
+        return Comparison(config=config, measured=measured(run), predicted=predicted(measures), caveat=_caveat(run))
+
+
+@contextmanager
+def _reading(run_dir: Path) -> Iterator[None]:
+    """Raise `ConfigError` for records that are no numbers, or numbers that no run has."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, np.linalg.LinAlgError) as error:
+        raise ConfigError(
+            f"the files of run {run_dir} are damaged ({type(error).__name__}: {error}): metrics.jsonl, events.jsonl or "
+            "timeline.jsonl has a record that no run writes; calibrate on another run"
+        ) from None
 
 
 def _caveat(run: RecordedRun) -> str | None:

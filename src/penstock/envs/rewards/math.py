@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -18,17 +19,22 @@ _HAS_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![^{]*\})")
 
 _MARKED = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 """An expression of a question."""
-_NUMBER = re.compile(r"-?[\d.,]+|-?\d+/\d+|-?\\[dt]?frac\{\d+\}\{\d+\}")
-"""A number that is worked out."""
-MOST_MARKED = 16
-"""Most expressions of a question that are compared with an answer."""
+_BETWEEN = re.compile(r"[=<>,;]|\\(?:le|ge|leq|geq|in|to|approx|text|quad)\b")
+"""What stands between the parts of an expression."""
+_NUMBER = re.compile(r"[-+]?[\d.]+|[-+]?\\[dt]?frac\{(\d+)\}\{(\d+)\}|[-+]?(\d+)/(\d+)")
+_DEMANDS = re.compile(r"\\(?:cup|cap|setminus|binom|max|min|gcd|lcm|det)\b|[vp]matrix")
+"""What math-verify works out by itself when it reads an expression."""
+MOST_PARTS = 16
+"""Most parts of a question, and of an answer, that are compared."""
 UNFINISHED = ("Integral", "Sum", "Product", "Limit", "Derivative")
 """Classes of SymPy for what remains to be worked out."""
-OPERATIONS = ("Add", "Mul", "Pow", "Function", *UNFINISHED)
 
 PRECISION = 1e-5
 """Largest relative difference between equal numbers. Math-verify rounds to six decimals, so that 0.0 would equal
 Planck's constant."""
+PERCENT, LEAST_PERCENT = 100, 1e-3
+"""A number of percent equals a number that is so many times as large or as small, unless both are below the second
+number: there math-verify's own rounding makes them equal."""
 
 
 class Math:
@@ -54,27 +60,34 @@ class Math:
 
     def score(self, answer: str, payload: Mapping[str, Any]) -> float:
         right, given = self._expected(payload), self._parse(answer)
-        if not self._verify(right, given) or _are_apart(right, given):
+        if not given or not self._verify(right, given) or _are_apart(right, given):
             return 0.0
-        return float(not _is_unfinished(right[0], given[0]) and not self._repeats(right, given, payload))
+        question = str(payload.get("question", ""))
+        return float(not _is_unfinished(right[0], given[0]) and not self._repeats(right, given, question))
 
     def check(self, payload: Mapping[str, Any]) -> None:
         """Raise ValueError if the task's answer cannot be read."""
         self._expected(payload)
 
-    def _repeats(self, right: Sequence[Any], given: Sequence[Any], payload: Mapping[str, Any]) -> bool:
-        """Return whether a parsed answer is an expression of the question, and not the task's own answer."""
-        text, question = _squeezed(given[-1]), str(payload.get("question", ""))
-        if text == _squeezed(right[-1]) or _NUMBER.fullmatch(text):
-            return False
-        is_compound = _has(given[0], OPERATIONS)
-        if text in _squeezed(question) and (is_compound or (_has(given[0], ("Number",)) and not given[0].args)):
-            return True
-        if not is_compound or given[0] == right[0]:
-            return False
-        marked = ["".join(found) for found in _MARKED.findall(question)[:MOST_MARKED]]
-        form = _form(given[0])
-        return any(form == _form(parsed[0]) for each in marked if (parsed := self._parse(f"${each}$")))
+    def _repeats(self, right: Sequence[Any], given: Sequence[Any], question: str) -> bool:
+        """Return whether a part of a parsed answer is an expression of the question that remains to be worked out."""
+        asked = [part for found in _MARKED.findall(question) for part in _parts("".join(found))][:MOST_PARTS]
+        prose, texts = _squeezed(_MARKED.sub(" ", question)), set(map(_squeezed, asked))
+        forms: list[Any] | None = None
+        for part in _parts(str(given[-1]))[:MOST_PARTS]:
+            text, tree = _squeezed(part), self._tree(part)
+            if text == _squeezed(right[-1]) or _is_worked_out(text, tree):
+                continue
+            if text in texts or text in prose:
+                return True
+            forms = [_form(self._tree(each)) for each in asked] if forms is None else forms
+            if _has_form(tree) and _form(tree) in forms and _form(tree) != _form(right[0]):
+                return True
+        return False
+
+    def _tree(self, text: str) -> Any:
+        parsed = self._parse(f"${text}$")
+        return parsed[0] if parsed else None
 
     def _expected(self, payload: Mapping[str, Any]) -> Any:
         right = str(field_of(payload, self._answer_key))
@@ -91,19 +104,53 @@ def _squeezed(text: Any) -> str:
     return "".join(str(text).split())
 
 
+def _parts(text: str) -> list[str]:
+    """Return an expression, and the expressions in it: sides of an equation, elements of a set or a list."""
+    inner = text.replace("\\{", " ").replace("\\}", " ").replace("\\left", " ").replace("\\right", " ")
+    return list(dict.fromkeys(part.strip() for part in (text, *_BETWEEN.split(inner)) if part.strip()))
+
+
+def _is_worked_out(text: str, tree: Any) -> bool:
+    """Return whether an expression cannot be worked out any further, or is too small to tell."""
+    sympy = import_module("sympy")
+    if not isinstance(tree, sympy.Expr):
+        return not _DEMANDS.search(text)
+    if tree.is_Number:
+        found = _NUMBER.fullmatch(text)
+        terms = [int(each) for each in (found.groups() if found else ()) if each]
+        return found is not None and (not terms or math.gcd(*terms) == 1)
+    if _has(tree, UNFINISHED):
+        return False
+    if tree.free_symbols:
+        return bool(tree.count_ops() < 2)
+    return bool(_form(tree) == _form(_rebuilt(tree)) or _NUMBER.fullmatch(text))
+
+
+def _rebuilt(tree: Any) -> Any:
+    """Return an expression with all its operations carried out."""
+    return tree.func(*map(_rebuilt, tree.args)) if tree.args else tree
+
+
 def _has(expression: Any, names: Sequence[str]) -> bool:
     """Return whether an expression of SymPy, or a part of it, is of one of these classes of SymPy."""
     sympy = import_module("sympy")
-    return isinstance(expression, sympy.Basic) and expression.has(*(getattr(sympy, name) for name in names))
+    return hasattr(expression, "has") and bool(expression.has(*(getattr(sympy, name) for name in names)))
+
+
+def _has_form(tree: Any) -> bool:
+    """Return whether the tree shows how an expression is written: a number does not."""
+    return bool(getattr(tree, "args", ()))
 
 
 def _form(expression: Any) -> Any:
     """Return a value that is the same for expressions that differ only in the order of sums and products."""
-    args = getattr(expression, "args", ())
+    args: tuple[Any, ...] = getattr(expression, "args", ())
     if not args:
         return repr(expression)
     parts = [_form(each) for each in args]
     name = type(expression).__name__
+    if name == "Pow" and parts[1] == "-1" and parts[0].isdecimal():
+        return f"1/{parts[0]}"  # as SymPy writes a fraction that it has carried out
     return name, *(sorted(parts, key=repr) if name in ("Add", "Mul") else parts)
 
 
@@ -113,16 +160,23 @@ def _is_unfinished(right: Any, given: Any) -> bool:
 
 
 def _are_apart(right: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Return whether two parsed answers are numbers that differ by more than `PRECISION`."""
-    numbers = _number(right[0]), _number(given[0])
-    if None in numbers:
+    """Return whether two parsed answers that math-verify finds equal are numbers that differ by more than
+    `PRECISION`, and not by percent."""
+    one, other = _number(right[0]), _number(given[0])
+    if one is None or other is None:
         return False
-    largest = max(map(abs, numbers))
-    return bool(abs(numbers[0] - numbers[1]) > PRECISION * largest)
+    pairs = [(one, other)]
+    if max(_size(one), _size(other)) >= LEAST_PERCENT:
+        pairs += [(PERCENT * one, other), (one, PERCENT * other)]
+    return all(_size(a - b) > PRECISION * max(_size(a), _size(b)) for a, b in pairs)
+
+
+def _size(number: Any) -> Any:
+    return abs(number).evalf()
 
 
 def _number(expression: Any) -> Any:
-    """Return the number that an expression of SymPy means: its value, the right side of an equation, or the only
+    """Return the finite number that an expression of SymPy means: its value, the right side of an equation, or the only
     element of a set; None if it means none."""
     sympy = import_module("sympy")
     if isinstance(expression, sympy.Eq):
@@ -131,4 +185,5 @@ def _number(expression: Any) -> Any:
         (expression,) = expression
     if not isinstance(expression, sympy.Expr) or not expression.is_number:
         return None
-    return expression.evalf()
+    value = expression.doit().evalf()
+    return value if (_size(value).is_Float and _size(value).is_finite) or value.is_zero else None
