@@ -54,10 +54,9 @@ async def test_a_completion_is_the_engines_answer(client: openai.AsyncOpenAI) ->
     assert all(len(top) == 2 for top in choice.logprobs.top_logprobs or ())
     assert done.usage is not None and (done.usage.prompt_tokens, done.usage.completion_tokens) == (5, 6)
     assert done.system_fingerprint == "policy_version-0"
-    assert done.to_dict()["metadata"] == {
-        "weight_version": "0",
-        "weight_versions": [{"version": "0", "start": 0, "end": 6}],
-    }
+    assert done.to_dict()["metadata"] == {"weight_version": "0"}
+    assert choice.to_dict()["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
+    assert done.to_dict()["prompt_token_ids"] == Letters().encode("HELLO")
 
 
 async def test_prompts_may_be_tokens_and_batches_have_a_choice_each(client: openai.AsyncOpenAI) -> None:
@@ -196,7 +195,7 @@ async def test_the_synchronous_client(url: str) -> None:
         ({"messages": []}, "`messages` is empty"),
         ({"messages": [{"role": "user", "content": "A"}], "n": 0}, "n must be from 1 to 1024"),
         ({"messages": [{"role": "user", "content": "A"}], "temperature": -1}, "temperature"),
-        ({"messages": [{"role": "user", "content": "A"}], "max_tokens": 10**6}, "more than the context"),
+        ({"messages": [{"role": "user", "content": "A"}], "max_tokens": 10**6}, "maximum context length is"),
         ({"messages": [{"role": "user", "content": "A"}], "max_tokens": -1}, "max_tokens must be at least 0"),
         ({"messages": [{"role": "user", "content": "A"}], "logprobs": True, "top_logprobs": 21}, "at most 20"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is served"),
@@ -228,6 +227,58 @@ async def test_what_cannot_be_served_is_refused_once_and_for_all(url: str, body:
         reply = await response.json()
     assert (response.status, response.headers["x-should-retry"]) == (400, "false")
     assert message in reply["error"]["message"] and reply["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_client_may_want_no_tokens(client: openai.AsyncOpenAI) -> None:
+    without = {"return_token_ids": False, "chat_template_kwargs": None}
+    done = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "A"}], max_tokens=2, extra_body=without
+    )
+    assert not {name for name in {**done.to_dict(), **done.choices[0].to_dict()} if "token_ids" in name}
+    stream = await client.completions.create(model="tiny", prompt="A", max_tokens=2, stream=True, extra_body=without)
+    async for chunk in stream:
+        assert not {name for name in chunk.choices[0].to_dict() if "token_ids" in name}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": "A" * 97, "max_tokens": 1}, "maximum context length is 96 tokens"),
+        ({"prompt": "A" * 90, "max_tokens": 7}, "maximum context length is 96 tokens"),
+        ({"prompt": "A" * 100_000, "max_tokens": 1}, "maximum context length is 96 tokens"),
+    ],
+)
+async def test_a_long_prompt_is_refused_in_words_that_clients_know(url: str, body: object, message: str) -> None:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
+        error = (await response.json())["error"]
+    assert response.status == 400 and message in error["message"] and error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 10**30])
+async def test_a_seed_is_a_number_of_64_bits(client: openai.AsyncOpenAI, seed: int) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"seed|too large|out of range|Expected"):
+        await client.completions.create(model="tiny", prompt="A", max_tokens=1, seed=seed)
+
+
+async def test_text_becomes_tokens_and_back(url: str) -> None:
+    ids, chat = Letters().encode("BE GOOD"), [{"role": "user", "content": "BE"}, {"role": "user", "content": "GOOD"}]
+    refused: list[tuple[str, object]] = [
+        ("tokenize", {}),
+        ("tokenize", {"prompt": "A", "messages": chat}),
+        ("tokenize", {"prompt": "A" * 100_000}),
+        ("detokenize", {"tokens": [1] * 97}),
+        ("detokenize", {"tokens": [-1]}),
+        ("detokenize", {"tokens": [2**40]}),
+    ]
+    async with aiohttp.ClientSession(url) as session:
+        for body in ({"prompt": "BE GOOD"}, {"messages": chat, "model": "tiny"}):
+            async with session.post("/tokenize", json=body) as response:
+                assert await response.json() == {"count": 7, "max_model_len": 96, "tokens": ids}
+        async with session.post("/detokenize", json={"tokens": ids}) as response:
+            assert await response.json() == {"prompt": Letters().decode(ids)}
+        for path, body in refused:
+            async with session.post(f"/{path}", json=body) as response:
+                assert (response.status, (await response.json())["error"]["type"]) == (400, "invalid_request_error")
 
 
 async def test_a_chat_may_be_given_in_tokens_alone(url: str) -> None:

@@ -268,6 +268,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}},
     "/v1/completions": {"prompt": [1, 2], "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1},
+    "/tokenize": {"prompt": "A"},
+    "/detokenize": {"tokens": [1]},
     "/abort_request": {"rid": "nobody"},
     "/weights/begin": {"policy_version": 5, "path": "/nowhere", "num_bytes": 1, "fingerprint": "x"},
     "/weights/commit": {"policy_version": 5},

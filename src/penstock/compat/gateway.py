@@ -32,7 +32,7 @@ from penstock.rollout.app import ApiKeys, App, bearer
 from penstock.rollout.generation import Generation
 from penstock.rollout.generator import AnswersOnly, Increment, OnTokens
 from penstock.rollout.http import Refused
-from penstock.rollout.request import GenerateRequest, check_prompt
+from penstock.rollout.request import ContextExceeded, GenerateRequest, check_prompt
 from penstock.rollout.session import RolloutError
 from penstock.samples import Segment
 
@@ -139,7 +139,7 @@ class Session(AnswersOnly):
         try:
             segment = await asyncio.shield(task)
         except Over as error:
-            raise Refused(400, str(error)) from error
+            raise (ContextExceeded(str(error)) if error.reason == "max_length" else Refused(400, str(error))) from error
         except EpisodeFailure as error:
             raise Refused(410, str(error)) from error
         except (RolloutError, Stalled) as error:

@@ -3,10 +3,12 @@
 Extensions to OpenAI's API:
 
 * Token ids in and out, which training needs. Requests may give `prompt` as ids, or `prompt_token_ids` on chat as the
-  authoritative history. Every choice returns `token_ids` and `prompt_token_ids`.
+  authoritative history. Every choice returns `token_ids` and `prompt_token_ids`, unless `return_token_ids` is false.
 * The sampling extensions of vLLM and SGLang.
-* The policy_version: in `system_fingerprint`, in `metadata` as `weight_version(s)`, and in the header
-  `X-Policy-Version`. In a stream, every chunk has the fingerprint, and the last chunk of each choice has the metadata.
+* The policy_version: in `system_fingerprint`, in `metadata` as `weight_version`, in each choice as `weight_versions`,
+  and in the header `X-Policy-Version`. In a stream, every chunk has the fingerprint, and the last chunk of each choice
+  has the metadata.
+* `/tokenize` and `/detokenize`, as vLLM has them.
 
 Any model name in a request selects the only model, as in SGLang. An unsupported field that would change the answer is
 refused.
@@ -31,10 +33,12 @@ from penstock.rollout.convert import Answer, GrowingSample, PromptRequest
 from penstock.rollout.generation import Answers
 from penstock.rollout.generator import Generator
 from penstock.rollout.prompt_text import PromptText
+from penstock.rollout.request import ContextExceeded
 from penstock.rollout.text import Tokenizer
 from penstock.samples import Segment
 
 MAX_TOP_LOGPROBS = 20
+MAX_TOKEN = 2**31
 RETRYABLE = (408, 409, 429, 503)
 """Statuses of errors for which a retry may succeed."""
 CODES = {401: "invalid_api_key"}
@@ -64,6 +68,9 @@ class NoSuchModel(http.Refused):
     """The requested name is not the name of the only model."""
 
 
+ERROR_CODES = {NoSuchModel: "model_not_found", ContextExceeded: "context_length_exceeded"}
+
+
 class OpenAI:
     """The endpoints of the OpenAI API."""
 
@@ -81,6 +88,8 @@ class OpenAI:
             route("/v1/models/{name}", ["GET"], self.model, reply=wire.Model),
             generate("/v1/completions", endpoint=self.completions, body=wire.CompletionBody),
             generate("/v1/chat/completions", endpoint=self.chat, body=wire.ChatBody),
+            route("/tokenize", ["POST"], self.tokenize, body=wire.TokenizeBody, reply=wire.TokenizeReply),
+            route("/detokenize", ["POST"], self.detokenize, body=wire.DetokenizeBody, reply=wire.DetokenizeReply),
             route("/v1/{rest}", [], http.not_found),
         ]
 
@@ -108,7 +117,8 @@ class OpenAI:
         )
         generate.logprob_start_len = 0 if body.echo else -1
         generate.text, generate.input_ids = (prompt, None) if kinds == {str} else (None, prompt)
-        return await self._answer(request, body, generate, CompletionFormat(self._tokenizer, echo=bool(body.echo)))
+        form = CompletionFormat(self._tokenizer, has_tokens=body.return_token_ids is not False, echo=bool(body.echo))
+        return await self._answer(request, body, generate, form)
 
     async def chat(self, request: Request) -> Response:
         """Generate the assistant's next message."""
@@ -131,11 +141,40 @@ class OpenAI:
         generate = _generate_body(body, max_tokens, top=body.top_logprobs, wanted=bool(body.logprobs))
         generate.input_ids = list(ids)
         tools = (body.tools or ()) if body.tool_choice != "none" else ()
-        form = ChatFormat(self._tokenizer, tools, one_call=body.parallel_tool_calls is False)
+        one_call, has_tokens = body.parallel_tool_calls is False, body.return_token_ids is not False
+        form = ChatFormat(self._tokenizer, tools, one_call=one_call, has_tokens=has_tokens)
         return await self._answer(request, body, generate, form)
 
+    async def tokenize(self, request: Request) -> Response:
+        """Return the tokens of a prompt or of a conversation."""
+        body = await http.read_body(request, wire.TokenizeBody)
+        if (body.prompt is None) == (not body.messages):
+            raise ValueError("give exactly one of `prompt` and `messages`")
+        if body.prompt is None:
+            chat = wire.ChatBody(
+                messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
+            )
+            ids = await self._rendered(chat)
+        else:
+            found = (await self._text.tokenised(bodies.GenerateBody(text=body.prompt))).input_ids
+            ids = [each for each in found or () if isinstance(each, int)]
+        reply = wire.TokenizeReply(count=len(ids), max_model_len=self._generator.max_context, tokens=ids)
+        return http.answer(reply)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of tokens, special ones included."""
+        body = await http.read_body(request, wire.DetokenizeBody)
+        if len(body.tokens) > self._generator.max_context:
+            raise ContextExceeded(
+                f"there are {len(body.tokens)} tokens, and this model's maximum context length is "
+                f"{self._generator.max_context} tokens"
+            )
+        if any(not 0 <= token < MAX_TOKEN for token in body.tokens):
+            raise ValueError(f"`tokens` holds a number that no token can be: they go from 0 to {MAX_TOKEN - 1}")
+        return http.answer(wire.DetokenizeReply(prompt=self._tokenizer.decode(body.tokens, skip_special=False)))
+
     async def _rendered(self, body: wire.ChatBody) -> list[int]:
-        settings = body.chat_template_kwargs
+        settings = body.chat_template_kwargs or {}
         if taken := sorted(settings.keys() & {"messages", "tools", "self"}):
             raise ValueError(f"`chat_template_kwargs` cannot set {', '.join(taken)}")
         if body.tools and body.tool_choice != "none":
@@ -146,7 +185,7 @@ class OpenAI:
 
         try:
             return await self._text.rendered(render, body.messages, settings)
-        except Stalled:
+        except (Stalled, ContextExceeded):
             raise
         except Exception as error:  # the model's template is foreign code, and runs on the client's data
             raise ValueError(f"the conversation cannot be rendered: {error}") from error
@@ -166,6 +205,8 @@ class OpenAI:
         pairs = [(each, segment) for each in answers for segment in each.segments]
         choices = [form.choice(index, *pair) for index, pair in enumerate(pairs)]
         reply = head | {"object": form.kind, "choices": choices, "usage": _usage(answers)}
+        if len(prompts) == 1 and body.return_token_ids is not False:
+            reply["prompt_token_ids"] = prompts[0].prompt_ids  # where vLLM has them
         response = http.answer(reply | _provenance([segment for _, segment in pairs], answers[-1].scored_by))
         response.headers.update(convert.version_header(answers))
         return response
@@ -201,8 +242,9 @@ class CompletionFormat:
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, tokenizer: Tokenizer, *, echo: bool = False) -> None:
-        self._tokenizer, self.echoes = tokenizer, echo
+    def __init__(self, tokenizer: Tokenizer, *, has_tokens: bool, echo: bool = False) -> None:
+        """`has_tokens`: choices have their token ids."""
+        self._tokenizer, self.echoes, self._has_tokens = tokenizer, echo, has_tokens
         self._texts: dict[int, str] = {}
         """Texts of tokens. The samples of a prompt repeat its tokens."""
         self._sent: dict[int, tuple[int, int]] = {}
@@ -224,9 +266,15 @@ class CompletionFormat:
             "finish_reason": segment.finish_reason,
             "matched_stop": reason.matched if isinstance(reason, bodies.Stop) else None,
             "logprobs": self._logprobs(ids, logprobs, tops) if prompt.body.return_logprob else None,
-            "token_ids": segment.token_ids,
-            "prompt_token_ids": prompt.prompt_ids,
+            "weight_versions": _weight_versions(segment),
+            **self._tokens(segment.token_ids, prompt.prompt_ids),
         }
+
+    def _tokens(self, token_ids: Sequence[int], prompt_ids: Sequence[int] | None = None) -> dict[str, Any]:
+        """Return the fields with tokens, unless the client wants none."""
+        if not self._has_tokens:
+            return {}
+        return {"token_ids": token_ids, **({"prompt_token_ids": prompt_ids} if prompt_ids is not None else {})}
 
     def delta(self, sample: GrowingSample) -> dict[str, Any] | None:
         """Return the new part of a sample, as a choice for a chunk of the stream; None if it has no new text. The first
@@ -243,12 +291,12 @@ class CompletionFormat:
             "finish_reason": segment.finish_reason if segment is not None else None,
             **chunk,
             "logprobs": self._logprobs(ids, logprobs, tops, num_characters) if prompt.body.return_logprob else None,
-            "token_ids": ids,
+            **self._tokens(ids, prompt.prompt_ids if is_first else None),
         }
-        if is_first:
-            delta["prompt_token_ids"] = prompt.prompt_ids
         self._sent[sample.index] = len(text), sample.num_tokens
-        return delta if segment is None else delta | _provenance([segment])
+        if segment is None:
+            return delta
+        return delta | {"weight_versions": _weight_versions(segment)} | _provenance([segment])
 
     def _chunk(self, sample: GrowingSample, text: str) -> dict[str, Any] | None:
         """Return what is new of a sample with this text; None if nothing is, and it has not ended."""
@@ -276,9 +324,9 @@ class ChatFormat(CompletionFormat):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, tokenizer: ChatTemplate, tools: Tools, *, one_call: bool) -> None:
+    def __init__(self, tokenizer: ChatTemplate, tools: Tools, *, one_call: bool, has_tokens: bool) -> None:
         """`one_call`: of several calls only the first one is told."""
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, has_tokens=has_tokens)
         self._format, self._tools, self._one_call = tokenizer.answers, tools, one_call
         self._shown: dict[int, tuple[int, int]] = {}
         """Number of characters of the reasoning and of the content that have been sent of each streamed choice."""
@@ -296,7 +344,8 @@ class ChatFormat(CompletionFormat):
         if calls:
             message["tool_calls"] = calls
         ended = {"finish_reason": "tool_calls"} if calls and segment.finish_reason == "stop" else {}
-        return choice | ended | {"message": message, "response_token_ids": segment.token_ids}
+        ids = {"response_token_ids": segment.token_ids} if self._has_tokens else {}
+        return choice | ended | {"message": message} | ids
 
     def _read(self, prompt: PromptRequest, text: str) -> ParsedAnswer:
         return self._format.read(text, self._tools, is_thinking=self._is_thinking(prompt))
@@ -402,19 +451,16 @@ def _usage(answers: Sequence[Answer]) -> wire.Usage:
 
 
 def _provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the reply's fields with the policy_versions: of the last token, and of every choice. If there are only
-    scores, it is the version that computed them."""
-    spans = [
-        [{"version": str(version), "start": start, "end": end} for version, start, end in segment.spans]
-        for segment in segments
-    ]
-    last = next((choice[-1]["version"] for choice in reversed(spans) if choice), None)
-    if last is None and scored_by:
-        last = str(scored_by[-1])
-    if last is None:
+    """Return the reply's fields with the policy_version of the last token, or of the scores if there are only these."""
+    versions = [*scored_by[-1:], *(segment.spans[-1].policy_version for segment in segments if segment.spans)]
+    if not versions:
         return {}
-    metadata = {"weight_version": last, "weight_versions": spans[0] if len(spans) == 1 else spans}
-    return {"system_fingerprint": _fingerprint(last), "metadata": metadata}
+    return {"system_fingerprint": _fingerprint(versions[-1]), "metadata": {"weight_version": str(versions[-1])}}
+
+
+def _weight_versions(segment: Segment) -> list[dict[str, Any]]:
+    """Return the policy_versions of a choice: which of its tokens each version sampled."""
+    return [{"version": str(version), "start": start, "end": end} for version, start, end in segment.spans]
 
 
 def _fingerprint(policy_version: object) -> str:
@@ -424,5 +470,5 @@ def _fingerprint(policy_version: object) -> str:
 def _error(error: Exception) -> wire.OpenAIError:
     status = http.status_of(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    code = "model_not_found" if isinstance(error, NoSuchModel) else CODES.get(status)
+    code = next((code for kind, code in ERROR_CODES.items() if isinstance(error, kind)), CODES.get(status))
     return wire.OpenAIError(error=wire.OpenAIErrorDetails(message=str(error), type=kind, code=code))

@@ -55,6 +55,7 @@ class SamplingFields(UnservedFields, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     min_tokens: int | None = 0
+    return_token_ids: bool | None = None
     rid: str | None = None
     request_id: str | None = None
     # Served for neutral values only: ignoring other values would change the answer.
@@ -85,7 +86,7 @@ class ChatBody(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] | None = None
     prompt_token_ids: list[int] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
@@ -94,6 +95,37 @@ class ChatBody(SamplingFields, kw_only=True):
     chat_template: Any = None
     functions: Any = None
     function_call: Any = None
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """The request of `/tokenize`: a prompt that is rendered already, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeReply(Struct, kw_only=True):
+    """Tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """The request of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeReply(Struct, kw_only=True):
+    """Text of tokens."""
+
+    prompt: str
 
 
 class Usage(Struct, kw_only=True):
@@ -114,7 +146,8 @@ class CompletionReply(Struct, kw_only=True):
     choices: list[dict[str, Any]]
     usage: Usage
     system_fingerprint: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Model(Struct, kw_only=True):

@@ -49,6 +49,10 @@ class Gateway(Protocol):
 class Over(RuntimeError):
     """The episode has no turn or no token left, so the policy cannot answer in it again."""
 
+    def __init__(self, reason: StopReason, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
 
 class Diverged(ValueError):
     """The agent's history differs from the recorded conversation."""
@@ -155,8 +159,8 @@ class Conversation:
             if limit < 1:
                 raise self._end(
                     "max_length",
-                    f"{len(prompt_ids)} prompt tokens leave no room to answer within model.max_context "
-                    f"{self.max_context} and the episode's budget",
+                    f"the prompt has {len(prompt_ids)} tokens, which leaves no room to answer: the maximum context "
+                    f"length is {self.max_context} tokens (model.max_context), and the episode has a budget",
                 )
             episode.bounds = replace(self._bounds, max_new_tokens=limit)
             episode.open_turn(prompt_ids[known:])
@@ -188,7 +192,7 @@ class Conversation:
 
     def _end(self, reason: StopReason, message: str) -> Over:
         self.stop_reason, self.over = reason, message
-        return Over(message)
+        return Over(reason, message)
 
 
 class PausableTimeout:

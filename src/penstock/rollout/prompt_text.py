@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.model.text_threads import INLINE_CHARACTERS, in_text_thread
 from penstock.rollout import bodies
+from penstock.rollout.request import ContextExceeded
 from penstock.rollout.text import Tokenizer
 
 MAX_BATCH = 1024
@@ -27,7 +28,8 @@ class PromptText:
     def __init__(self, tokenizer: Tokenizer, *, max_context: int) -> None:
         self._tokenizer = tokenizer
         self._max_characters = max_context * tokenizer.longest_token
-        self._reason = f"{max_context} tokens of at most {tokenizer.longest_token} characters"
+        of_tokens = f"{max_context} tokens of at most {tokenizer.longest_token} characters"
+        self._reason = f"this model's maximum context length is {of_tokens}"
 
     async def tokenised(self, body: bodies.GenerateBody) -> bodies.GenerateBody:
         """Return the body with `input_ids` instead of `text`. Raises ValueError for text that cannot be a prompt."""
@@ -54,8 +56,8 @@ class PromptText:
 
         return await in_text_thread(checked, waiter=WAITER)
 
-    def _too_long(self, what: str) -> ValueError:
-        return ValueError(f"{what} cannot fit into the context of {self._reason}: shorten it")
+    def _too_long(self, what: str) -> ContextExceeded:
+        return ContextExceeded(f"{what} cannot fit: {self._reason}; shorten it")
 
 
 def has_more_characters(value: object, most: int) -> bool:

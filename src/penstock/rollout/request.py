@@ -71,6 +71,14 @@ class SamplingParams:
         return bool(penalizes or self.logit_bias or self.min_new_tokens)
 
 
+MAX_SEED = 2**63
+
+
+class ContextExceeded(ValueError):
+    """A prompt, with the tokens that it asks for, is longer than the context. Clients of the OpenAI API look for the
+    words "maximum context length is"."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt and `len(seeds)` samples of it. `max_new_tokens` has one limit per sample."""
@@ -90,13 +98,15 @@ class GenerateRequest:
         check_prompt(self.prompt_ids, vocab_size=vocab_size, max_context=max_context)
         if not self.seeds or len(self.seeds) != len(self.max_new_tokens):
             raise ValueError(f"the request has {len(self.seeds)} seeds for {len(self.max_new_tokens)} samples")
+        if not all(-MAX_SEED <= seed < MAX_SEED for seed in self.seeds):
+            raise ValueError(f"a seed is a whole number from {-MAX_SEED} to {MAX_SEED - 1}")
         if min(self.max_new_tokens) < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {min(self.max_new_tokens)}")
         num_tokens = len(self.prompt_ids) + max(self.max_new_tokens)
         if num_tokens > max_context:
-            raise ValueError(
+            raise ContextExceeded(
                 f"{len(self.prompt_ids)} prompt tokens and {max(self.max_new_tokens)} new tokens make {num_tokens}, "
-                f"more than the context of {max_context} tokens"
+                f"and this model's maximum context length is {max_context} tokens"
             )
         _check_tokens([*self.params.stop_token_ids, *self.params.logit_bias], vocab_size)
         if self.params.top_logprobs > vocab_size:
@@ -108,7 +118,9 @@ def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_context: int
     if not prompt_ids:
         raise ValueError("the prompt is empty")
     if len(prompt_ids) > max_context:
-        raise ValueError(f"{len(prompt_ids)} prompt tokens are more than the context of {max_context} tokens")
+        raise ContextExceeded(
+            f"the prompt has {len(prompt_ids)} tokens, and this model's maximum context length is {max_context} tokens"
+        )
     _check_tokens(prompt_ids, vocab_size)
 
 
